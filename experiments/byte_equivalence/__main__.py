@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/byte_equivalence/run.sh``: set up, serve, compare, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+
+from experiments.byte_equivalence import cli
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def main(options: cli.Options) -> int:
+    """Run the comparison and return the exit status."""
+    # Only here: --help has to work without the environment that these need.
+    from experiments.byte_equivalence.arms import ARMS, MODES, SINGLE
+    from experiments.byte_equivalence.checks import Checks
+    from experiments.byte_equivalence.harness import Harness, NotCaught
+    from experiments.common.report import Narrator, stdout_console, versions, write_json
+
+    if options.mode is not None and options.mode not in MODES:
+        sys.stderr.write(f"found --mode {options.mode!r}; expected one of {', '.join(MODES)}.\n")
+        return 2
+    arms = [
+        arm
+        for arm in ARMS
+        if arm.mode != SINGLE
+        and (options.mode is None or arm.mode == options.mode)
+        and (options.arm is None or options.arm.lower() in arm.name.lower())
+    ]
+    if not arms:
+        names = "; ".join(arm.name for arm in ARMS if arm.mode != SINGLE)
+        sys.stderr.write(f"found no arm that fits --arm {options.arm!r}; there are: {names}.\n")
+        return 2
+
+    began = datetime.datetime.now(datetime.timezone.utc)
+    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
+    narrator = Narrator(f"byte equivalence, vLLM {options.vllm}{', quick' if options.quick else ''}")
+    checks = Checks()
+    not_caught = None
+    try:
+        Harness(arms, RESULTS / stamp, narrator, checks, quick=options.quick).run()
+    except NotCaught as error:
+        not_caught = error
+    finally:
+        narrator.close()
+    console = stdout_console()
+    console.print(checks.table(f"byte equivalence, vLLM {versions()['vllm']}, {narrator.seconds:.0f} s"))
+    status = 1 if not_caught else checks.exit_status
+    if not_caught:
+        console.print(f"{not_caught}: was not caught. Nothing was compared: this harness would not have noticed.")
+    verdicts = {0: "equal", 1: "NOT EQUAL", 2: "could not be compared"}
+    console.print(f"{verdicts[status]} (exit status {status}); details: {RESULTS / stamp}.json")
+    content = {
+        "began": began.isoformat(timespec="seconds"),
+        "seconds": round(narrator.seconds, 1),
+        "verdict": verdicts[status],
+        "options": {"vllm": options.vllm, "mode": options.mode, "quick": options.quick, "arm": options.arm},
+    }
+    write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
+    if options.arm is None:
+        write_json(RESULTS / f"last-{options.vllm}.json", {**content, "checks": checks.summary()})
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(cli.parse()))

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with one arm's servers while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
+from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
+from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client
+from experiments.common.servers import Server
+
+MAX_TOKENS = 64
+CONCURRENCY = 32
+SHUFFLE_SEED = 11
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Damage done on purpose to the blocks D received: the words for it, the probe's name for it, where it starts.
+
+    ``changes_output`` is whether tokens or log-probabilities can show it. Swapping two full blocks cannot be seen
+    there: keys carry their positions, and attention sums over a set. Only the bytes tell.
+    """
+
+    words: str
+    kind: str
+    block: int = 0
+    changes_output: bool = True
+
+
+CORRUPTIONS = (
+    Corruption("two full blocks swapped", "swap_two_blocks", 1, changes_output=False),
+    Corruption("a full block and the tail swapped", "swap_two_blocks", DAMAGED_BLOCKS - 2),
+    Corruption("V shifted by a head", "shift_v_by_a_head"),
+    Corruption("tail block dropped", "drop_tail_block"),
+    Corruption("K sent for V", "send_k_for_v"),
+    # kvcached backs an unmapped address with its zero page, so a block read too early arrives as zeros.
+    Corruption("a block read before it is backed", "zero_a_block", 2),
+)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """How the output answers to each block: the change (nats) of the log-probabilities when it alone is zeroed."""
+
+    blocks: int
+    control_gap: float
+    gaps: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def proved(self) -> bool:
+        """Whether repeating changed nothing and zeroing any tried block changed something."""
+        return self.control_gap == 0.0 and bool(self.gaps) and min(self.gaps.values()) > 0.0
+
+
+class SingleRun:
+    """The reference: one instance, no connector."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Answer]:
+        """Answer the prompts one at a time, in order."""
+        answers = []
+        for place, prompt in enumerate(prompts):
+            progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
+            answers.append(
+                await self.client.answer(
+                    list(prompt.token_ids), max_tokens=MAX_TOKENS, salt=prompt.salt(run), request_id=f"{run}-{place}"
+                )
+            )
+        return answers
+
+
+class PairRun:
+    """A prefill and a decode server."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+
+    async def arm(self) -> dict[str, Any]:
+        """Start recording on D; return the geometry of D's KV tensors."""
+        for side in (self.pair.prefill, self.pair.decode):
+            await side.probe("calm")
+        await self.pair.decode.probe("arm")
+        return await self.pair.decode.probe("geometry")
+
+    async def _records(self) -> list[dict[str, Any]]:
+        taken = await self.pair.decode.probe("take")
+        if taken["pending"]:
+            raise AnswerError(f"found {taken['pending']} transfers unfinished on D after every answer; expected none.")
+        records: list[dict[str, Any]] = taken["records"]
+        return records
+
+    async def _one(
+        self,
+        prompt: Prompt,
+        salt: str,
+        request_id: str,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        decode_salt: str | None = None,
+    ) -> HandOver:
+        return await self.pair.hand_over(
+            list(prompt.token_ids), max_tokens=max_tokens, salt=salt, decode_salt=decode_salt, request_id=request_id
+        )
+
+    async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
+        """Hand the prompts over one at a time, in order."""
+        seen = []
+        for place, prompt in enumerate(prompts):
+            progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
+            seen.append(await self._one(prompt, prompt.salt(run), f"{run}-{place}"))
+        return match_records(seen, await self._records())
+
+    async def concurrent(
+        self,
+        prompts: Sequence[Prompt],
+        run: str,
+        *,
+        rounds: int,
+        hold_blocks: int,
+        settle: Callable[[], Awaitable[None]],
+        progress: Progress,
+    ) -> list[tuple[Prompt, Observation]]:
+        """Hand every prompt over once per round, shuffled, 32 at a time.
+
+        D starts a round when P holds ``hold_blocks`` for it, so that P's demand does not depend on how fast D is.
+        ``settle`` is awaited after each round, while nothing runs.
+        """
+        shuffler = random.Random(SHUFFLE_SEED)
+        shuffled: list[Prompt] = []
+        seen: list[HandOver] = []
+        for number in range(rounds):
+            these = shuffler.sample(prompts, len(prompts))
+            shuffled += these
+            seen += await self._round(these, f"{run}-{number}", hold_blocks, progress)
+            await self._step_prefill(f"{run}-{number}-step")
+            await settle()
+        return list(zip(shuffled, match_records(seen, await self._records()), strict=True))
+
+    async def _step_prefill(self, name: str) -> None:
+        """Make P take two steps: an idle engine reads no notices, so it holds what D has read until its next step."""
+        await self.pair.prefill.answer([2], max_tokens=2, salt=name, request_id=name)
+
+    async def _round(self, prompts: Sequence[Prompt], run: str, hold_blocks: int, progress: Progress) -> list[HandOver]:
+        places = asyncio.Semaphore(CONCURRENCY)
+        enough = asyncio.Event()
+        held: list[int] = []
+        done: list[str] = []
+
+        async def one(place: int, prompt: Prompt) -> HandOver:
+            names = {"salt": prompt.salt(run), "request_id": f"{run}-{place}"}
+            async with places:
+                offer = await self.pair.prefill_only(list(prompt.token_ids), **names)
+                held.append(sum(len(group) for group in offer.block_ids))
+                if sum(held) >= hold_blocks or len(held) >= min(CONCURRENCY, len(prompts)):
+                    enough.set()
+                await enough.wait()
+                handed = await self.pair.decode_offered(offer, list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
+            done.append(prompt.name)
+            progress(f"{run}: {len(done)} of {len(prompts)} at a time")
+            return handed
+
+        return list(await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(prompts))))
+
+    async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> Observation:
+        """Hand ``prompt`` over with ``corruption`` done to the blocks that D receives."""
+        await self.pair.decode.probe("plant", corruption.kind, corruption.block)
+        handed = await self._one(prompt, prompt.salt(run), prompt.salt(run).replace(" ", "-"))
+        (seen,) = match_records([handed], await self._records())
+        if seen.record is None or seen.record["planted"] != corruption.kind:
+            raise AnswerError(
+                f"{corruption.words}: found no corrupted transfer in D's records; the harness proves nothing."
+            )
+        return seen
+
+    async def dependence(self, prompt: Prompt, block_size: int, every: int, run: str, progress: Progress) -> Dependence:
+        """Zero every ``every``-th received block alone, and the last one, and measure how the output answers.
+
+        P keeps the prompt cached; D never does, so that all blocks travel each time.
+        """
+        blocks = prompt.blocks(block_size)
+
+        async def answer(name: str) -> Answer:
+            handed = await self._one(prompt, run, f"{run}-{name}", max_tokens=8, decode_salt=f"{run}-{name}")
+            (seen,) = match_records([handed], await self._records())
+            if seen.record is None or [len(group) for group in seen.record["digests"]] != [blocks]:
+                raise AnswerError(f"{name}: found a transfer of another size; expected all {blocks} blocks to travel.")
+            return handed.answer
+
+        # The first hand-over computes the whole prompt on P, later ones its uncached rest: the second is the measure.
+        await answer("first")
+        clean = await answer("clean")
+        control_gap = largest_logprob_gap(clean, await answer("control"))
+        gaps = {}
+        for index in sorted({*range(0, blocks, every), blocks - 1}):
+            progress(f"{run}: block {index + 1} of {blocks} zeroed")
+            await self.pair.decode.probe("plant", "zero_a_block", index)
+            gaps[index] = largest_logprob_gap(clean, await answer(f"block-{index}"))
+        return Dependence(blocks, control_gap, gaps)
+
+
+def with_clients(
+    servers: Sequence[Server], work: Callable[[SingleRun | PairRun], Any], concurrency: int = CONCURRENCY
+) -> Any:
+    """Run the coroutine function ``work`` against one server or a pair, in an event loop of its own."""
+
+    async def run() -> Any:
+        async with http_client(concurrency) as http:
+            clients = [Client(server.base_url, http) for server in servers]
+            return await work(SingleRun(clients[0]) if len(clients) == 1 else PairRun(Pair(*clients)))
+
+    return asyncio.run(run())

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arms: which servers are compared. A new transfer mode is a new row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.common.servers import ServerSpec
+
+SINGLE = "single"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of serving. ``mode`` is ``single`` or the transfer mode; ``environment`` is what makes it this arm."""
+
+    name: str
+    mode: str
+    connector: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kvcached(self) -> bool:
+        """Whether this arm's KV memory is kvcached's."""
+        return "ENABLE_KVCACHED" in self.environment
+
+
+def _connector(**extra: object) -> dict[str, object]:
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        # With NIXL's four threads per agent, servers on few cores mostly wait for each other.
+        "kv_connector_extra_config": {"num_threads": 0, **extra},
+    }
+
+
+def _kvcached(*, contiguous: bool) -> dict[str, str]:
+    return {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true" if contiguous else "false"}
+
+
+REFERENCE = Arm("single instance, stock", SINGLE)
+STOCK_PULL = Arm("stock P/D, pull", "pull", _connector())
+ARMS: tuple[Arm, ...] = (
+    REFERENCE,
+    STOCK_PULL,
+    Arm("kvcached P/D, non-contiguous, pull", "pull", _connector(), _kvcached(contiguous=False)),
+    Arm("kvcached P/D, contiguous, pull", "pull", _connector(), _kvcached(contiguous=True)),
+)
+MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
+
+AMPLE_POOL: Mapping[str, str] = {"KVCACHED_HOSTVMM_GIB": "2"}
+
+
+def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
+    """Return settings for a pool of a few kvcached pages that are given back as soon as they are empty.
+
+    ``page_group_bytes`` is what one page of block ids costs over all layers, K and V. kvcached keeps 5 % of the device
+    for others.
+    """
+    return {
+        "KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}",
+        "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+        "KVCACHED_MIN_RESERVED_PAGES": "0",
+        "KVCACHED_MAX_RESERVED_PAGES": "0",
+        # What stays cached would keep its page mapped.
+        "KVCACHED_MAX_CACHED_TOKENS": "0",
+    }
+
+
+def specs(
+    arm: Arm, model: Path, dtype: str, pool: Mapping[str, str], block_size: int = 32, max_batched: int = 512
+) -> list[ServerSpec]:
+    """Return the servers of ``arm``: one, or P and D."""
+    tag = "".join(letter if letter.isalnum() else "-" for letter in arm.name).strip("-")
+    environment = {**arm.environment, **(pool if arm.kvcached else {})}
+    names = ["single"] if arm.mode == SINGLE else ["prefill", "decode"]
+    return [
+        ServerSpec(
+            name=f"{tag}-{dtype}-{name}",
+            model=model,
+            dtype=dtype,
+            kv_transfer=arm.connector or None,
+            environment=environment,
+            block_size=block_size,
+            max_num_batched_tokens=max_batched,
+        )
+        for name in names
+    ]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the result: what was checked, on which arm, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from experiments.byte_equivalence.compare import Difference
+
+DIFFERENCES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row. ``outcome`` is in words; ``failed_setup`` is a server that did not start rather than a difference."""
+
+    arm: str
+    what: str
+    passed: bool
+    outcome: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+    failed_setup: bool = False
+
+
+class Checks:
+    """The rows in the order they came."""
+
+    def __init__(self) -> None:
+        self.rows: list[Check] = []
+
+    def add(self, row: Check) -> Check:
+        """Keep ``row`` and return it."""
+        self.rows.append(row)
+        return row
+
+    @property
+    def exit_status(self) -> int:
+        """0 if all passed (and anything was checked), 1 for a difference, 2 if only the set-up failed."""
+        failed = [row for row in self.rows if not row.passed]
+        if any(not row.failed_setup for row in failed):
+            return 1
+        return 2 if failed or not self.rows else 0
+
+    def table(self, title: str) -> Table:
+        """Return the rows as a table for a terminal."""
+        table = Table(title=title, title_justify="left")
+        for heading in ("arm", "check", "", "outcome"):
+            table.add_column(heading)
+        arm = None
+        for row in self.rows:
+            if arm is not None and row.arm != arm:
+                table.add_section()
+            shown = [row.outcome, *(f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences)]
+            if len(row.differences) > DIFFERENCES_SHOWN:
+                more = len(row.differences) - DIFFERENCES_SHOWN
+                shown = [*shown[: DIFFERENCES_SHOWN + 1], f"... and {more} more, see the JSON"]
+            table.add_row(
+                row.arm if row.arm != arm else "",
+                row.what,
+                "[green]ok[/green]" if row.passed else "[red]FAILED[/red]",
+                escape("\n".join(shown)),
+            )
+            arm = row.arm
+        return table
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Return the rows for JSON, differences only counted."""
+        return [
+            {
+                "arm": row.arm,
+                "check": row.what,
+                "passed": row.passed,
+                "outcome": row.outcome,
+                **({"differences": len(row.differences)} if row.differences else {}),
+                **row.figures,
+            }
+            for row in self.rows
+        ]
+
+    def details(self) -> list[dict[str, Any]]:
+        """Return the rows for JSON with every difference."""
+        return [asdict(row) for row in self.rows]
+
+
+def compared(arm: str, what: str, differences: Iterable[Difference], outcome: str, **figures: Any) -> Check:
+    """Return a row that passes if there are no differences; ``outcome`` describes what was compared."""
+    found = tuple(differences)
+    prompts = len({difference.prompt for difference in found})
+    text = f"{prompts} prompts differ ({outcome})" if found else outcome
+    return Check(arm, what, not found, text, dict(figures), found)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line; imports nothing outside the standard library, so that ``--help`` needs no environment."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DEFAULT_VLLM = "0.19.1"
+
+DESCRIPTION = """\
+Does prefill/decode disaggregation over kvcached give what one stock vLLM instance gives?
+
+Sets up everything (environment, a small model with random weights), starts real servers, and compares token ids,
+log-probabilities and the SHA-256 of every transferred KV block, on the sending and on the receiving side.
+Before anything is called equal, corruptions are planted and have to be caught, and zeroing each KV block has to
+change the output."""
+
+EPILOG = """\
+arms:
+  single instance, stock               the reference
+  stock P/D                            the same connector without kvcached
+  kvcached P/D, non-contiguous         one region per layer, K and V apart
+  kvcached P/D, contiguous             all layers of a block side by side
+
+exit status:
+  0  everything equal, every corruption caught, kvcached really unmapped and remapped
+  1  a difference, or a corruption that was not caught
+  2  something could not be set up: the environment, a server
+
+examples:
+  bash experiments/byte_equivalence/run.sh                    vLLM 0.19.1, all arms, one at a time and 32 at a time
+  bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, a few minutes
+  bash experiments/byte_equivalence/run.sh --vllm 0.28.0
+  bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name holds the word (and the reference)
+
+Results: a table on the terminal; experiments/byte_equivalence/results/ gets the JSON, one file per run with all that
+was found, and last-VERSION.json with the rows of the table."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line."""
+
+    vllm: str
+    mode: str | None
+    quick: bool
+    arm: str | None
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Parse ``arguments`` (``sys.argv`` if None); ends the process for ``--help`` and for mistakes (status 2)."""
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--mode", metavar="M", help="only arms of this transfer mode, for example pull (all)")
+    parser.add_argument("--quick", action="store_true", help="float32 only and fewer zeroed blocks: under 5 minutes")
+    parser.add_argument("--arm", metavar="WORD", help="only arms whose name holds WORD; writes no last-VERSION.json")
+    found = parser.parse_args(arguments)
+    return Options(vllm=found.vllm, mode=found.mode, quick=found.quick, arm=found.arm)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as equal. Pure functions over what was observed; no server, no I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from experiments.common.client import Answer, HandOver
+
+Aspect = Literal["tokens", "log-probabilities", "blocks", "hand-over"]
+
+LOGPROB_TOLERANCE = {"bfloat16": 0.125, "float32": 1e-3}
+"""Against the single instance, nats. P/D computes the prompt's last token once more, alone, where the single instance
+computes it among others; the product of a matrix with one row may be rounded differently. Against another P/D arm the
+tolerance is zero."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not equal, in words for a table."""
+
+    prompt: str
+    aspect: Aspect
+    text: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that was seen of one prompt in one P/D arm; ``record`` is what D's probe recorded, if anything."""
+
+    hand_over: HandOver
+    record: Mapping[str, Any] | None
+
+
+def largest_logprob_gap(expected: Answer, found: Answer) -> float:
+    """Return the largest difference, nats, over chosen tokens and shared alternatives; inf if not comparable."""
+    if len(expected.logprobs) != len(found.logprobs):
+        return float("inf")
+    gaps = [0.0]
+    gaps += [abs(ours - theirs) for ours, theirs in zip(expected.logprobs, found.logprobs, strict=True)]
+    for ours, theirs in zip(expected.top_logprobs, found.top_logprobs, strict=False):
+        gaps += [abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()]
+    # max() would drop a NaN that is not the first.
+    return float("inf") if any(math.isnan(gap) for gap in gaps) else max(gaps)
+
+
+def compare_answers(prompt: str, expected: Answer, found: Answer, tolerance: float | None) -> list[Difference]:
+    """Compare token ids, and log-probabilities unless ``tolerance`` (nats) is None."""
+    differences = []
+    if expected.token_ids != found.token_ids:
+        place = next(
+            (
+                place
+                for place, (ours, theirs) in enumerate(zip(expected.token_ids, found.token_ids, strict=False))
+                if ours != theirs
+            ),
+            min(len(expected.token_ids), len(found.token_ids)),
+        )
+        differences.append(
+            Difference(
+                prompt,
+                "tokens",
+                f"from token {place} on: found {found.token_ids[place : place + 4]}, "
+                f"expected {expected.token_ids[place : place + 4]}",
+            )
+        )
+    if tolerance is not None:
+        gap = largest_logprob_gap(expected, found)
+        if gap > tolerance:
+            differences.append(Difference(prompt, "log-probabilities", f"apart by {gap:.4g}, allowed {tolerance:g}"))
+    return differences
+
+
+def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_received: int) -> list[Difference]:
+    """Compare the SHA-256 of every transferred block on both sides, after checking that blocks travelled at all.
+
+    ``blocks`` is how many blocks the prompt fills in each group; D may hold some of them from an earlier prompt, but
+    at least ``fewest_received`` must have travelled.
+    """
+    record, sent = seen.record, seen.hand_over
+    if record is None:
+        return [Difference(prompt, "hand-over", "D recorded no transfer: it computed the prompt itself")]
+    differences = []
+    if record["remote_block_ids"] != sent.sent_block_ids:
+        text = f"D read from {record['remote_block_ids']}, P offered {sent.sent_block_ids}"
+        differences.append(Difference(prompt, "hand-over", text))
+    groups = zip(sent.sent_digests, record["digests"], strict=False)
+    if len(sent.sent_digests) != len(record["digests"]) or not record["digests"]:
+        text = f"P has {len(sent.sent_digests)} KV-cache groups, D received {len(record['digests'])}"
+        differences.append(Difference(prompt, "hand-over", text))
+    for group, (offered, received) in enumerate(groups):
+        if len(offered) != blocks:
+            text = f"group {group}: P offered {len(offered)} blocks, the prompt fills {blocks}"
+            differences.append(Difference(prompt, "hand-over", text))
+        if not fewest_received <= len(received) <= len(offered):
+            text = f"group {group}: D received {len(received)} blocks, expected {fewest_received} to {len(offered)}"
+            differences.append(Difference(prompt, "hand-over", text))
+            continue
+        # D reads the tail: what it lacks beyond its own cached prefix.
+        tail = offered[len(offered) - len(received) :]
+        wrong = [place for place, (ours, theirs) in enumerate(zip(tail, received, strict=True)) if ours != theirs]
+        if wrong:
+            text = f"group {group}: {len(wrong)} of {len(received)} blocks hold other bytes on D (first: {wrong[0]})"
+            differences.append(Difference(prompt, "blocks", text))
+    return differences
+
+
+def compare_senders(prompt: str, expected: HandOver, found: HandOver, full_blocks: int) -> list[Difference]:
+    """Compare what two arms' P computed, over the blocks that the prompt fills wholly (a tail keeps older bytes)."""
+    for group, (ours, theirs) in enumerate(zip(expected.sent_digests, found.sent_digests, strict=False)):
+        if ours[:full_blocks] != theirs[:full_blocks]:
+            return [Difference(prompt, "blocks", f"group {group}: P computed other KV bytes than the stock arm's P")]
+    return []
+
+
+def match_records(hand_overs: Sequence[HandOver], records: Sequence[Mapping[str, Any]]) -> list[Observation]:
+    """Pair each hand-over with D's record of it, by the id the request has on P."""
+    by_request = {record["remote_request_id"]: record for record in records}
+    return [Observation(hand_over, by_request.get(hand_over.remote_request_id)) for hand_over in hand_overs]
+
+
+def catches(
+    prompt: str, expected: Answer, seen: Observation, *, blocks: int, tolerance: float
+) -> tuple[list[Aspect], list[Aspect]]:
+    """Return (caught by bytes, caught by output) for a request that was corrupted on purpose."""
+    by_bytes = [difference.aspect for difference in compare_blocks(prompt, seen, blocks=blocks, fewest_received=blocks)]
+    by_output = [
+        difference.aspect for difference in compare_answers(prompt, expected, seen.hand_over.answer, tolerance)
+    ]
+    return [aspect for aspect in by_bytes if aspect == "blocks"], by_output

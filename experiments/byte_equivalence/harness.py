@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the arms and turns what they answered into rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from experiments.byte_equivalence.arm_run import CORRUPTIONS, PairRun, SingleRun, with_clients
+from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
+from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.compare import (
+    LOGPROB_TOLERANCE,
+    Difference,
+    Observation,
+    catches,
+    compare_answers,
+    compare_blocks,
+    compare_senders,
+    largest_logprob_gap,
+)
+from experiments.byte_equivalence.phases import (
+    BLOCK_SIZE,
+    HELD_PAGES,
+    KVCACHED_PAGE_BYTES,
+    MAX_BATCHED_TOKENS,
+    MAX_PROMPT_TOKENS,
+    Phase,
+    phases,
+)
+from experiments.byte_equivalence.pool import PoolMemory, came_back, remapped
+from experiments.byte_equivalence.prompts import damage_prompts, fewest_received, fixed_prompts
+from experiments.common.client import Answer, AnswerError
+from experiments.common.model import GQA, make_model
+from experiments.common.report import Narrator
+from experiments.common.servers import Running, Server, ServerError
+
+
+class NotCaught(Exception):
+    """A planted corruption went unnoticed: nothing this harness says is worth anything."""
+
+
+@dataclass
+class Baseline:
+    """What a phase compares with: the single instance's answers, and the stock P/D arm's observations once seen."""
+
+    answers: list[Answer]
+    damaged: list[Answer]
+    stock: list[Observation] = field(default_factory=list)
+
+
+class Harness:
+    """One run; ``logs`` gets a log per server."""
+
+    def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks, *, quick: bool) -> None:
+        self.arms = arms
+        self.logs = logs
+        self.narrator = narrator
+        self.checks = checks
+        self.shape = GQA
+        self.quick = quick
+        self.prompts = fixed_prompts(
+            block_size=BLOCK_SIZE,
+            max_batched=MAX_BATCHED_TOKENS,
+            max_prompt=MAX_PROMPT_TOKENS,
+            vocabulary=self.shape.vocabulary,
+        )
+        self.damage = damage_prompts(len(CORRUPTIONS), block_size=BLOCK_SIZE, vocabulary=self.shape.vocabulary)
+
+    def run(self) -> None:
+        """Run every phase; rows land in ``checks``. Raises :class:`NotCaught` as soon as a corruption is missed."""
+        model = make_model(self.shape)
+        for phase in phases(self.shape, quick=self.quick):
+            baseline: Baseline | None = None
+            # The reference starts with the first pair; two pairs at once only slow each other down, since every
+            # NIXL agent keeps a core busy.
+            first, *rest = self.arms
+            for together in ([REFERENCE, first], *([arm] for arm in rest)):
+                with contextlib.ExitStack() as stack:
+                    launched = [(arm, stack.enter_context(self._launch(arm, phase, model))) for arm in together]
+                    for arm, servers in launched:
+                        if arm is REFERENCE:
+                            baseline = self._reference(phase, servers)
+                        elif baseline is not None:
+                            self._pair(arm, phase, servers, baseline)
+                if baseline is None:
+                    return
+
+    def _launch(self, arm: Arm, phase: Phase, model: Path) -> Running:
+        made = specs(arm, model, phase.dtype, phase.pool, BLOCK_SIZE, MAX_BATCHED_TOKENS)
+        return Running(made, self.logs, self.narrator.update)
+
+    def _row(self, row: Check) -> Check:
+        self.checks.add(row)
+        mark = "ok    " if row.passed else "FAILED"
+        self.narrator.say(f"{mark} {row.arm}: {row.what}: {row.outcome}")
+        return row
+
+    @contextlib.contextmanager
+    def _serving(self, arm: Arm, phase: Phase, launched: Running) -> Iterator[list[Server]]:
+        """Yield the arm's servers when they answer, and stop them after.
+
+        A failure becomes a row, since the other arms can still be compared.
+        """
+        what = f"{phase.name}: serves"
+        started = False
+        try:
+            servers = launched.ready()
+            started = True
+            self.narrator.say(f"{arm.name}: serving ({phase.dtype})")
+            yield servers
+        except ServerError as error:
+            self._row(Check(arm.name, what, False, str(error), failed_setup=not started))
+        except (AnswerError, httpx.HTTPError) as error:
+            self._row(Check(arm.name, what, False, f"{type(error).__name__}: {error}. Logs: {self.logs}"))
+        finally:
+            launched.stop()
+
+    def _reference(self, phase: Phase, launched: Running) -> Baseline | None:
+        baseline: Baseline | None = None
+
+        async def work(run: SingleRun | PairRun) -> None:
+            nonlocal baseline
+            assert isinstance(run, SingleRun)
+            answers = await run.sequential(self.prompts, "reference", self.narrator.update)
+            baseline = Baseline(answers, await run.sequential(self.damage, "damaged", self.narrator.update))
+
+        with self._serving(REFERENCE, phase, launched) as servers:
+            with_clients(servers, work)
+        if baseline is not None:
+            distinct = len({tuple(answer.token_ids) for answer in baseline.answers})
+            self._row(
+                Check(
+                    REFERENCE.name,
+                    f"{phase.name}: answers ({phase.dtype})",
+                    # Two of the prompts are one prompt, sent twice.
+                    distinct >= len(self.prompts) - 1,
+                    f"{len(self.prompts)} prompts of 1 to {MAX_PROMPT_TOKENS} tokens, {distinct} distinct answers",
+                )
+            )
+        return baseline
+
+    def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
+        with self._serving(arm, phase, launched) as servers:
+
+            async def work(run: SingleRun | PairRun) -> None:
+                assert isinstance(run, PairRun)
+                geometry = await run.arm()
+                await self._plant(arm, phase, run, baseline)
+                if phase.sequential:
+                    await self._depend(arm, phase, run)
+                    await self._sequential(arm, phase, run, baseline, geometry)
+                if phase.concurrent:
+                    await self._concurrent(arm, phase, run, baseline, geometry, servers)
+
+            with_clients(servers, work)
+
+    async def _plant(self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline) -> None:
+        tolerance = LOGPROB_TOLERANCE[phase.dtype]
+        for corruption, prompt, answer in zip(CORRUPTIONS, self.damage, baseline.damaged, strict=True):
+            self.narrator.update(f"{arm.name}: planting: {corruption.words}")
+            seen = await run.planted(corruption, prompt, "planted")
+            blocks = prompt.blocks(BLOCK_SIZE)
+            by_bytes, by_output = catches(prompt.name, answer, seen, blocks=blocks, tolerance=tolerance)
+            caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
+            by = ", ".join([*by_bytes, *by_output]) or "nothing"
+            row = Check(
+                arm.name,
+                f"{phase.name}: planted: {corruption.words}",
+                caught,
+                f"{'caught' if caught else 'seen only'} by {by}",
+            )
+            if not self._row(row).passed:
+                raise NotCaught(row.what)
+
+    async def _depend(self, arm: Arm, phase: Phase, run: PairRun) -> None:
+        # Not the longest: its last block must hold more than the last token, which D computes itself.
+        prompt = max(
+            (one for one in self.prompts if len(one.token_ids) % BLOCK_SIZE > BLOCK_SIZE // 4),
+            key=lambda one: len(one.token_ids),
+        )
+        found = await run.dependence(prompt, BLOCK_SIZE, phase.every_nth_block, "dependence", self.narrator.update)
+        changed = sum(gap > 0 for gap in found.gaps.values())
+        self._row(
+            Check(
+                arm.name,
+                f"{phase.name}: output depends on every block",
+                found.proved,
+                f"{changed} of {len(found.gaps)} zeroed blocks (of {found.blocks}) change the log-probabilities, by "
+                f"{min(found.gaps.values()):.3g} nats or more; repeating changes them by {found.control_gap:.3g}",
+            )
+        )
+
+    async def _sequential(
+        self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline, geometry: Mapping[str, Any]
+    ) -> None:
+        seen = await run.sequential(self.prompts, "sequential", self.narrator.update)
+        tolerance = LOGPROB_TOLERANCE[phase.dtype]
+        answers: list[Difference] = []
+        blocks: list[Difference] = []
+        exact: list[Difference] = []
+        gap = 0.0
+        for place, (prompt, answer, observed) in enumerate(zip(self.prompts, baseline.answers, seen, strict=True)):
+            answers += compare_answers(prompt.name, answer, observed.hand_over.answer, tolerance)
+            gap = max(gap, largest_logprob_gap(answer, observed.hand_over.answer))
+            fewest = fewest_received(prompt, self.prompts[:place], BLOCK_SIZE)
+            blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=fewest)
+            if baseline.stock and phase.exact_between_arms:
+                stock = baseline.stock[place].hand_over
+                exact += compare_answers(prompt.name, stock.answer, observed.hand_over.answer, 0.0)
+                exact += compare_senders(prompt.name, stock, observed.hand_over, len(prompt.token_ids) // BLOCK_SIZE)
+        shape = geometry["groups"][0]
+        self._row(
+            compared(
+                arm.name,
+                f"{phase.name}: tokens and log-probabilities ({phase.dtype})",
+                answers,
+                f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance",
+                largest_gap_nats=gap,
+            )
+        )
+        received = count_received(seen)
+        self._row(
+            compared(
+                arm.name,
+                f"{phase.name}: SHA-256 of KV blocks, sent and received",
+                blocks,
+                f"{received} blocks of {shape['block_bytes']} bytes travelled, KV tensor {shape['shape']}",
+                blocks=received,
+                kv_shape=shape["shape"],
+                kv_stride=shape["stride"],
+            )
+        )
+        if not phase.exact_between_arms:
+            return
+        if baseline.stock:
+            outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
+            self._row(compared(arm.name, f"{phase.name}: exactly as stock P/D", exact, outcome))
+        elif not arm.kvcached:
+            baseline.stock = seen
+
+    async def _concurrent(
+        self,
+        arm: Arm,
+        phase: Phase,
+        run: PairRun,
+        baseline: Baseline,
+        geometry: Mapping[str, Any],
+        servers: Sequence[Server],
+    ) -> None:
+        page_group_bytes = KVCACHED_PAGE_BYTES * self.shape.layers * 2
+        memory = PoolMemory([server.identity for server in servers] if arm.kvcached else [], page_group_bytes)
+        with memory:
+            seen = await run.concurrent(
+                self.prompts,
+                "concurrent",
+                rounds=phase.rounds,
+                hold_blocks=int(HELD_PAGES * page_group_bytes) // geometry["groups"][0]["block_bytes"],
+                settle=memory.settle,
+                progress=self.narrator.update,
+            )
+        expected = dict(zip((prompt.name for prompt in self.prompts), baseline.answers, strict=True))
+        answers: list[Difference] = []
+        blocks: list[Difference] = []
+        for prompt, observed in seen:
+            answers += compare_answers(prompt.name, expected[prompt.name], observed.hand_over.answer, None)
+            least = fewest_received(prompt, [prompt] if prompt.family else [], BLOCK_SIZE)
+            blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=least)
+        self._row(
+            compared(
+                arm.name,
+                f"{phase.name}: tokens, 32 at a time ({phase.dtype})",
+                answers,
+                f"{len(seen)} shuffled requests",
+            )
+        )
+        received = count_received([observed for _, observed in seen])
+        self._row(
+            compared(
+                arm.name,
+                f"{phase.name}: SHA-256 of KV blocks, 32 at a time",
+                blocks,
+                f"{received} blocks travelled",
+                blocks=received,
+            )
+        )
+        for server, pages, resting in zip(servers, memory.counts(), memory.resting(), strict=False):
+            side = server.spec.name.rsplit("-", 1)[-1]
+            self._row(remapped(arm.name, f"{phase.name}: kvcached remapped during the run ({side})", pages))
+            what = f"{phase.name}: memory came back after every round ({side})"
+            self._row(came_back(arm.name, what, resting, page_group_bytes))
+
+
+def count_received(seen: Sequence[Observation]) -> int:
+    """Return how many blocks D received in all."""
+    return sum(len(group) for one in seen if one.record is not None for group in one.record["digests"])

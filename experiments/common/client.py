@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Talk to servers: completions with log-probabilities, the prefill/decode hand-over, and the KV probe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+REQUEST_TIMEOUT_SECONDS = 180.0
+TOP_LOGPROBS = 5
+
+
+class AnswerError(RuntimeError):
+    """A server answered something that cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client sees: generated token ids, the log-probability of each, and of the best alternatives."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """One request through P and D.
+
+    ``sent_block_ids`` and ``sent_digests`` are per KV-cache group, read from P's memory after its answer and before D
+    was asked (P holds the blocks until D has read them).
+    """
+
+    answer: Answer
+    remote_request_id: str
+    sent_block_ids: list[list[int]]
+    sent_digests: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What P holds for D: the parameters of its answer, and its block ids and their digests per KV-cache group."""
+
+    params: dict[str, Any]
+    block_ids: list[list[int]]
+    digests: list[list[str]]
+
+
+def per_group(block_ids: list[Any]) -> list[list[int]]:
+    """Return block ids per group; a flat list is one group."""
+    return [list(block_ids)] if block_ids and isinstance(block_ids[0], int) else [list(group) for group in block_ids]
+
+
+class Client:
+    """An asynchronous client of one server."""
+
+    def __init__(self, base_url: str, http: httpx.AsyncClient) -> None:
+        self.base_url = base_url
+        self.http = http
+
+    async def complete(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        salt: str,
+        request_id: str,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Send one greedy completion and return the JSON answer; anything but HTTP 200 raises :class:`AnswerError`.
+
+        ``salt`` separates prefix caches: requests share cached blocks only if their salts are equal.
+        """
+        body: dict[str, Any] = {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "logprobs": TOP_LOGPROBS,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "cache_salt": salt,
+        }
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = kv_transfer_params
+        reply = await self.http.post(f"{self.base_url}/v1/completions", json=body, headers={"X-Request-Id": request_id})
+        if reply.status_code != httpx.codes.OK:
+            raise AnswerError(f"{self.base_url} answered {reply.status_code} to {request_id}: {reply.text[:2000]}")
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    async def answer(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> Answer:
+        """Complete ``prompt`` on this server alone."""
+        return read_answer(
+            await self.complete(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id), max_tokens
+        )
+
+    async def probe(self, method: str, *args: object) -> dict[str, Any]:
+        """Call a KV-probe method (see ``server_side/kv_probe.py``) on the server's only worker."""
+        reply = await self.http.post(
+            f"{self.base_url}/collective_rpc", json={"method": f"kv_probe_{method}", "args": list(args)}
+        )
+        if reply.status_code != httpx.codes.OK:
+            raise AnswerError(f"{self.base_url} answered {reply.status_code} to {method}: {reply.text[:2000]}")
+        results = reply.json()["results"]
+        if len(results) != 1 or not isinstance(results[0], dict):
+            raise AnswerError(f"{method}: found {results!r}; expected one answer from one worker.")
+        answer: dict[str, Any] = results[0]
+        return answer
+
+
+def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
+    """Return the comparable part of a completion; a short or odd one raises :class:`AnswerError`."""
+    choice = reply["choices"][0]
+    answer = Answer(
+        token_ids=list(choice["token_ids"]),
+        logprobs=list(choice["logprobs"]["token_logprobs"]),
+        top_logprobs=list(choice["logprobs"]["top_logprobs"]),
+    )
+    if not len(answer.token_ids) == len(answer.logprobs) == max_tokens:
+        raise AnswerError(
+            f"found {len(answer.token_ids)} tokens with {len(answer.logprobs)} log-probabilities; "
+            f"expected {max_tokens} (finish_reason {choice.get('finish_reason')!r})."
+        )
+    return answer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode server, and the router's part between them."""
+
+    prefill: Client
+    decode: Client
+
+    async def prefill_only(self, prompt: list[int], *, salt: str, request_id: str) -> Offer:
+        """Prefill on P and read the digests of the blocks it now holds for D."""
+        asked = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        prefilled = await self.prefill.complete(
+            prompt, max_tokens=1, salt=salt, request_id=request_id, kv_transfer_params=asked
+        )
+        offered = prefilled.get("kv_transfer_params")
+        if not offered or not offered.get("remote_block_ids"):
+            raise AnswerError(
+                f"{request_id}: found no blocks in P's answer ({offered!r}); expected kv_transfer_params with "
+                "remote_block_ids. D would silently compute the prompt itself. See P's log."
+            )
+        block_ids = per_group(offered["remote_block_ids"])
+        return Offer(offered, block_ids, (await self.prefill.probe("digests", block_ids))["digests"])
+
+    async def decode_offered(
+        self, offer: Offer, prompt: list[int], *, max_tokens: int, salt: str, request_id: str
+    ) -> HandOver:
+        """Decode on D with P's parameters."""
+        decoded = await self.decode.complete(
+            prompt, max_tokens=max_tokens, salt=salt, request_id=request_id, kv_transfer_params=offer.params
+        )
+        return HandOver(
+            answer=read_answer(decoded, max_tokens),
+            remote_request_id=offer.params["remote_request_id"],
+            sent_block_ids=offer.block_ids,
+            sent_digests=offer.digests,
+        )
+
+    async def hand_over(
+        self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str, decode_salt: str | None = None
+    ) -> HandOver:
+        """Prefill on P, then decode on D at once. ``decode_salt`` gives D another prefix cache than P."""
+        offer = await self.prefill_only(prompt, salt=salt, request_id=request_id)
+        return await self.decode_offered(
+            offer, prompt, max_tokens=max_tokens, salt=decode_salt or salt, request_id=request_id
+        )
+
+
+def http_client(concurrency: int) -> httpx.AsyncClient:
+    """Return a client for ``concurrency`` requests at a time; proxies of the environment are not for loopback."""
+    return httpx.AsyncClient(
+        timeout=REQUEST_TIMEOUT_SECONDS,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=4 * concurrency + 8, max_keepalive_connections=0),
+    )

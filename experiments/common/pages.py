@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch kvcached's own account of its pages from outside, while servers work.
+
+kvcached keeps three 64-bit integers per engine in shared memory, named by ``KVCACHED_IPC_NAME``: the pool's limit, the
+bytes in use, the bytes mapped in reserve. Its page allocator rewrites them after every map and every unmap
+(``csrc/page_allocator.cpp``, ``update_memory_usage``; ``kvtop`` shows the same figures), in whichever process the
+engine runs. Sampling can miss a change but never invent one, so what is counted here is a lower bound.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+SHARED_MEMORY = Path("/dev/shm")
+SAMPLE_SECONDS = 0.002
+_LAYOUT = struct.Struct("=qqq")
+
+
+@dataclass(frozen=True)
+class PageCount:
+    """At least how many bytes were mapped, unmapped, and mapped after an unmap, and how far the pool went."""
+
+    samples: int = 0
+    limit_bytes: int = 0
+    lowest_bytes: int = 0
+    highest_bytes: int = 0
+    mapped_bytes: int = 0
+    unmapped_bytes: int = 0
+    remapped_bytes: int = 0
+
+
+def count_pages(samples: list[tuple[int, int]]) -> PageCount:
+    """Count rises and falls in ``samples`` of (limit, mapped bytes); ``remapped`` is what rose after the first fall."""
+    if not samples:
+        return PageCount()
+    mapped = unmapped = remapped = 0
+    for (_, before), (_, after) in zip(samples, samples[1:], strict=False):
+        if after < before:
+            unmapped += before - after
+        elif after > before:
+            mapped += after - before
+            remapped += after - before if unmapped else 0
+    levels = [level for _, level in samples]
+    return PageCount(len(samples), samples[-1][0], min(levels), max(levels), mapped, unmapped, remapped)
+
+
+class PageWatch:
+    """Samples one engine's account on a thread of its own for as long as a ``with`` block."""
+
+    def __init__(self, ipc_name: str, folder: Path = SHARED_MEMORY) -> None:
+        self.path = folder / ipc_name
+        self._samples: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"pages of {ipc_name}", daemon=True)
+
+    def __enter__(self) -> PageWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def sample(self) -> None:
+        """Read the account once; consecutive equal readings are kept as one. From any thread."""
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        if len(content) < _LAYOUT.size:
+            return
+        limit, used, reserved = _LAYOUT.unpack_from(content)
+        reading = (limit, used + reserved)
+        with self._lock:
+            if not self._samples or self._samples[-1] != reading:
+                self._samples.append(reading)
+
+    def mapped_bytes(self) -> int | None:
+        """Return the bytes mapped now, None if there is no account."""
+        self.sample()
+        return self._samples[-1][1] if self._samples else None
+
+    def count(self) -> PageCount:
+        """Return the counts so far; call it after the block."""
+        return count_pages(self._samples)
+
+    def _watch(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
+            self.sample()
+        self.sample()

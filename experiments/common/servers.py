@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start and stop real ``vllm serve`` processes: own session, free ports, own IPC names, bounded wait, no leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
+HOST = "127.0.0.1"
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""vLLM's executor for one device, by its path: by its short name, vLLM >= 0.28 replaces it on a CPU by one that keeps
+two more processes per server spinning, and four of them on two cores stall a hand-over for seconds."""
+READY_SECONDS = 300.0
+STOP_SECONDS = 20.0
+LOG_TAIL_LINES = 40
+
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+    "VLLM_SERVER_DEV_MODE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # vLLM compiles one sampler helper even under --enforce-eager; on a cold machine that costs minutes per server.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "PYTHONPATH")
+"""Settings of the caller's shell that would make an arm something else than its name says."""
+
+
+class ServerError(RuntimeError):
+    """A server that did not start, or died."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ``count`` distinct loopback ports that were free a moment ago.
+
+    They are below the range from which the kernel takes ports for outgoing connections: NIXL's own sockets would
+    otherwise take one of them before the server that it was meant for has bound it.
+    """
+    lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = random.SystemRandom().sample(range(10_000, min(lowest_ephemeral, 32_768)), 200)
+    found: list[int] = []
+    for port in candidates:
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise ServerError(
+        f"found {len(found)} free ports of {len(candidates)} tried on {HOST}; expected {count}. No server can be "
+        "started. End what occupies them."
+    )
+
+
+def group_is_alive(group: int) -> bool:
+    """Return whether any process of ``group`` still runs; one that only waits to be reaped does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # The command's name, in parentheses, may hold anything: what follows it is state, parent, group.
+            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(found) == group and state not in "ZX":
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server: a name for its log, what it serves, and how its arm differs from the others.
+
+    ``kv_transfer`` is the value of ``--kv-transfer-config`` or None for an instance without a connector.
+    ``kv_space_gib`` is vLLM's own KV budget (VLLM_CPU_KVCACHE_SPACE, whole GiB).
+    """
+
+    name: str
+    model: Path
+    dtype: str = "bfloat16"
+    block_size: int = 32
+    max_model_len: int = 2048
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    executor: str = UNIPROC
+    kv_space_gib: int = 1
+    kv_transfer: Mapping[str, object] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    executable: Path = Path(sys.prefix) / "bin" / "vllm"
+
+    def command(self, port: int) -> list[str]:
+        """Return the argument list of ``vllm serve`` on ``port``."""
+        command = [
+            *(str(self.executable), "serve", str(self.model), "--host", HOST, "--port", str(port)),
+            *("--served-model-name", "model", "--dtype", self.dtype, "--enforce-eager", "--seed", "0"),
+            *("--block-size", str(self.block_size), "--max-model-len", str(self.max_model_len)),
+            *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
+            *("--max-num-seqs", str(self.max_num_seqs), "--enable-chunked-prefill", "--enable-prefix-caching"),
+            *("--distributed-executor-backend", self.executor),
+            *("--worker-extension-cls", "kv_probe.KvProbe", "--max-logprobs", "20"),
+            *("--uvicorn-log-level", "warning"),
+        ]
+        if self.kv_transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
+        return [*command, *self.arguments]
+
+
+class Server:
+    """A running ``vllm serve``; made by :func:`running`. Not for several threads."""
+
+    def __init__(self, spec: ServerSpec, logs: Path) -> None:
+        self.spec = spec
+        self.port, self.side_channel_port = free_ports(2)
+        self.identity = f"kvx{uuid.uuid4().hex[:10]}"
+        self.log = logs / f"{spec.name}.log"
+        self.base_url = f"http://{HOST}:{self.port}"
+        self.started_at = time.monotonic()
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)
+        }
+        environment |= CPU_ENVIRONMENT
+        environment |= {
+            "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{environment.get('PATH', '')}",
+            "PYTHONPATH": str(SERVER_SIDE),
+            "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_space_gib),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
+            "KVCACHED_IPC_NAME": self.identity,
+            "KVCACHED_HOSTVMM_DEVICE": self.identity,
+        }
+        environment |= spec.environment
+        command = spec.command(self.port)
+        logs.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as log:
+            differs = {name: value for name, value in sorted(environment.items()) if os.environ.get(name) != value}
+            log.write(f"# {json.dumps(command)}\n# {json.dumps(differs)}\n")
+            log.flush()
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=logs, start_new_session=True
+            )
+
+    def tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def check_alive(self) -> None:
+        """Raise :class:`ServerError`, with the log's tail, if the server has ended."""
+        status = self.process.poll()
+        if status is not None:
+            raise ServerError(
+                f"{self.spec.name}: found the server ended with status {status}; expected it to serve. Nothing can be "
+                f"compared without it. Its log, {self.log}, ends with:\n{self.tail()}"
+            )
+
+    def is_ready(self) -> bool:
+        """Ask ``/health`` once."""
+        self.check_alive()
+        try:
+            return httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the whole session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End the whole session: first by SIGTERM, after a bounded wait by SIGKILL; then remove what it left."""
+        self.ask_to_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        # The leader may be gone while its children are not.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_SECONDS)
+        # Only once every process is gone are its ports and its memory free for the next server.
+        deadline = time.monotonic() + STOP_SECONDS
+        while group_is_alive(self.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for leftover in [
+            *Path("/dev/shm").glob(f"*{self.identity}*"),
+            *Path("/tmp").glob(f"kvcached-tp-{self.identity}*"),
+        ]:
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
+
+
+class Running:
+    """Servers that live as long as a ``with`` block: started together on entering, waited for by :meth:`ready`.
+
+    Starting takes most of an experiment's time, so several of these may be entered before the first is waited for.
+    """
+
+    def __init__(self, specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None) -> None:
+        self.specs = specs
+        self.logs = logs
+        self.on_wait = on_wait
+        self.servers: list[Server] = []
+
+    def __enter__(self) -> Running:
+        try:
+            for spec in self.specs:
+                self.servers.append(Server(spec, self.logs))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def ready(self) -> list[Server]:
+        """Return the servers once all of them answer; :class:`ServerError` if one ends or takes too long."""
+        waiting = list(self.servers)
+        begun = time.monotonic()
+        while waiting := [server for server in waiting if not server.is_ready()]:
+            seconds = time.monotonic() - begun
+            names = ", ".join(server.spec.name for server in waiting)
+            if seconds > READY_SECONDS:
+                tails = "\n".join(f"--- {server.log}\n{server.tail()}" for server in waiting)
+                raise ServerError(
+                    f"found {names} not ready after {READY_SECONDS:.0f} s; expected /health to answer. Nothing can be "
+                    f"compared. See the logs:\n{tails}"
+                )
+            if self.on_wait is not None:
+                self.on_wait(f"starting {names}: {seconds:.0f} s")
+            time.sleep(0.5)
+        return self.servers
+
+    def stop(self) -> None:
+        """Stop all servers; again is harmless."""
+        servers, self.servers = self.servers, []
+        with contextlib.ExitStack() as stack:
+            for server in servers:
+                stack.callback(server.stop)
+            for server in servers:
+                server.ask_to_stop()
+
+
+@contextlib.contextmanager
+def running(
+    specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None
+) -> Iterator[list[Server]]:
+    """Start ``specs`` together, yield the servers when all of them answer, and stop them whatever happens."""
+    with Running(specs, logs, on_wait) as launched:
+        yield launched.ready()

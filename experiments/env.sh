@@ -1,0 +1,186 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: bash experiments/env.sh [VLLM_VERSION]        (default 0.19.1)
+
+Creates or refreshes .venvs/vllm-VERSION: that vLLM, NIXL, kvcached and this package in editable mode, with the tools of
+the tests. Where nvidia-smi finds a GPU: vLLM's CUDA build, and kvcached built for CUDA. Elsewhere: vLLM's CPU build, and
+the same kvcached built over host memory. In it, `vllm serve` works.
+
+Everything is pinned with hashes in experiments/locks/. A second call finds nothing to do and returns at once.
+The last line on standard output is the environment's folder; all else goes to standard error:
+
+    venv=$(bash experiments/env.sh 0.19.1 | tail -n 1)
+    "$venv/bin/vllm" serve MODEL
+
+needs: Linux on x86-64, python3.11 with its headers, a C++ compiler, disk space (it says how much before downloading).
+       A folder of wheels in PIP_FIND_LINKS is used; a CPU wheel of torch in it saves several GB.
+exit status: 0 ready; 2 something is missing (what, and what to do, is said); else a step failed (its output is above).
+END
+}
+
+say() { printf '%s\n' "$*" >&2; }
+refuse() { # FOUND EXPECTED CONSEQUENCE REMEDY
+    say "experiments/env.sh: found $1; expected $2. $3. $4."
+    exit 2
+}
+
+case ${1:-} in
+-h | --help) usage; exit 0 ;;
+esac
+version=${1:-0.19.1}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+locks=$root/experiments/locks
+venv=$root/.venvs/vllm-$version
+tools=$root/.venvs/tools
+python=$venv/bin/python
+
+# ------------------------------------------------------------------------------------------------ what this machine has
+known=$(cd "$locks" && for lock in vllm-*-cpu.txt; do lock=${lock#vllm-}; printf '%s ' "${lock%-cpu.txt}"; done)
+[[ " $known" == *" $version "* ]] || refuse "vLLM version $version" "one of: ${known% }" \
+    "There is no lock for another" "Add experiments/locks/vllm-$version-*.in and run experiments/locks/update.sh"
+
+# pip reads its configuration, uv does not: hand it the folders of wheels, in both ways they can be given.
+find_links=${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null || true)}
+uv_options=(--quiet)
+[[ -t 2 ]] && uv_options=()
+for place in $find_links; do uv_options+=(--find-links "$place"); done
+
+kind=cpu
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then kind=cuda; fi
+
+# A CPU build of torch is no quarter of the size, but only a folder of wheels may have it.
+offers_cpu_torch() {
+    local wheel place
+    [[ -f $locks/vllm-$version-torch-cpu-wheel.txt ]] || return 1
+    wheel=$(sed -n 's/^torch==\([^ ]*\).*/torch-\1-cp311-/p' "$locks/vllm-$version-torch-cpu-wheel.txt")
+    for place in $find_links; do
+        if compgen -G "$place/$wheel*.whl" >/dev/null; then return 0; fi
+    done
+    return 1
+}
+if [[ $kind == cuda ]]; then
+    used_locks=("$locks/vllm-$version-cuda.txt")
+    needed_mb=14000
+elif offers_cpu_torch; then
+    used_locks=("$locks/vllm-$version-torch-cpu-wheel.txt" "$locks/vllm-$version-cpu.txt")
+    needed_mb=2600
+else
+    used_locks=("$locks/vllm-$version-torch.txt" "$locks/vllm-$version-torch-libraries.txt" "$locks/vllm-$version-cpu.txt")
+    needed_mb=9000
+fi
+
+digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
+sources_of_kvcached() {
+    find kvcached_nixl/hostvmm -type f -not -name '*.pyc' -not -name README.md | LC_ALL=C sort
+}
+# Only what goes into the compiled build: the run-time half of hostvmm is used from the source tree.
+kvcached_inputs=("$locks/kvcached.txt" "${used_locks[@]}")
+if [[ $kind == cpu ]]; then
+    while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
+fi
+want_packages="packages $kind $(digest "${used_locks[@]}" experiments/common/vllm_metadata.py)"
+want_kvcached="kvcached $kind $(digest "${kvcached_inputs[@]}")"
+want_project="project $(digest pyproject.toml kvcached_nixl/*.pth) $root"
+stamps=$venv/.kvcached-nixl
+is_current() { [[ -f $stamps/$1 && $(<"$stamps/$1") == "$2" ]]; }
+
+if is_current packages "$want_packages" && is_current kvcached "$want_kvcached" && is_current project "$want_project"; then
+    printf '%s\n' "$venv"
+    exit 0
+fi
+
+mkdir -p "$root/.venvs"
+printf '*\n' >"$root/.venvs/.gitignore"
+exec 9>"$root/.venvs/.lock-$version"
+flock --nonblock 9 || { say "another call is making $venv; waiting for it"; flock 9; }
+
+# ------------------------------------------------------------------------------------- refuse before anything is fetched
+[[ $(uname -sm) == "Linux x86_64" ]] || refuse "$(uname -sm)" "Linux x86_64" "The locks hold wheels for that only" \
+    "Use such a machine"
+base=$(command -v python3.11) || refuse "no python3.11 on PATH" "CPython 3.11, which the locks are made for" \
+    "No environment can be made" "Install it (Debian, Ubuntu: apt-get install python3.11-dev python3.11-venv)"
+headers=$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+[[ -f $headers/Python.h ]] || refuse "no $headers/Python.h" "Python's headers" "kvcached cannot be compiled" \
+    "Install them (Debian, Ubuntu: apt-get install python3.11-dev)"
+compiler=
+for candidate in ${CXX:-c++ g++ clang++}; do
+    if command -v "$candidate" >/dev/null; then compiler=$candidate && break; fi
+done
+[[ -n $compiler ]] || refuse "no C++ compiler (tried ${CXX:-c++ g++ clang++})" "one that knows C++17" \
+    "kvcached cannot be compiled" "Install one (Debian, Ubuntu: apt-get install g++) or set CXX"
+
+if [[ ! -f $stamps/packages ]]; then
+    free_mb=$(df --output=avail -m "$root/.venvs" | tail -n 1 | tr -d ' ')
+    ((free_mb >= needed_mb)) || refuse "$free_mb MB free for $root/.venvs" "$needed_mb MB" \
+        "The installation would end half done" "Free some, or give PIP_FIND_LINKS a folder with a CPU wheel of torch"
+fi
+
+# --------------------------------------------------------------------------------------------------------------- install
+started=$SECONDS
+step() { say "$(printf '%5d s  ' $((SECONDS - started)))$*"; }
+
+want_tools=$(digest "$locks/tools.txt")
+if [[ ! -f $tools/.stamp || $(<"$tools/.stamp") != "$want_tools" ]]; then
+    (
+        flock 8
+        [[ -f $tools/.stamp && $(<"$tools/.stamp") == "$want_tools" ]] && exit 0
+        step "fetching uv"
+        "$base" -m venv --clear "$tools" >&2
+        "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$locks/tools.txt" >&2
+        printf '%s' "$want_tools" >"$tools/.stamp"
+    ) 8>"$root/.venvs/.lock-tools"
+fi
+uv=$tools/bin/uv
+install() { "$uv" pip install --python "$python" --no-deps "${uv_options[@]}" "$@" >&2; }
+
+[[ -x $python ]] || { step "making $venv" && "$uv" venv --quiet --no-python-downloads --python "$base" "$venv" >&2; }
+mkdir -p "$stamps"
+
+if ! is_current packages "$want_packages"; then
+    rm -f "$stamps"/*
+    for lock in "${used_locks[@]}"; do
+        case $lock in
+        *-torch-cpu-wheel.txt) step "installing torch for CPU" ;;
+        *-torch.txt) step "installing torch (up to 1 GB to download)" ;;
+        *-torch-libraries.txt) step "installing the CUDA libraries this torch loads even here (up to 3 GB to download)" ;;
+        *-cpu.txt) step "installing vLLM $version for CPU, NIXL and the rest" ;;
+        *-cuda.txt) step "installing vLLM $version for CUDA, NIXL and the rest (several GB; minutes)" ;;
+        esac
+        install --require-hashes -r "$lock"
+    done
+    if [[ $kind == cpu ]]; then "$python" experiments/common/vllm_metadata.py "$version"; fi
+    printf '%s' "$want_packages" >"$stamps/packages"
+fi
+
+if ! is_current kvcached "$want_kvcached"; then
+    rm -f "$stamps/kvcached"
+    if [[ $kind == cuda ]]; then
+        step "building kvcached for CUDA (a minute)"
+        install --no-build-isolation --require-hashes -r "$locks/kvcached.txt"
+    else
+        step "fetching kvcached's source"
+        fetched=$(mktemp -d)
+        trap 'rm -rf "$fetched"' EXIT
+        archive=$("$tools/bin/python" experiments/common/fetch_sdist.py "$locks/kvcached.txt" "$fetched")
+        step "building kvcached on host memory (half a minute)"
+        UV=$uv "$python" -m kvcached_nixl.hostvmm build --sdist "$archive" --python "$python" >&2
+    fi
+    printf '%s' "$want_kvcached" >"$stamps/kvcached"
+fi
+
+if ! is_current project "$want_project"; then
+    step "installing this package in editable mode"
+    install --no-build-isolation --editable "$root"
+    printf '%s' "$want_project" >"$stamps/project"
+fi
+
+# With no deps resolved, this is what would notice a lock that has gone wrong.
+"$python" -c 'import vllm, nixl, msgspec, wrapt' >&2 || refuse "an environment whose packages do not import" \
+    "vllm, nixl, msgspec and wrapt to import" "No server would start" "Remove $venv and run this again"
+step "ready"
+printf '%s\n' "$venv"

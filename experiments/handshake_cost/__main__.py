@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/handshake_cost/run.sh``: measure, compare with the targets, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import statistics
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.handshake_cost.measure import Sample
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SIZES_GIB = (1, 8, 60)
+
+DESCRIPTION = """\
+What does the first hand-over of a pair cost, and does it cost more when kvcached reserves more?
+
+Starts fresh pairs of real servers side by side in one run: stock vLLM, this package in both layouts, and kvcached with
+the NIXL patch it brings, each with 1, 8 and 60 GiB reserved. Measures the cold and the warm hand-over, decode's
+resident memory, descriptors per block, and what this package's wrappers add to a decode step."""
+
+EPILOG = """\
+targets (of this package, both layouts; medians over the rounds):
+  cold hand-over at 60 GiB   <= 1.3 x the one at 1 GiB, <= 1.2 x stock
+  resident memory            <= 64 MiB more at 60 GiB than at 1 GiB
+  wrappers                   <  1 % of a decode step
+
+exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+Results: a table; results/last-VERSION.json with every sample, versions and hardware."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh pairs per arm and size (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one round, 1 and 60 GiB, without kvcached's own patch")
+    return parser.parse_args(arguments)
+
+
+def median(samples: list[Sample], arm: str, gib: int, what: str) -> float:
+    return statistics.median(getattr(s, what) for s in samples if s.arm == arm and s.reserved_gib == gib)
+
+
+def judge(samples: list[Sample], ours: list[str], stock: str) -> list[tuple[str, str, bool]]:
+    """Rows of (target, figure, reached)."""
+    rows = []
+    for arm in ours:
+        small, large = (median(samples, arm, gib, "cold_seconds") for gib in (SIZES_GIB[0], SIZES_GIB[-1]))
+        against_stock = large / median(samples, stock, 0, "cold_seconds")
+        growth = median(samples, arm, SIZES_GIB[-1], "resident_bytes") - median(
+            samples, arm, SIZES_GIB[0], "resident_bytes"
+        )
+        share = max(s.wrapper_seconds / s.step_seconds for s in samples if s.arm == arm)
+        rows += [
+            (f"{arm}: cold, 60 GiB against 1 GiB (<= 1.3)", f"{large / small:.2f} x", large / small <= 1.3),
+            (f"{arm}: cold, 60 GiB against stock (<= 1.2)", f"{against_stock:.2f} x", against_stock <= 1.2),
+            (f"{arm}: memory, 60 GiB against 1 GiB (<= 64 MiB)", f"{growth / 2**20:+.0f} MiB", growth <= 64 * 2**20),
+            (f"{arm}: wrappers of a decode step (< 1 %)", f"{share:.2%}", share < 0.01),
+        ]
+    return rows
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Only here: --help has to work without the environment that these need.
+    from rich.table import Table
+
+    from experiments.common.client import AnswerError
+    from experiments.common.model import make_model
+    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.common.servers import ServerError
+    from experiments.handshake_cost.measure import ARMS, KVCACHED_OWN, STOCK, measure
+
+    arms = [arm for arm in ARMS if not (options.quick and arm is KVCACHED_OWN)]
+    sizes = (SIZES_GIB[0], SIZES_GIB[-1]) if options.quick else SIZES_GIB
+    rounds = 1 if options.quick else options.rounds
+    began = datetime.datetime.now(datetime.timezone.utc)
+    logs = RESULTS / f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
+    narrator = Narrator(f"cost of a cold pair, vLLM {options.vllm}, {rounds} round(s)")
+    samples: list[Sample] = []
+    try:
+        model = make_model()
+        for turn in range(rounds):
+            for size in sizes:
+                for arm in arms:
+                    if not arm.reserves and size != sizes[0]:
+                        continue
+                    sample = measure(arm, size, model, logs / str(turn), narrator.update)
+                    samples.append(sample)
+                    narrator.say(f"{arm.name}, {size} GiB: cold {sample.cold_seconds * 1000:.0f} ms")
+    except (ServerError, AnswerError) as error:
+        narrator.close()
+        sys.stderr.write(f"{error}\n")
+        return 2
+    narrator.close()
+
+    table = Table(title=f"first hand-over of a pair, vLLM {options.vllm}, median of {rounds}")
+    for column in (
+        "arm",
+        "reserved GiB",
+        "cold ms",
+        "warm ms",
+        "decode MiB",
+        "peak MiB",
+        "descriptors",
+        "a block",
+        "step ms",
+        "wrappers µs",
+    ):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for arm_name, gib in dict.fromkeys((s.arm, s.reserved_gib) for s in samples):
+        cell: Any = lambda what, a=arm_name, g=gib: median(samples, a, g, what)  # noqa: E731
+        table.add_row(
+            arm_name,
+            str(gib or "-"),
+            f"{cell('cold_seconds') * 1e3:.0f}",
+            f"{cell('warm_seconds') * 1e3:.0f}",
+            f"{cell('resident_bytes') / 2**20:.0f}",
+            f"{cell('peak_resident_bytes') / 2**20:.0f}",
+            f"{cell('descriptors'):.0f}",
+            f"{cell('descriptors_per_block'):.0f}",
+            f"{cell('step_seconds') * 1e3:.2f}",
+            f"{cell('wrapper_seconds') * 1e6:.1f}",
+        )
+    verdicts = judge(samples, [arm.name for arm in arms if arm.ours], STOCK.name)
+    targets = Table(title="targets")
+    for column in ("target", "found", ""):
+        targets.add_column(column)
+    for target, found, reached in verdicts:
+        targets.add_row(target, found, "reached" if reached else "MISSED")
+    console = stdout_console()
+    console.print(table)
+    console.print(targets)
+    missed = any(not reached for _, _, reached in verdicts)
+    write_json(
+        RESULTS / f"last-{options.vllm}.json",
+        {
+            "began": began.isoformat(timespec="seconds"),
+            "rounds": rounds,
+            "targets": [{"target": t, "found": f, "reached": r} for t, f, r in verdicts],
+            "samples": [dataclasses.asdict(sample) for sample in samples],
+        },
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

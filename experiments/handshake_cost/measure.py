@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cold pair: start it, hand over for the first time, read what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from experiments.common.client import AnswerError, Client, Pair, http_client
+from experiments.common.servers import SERVER_SIDE, Server, ServerSpec, running
+
+HERE = Path(__file__).resolve().parent
+PROMPT_TOKENS = 512
+DECODE_TOKENS = 64
+WARM_HAND_OVERS = 7
+TIMED_CALLS = 2000
+CONNECTOR: Mapping[str, object] = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0},
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A connector over one kind of memory; ``reserves`` says whether kvcached reserves a device of addresses."""
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    path: tuple[Path, ...] = ()
+
+    @property
+    def reserves(self) -> bool:
+        return bool(self.environment)
+
+    @property
+    def ours(self) -> bool:
+        return self.reserves and "KVCACHED_NIXL" not in self.environment
+
+
+STOCK = Arm("stock vLLM")
+OURS_CONTIGUOUS = Arm("this package, contiguous", {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"})
+OURS_APART = Arm("this package, non-contiguous", {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "false"})
+KVCACHED_OWN = Arm(
+    "kvcached's own patch",
+    {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0"},
+    (HERE / "kvcached_own",),
+)
+ARMS = (STOCK, OURS_CONTIGUOUS, OURS_APART, KVCACHED_OWN)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one cold pair costs.
+
+    Attributes:
+        cold_seconds: the pair's first hand-over, from the request to decode until its first token.
+        warm_seconds: median of the following ones.
+        resident_bytes, peak_resident_bytes: decode's worker process after the hand-overs, and at its peak.
+        step_seconds: one decode step of one request.
+        wrapper_seconds: what the wrappers add to a step; 0 where nothing is wrapped.
+    """
+
+    arm: str
+    reserved_gib: int
+    cold_seconds: float
+    warm_seconds: float
+    resident_bytes: int
+    peak_resident_bytes: int
+    descriptors: int
+    descriptors_per_block: int
+    step_seconds: float
+    wrapper_seconds: float
+
+
+def specs(arm: Arm, reserved_gib: int, model: Path) -> list[ServerSpec]:
+    """P and D of ``arm``; ``reserved_gib`` is what kvcached takes for the device's size."""
+    search = (SERVER_SIDE, HERE / "server_side", *arm.path)
+    environment = {**arm.environment, "PYTHONPATH": ":".join(map(str, search))}
+    if arm.reserves:
+        environment["KVCACHED_HOSTVMM_GIB"] = str(reserved_gib)
+        # Reserving is what is measured; little of it is ever backed.
+        environment["KVCACHED_HOSTVMM_OVERCOMMIT"] = "1"
+    tag = "".join(letter if letter.isalnum() else "-" for letter in arm.name)
+    return [
+        ServerSpec(
+            name=f"{tag}-{reserved_gib}-{side}",
+            model=model,
+            kv_transfer=CONNECTOR,
+            environment=environment,
+            max_num_batched_tokens=1024,
+            arguments=("--worker-extension-cls", "cost_probe.CostProbe"),
+        )
+        for side in ("prefill", "decode")
+    ]
+
+
+def measure(arm: Arm, reserved_gib: int, model: Path, logs: Path, on_wait: Callable[[str], None]) -> Sample:
+    """Start a fresh pair, measure, stop it."""
+    with running(specs(arm, reserved_gib, model), logs, on_wait) as (prefill, decode):
+        return asyncio.run(_measure(arm, reserved_gib, prefill, decode))
+
+
+async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server) -> Sample:
+    async with http_client(1) as http:
+        pair = Pair(Client(prefill.base_url, http), Client(decode.base_url, http))
+        prompts = [
+            [2 + (turn * 131 + place * 7) % 500 for place in range(PROMPT_TOKENS)]
+            for turn in range(WARM_HAND_OVERS + 2)
+        ]
+        for side in (pair.prefill, pair.decode):
+            await side.probe("calm")
+            # Both sides have computed before, so that only the hand-over is new.
+            await side.answer(prompts[-1], max_tokens=2, salt="warm", request_id="warm")
+        seconds = [await _first_token_seconds(pair, prompt, turn) for turn, prompt in enumerate(prompts[:-1])]
+        step_seconds = await _step_seconds(pair.decode, prompts[0])
+        registration = await pair.decode.probe("registration")
+        per_call = await pair.decode.probe("wrapper_seconds", TIMED_CALLS)
+    resident, peak = _resident_bytes(decode)
+    return Sample(
+        arm=arm.name,
+        reserved_gib=reserved_gib if arm.reserves else 0,
+        cold_seconds=seconds[0],
+        warm_seconds=statistics.median(seconds[1:]),
+        resident_bytes=resident,
+        peak_resident_bytes=peak,
+        descriptors=registration["descriptors"],
+        descriptors_per_block=registration["descriptors"] // registration["num_blocks"],
+        step_seconds=step_seconds,
+        wrapper_seconds=max(0.0, per_call["wrapped"] - per_call["stock"]),
+    )
+
+
+async def _first_token_seconds(pair: Pair, prompt: list[int], turn: int) -> float:
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    name = f"turn-{turn}"
+    prefilled = await pair.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=asked)
+    offered = prefilled.get("kv_transfer_params")
+    if not offered or not offered.get("remote_block_ids"):
+        raise AnswerError(f"{name}: found no blocks in prefill's answer; expected a hand-over. See prefill's log.")
+    begun = time.perf_counter()
+    await pair.decode.complete(prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=offered)
+    return time.perf_counter() - begun
+
+
+async def _step_seconds(decode: Client, prompt: list[int]) -> float:
+    """One decode step: the difference between a long and a short answer to a cached prompt, per token."""
+    spent = []
+    for tokens in (1, 1 + DECODE_TOKENS, 1, 1 + DECODE_TOKENS, 1, 1 + DECODE_TOKENS):
+        begun = time.perf_counter()
+        await decode.answer(prompt, max_tokens=tokens, salt="steps", request_id=f"steps-{len(spent)}")
+        spent.append(time.perf_counter() - begun)
+    return (statistics.median(spent[3::2]) - statistics.median(spent[2::2])) / DECODE_TOKENS
+
+
+def _resident_bytes(server: Server) -> tuple[int, int]:
+    """Resident memory now and at its peak of the server's largest engine or worker process."""
+    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    engines = [process for process in processes if any(word in process.name() for word in ("Engine", "Worker"))]
+    if not engines:
+        names = ", ".join(process.name() for process in processes)
+        raise AnswerError(f"found the processes {names}; expected one named after vLLM's engine core or worker.")
+    largest = max(engines, key=lambda process: process.memory_info().rss)
+    status = Path(f"/proc/{largest.pid}/status").read_text()
+    peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return largest.memory_info().rss, peak_kib * 1024

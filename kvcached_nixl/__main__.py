@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m kvcached_nixl``: what would happen if a server started in this environment now."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from kvcached_nixl import __version__, install, report, status
+from kvcached_nixl.compat.names import SERVER_LOGGER
+from kvcached_nixl.compat.versions import found_version, import_vllm
+from kvcached_nixl.errors import MissingDependency, Refused
+from kvcached_nixl.report import Report
+from kvcached_nixl.settings import Gate, read_gate
+
+_DESCRIPTION = """\
+Shows the versions of vLLM, kvcached, NIXL and torch in this environment, what each patch of
+kvcached_nixl came to, and for each capability whether this package, vLLM or nobody provides it.
+
+It imports vLLM and applies the patches in its own process as a server with ENABLE_KVCACHED=true
+would, so the answer is the one that server would get. Nothing outside this process is changed.
+"""
+_EPILOG = """\
+exit status:
+  0  a server with a NIXL connector would start
+  1  something would be refused; each refusal says what was found, what was expected,
+     what would have happened and what to do
+  2  wrong usage
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="kvcached-nixl",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
+    parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
+    options = parser.parse_args(arguments)
+
+    # The report goes to standard output; in the log it would be there twice.
+    logging.getLogger(SERVER_LOGGER).disabled = True
+    gate = _gate()
+    os.environ["ENABLE_KVCACHED"] = "true"
+    if gate == Gate.PACKAGE_OFF.value:
+        del os.environ["KVCACHED_NIXL"]
+    found = _take_stock()
+    if options.json:
+        print(json.dumps({**report.to_json(found), "gate": gate}, indent=2))
+    else:
+        found = dataclasses.replace(found, gate=gate)
+        print(report.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        if gate != Gate.ON.value:
+            print(f"\nThis package is {gate}. The above is what ENABLE_KVCACHED=true would give.")
+    return 1 if found.refused else 0
+
+
+def _gate() -> str:
+    try:
+        return read_gate(os.environ).value
+    except Refused as cause:
+        return f"unclear: {cause.found}"
+
+
+def _take_stock() -> Report:
+    """Install, import what a server would import, decide every patch."""
+    installation = install()
+    if installation is not None and found_version("vllm") is not None:
+        print("importing vLLM, which takes some seconds ...", file=sys.stderr)
+        try:
+            import_vllm()
+        except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which the report shows
+            installation.registry.refuse("vLLM", _cannot_import(cause))
+        else:
+            installation.registry.complete()
+    return status()
+
+
+def _cannot_import(cause: Exception) -> Refused:
+    return MissingDependency(
+        found=f"import vllm fails: {type(cause).__name__}: {cause}",
+        expected="a vLLM that can be imported",
+        consequence="No server can start.",
+        remedy="Repair the installation of vLLM.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

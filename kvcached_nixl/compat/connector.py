@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to the private state of vLLM's NIXL connector.
+
+Every name here is checked when it is used: a name that is gone is a refusal, not a default.
+Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.28).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from kvcached_nixl.errors import ContractChanged, LayoutRefused
+
+# More blocks than any other dimension of a cache can have, so that its place in a shape is the block dimension.
+_PROBED_NUM_BLOCKS = 1_000_003
+_PROBED_BLOCK_SIZE = 16
+
+
+def private(owner: Any, name: str) -> Any:
+    """Read a private attribute of vLLM's, or refuse by its name."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise ContractChanged(
+            found=f"{type(owner).__module__}.{type(owner).__qualname__} without {name!r}",
+            expected=f"the attribute {name!r} that this package reads",
+            consequence="its geometry cannot be known; the engine stops before any transfer",
+            remedy="use a vLLM version that `python -m kvcached_nixl` lists as supported",
+        ) from error
+
+
+def num_kv_cache_groups(engine_scheduler: Any) -> int:
+    """KV-cache groups of vLLM's scheduler."""
+    return len(private(engine_scheduler, "kv_cache_config").kv_cache_groups)
+
+
+@dataclasses.dataclass
+class WorkerView:
+    """The stock worker as the geometry sees it."""
+
+    worker: Any
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks vLLM planned, at the granularity of the attention kernel."""
+        return int(private(self.worker, "num_blocks"))
+
+    @property
+    def num_pools(self) -> int:
+        """Pools of layers that back the KV cache; layers of different groups may share one."""
+        return len(private(self.worker, "kv_cache_config").kv_cache_tensors)
+
+    @property
+    def use_mla(self) -> bool:
+        return bool(private(self.worker, "use_mla"))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the attention kernel."""
+        return int(private(self.worker, "block_size"))
+
+    @property
+    def tp_size(self) -> int:
+        return int(private(self.worker, "world_size"))
+
+    @property
+    def memory_order(self) -> str:
+        return str(private(self.worker, "kv_cache_layout"))
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        return str(private(self.worker, "vllm_config").cache_config.cache_dtype)
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        return int(private(self.worker, "vllm_config").parallel_config.pipeline_parallel_size)
+
+    def page_bytes(self) -> dict[str, int]:
+        """Layer name -> bytes of one kernel block in that layer (K and V, or the latent)."""
+        ratio = int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
+        pages: dict[str, int] = {}
+        for layer, spec in private(self.worker, "_layer_specs").items():
+            own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
+            if type(own).__name__ == "MambaSpec":
+                raise LayoutRefused(
+                    found=f"layer {layer!r} keeps a state (MambaSpec) beside attention layers",
+                    expected="attention layers only; linear attention and state-space layers are not supported yet",
+                    consequence="state and attention share pools in a way not described yet; the engine stops",
+                    remedy="serve this model without ENABLE_KVCACHED, or without a KV connector",
+                )
+            pages[layer] = own.page_size_bytes // ratio
+        return pages
+
+    def probe_cache_shape(self) -> tuple[tuple[int, ...], int]:
+        """The backend's KV cache shape for a telling number of blocks, and that number."""
+        backend = private(self.worker, "attn_backends")[0]
+        shape = backend.get_kv_cache_shape(
+            num_blocks=_PROBED_NUM_BLOCKS, block_size=_PROBED_BLOCK_SIZE, num_kv_heads=1, head_size=1
+        )
+        return tuple(shape), _PROBED_NUM_BLOCKS
+
+    def tell_kv_first(self) -> None:
+        """Make this worker's connector register K and V apart although its backend keeps blocks first.
+
+        Only this worker's list of backends changes; the attention layers keep the real class (vllm#42095).
+        """
+        stock = private(self.worker, "attn_backends")[0]
+
+        def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+            num_blocks, halves, *inner = stock.get_kv_cache_shape(*args, **kwargs)
+            return (halves, num_blocks, *inner)
+
+        kv_first = type(f"KVFirst{stock.__name__}", (stock,), {"get_kv_cache_shape": staticmethod(get_kv_cache_shape)})
+        self.worker.attn_backends = [kv_first, *private(self.worker, "attn_backends")[1:]]
+
+    def set_device_kv_caches(self, device_views: dict[str, Any]) -> None:
+        """Give back to the worker the views attention uses, for its host copies and post-processing."""
+        private(self.worker, "device_kv_caches")
+        self.worker.device_kv_caches = device_views
+
+    def registered_regions(self) -> list[tuple[int, int]]:
+        """What the stock worker made of the offered tensors: (address, block bytes) per region."""
+        addresses = private(self.worker, "kv_caches_base_addr")[private(self.worker, "engine_id")]
+        return list(
+            zip(addresses[private(self.worker, "tp_rank")], private(self.worker, "block_len_per_layer"), strict=True)
+        )
+
+    def sign_compatibility(self, sign: Callable[[str], str]) -> str:
+        """Replace the compatibility string this worker compares with and offers; returns the new one."""
+        signed = sign(private(self.worker, "compat_hash"))
+        self.worker.compat_hash = signed
+        self.worker.xfer_handshake_metadata = dataclasses.replace(
+            private(self.worker, "xfer_handshake_metadata"), compatibility_hash=signed
+        )
+        return signed
+
+    @property
+    def compatibility(self) -> str:
+        """The string this worker compares with a peer's."""
+        return str(private(self.worker, "compat_hash"))
+
+    def receiving_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Local block ids, per group, of a request whose KV is being received; empty if there is none."""
+        meta = private(self.worker, "_recving_metadata").get(request_id)
+        return () if meta is None else tuple(meta.local_block_ids)
+
+    def end_receive(self, request_id: str) -> None:
+        """Forget what is known of a receive that posted no transfer."""
+        private(self.worker, "_recving_metadata").pop(request_id, None)
+
+    def report_invalid_blocks(self, block_ids: set[int]) -> None:
+        """Add to the block ids the worker reports as not loaded.
+
+        On vLLM <= 0.21 only on the engine's thread: they are a plain set there.
+        """
+        invalid = private(self.worker, "_invalid_block_ids")
+        if isinstance(invalid, queue.Queue):
+            invalid.put(block_ids)
+        else:
+            invalid.update(block_ids)
+
+    @property
+    def failed_receives(self) -> set[str]:
+        """vLLM <= 0.21: ids of receives that failed before a transfer was posted; any thread adds to it."""
+        found: set[str] = private(self.worker, "_failed_recv_reqs")
+        return found
+
+    @failed_receives.setter
+    def failed_receives(self, replacement: set[str]) -> None:
+        self.worker._failed_recv_reqs = replacement

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of vLLM's and kvcached's modules that are needed before anything else can be imported. No imports here."""
+
+from __future__ import annotations
+
+__all__ = ["KVCACHED_NIXL_COMPAT", "KV_TRANSFER", "NIXL_PREFIX", "ROOTS", "SERVER_LOGGER"]
+
+KV_TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
+
+NIXL_PREFIX = f"{KV_TRANSFER}.v1.nixl"
+"""Starts the dotted name of every module of the NIXL connector, in each packaging."""
+
+KVCACHED_NIXL_COMPAT = "kvcached.integration.vllm.nixl_compat"
+
+ROOTS = ("vllm", KVCACHED_NIXL_COMPAT)
+"""The import of either is the moment to load the seams; until then this package costs a start nothing but its hooks."""
+
+SERVER_LOGGER = "vllm.kvcached_nixl"
+"""A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""

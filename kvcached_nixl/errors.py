@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error this package raises on purpose.
+
+    Refused                 a start, a peer or a transfer was stopped before it could produce wrong tokens
+    ├── ContractChanged     a vLLM or kvcached callable is not the one a patch was written for
+    ├── UnsupportedVersion  the installed vLLM or kvcached is outside the tested versions
+    ├── MissingDependency   something that the connector cannot work without is not installed
+    ├── SettingsError       an environment variable or a kv_connector_extra_config key has an unusable value
+    ├── LayoutRefused       the KV memory does not have a shape whose bytes can be described exactly
+    ├── PeerRefused         the other side speaks another protocol or has another geometry
+    └── StartRefused        the sum of all of the above, raised where vLLM constructs the connector
+
+Each carries four sentences: what was found, what was expected, what would have happened, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "ContractChanged",
+    "LayoutRefused",
+    "MissingDependency",
+    "PeerRefused",
+    "Refused",
+    "SettingsError",
+    "StartRefused",
+    "UnsupportedVersion",
+]
+
+
+class Refused(Exception):
+    """Something was stopped on purpose.
+
+    Args:
+        found: what is there, with numbers and names.
+        expected: what would have been accepted.
+        consequence: what would have happened, or now does not happen.
+        remedy: what the operator can do.
+
+    The four are attributes, survive pickling (vLLM sends errors between its processes) and make up ``str(error)``.
+    """
+
+    def __init__(self, *, found: str, expected: str, consequence: str, remedy: str) -> None:
+        self.found = found
+        self.expected = expected
+        self.consequence = consequence
+        self.remedy = remedy
+        super().__init__(found, expected, consequence, remedy)
+
+    def __str__(self) -> str:
+        return (
+            f"\n  found:       {self.found}"
+            f"\n  expected:    {self.expected}"
+            f"\n  consequence: {self.consequence}"
+            f"\n  remedy:      {self.remedy}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exception.__reduce__ would call cls(*args), which the keyword-only signature rejects in the receiving process.
+        return _rebuild, (type(self), self.found, self.expected, self.consequence, self.remedy)
+
+    @property
+    def line(self) -> str:
+        """The same in one line, for tables and logs."""
+        return f"found {self.found}; expected {self.expected}. {self.consequence} {self.remedy}"
+
+
+def _rebuild(kind: type[Refused], found: str, expected: str, consequence: str, remedy: str) -> Refused:
+    error = kind.__new__(kind)
+    Refused.__init__(error, found=found, expected=expected, consequence=consequence, remedy=remedy)
+    return error
+
+
+class ContractChanged(Refused):
+    """A vLLM or kvcached callable is not the one a patch was written for."""
+
+
+class UnsupportedVersion(Refused):
+    """The installed vLLM or kvcached is outside the tested versions."""
+
+
+class MissingDependency(Refused):
+    """Something that the connector cannot work without is not installed."""
+
+
+class SettingsError(Refused):
+    """An environment variable or a kv_connector_extra_config key has an unusable value."""
+
+
+class LayoutRefused(Refused):
+    """The KV memory does not have a shape whose bytes can be described exactly."""
+
+
+class PeerRefused(Refused):
+    """The other side speaks another protocol or has another geometry."""
+
+
+class StartRefused(Refused):
+    """All refusals of this process, raised where vLLM constructs the connector."""
+
+    @classmethod
+    def of(cls, connector: str, causes: Sequence[tuple[str, Refused]]) -> StartRefused:
+        """Sum up ``causes``, pairs of (name of what was refused, refusal), which must not be empty."""
+        if len(causes) == 1:
+            name, cause = causes[0]
+            return cls(
+                found=f"[{name}] {cause.found}",
+                expected=cause.expected,
+                consequence=f"{connector} is not constructed. {cause.consequence}",
+                remedy=cause.remedy,
+            )
+        numbered = list(enumerate(causes, start=1))
+        return cls(
+            found="".join(f"\n    {n}. [{name}] {cause.found}" for n, (name, cause) in numbered),
+            expected="".join(f"\n    {n}. {cause.expected}" for n, (_, cause) in numbered),
+            consequence=f"{connector} is not constructed."
+            + "".join(f"\n    {n}. {cause.consequence}" for n, (_, cause) in numbered),
+            remedy="".join(f"\n    {n}. {cause.remedy}" for n, (_, cause) in numbered),
+        )

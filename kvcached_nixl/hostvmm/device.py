@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulated device: its size, and its account shared by all processes that use it."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import HostvmmError
+
+SIZE_VARIABLE = "KVCACHED_HOSTVMM_GIB"
+NAME_VARIABLE = "KVCACHED_HOSTVMM_DEVICE"
+_DEFAULT_GIB = 4.0
+_PAGE_BYTES = 2 << 20
+
+# The layout native/device.hpp defines.
+_HEADER = struct.Struct("=Qqqq")
+_SLOT = struct.Struct("=9q")
+_SLOTS = 128
+_MAGIC = 0x314D4D5654534F48
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """What one living process holds of the device, and what it did since it opened it."""
+
+    pid: int
+    created_bytes: int
+    mapped_bytes: int
+    """Address bytes with memory behind them; the zero page counts once per address it is mapped at."""
+    creates: int
+    releases: int
+    maps: int
+    unmaps: int
+    refused_creates: int
+    """Requests turned down because the device was full."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    capacity_bytes: int
+    processes: tuple[ProcessUse, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(process.created_bytes for process in self.processes)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes
+
+
+def capacity_bytes(environment: Mapping[str, str] = os.environ) -> int:
+    """The emulated device's size: KVCACHED_HOSTVMM_GIB (decimals allowed, 4 by default), in whole 2 MiB pages."""
+    text = environment.get(SIZE_VARIABLE) or str(_DEFAULT_GIB)
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = math.nan
+    if not 0 < gib <= 2**20:
+        raise HostvmmError(
+            found=f"{SIZE_VARIABLE}={text!r}",
+            expected="a positive number of GiB such as 4 or 0.5",
+            consequence="The emulated device has no size.",
+            remedy=f"Correct or unset {SIZE_VARIABLE}.",
+        )
+    pages = int(gib * 2**30) // _PAGE_BYTES
+    if pages == 0:
+        raise HostvmmError(
+            found=f"{SIZE_VARIABLE}={text!r}",
+            expected="at least one page of 2 MiB (0.002 GiB)",
+            consequence="The emulated device would hold nothing.",
+            remedy=f"Raise {SIZE_VARIABLE}.",
+        )
+    return pages * _PAGE_BYTES
+
+
+def account_path(index: int = 0, environment: Mapping[str, str] = os.environ) -> Path:
+    """The device's shared account; it exists while a process uses the device. Processes of one user that name the same
+    KVCACHED_HOSTVMM_DEVICE ("0" by default) share one device per index."""
+    name = environment.get(NAME_VARIABLE) or "0"
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise HostvmmError(
+            found=f"{NAME_VARIABLE}={name!r}",
+            expected="up to 64 letters, digits, '_' or '-'",
+            consequence="The emulated device's account has no file name.",
+            remedy=f"Correct or unset {NAME_VARIABLE}.",
+        )
+    return Path(f"/dev/shm/kvcached-hostvmm-{os.getuid()}-{name}-{index}")
+
+
+def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> DeviceInfo:
+    """The device's state as every process sees it. Any process of the same user may ask; nothing is changed.
+
+    A device that nobody uses is empty. Processes that died are not listed: their memory is free.
+    """
+    path = account_path(index, environment)
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            content = file.read()
+    except FileNotFoundError:
+        return DeviceInfo(capacity_bytes(environment), ())
+    if len(content) < _HEADER.size + _SLOTS * _SLOT.size:
+        return DeviceInfo(capacity_bytes(environment), ())  # created this moment, not written yet
+    magic, version, capacity, _ = _HEADER.unpack_from(content)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise HostvmmError(
+            found=f"{path} of version {version}",
+            expected=f"an account of version {_VERSION}",
+            consequence="Its numbers cannot be read.",
+            remedy="Stop the processes that use this device, or rebuild kvcached: both sides must be of one release.",
+        )
+    slots = _SLOT.iter_unpack(content[_HEADER.size : _HEADER.size + _SLOTS * _SLOT.size])
+    living = (slot for slot in slots if slot[0] and _start_ticks(slot[0]) == slot[1])
+    return DeviceInfo(capacity, tuple(ProcessUse(slot[0], *slot[2:]) for slot in living))
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Start time of a living process in clock ticks since boot: tells a reused pid from its first owner."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a wrapper in a seat, and put the very same entry back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import wrapt
+
+from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.patching.call import Call
+from kvcached_nixl.patching.contract import Seat
+from kvcached_nixl.patching.record import Seam
+
+__all__ = ["Attachment", "attach"]
+
+
+@dataclass
+class Attachment:
+    """A wrapper that is in place.
+
+    ``replaced`` lists (owner, attribute, original entry, our entry) in the order they were set; the first is the seat.
+    """
+
+    seat: Seat
+    enabled: bool = True
+    replaced: list[tuple[type | types.ModuleType, str, Any, Any]] = field(default_factory=list)
+
+    def is_enabled(self) -> bool:
+        return self.enabled
+
+    def displaced(self) -> tuple[str, ...]:
+        """Dotted names that now hold something else which does not say that it leads to our wrapper."""
+        return tuple(
+            f"{owner.__name__}.{attribute}"
+            for owner, attribute, _, ours in self.replaced
+            if not _leads_to(vars(owner).get(attribute), ours)
+        )
+
+    def restore(self) -> list[str]:
+        """Undo, newest first. An entry that somebody else replaced is left alone, with our wrapper disabled.
+
+        Returns: the dotted names that could not be put back.
+        """
+        self.enabled = False
+        left: list[str] = []
+        while self.replaced:
+            owner, attribute, original, ours = self.replaced.pop()
+            if vars(owner).get(attribute) is ours:
+                setattr(owner, attribute, original)
+            else:
+                left.append(f"{owner.__name__}.{attribute}")
+        return left
+
+
+def attach(seam: Seam, seat: Seat, make_call: Callable[..., Call]) -> Attachment:
+    """Replace the seat's entry, and every retained binding of it, by a wrapper around it.
+
+    Raises:
+        ContractChanged: a module named in ``also_bound_in`` is imported and holds something else under that name.
+            Nothing is changed then.
+    """
+    attachment = Attachment(seat)
+    retained = _retained(seam, seat)
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return seam.wrapper(make_call(wrapped, instance, args, kwargs))
+
+    def getter_wrapper(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A property hands its getter the instance as a plain argument.
+        return seam.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs))
+
+    ours: Any
+    if isinstance(seat.entry, property):
+        getter = wrapt.FunctionWrapper(seat.function, getter_wrapper, enabled=attachment.is_enabled)
+        ours = property(getter, seat.entry.fset, seat.entry.fdel, seat.entry.__doc__)
+    else:
+        ours = wrapt.FunctionWrapper(seat.entry, wrapper, enabled=attachment.is_enabled)
+    try:
+        for owner, attribute in [(seat.owner, seat.attribute), *retained]:
+            setattr(owner, attribute, ours)
+            attachment.replaced.append((owner, attribute, seat.entry, ours))
+    except BaseException:
+        attachment.restore()
+        raise
+    return attachment
+
+
+def _retained(seam: Seam, seat: Seat) -> list[tuple[types.ModuleType, str]]:
+    found: list[tuple[types.ModuleType, str]] = []
+    for binding in seam.patch.also_bound_in:
+        module_name, _, name = binding.partition(":")
+        name = name or seat.attribute
+        module = sys.modules.get(module_name)
+        # A module imported later takes the wrapper from the source, and one half imported has no binding yet.
+        if module is None or name not in vars(module):
+            continue
+        if vars(module)[name] is not seat.entry:
+            raise ContractChanged(
+                found=f"{module_name}.{name} is not {seat.where}",
+                expected="the same function, taken over by an import",
+                consequence=f"Callers in {module_name} would go on unpatched. {seam.patch.why}",
+                remedy="Use a supported version (python -m kvcached_nixl lists them), or remove what replaced it.",
+            )
+        found.append((module, name))
+    return found
+
+
+def _leads_to(entry: Any, ours: Any) -> bool:
+    """Whether ``entry`` is ``ours`` or a wrapper that declares (by ``__wrapped__``) that it leads there."""
+    seen = 0
+    while entry is not None and seen < 32:
+        if entry is ours:
+            return True
+        # A bound wrapt wrapper keeps the unbound one, which is what sits in the class, as its parent.
+        if getattr(entry, "_self_parent", None) is ours:
+            return True
+        # classmethod and staticmethod objects have it as well.
+        entry = getattr(entry, "__wrapped__", None)
+        seen += 1
+    return False

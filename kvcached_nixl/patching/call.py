@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a wrapped attribute, with its arguments by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcached_nixl.patching.registry import Registry
+
+__all__ = ["Call"]
+
+
+class Call:
+    """What vLLM asked for, and the original to ask.
+
+    A wrapper gets one of these per call. It lives as long as the call and belongs to the calling thread.
+
+    Attributes:
+        instance: ``self`` of a method or property, the class of a classmethod, None otherwise.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_name", "_note", "_registry", "_signature", "_wrapped", "instance")
+
+    def __init__(
+        self,
+        wrapped: Callable[..., Any],
+        instance: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        name: str = "",
+        signature: inspect.Signature | None = None,
+        registry: Registry | None = None,
+        note: Callable[[str], None] | None = None,
+    ) -> None:
+        """Args: ``wrapped`` is the bound original, ``signature`` its signature without ``self``, read if not given."""
+        self.instance = instance
+        self._wrapped = wrapped
+        self._args = args
+        self._kwargs = kwargs
+        self._name = name
+        self._signature = signature
+        self._registry = registry
+        self._note = note
+
+    def argument(self, name: str) -> Any:
+        """The value of a parameter, however it was passed, its default if it was not.
+
+        Raises:
+            TypeError: the original has no such parameter, or the caller left a required one out.
+        """
+        bound = self._bind()
+        bound.apply_defaults()
+        try:
+            return bound.arguments[name]
+        except KeyError:
+            raise TypeError(self._no_such(name)) from None
+
+    def proceed(self, **overrides: Any) -> Any:
+        """Call the original, exactly as the caller did except for ``overrides``, and return what it returns.
+
+        Raises:
+            TypeError: the original has no parameter of that name.
+        """
+        if not overrides:
+            return self._wrapped(*self._args, **self._kwargs)
+        bound = self._bind()
+        for name, value in overrides.items():
+            if name not in bound.signature.parameters:
+                raise TypeError(self._no_such(name))
+            bound.arguments[name] = value
+        return self._wrapped(*bound.args, **bound.kwargs)
+
+    def note(self, text: str) -> None:
+        """Add a line to this patch's outcome in the report. The same line is kept once."""
+        if self._note is not None:
+            self._note(text)
+
+    @property
+    def registry(self) -> Registry:
+        """The registry that applied the patch.
+
+        Raises:
+            LookupError: the call was made by hand, outside a registry.
+        """
+        if self._registry is None:
+            raise LookupError(f"the call of {self._name or self._wrapped!r} does not come from a registry")
+        return self._registry
+
+    def _bind(self) -> inspect.BoundArguments:
+        if self._signature is None:
+            self._signature = inspect.signature(self._wrapped)
+        return self._signature.bind(*self._args, **self._kwargs)
+
+    def _no_such(self, name: str) -> str:
+        known = ", ".join(self._signature.parameters) if self._signature is not None else ""
+        return f"{self._name or self._wrapped!r} has no parameter {name!r}, only ({known})"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare a live callable with what a `Patch` expects, before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.patching.record import ANY_PARAMETERS, Kind, Patch, Place
+
+__all__ = ["Seat", "find_seat", "locate"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The exact dictionary entry a patch replaces.
+
+    Attributes:
+        owner: the class or module whose ``__dict__`` holds the attribute. Wrapping anywhere else would pin an
+            inherited method on a subclass and leave its siblings unpatched.
+        entry: the object in that ``__dict__``: a ``classmethod`` object stays one, where ``getattr`` would return a
+            bound method that cannot be put back.
+        function: the plain function behind ``entry``.
+        signature: parameters a caller passes, without ``self`` or ``cls``; None when the patch accepts any.
+    """
+
+    owner: type | types.ModuleType
+    attribute: str
+    entry: Any
+    function: Callable[..., Any]
+    signature: inspect.Signature | None
+
+    @property
+    def where(self) -> str:
+        if isinstance(self.owner, types.ModuleType):
+            return f"{self.owner.__name__}.{self.attribute}"
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.attribute}"
+
+
+def locate(place: Place, module: types.ModuleType) -> type | types.ModuleType | None:
+    """The class or module of ``place``, or None if ``module`` does not define it (a re-export does not count)."""
+    if not place.qualname:
+        return module
+    found: Any = module
+    for part in place.qualname.split("."):
+        found = vars(found).get(part)
+        if found is None:
+            return None
+    if not isinstance(found, type) or found.__module__ != module.__name__:
+        return None
+    return found
+
+
+def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
+    """Find and check the entry to replace.
+
+    Raises:
+        ContractChanged: the attribute is gone, is defined outside the target, or has another kind or parameter list.
+    """
+    owner = _owner(patch, container)
+    entry = vars(owner)[patch.attribute]
+    kind, function = _kind(patch, owner, entry)
+    if kind != patch.kind:
+        raise _changed(patch, owner, f"a {kind}", f"a {patch.kind}")
+    if patch.parameters == ANY_PARAMETERS:
+        return Seat(owner, patch.attribute, entry, function, None)
+    signature = inspect.signature(function)
+    found = tuple(signature.parameters)
+    accepted = (patch.parameters, *patch.also_accepts)
+    if found not in accepted:
+        expected = " or ".join(f"({', '.join(names)})" for names in accepted)
+        raise _changed(patch, owner, f"parameters ({', '.join(found)})", expected)
+    bound = kind in ("method", "classmethod", "property")
+    parameters = list(signature.parameters.values())[1 if bound else 0 :]
+    return Seat(owner, patch.attribute, entry, function, signature.replace(parameters=parameters))
+
+
+def _owner(patch: Patch, container: type | types.ModuleType) -> type | types.ModuleType:
+    if isinstance(container, types.ModuleType):
+        if patch.attribute not in vars(container):
+            raise _changed(patch, container, "no such attribute", f"a {patch.kind}")
+        return container
+    for cls in container.__mro__:
+        if patch.attribute in vars(cls):
+            if not patch.target.contains(cls.__module__):
+                where = f"{cls.__module__}.{cls.__qualname__}"
+                raise _changed(patch, container, f"inherited from {where}", "defined by the target itself")
+            return cls
+    raise _changed(patch, container, "no such attribute", f"a {patch.kind}")
+
+
+def _kind(patch: Patch, owner: type | types.ModuleType, entry: Any) -> tuple[Kind, Callable[..., Any]]:
+    # isinstance sees through another tool's wrapt proxy, so an already traced method keeps its kind.
+    if isinstance(entry, classmethod):
+        return "classmethod", entry.__func__
+    if isinstance(entry, staticmethod):
+        return "staticmethod", entry.__func__
+    if isinstance(entry, property) and entry.fget is not None:
+        return "property", entry.fget
+    if isinstance(entry, types.FunctionType):
+        return ("function" if isinstance(owner, types.ModuleType) else "method"), entry
+    raise _changed(patch, owner, f"an object of type {type(entry).__name__}", f"a {patch.kind}")
+
+
+def _changed(patch: Patch, owner: type | types.ModuleType, found: str, expected: str) -> ContractChanged:
+    where = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+    return ContractChanged(
+        found=f"{where}.{patch.attribute}: {found}",
+        expected=f"{patch.attribute}: {expected}",
+        consequence=f"Without this patch: {patch.why}",
+        remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
+    )

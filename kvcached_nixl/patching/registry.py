@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordered installation, three outcomes, exact restore.
+
+A patch is decided when its target module has just been imported, or at once if it already was, or at the latest in
+`Registry.complete`. Deciding never raises: a post-import hook that raises is dropped by wrapt and the next import of
+the module goes through unpatched, so whatever goes wrong is recorded and it is for the caller to act on the outcome.
+
+Locks: one re-entrant lock guards the bookkeeping. It is never held while a module is imported, because the import lock
+of that module may be held by a thread that waits here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import wrapt
+
+from kvcached_nixl.errors import ContractChanged, Refused
+from kvcached_nixl.patching.attach import Attachment, attach
+from kvcached_nixl.patching.call import Call
+from kvcached_nixl.patching.contract import find_seat, locate
+from kvcached_nixl.patching.record import Outcome, Patch, Seam, State
+
+__all__ = ["Judge", "Registry"]
+
+Judge = Callable[[Patch], "str | None"]
+"""Says why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions and needs."""
+
+
+@dataclass
+class _Entry:
+    seam: Seam
+    state: State = State.PENDING
+    reason: str = "its module is not imported yet"
+    cause: Refused | None = None
+    notes: list[str] = field(default_factory=list)
+    attachment: Attachment | None = None
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def refuse(self, cause: Refused) -> None:
+        self.state, self.reason, self.cause = State.REFUSED, cause.line, cause
+
+
+class Registry:
+    """The patches of one process. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        judge: Judge = lambda patch: None,
+        when_first_complete: Callable[[Registry], None] = lambda registry: None,
+    ) -> None:
+        """Args: ``when_first_complete`` runs once, after everything was decided for the first time."""
+        self._judge = judge
+        self._when_first_complete: Callable[[Registry], None] | None = when_first_complete
+        self._entries: list[_Entry] = []
+        self._refusals: list[tuple[str, Refused]] = []
+        self._watched: set[str] = set()
+        self._active = True
+        self._lock = threading.RLock()
+
+    def add(self, seams: Iterable[Seam]) -> None:
+        """Register patches in order; those whose module is already imported are decided at once. Never raises."""
+        for seam in seams:
+            with self._lock:
+                if any(entry.seam == seam for entry in self._entries):
+                    continue
+                self._entries.append(_Entry(seam))
+            for place in seam.patch.target.places:
+                self._watch(place.module)
+
+    def imported(self, module: types.ModuleType) -> None:
+        """Decide every pending patch that targets ``module``, which has just been executed. Never raises."""
+        with self._lock:
+            if not self._active:
+                return
+            for entry in self._entries:
+                if entry.state is State.PENDING:
+                    self._decide(entry, module)
+
+    def complete(self) -> None:
+        """Decide everything: import the targets that nobody has imported yet. Never raises; read `refusals` then."""
+        for entry in tuple(self._entries):
+            if entry.state is State.PENDING:
+                self._seek(entry)
+        with self._lock:
+            for entry in self._entries:
+                self._verify(entry)
+            first, self._when_first_complete = self._when_first_complete, None
+        if first is not None:
+            first(self)
+
+    def refuse(self, name: str, cause: Refused) -> None:
+        """Record a refusal that is not a patch's: a version, a dependency, a setting. The same name counts once."""
+        with self._lock:
+            if all(name != known for known, _ in self._refusals):
+                self._refusals.append((name, cause))
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """One outcome per patch, in order of registration."""
+        with self._lock:
+            return tuple(
+                Outcome(
+                    name=entry.seam.patch.name,
+                    state=entry.state,
+                    reason=entry.reason,
+                    cause=entry.cause,
+                    notes=tuple(entry.notes),
+                    process=entry.seam.patch.process,
+                )
+                for entry in self._entries
+            )
+
+    def refusals(self) -> tuple[tuple[str, Refused], ...]:
+        """Everything that was refused, by name: first what `refuse` recorded, then patches."""
+        with self._lock:
+            patches = [(e.seam.patch.name, e.cause) for e in self._entries if e.cause is not None]
+            return (*self._refusals, *patches)
+
+    def uninstall(self) -> tuple[str, ...]:
+        """Restore every entry in reverse order. Hooks that have not fired yet do nothing from now on.
+
+        Returns: dotted names that somebody else replaced meanwhile; they keep that, and our wrapper there is disabled.
+        """
+        left: list[str] = []
+        with self._lock:
+            self._active = False
+            for entry in reversed(self._entries):
+                if entry.attachment is not None:
+                    left += entry.attachment.restore()
+                    entry.attachment = None
+                    entry.state, entry.reason = State.SKIPPED, "uninstalled"
+        return tuple(left)
+
+    def _watch(self, name: str) -> None:
+        module = sys.modules.get(name)
+        if module is not None:
+            # Half imported: the class may not be there yet. Whoever imports it now, complete() decides it.
+            if not getattr(module.__spec__, "_initializing", False):
+                self.imported(module)
+            return
+        with self._lock:
+            if name in self._watched:
+                return
+            self._watched.add(name)
+        wrapt.register_post_import_hook(self.imported, name)
+
+    def _decide(self, entry: _Entry, module: types.ModuleType) -> None:
+        patch = entry.seam.patch
+        places = [place for place in patch.target.places if place.module == module.__name__]
+        containers = [found for place in places if (found := locate(place, module)) is not None]
+        if not containers:
+            return
+        try:
+            reason = self._judge(patch)
+            if reason is not None:
+                entry.state, entry.reason = State.SKIPPED, reason
+                return
+            for note in patch.prepare() if patch.prepare is not None else ():
+                entry.note(note)
+            seat = find_seat(patch, containers[0])
+            call = functools.partial(Call, name=patch.name, signature=seat.signature, registry=self, note=entry.note)
+            entry.attachment = attach(entry.seam, seat, call)
+            entry.state, entry.reason = State.APPLIED, seat.where
+        except Refused as cause:
+            entry.refuse(cause)
+        except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which stops the start
+            entry.refuse(_unforeseen(patch, cause))
+
+    def _seek(self, entry: _Entry) -> None:
+        """Import the places of a pending patch, best first, until it is decided."""
+        patch = entry.seam.patch
+        missing: list[str] = []
+        for place in patch.target.places:
+            try:
+                module = importlib.import_module(place.module)
+            except ModuleNotFoundError as cause:
+                if cause.name is None or not (place.module + ".").startswith(cause.name + "."):
+                    entry.refuse(_unforeseen(patch, cause))
+                    return
+                missing.append(str(place))
+                continue
+            except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which stops the start
+                entry.refuse(_unforeseen(patch, cause))
+                return
+            self.imported(module)
+            if entry.state is not State.PENDING:
+                return
+            missing.append(str(place))
+        with self._lock:
+            if entry.state is State.PENDING:
+                self._absent(entry, missing)
+
+    def _absent(self, entry: _Entry, missing: list[str]) -> None:
+        patch = entry.seam.patch
+        if not self._active:
+            return
+        try:
+            reason = self._judge(patch)
+        except Refused as cause:
+            entry.refuse(cause)
+            return
+        if reason is None and patch.when_absent == "skip":
+            reason = f"not there: {', '.join(missing)}"
+        if reason is not None:
+            entry.state, entry.reason = State.SKIPPED, reason
+            return
+        entry.refuse(
+            ContractChanged(
+                found=f"no {patch.target.name} in {', '.join(missing)}",
+                expected=f"one that defines {patch.attribute}",
+                consequence=f"Without this patch: {patch.why}",
+                remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
+            )
+        )
+
+    def _verify(self, entry: _Entry) -> None:
+        displaced = entry.attachment.displaced() if entry.attachment is not None else ()
+        if displaced:
+            entry.refuse(
+                ContractChanged(
+                    found=f"{', '.join(displaced)} was replaced after this package had wrapped it",
+                    expected="the wrapper, or one around it that declares so by __wrapped__",
+                    consequence=f"The patch may no longer run. {entry.seam.patch.why}",
+                    remedy="Remove what replaced it, or let it run before this package is installed.",
+                )
+            )
+
+
+def _unforeseen(patch: Patch, cause: Exception) -> Refused:
+    refusal = Refused(
+        found=f"{type(cause).__name__}: {cause}",
+        expected=f"{patch.name} to be patched",
+        consequence=f"Without this patch: {patch.why}",
+        remedy="Read the first sentence; if it does not help, report it with the output of python -m kvcached_nixl.",
+    )
+    refusal.__cause__ = cause
+    return refusal

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed, what each patch came to, and who provides each capability."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from kvcached_nixl import __version__
+from kvcached_nixl.compat.versions import Capability, Provision, environment_refusals, found_version, row_of
+from kvcached_nixl.errors import Refused
+from kvcached_nixl.patching import Outcome, State
+from kvcached_nixl.settings import read_gate
+
+if TYPE_CHECKING:
+    from kvcached_nixl.bootstrap import Installation
+
+__all__ = ["Report", "make", "render", "to_json"]
+
+_COLOURS = MappingProxyType({State.APPLIED: "32", State.SKIPPED: "33", State.REFUSED: "31", State.PENDING: "2"})
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of this package in one process.
+
+    Attributes:
+        gate: "on", or what turned the package off.
+        versions: what is importable, by library; None if it is not.
+        outcomes: one per patch, in order; empty if nothing was installed or vLLM is not imported yet.
+        capabilities: who provides what with the installed vLLM; empty if that is not supported.
+        refusals: everything that stops a start, by name.
+    """
+
+    gate: str
+    versions: Mapping[str, str | None]
+    outcomes: tuple[Outcome, ...]
+    capabilities: Mapping[Capability, Provision]
+    refusals: tuple[tuple[str, Refused], ...]
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.refusals)
+
+
+def make(installation: Installation | None) -> Report:
+    """Take stock. Imports none of the libraries it reports on."""
+    try:
+        gate = read_gate(os.environ).value
+    except Refused as cause:
+        gate = f"unclear: {cause.found}"
+    versions = {library: found_version(library) for library in ("vllm", "kvcached", "nixl", "torch")}
+    row = row_of(versions["vllm"])
+    refusals = dict(installation.registry.refusals() if installation is not None else ())
+    return Report(
+        gate=gate,
+        versions=versions,
+        outcomes=installation.registry.outcomes() if installation is not None else (),
+        capabilities=row.provides if row is not None else {},
+        refusals=tuple({**dict(environment_refusals()), **refusals}.items()),
+    )
+
+
+def render(report: Report, *, colour: bool = False) -> str:
+    """The report for people, over several lines, without a newline at the end."""
+    lines = [f"kvcached_nixl {__version__} ({report.gate})"]
+    lines += ["", "versions"]
+    lines += [f"  {library:<12} {version or 'not installed'}" for library, version in report.versions.items()]
+    lines += ["", "patches"]
+    width = max((len(outcome.name) for outcome in report.outcomes), default=0)
+    for outcome in report.outcomes:
+        state = f"{outcome.state.value:<8}"
+        if colour:
+            state = f"\x1b[{_COLOURS[outcome.state]}m{state}\x1b[0m"
+        lines.append(f"  {state} {outcome.name:<{width}}  {outcome.reason}")
+        lines += [f"  {'':<8} {'':<{width}}  - {note}" for note in outcome.notes]
+    if not report.outcomes:
+        lines.append("  none")
+    lines += ["", "capabilities"]
+    for capability, provision in report.capabilities.items():
+        origin = provision.origin.value + (", refused" if provision.refused else "")
+        lines.append(f"  {capability.value:<12} {origin:<16} {provision.note}")
+    if not report.capabilities:
+        lines.append("  none: this vLLM is not supported")
+    for name, cause in report.refusals:
+        lines += ["", f"refused: {name}{cause}"]
+    return "\n".join(lines)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report for programs."""
+    return {
+        "kvcached_nixl": __version__,
+        "gate": report.gate,
+        "versions": dict(report.versions),
+        "patches": [
+            {"name": o.name, "process": o.process, "state": o.state.value, "reason": o.reason, "notes": list(o.notes)}
+            for o in report.outcomes
+        ],
+        "capabilities": {
+            capability.value: {**asdict(provision), "origin": provision.origin.value}
+            for capability, provision in report.capabilities.items()
+        },
+        "refusals": [
+            {"name": n, "found": c.found, "expected": c.expected, "consequence": c.consequence, "remedy": c.remedy}
+            for n, c in report.refusals
+        ],
+    }

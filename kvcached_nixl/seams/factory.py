@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: where vLLM constructs a connector, a NIXL one is stopped unless every patch is in place.
+
+Runs in: the engine core and every worker process. There are two doors to a connector, and both are watched:
+``KVConnectorFactory.create_connector``, and the constructor of the NIXL connector itself, because ``MultiConnector``
+constructs its children without the factory. If one of the two cannot be wrapped, the other one raises that refusal.
+
+Other connectors are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
+from kvcached_nixl.compat.names import NIXL_PREFIX
+from kvcached_nixl.compat.versions import Capability, found_version, row_of
+from kvcached_nixl.errors import ContractChanged, Refused, SettingsError, StartRefused
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
+from kvcached_nixl.settings import Settings
+
+__all__ = ["GATES", "require_complete"]
+
+_WHY = "The connector would start although a patch is missing, and hand out wrong tokens with HTTP 200."
+
+CREATE_CONNECTOR = Patch(
+    target=FACTORY,
+    attribute="create_connector",
+    kind="classmethod",
+    process="every",
+    parameters=("cls", "config", "role", "kv_cache_config"),
+    why=_WHY,
+    upstream="vllm/distributed/kv_transfer/kv_connector/factory.py",
+    remove_when="this package patches nothing any more",
+    when_unsupported=True,
+)
+
+CONSTRUCT = Patch(
+    target=FACADE,
+    attribute="__init__",
+    process="every",
+    # No parameter list: a changed constructor must not open the gate.
+    parameters=ANY_PARAMETERS,
+    why=_WHY,
+    upstream="vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py constructs children itself",
+    remove_when="this package patches nothing any more",
+    when_unsupported=True,
+)
+
+
+@CREATE_CONNECTOR.around
+def create_connector(call: Call) -> Any:
+    config = call.argument("config").kv_transfer_config
+    if config is not None and _asks_for_nixl(call.instance, config):
+        require_complete(call.registry, str(config.kv_connector))
+    return call.proceed()
+
+
+@CONSTRUCT.around
+def construct(call: Call) -> None:
+    cls = type(call.instance)
+    require_complete(call.registry, cls.__name__)
+    config = _config_of(call)
+    Settings.from_extra_config(config.kv_connector_extra_config)
+    _require_mode(cls, config)
+    call.proceed()
+
+
+GATES = (create_connector, construct)
+
+
+def require_complete(registry: Registry, connector: str) -> None:
+    """Decide every patch, and go on only if none was refused.
+
+    Raises:
+        StartRefused: names everything that was refused in this process.
+    """
+    registry.complete()
+    causes = registry.refusals()
+    if causes:
+        raise StartRefused.of(connector, causes)
+
+
+def is_nixl(cls: type) -> bool:
+    """Whether a connector class is vLLM's NIXL connector or derived from it."""
+    return any(c.__name__ in FACADE_CLASS_NAMES and c.__module__.startswith(NIXL_PREFIX) for c in cls.__mro__)
+
+
+def _asks_for_nixl(factory: Any, config: Any) -> bool:
+    names = {config.kv_connector, *_children(config.kv_connector_extra_config)}
+    return bool(names & FACADE_CLASS_NAMES) or is_nixl(factory.get_connector_class(config))
+
+
+def _children(extra_config: Mapping[str, Any]) -> Iterable[str]:
+    """Connector names inside a MultiConnector's configuration, however deep."""
+    for child in extra_config.get("connectors", ()):
+        yield str(child.get("kv_connector"))
+        yield from _children(child.get("kv_connector_extra_config") or {})
+
+
+def _config_of(call: Call) -> Any:
+    try:
+        return call.argument("vllm_config").kv_transfer_config
+    except TypeError as cause:
+        raise ContractChanged(
+            found=f"{type(call.instance).__name__}.__init__: {cause}",
+            expected="a parameter vllm_config",
+            consequence="The settings of the connector cannot be read, so it is not constructed.",
+            remedy="Use a supported vLLM (python -m kvcached_nixl lists them).",
+        ) from cause
+
+
+def _require_mode(cls: type, config: Any) -> None:
+    row = row_of(found_version("vllm"))
+    if row is None:
+        raise Refused(
+            found="a vLLM without a row in the table of supported versions",
+            expected="a supported vLLM",
+            consequence=f"{cls.__name__} is not constructed.",
+            remedy="python -m kvcached_nixl lists what is supported.",
+        )
+    push = row.provides[Capability.PUSH]
+    if push.refused and any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__):
+        raise SettingsError(
+            found=f"kv_connector {cls.__name__}",
+            expected="NixlConnector: blocks are pulled",
+            consequence=f"{push.note}.",
+            remedy='Set "kv_connector": "NixlConnector" on both sides.',
+        )
+    host_buffer = row.provides[Capability.HOST_BUFFER]
+    device = _device_type()
+    if host_buffer.refused and config.kv_buffer_device == "cpu" and device != "cpu":
+        raise SettingsError(
+            found=f'kv_buffer_device="cpu" on {device}',
+            expected=f'kv_buffer_device="{device}"',
+            consequence=f"{host_buffer.note}.",
+            remedy=f'Remove kv_buffer_device from --kv-transfer-config, or set it to "{device}".',
+        )
+
+
+def _device_type() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)

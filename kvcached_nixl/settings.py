@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything an operator can set, read once, checked, frozen.
+
+Environment:
+
+    ENABLE_KVCACHED      1 or true (any case): kvcached is on, and this package with it
+    KVCACHED_NIXL        0 or false (any case): this package stays off even so; 1, true or unset: on
+
+kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM):
+
+    transfer_mode        "pull": decode reads from prefill. The default. "push" is refused for now.
+    kv_lease_duration    seconds that prefill keeps a finished request's blocks for decode, 30 by default, where the
+                         installed vLLM has leases
+    host_buffer_gib      refused for now
+    enforce_handshake_compat     vLLM's; must stay true: it is what tells peers apart
+    enable_cross_layers_blocks   vLLM's; must stay false: it allocates KV memory past kvcached
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from kvcached_nixl.errors import SettingsError
+
+__all__ = ["Gate", "Settings", "TransferMode", "read_gate"]
+
+DEFAULT_LEASE_DURATION_SECONDS = 30.0
+
+
+class Gate(Enum):
+    """Whether this package may touch anything, and who says so."""
+
+    ON = "on"
+    KVCACHED_OFF = "off: ENABLE_KVCACHED is not 1 or true"
+    PACKAGE_OFF = "off: KVCACHED_NIXL=0"
+
+
+def read_gate(environ: Mapping[str, str]) -> Gate:
+    """Read the gate. ENABLE_KVCACHED is read exactly as kvcached itself reads it.
+
+    Raises:
+        SettingsError: KVCACHED_NIXL is neither of the accepted words.
+    """
+    if environ.get("ENABLE_KVCACHED", "").lower() not in ("1", "true"):
+        return Gate.KVCACHED_OFF
+    word = environ.get("KVCACHED_NIXL", "")
+    if word.lower() in ("", "1", "true"):
+        return Gate.ON
+    if word.lower() in ("0", "false"):
+        return Gate.PACKAGE_OFF
+    raise SettingsError(
+        found=f"KVCACHED_NIXL={word!r}",
+        expected="0 or false to turn this package off, 1, true or nothing to leave it on",
+        consequence="It is not clear whether the NIXL connector may be patched.",
+        remedy="Correct or unset KVCACHED_NIXL.",
+    )
+
+
+class TransferMode(str, Enum):
+    """Who moves the bytes."""
+
+    PULL = "pull"
+    PUSH = "push"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The extra configuration of one connector.
+
+    Attributes:
+        transfer_mode: always `TransferMode.PULL` for now.
+        kv_lease_duration_seconds: how long prefill keeps blocks without hearing from decode.
+    """
+
+    transfer_mode: TransferMode = TransferMode.PULL
+    kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
+        """Read ``kv_connector_extra_config``.
+
+        Raises:
+            SettingsError: one of our keys has a value that cannot be used. Other keys are not looked at.
+        """
+        if "host_buffer_gib" in extra_config:
+            raise _bad(
+                "host_buffer_gib",
+                extra_config["host_buffer_gib"],
+                "no such key: staging through host memory is not provided yet",
+                "Blocks would move directly although staging was asked for.",
+            )
+        _require(
+            extra_config,
+            "enforce_handshake_compat",
+            True,
+            "Peers that lay their KV out differently would exchange blocks, and the tokens would be wrong.",
+        )
+        _require(
+            extra_config,
+            "enable_cross_layers_blocks",
+            False,
+            "vLLM would allocate the KV cache itself, and kvcached would wait for tensors that never come. kvcached's "
+            "contiguous layout already moves all layers of a block as one.",
+        )
+        return cls(
+            transfer_mode=_transfer_mode(extra_config),
+            kv_lease_duration_seconds=_lease_duration_seconds(extra_config),
+        )
+
+
+def _require(extra_config: Mapping[str, Any], key: str, only: bool, consequence: str) -> None:
+    # vLLM accepts the words too, in any case.
+    value = extra_config.get(key, only)
+    if str(value).lower() != str(only).lower():
+        raise _bad(key, value, f"{str(only).lower()} while kvcached is on", consequence)
+
+
+def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:
+    value = extra_config.get("transfer_mode", TransferMode.PULL.value)
+    if value == TransferMode.PULL.value:
+        return TransferMode.PULL
+    if value == TransferMode.PUSH.value:
+        raise _bad("transfer_mode", value, '"pull": push is not provided yet', "Blocks would be pulled all the same.")
+    raise _bad("transfer_mode", value, '"pull"', "It is not known who is to move the blocks.")
+
+
+def _lease_duration_seconds(extra_config: Mapping[str, Any]) -> float:
+    value = extra_config.get("kv_lease_duration", DEFAULT_LEASE_DURATION_SECONDS)
+    # bool is an int: "kv_lease_duration": true would be a lease of one second.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise _bad(
+            "kv_lease_duration",
+            value,
+            "a finite number of seconds above 0",
+            "Blocks would be reused while decode still reads them, or never be given back.",
+        )
+    return float(value)
+
+
+def _bad(key: str, value: object, expected: str, consequence: str) -> SettingsError:
+    return SettingsError(
+        found=f"kv_connector_extra_config has {key}={value!r}",
+        expected=expected,
+        consequence=consequence,
+        remedy=f"Correct or remove {key!r} in --kv-transfer-config.",
+    )

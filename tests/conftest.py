@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by all tiers."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+
+
+@pytest.fixture
+def make_module(request: pytest.FixtureRequest) -> Iterator[Callable[..., types.ModuleType]]:
+    """Put modules made from source text into ``sys.modules`` for one test: ``make_module("name", source)``."""
+    made: list[str] = []
+
+    def make(name: str, source: str = "") -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = module
+        made.append(name)
+        exec(compile(source, f"<{name}>", "exec"), vars(module))
+        return module
+
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real NixlConnectors in one process, with real NIXL agents, over the memory a test gives them.
+
+What a server does around the connector is left out: no model, no scheduler loop, no HTTP. What it does with the
+connector is kept: the handshake goes over the real side channel, blocks move by real NIXL reads.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+TRANSFER_TIMEOUT_SECONDS = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Layer(AttentionLayerBase):
+    """An attention layer as far as the connector looks: it names its backend."""
+
+    def __init__(self, backend: type) -> None:
+        self.backend = backend
+
+    def get_attn_backend(self) -> type:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> None:
+        return None
+
+
+@dataclass
+class Engine:
+    """One side: a scheduler-role and a worker-role connector of the same engine."""
+
+    config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    scheduler: Any
+    worker: Any
+    port: int
+
+    @property
+    def engine_id(self) -> str:
+        return str(self.config.kv_transfer_config.engine_id)
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """What the model runner and the executor do at start: register, then publish the handshake metadata."""
+        self.worker.register_kv_caches(dict(kv_caches))
+        metadata = self.worker.get_handshake_metadata()
+        aware = getattr(type(self.scheduler), "set_xfer_handshake_metadata_pp_aware", None)
+        if aware is not None:
+            aware(self.scheduler, {(0, 0): metadata})
+        else:
+            self.scheduler.set_xfer_handshake_metadata({0: metadata})
+
+    def read(
+        self, request_id: str, local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]], peer: Engine
+    ) -> set[int]:
+        """Receive ``remote`` blocks of ``peer`` into ``local`` ones, per group; returns the blocks reported invalid."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+        metadata: KVConnectorMetadata = _metadata_type()()
+        metadata.add_new_req_to_recv(
+            request_id,
+            tuple(list(group) for group in local),
+            {
+                "remote_block_ids": tuple(list(group) for group in remote),
+                "remote_engine_id": peer.engine_id,
+                "remote_request_id": f"{request_id}-prefill",
+                "remote_host": "127.0.0.1",
+                "remote_port": peer.port,
+                "tp_size": 1,
+            },
+        )
+        invalid: set[int] = set()
+        deadline = time.monotonic() + TRANSFER_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            self.worker.bind_connector_metadata(metadata)
+            self.worker.start_load_kv(None)
+            self.worker.clear_connector_metadata()
+            metadata = _metadata_type()()
+            _, received = self.worker.get_finished(set())
+            invalid |= self.worker.get_block_ids_with_load_errors()
+            if received and request_id in received:
+                return invalid
+        raise TimeoutError(f"{request_id} was neither received nor failed in {TRANSFER_TIMEOUT_SECONDS} s")
+
+
+def _metadata_type() -> type:
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata
+    except ImportError:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector as metadata
+    return metadata.NixlConnectorMetadata
+
+
+def write_model(folder: Path, architecture: str = "Qwen2ForCausalLM", **overrides: Any) -> Path:
+    """A model configuration without weights: all that ModelConfig reads."""
+    config = {
+        "architectures": [architecture],
+        "model_type": "qwen2",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+        **overrides,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def build_engine(
+    model: Path,
+    groups: Sequence[tuple[Sequence[str], Any]],
+    pools: Sequence[Sequence[str]],
+    num_blocks: int,
+    block_size: int,
+    backend: type,
+    extra_config: Mapping[str, Any] | None = None,
+) -> Engine:
+    """An engine of the given KV-cache groups (layer names, spec), whose pools are shared by the layers named."""
+    port = free_port()
+    import os
+
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+    model_config = ModelConfig(
+        model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=CacheConfig(block_size=block_size),
+        scheduler_config=SchedulerConfig(max_model_len=1024, is_encoder_decoder=False),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_role="kv_both",
+            kv_buffer_device="cpu",
+            kv_connector_extra_config={"num_threads": 0, **(extra_config or {})},
+        ),
+    )
+    # The CPU platform picks its own for latent attention.
+    config.cache_config.block_size = block_size
+    names = [name for layer_names, _ in groups for name in layer_names]
+    config.compilation_config.static_forward_context.update({name: Layer(backend) for name in names})
+    page_bytes = groups[0][1].page_size_bytes
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[KVCacheTensor(size=num_blocks * page_bytes, shared_by=list(pool)) for pool in pools],
+        kv_cache_groups=[KVCacheGroupSpec(list(layer_names), spec) for layer_names, spec in groups],
+    )
+    scheduler, worker = (
+        KVConnectorFactory.create_connector(config, role, kv_cache_config)
+        for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+    )
+    return Engine(config, kv_cache_config, scheduler, worker, port)
+
+
+@contextmanager
+def single_process_group() -> Iterator[None]:
+    """The parallel state of one rank, which the connector's constructor asks for."""
+    from vllm.config import VllmConfig as Config
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(Config(device_config=DeviceConfig("cpu"))):
+        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks move byte for byte between two real connectors over kvcached's arrangements, on the installed vLLM.
+
+Real: vLLM's NixlConnector with this package's patches, its side channel, NIXL and UCX. Laid out by the test: the
+memory, as kvcached 0.1.6 lays it out (``test_kvcached_layouts.py`` holds that against the real one).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import torch
+from kvcached_memory import Geometry
+from stock_pair import Engine, build_engine, single_process_group, write_model
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from kvcached_nixl.compat.versions import Era, found_version, reason_to_skip, row_of
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.patching import Registry
+from kvcached_nixl.seams import PATCHES
+
+ROW = row_of(found_version("vllm"))
+ERAS = ["packed", "mla"] if ROW is not None and ROW.era is Era.PACKED else ["kv_first", "blocks_first", "mla"]
+GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel_state() -> Iterator[None]:
+    with single_process_group():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[Registry]:
+    registry = Registry(reason_to_skip)
+    registry.add(PATCHES)
+    registry.complete()
+    assert registry.refusals() == ()
+    yield registry
+    registry.uninstall()
+
+
+def backend_of(geometry: Geometry) -> type:
+    """A backend whose caches have the geometry's shape, as GPU backends of this vLLM have."""
+
+    class Backend(CPUAttentionBackend):
+        @staticmethod
+        def get_name() -> str:
+            return f"TEST_{geometry.era.upper()}"
+
+        @staticmethod
+        def get_supported_kernel_block_sizes() -> list[Any]:
+            return [geometry.block_size]
+
+        @staticmethod
+        def get_kv_cache_shape(
+            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
+        ) -> tuple[int, ...]:
+            one = dataclasses.replace(geometry, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+            return one.shape(num_blocks)
+
+    return Backend
+
+
+def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int) -> Any:
+    common: dict[str, Any] = {
+        "block_size": geometry.block_size * kernel_blocks_per_block,
+        "num_kv_heads": geometry.num_kv_heads,
+        "head_size": geometry.head_size,
+        "dtype": geometry.dtype,
+    }
+    if geometry.era == "mla":
+        return MLAAttentionSpec(
+            **{**common, "num_kv_heads": 1, "head_size": geometry.num_kv_heads * geometry.head_size}
+        )
+    if group:
+        return SlidingWindowSpec(**common, sliding_window=128)
+    return FullAttentionSpec(**common)
+
+
+def engine_over(
+    geometry: Geometry, folder: Path, kernel_blocks_per_block: int = 1
+) -> tuple[Engine, dict[str, torch.Tensor]]:
+    overrides: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": min(geometry.num_kv_heads, 8)}
+    architecture = "Qwen2ForCausalLM"
+    if geometry.era == "mla":
+        architecture = "DeepseekV2ForCausalLM"
+        overrides = {
+            "model_type": "deepseek_v2",
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 96,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 2,
+            "first_k_dense_replace": 99,
+            "moe_intermediate_size": 64,
+        }
+    model = write_model(folder, architecture, **overrides)
+    names = geometry.layer_names()
+    pools = geometry.num_pools
+    groups = [
+        (names[g * pools : (g + 1) * pools], spec_of(geometry, g, kernel_blocks_per_block))
+        for g in range(geometry.groups)
+    ]
+    engine = build_engine(
+        model,
+        groups,
+        [names[i::pools] for i in range(pools)],
+        geometry.num_blocks // kernel_blocks_per_block,
+        geometry.block_size * kernel_blocks_per_block,
+        backend_of(geometry),
+    )
+    caches, memory = geometry.allocate()
+    for index, pool in enumerate(memory):
+        # Bytes below 64 are finite numbers in every dtype, so equality of values is equality of bytes.
+        generator = torch.Generator().manual_seed(index + geometry.reserved_blocks)
+        pool.view(torch.uint8).copy_(
+            torch.randint(0, 64, (pool.numel() * pool.element_size(),), generator=generator, dtype=torch.uint8)
+        )
+    engine.register(caches)
+    return engine, caches
+
+
+CASES = [
+    *[(era, contiguous, {}) for era in ERAS for contiguous in (False, True)],
+    *[(ERAS[0], contiguous, {"num_kv_heads": heads}) for contiguous in (False, True) for heads in (8, 1)],
+    *[(ERAS[0], contiguous, {"num_pools": 3}) for contiguous in (False, True)],
+    *[(ERAS[0], contiguous, {"num_pools": 1}) for contiguous in (False, True)],
+    *[(ERAS[0], contiguous, {"num_pools": 3, "groups": 2}) for contiguous in (False, True)],
+]
+
+
+@pytest.mark.parametrize(("era", "contiguous", "overrides"), CASES, ids=str)
+def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
+    era: str, contiguous: bool, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    """Multi-head, grouped, multi-query and latent caches, odd layers and several groups, in both arrangements.
+
+    Prefill and decode plan and reserve different numbers of blocks; decode's other blocks keep their bytes.
+    """
+    geometry = dataclasses.replace(GQA, era=era, contiguous=contiguous, **overrides)
+    prefill, sent = engine_over(geometry, tmp_path)
+    decode, received = engine_over(dataclasses.replace(geometry, num_blocks=17, reserved_blocks=40), tmp_path)
+    before = {layer: cache.clone() for layer, cache in received.items()}
+    remote = [[7, 2, 10], [5]][: geometry.groups]
+    local = [[3, 16, 1], [9]][: geometry.groups]
+
+    assert decode.read("r1", local, remote, prefill) == set()
+
+    moved = dict(zip(sum(local, []), sum(remote, []), strict=True))
+    for layer, cache in received.items():
+        for block_id in range(17):
+            source = (sent, moved[block_id]) if block_id in moved else (before, block_id)
+            expected = geometry.block(source[0][layer], source[1])
+            assert torch.equal(geometry.block(cache, block_id), expected), (layer, block_id)
+
+
+@pytest.mark.parametrize("era", ERAS)
+def test_kernel_blocks_smaller_than_blocks_arrive(era: str, tmp_path: Path) -> None:
+    """A block of two kernel blocks moves as both of them."""
+    geometry = dataclasses.replace(GQA, era=era, num_blocks=12, block_size=16)
+    prefill, sent = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
+    decode, received = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
+    assert decode.read("r1", [[3, 0]], [[5, 2]], prefill) == set()
+    for layer, cache in received.items():
+        for to, frm in zip((6, 7, 0, 1), (10, 11, 4, 5), strict=True):
+            assert torch.equal(geometry.block(cache, to), geometry.block(sent[layer], frm))
+
+
+def test_registration_costs_what_was_planned_not_what_was_reserved(tmp_path: Path, patched: Registry) -> None:
+    """Descriptors per engine are planned blocks x regions; the worker's own block count is left alone."""
+    geometry = dataclasses.replace(GQA, era=ERAS[0], reserved_blocks=500)
+    engine, _ = engine_over(geometry, tmp_path)
+    worker = engine.worker.connector_worker
+    assert worker.num_blocks == geometry.num_blocks
+    assert len(worker.src_blocks_data) == geometry.num_blocks * geometry.expected_regions()
+
+
+OTHER_PEERS = {
+    "the other arrangement": {"contiguous": True},
+    "other heads": {"num_kv_heads": 2},
+    "other tokens a block": {"block_size": 64, "num_blocks": 5},
+}
+
+
+@pytest.mark.parametrize("change", list(OTHER_PEERS.values()), ids=list(OTHER_PEERS))
+def test_a_peer_that_cannot_be_served_is_refused_naming_both_sides(
+    change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its request's blocks are all reported unwritten, no byte moves, and the log shows both tags and a remedy."""
+    geometry = dataclasses.replace(GQA, era=ERAS[0])
+    prefill, _ = engine_over(dataclasses.replace(geometry, **change), tmp_path)
+    decode, received = engine_over(geometry, tmp_path)
+    before = {layer: cache.clone() for layer, cache in received.items()}
+    with caplog.at_level("WARNING"), vllm_log_to(caplog):
+        assert decode.read("r1", [[3, 4]], [[1, 2]], prefill) == {3, 4}
+    assert all(torch.equal(cache, before[layer]) for layer, cache in received.items())
+    assert prefill.worker.connector_worker.compat_hash in caplog.text
+    assert decode.worker.connector_worker.compat_hash in caplog.text
+    assert "KVCACHED_CONTIGUOUS_LAYOUT" in caplog.text
+
+
+def test_a_stock_peer_is_refused(tmp_path: Path, patched: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    """A peer without this package has no tag, so its blocks are not read, whatever its geometry."""
+    geometry = dataclasses.replace(GQA, era=ERAS[0])
+    decode, _ = engine_over(geometry, tmp_path)
+    patched.uninstall()
+    dense = dataclasses.replace(geometry, reserved_blocks=geometry.num_blocks)
+    prefill, _ = engine_over(dense, tmp_path)
+    again = Registry(reason_to_skip)
+    again.add(PATCHES)
+    try:
+        with caplog.at_level("WARNING"), vllm_log_to(caplog):
+            assert decode.read("r1", [[3, 4]], [[1, 2]], prefill) == {3, 4}
+    finally:
+        again.uninstall()
+    assert "no block is read from it" in caplog.text
+
+
+def test_a_refused_peer_fails_every_group_of_a_request(tmp_path: Path) -> None:
+    """vllm#52234: the stock worker reports no block when there are several groups, and the request decodes garbage."""
+    geometry = dataclasses.replace(GQA, era=ERAS[0], groups=2, num_pools=2)
+    prefill, _ = engine_over(dataclasses.replace(geometry, contiguous=True), tmp_path)
+    decode, _ = engine_over(geometry, tmp_path)
+    assert decode.read("r1", [[3, 4], [0, 6]], [[1, 2], [0, 5]], prefill) == {3, 4, 6}
+
+
+def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path) -> None:
+    """A tensor with holes between its blocks is refused at registration, before any transfer."""
+    geometry = dataclasses.replace(GQA, era="mla" if "packed" not in ERAS else "packed")
+    model_engine, caches = None, geometry.allocate()[0]
+    holes = {layer: cache[::2] for layer, cache in caches.items()}
+    with pytest.raises(LayoutRefused, match="blocks of"):
+        names = geometry.layer_names()
+        model_engine = build_engine(
+            write_model(tmp_path),
+            [(names, spec_of(geometry, 0, 1))],
+            [[n] for n in names],
+            geometry.num_blocks,
+            geometry.block_size,
+            backend_of(geometry),
+        )
+        model_engine.register(holes)
+    assert model_engine is not None
+
+
+class vllm_log_to:
+    """vLLM's loggers do not propagate; hand their records to pytest for the length of a block."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        import logging
+
+        self.logger, self.handler = logging.getLogger("vllm"), caplog.handler
+
+    def __enter__(self) -> None:
+        self.logger.addHandler(self.handler)
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self.handler)

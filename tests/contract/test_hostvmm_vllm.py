@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU worker on kvcached's host memory: the same tokens as without, in both layouts, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from kvcached_nixl.hostvmm import is_hostvmm_build
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import sys, torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+# 8 KiB of KV per token and layer: a page of kvcached holds the K or V of 512 tokens.
+config = Qwen2Config(vocab_size=512, hidden_size=1024, intermediate_size=512, num_hidden_layers=2,
+                     num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=2048,
+                     tie_word_embeddings=False)
+torch.manual_seed(0)
+model = Qwen2ForCausalLM(config).float()
+with torch.no_grad():
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.normal_(0, 0.05)
+model.save_pretrained(sys.argv[1])
+"""
+# Spawned workers import this as their main module, so the activation must come before vLLM and outside the guard.
+ENGINE = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+from kvcached_nixl.hostvmm import activate, device_info
+activate()
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    options = json.loads(sys.argv[2])
+    llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024, block_size=32,
+              dtype="float32", seed=0, disable_log_stats=True, **options)
+    def prompt(i, round):
+        return dict(prompt_token_ids=[(7 * i + 13 * round + k * k) % 500 for k in range(90 * i + 40)])
+    ask = SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True)
+    tokens, uses = [], []
+    for round in range(3):
+        answers = llm.generate([prompt(i, round) for i in range(9)], ask, use_tqdm=False)
+        tokens += [list(answer.outputs[0].token_ids) for answer in answers]
+        uses = [use for use in device_info().processes if use.creates]
+    counts = [[use.creates, use.releases, use.unmaps] for use in uses]
+    print("RESULT" + json.dumps([tokens, counts]), flush=True)
+"""
+
+pytestmark = [
+    pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    subprocess.run([sys.executable, "-c", MODEL, str(folder)], check=True, capture_output=True, timeout=300)
+    return folder
+
+
+def run_engine(model: Path, options: dict[str, int] | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
+    script = model / "engine.py"
+    script.write_text(ENGINE)
+    inherited = {name: value for name, value in os.environ.items() if "KVCACHED" not in name}
+    environment = inherited | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "KVCACHED_NIXL": "0",
+        "KVCACHED_IPC_NAME": f"test-{uuid.uuid4().hex[:12]}",
+        "KVCACHED_HOSTVMM_DEVICE": f"test-{uuid.uuid4().hex}",
+        "KVCACHED_HOSTVMM_GIB": "0.25",
+    }
+    command = [sys.executable, str(script), str(model), json.dumps(options or {})]
+    return subprocess.run(command, env=environment | settings, capture_output=True, text=True, timeout=600, check=False)
+
+
+def result(finished: subprocess.CompletedProcess[str]) -> tuple[list[list[int]], list[list[int]]]:
+    lines = [line for line in finished.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, finished.stdout[-4000:] + finished.stderr[-8000:]
+    tokens, counts = json.loads(lines[0].removeprefix("RESULT"))
+    return tokens, counts
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(model: Path) -> list[list[int]]:
+    tokens, counts = result(run_engine(model))
+    assert counts == [], "without ENABLE_KVCACHED no page of the emulated device may be used"
+    assert len({tuple(answer) for answer in tokens}) == len(tokens), "the prompts must be told apart by their answers"
+    return tokens
+
+
+@pytest.mark.parametrize("contiguous", ["true", "false"])
+def test_tokens_are_those_of_the_stock_engine(model: Path, stock_tokens: list[list[int]], contiguous: str) -> None:
+    """Greedy float32 output is identical while pages are mapped, unmapped and mapped again under the engine."""
+    tokens, counts = result(
+        run_engine(
+            model,
+            ENABLE_KVCACHED="true",
+            KVCACHED_CONTIGUOUS_LAYOUT=contiguous,
+            KVCACHED_MAX_CACHED_TOKENS="0",
+            KVCACHED_MIN_RESERVED_PAGES="1",
+            KVCACHED_MAX_RESERVED_PAGES="1",
+        )
+    )
+    assert tokens == stock_tokens
+    ((creates, releases, unmaps),) = counts
+    assert releases > 0
+    assert creates > releases
+    assert unmaps > creates - releases
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        ({"KVCACHED_HOSTVMM_GIB": "0.012"}, {}, "an emulated device of 12.0 MiB"),
+        ({}, {"num_gpu_blocks_override": 8}, "a planned KV cache of"),
+        ({"KVCACHED_HOSTVMM_GIB": "1000000"}, {}, "of memory available on this machine"),
+    ],
+    ids=["device too small", "plan too small", "host too small"],
+)
+def test_a_start_that_cannot_work_ends_with_the_reason(
+    model: Path, settings: dict[str, str], options: dict[str, int], words: str
+) -> None:
+    """The engine stops by itself and its log says what was found, instead of waiting for ever."""
+    finished = run_engine(model, options, ENABLE_KVCACHED="true", **settings)
+    assert finished.returncode != 0
+    assert words in finished.stdout + finished.stderr
+    assert "RESULT" not in finished.stdout

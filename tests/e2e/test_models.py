@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of models through real prefill and decode servers on real kvcached memory.
+
+The reference is the prefill server answering alone. What the quick byte-equivalence run covers (grouped-query
+attention against a stock instance) is not repeated here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from experiments.common import model as models
+from experiments.common.client import Answer, Client, HandOver, Pair, http_client
+from experiments.common.servers import ServerSpec, running
+
+CONNECTOR = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0},
+}
+# Lengths around one block of 32 tokens, beyond the sliding window of 128, and beyond one chunk of 256.
+LENGTHS = (1, 33, 100, 300, 700)
+TOKENS = 24
+
+CASES = {
+    "multi-head, contiguous": (models.MHA, True, ()),
+    "multi-query, non-contiguous": (models.MQA, False, ()),
+    "odd number of layers, contiguous": (models.ODD_LAYERS, True, ()),
+    "sliding window and full attention, contiguous": (
+        models.SLIDING_AND_FULL,
+        True,
+        ("--no-disable-hybrid-kv-cache-manager",),
+    ),
+    "sliding window and full attention, non-contiguous": (
+        models.SLIDING_AND_FULL,
+        False,
+        ("--no-disable-hybrid-kv-cache-manager",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) -> None:
+    """Tokens are those of one instance alone, and every received block has the bytes that were sent."""
+    shape, contiguous, arguments = CASES[case]
+    environment = {
+        "ENABLE_KVCACHED": "true",
+        "KVCACHED_CONTIGUOUS_LAYOUT": str(contiguous).lower(),
+        "KVCACHED_HOSTVMM_GIB": "2",
+    }
+    specs = [
+        ServerSpec(
+            name=side,
+            model=models.make_model(shape),
+            dtype="float32",
+            max_num_batched_tokens=256,
+            kv_transfer=CONNECTOR,
+            environment=environment,
+            arguments=arguments,
+        )
+        for side in ("prefill", "decode")
+    ]
+    with running(specs, tmp_path) as (prefill, decode):
+        alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url))
+    assert [answer.token_ids for answer in alone] == [hand_over.answer.token_ids for hand_over in handed_over]
+    for hand_over in handed_over:
+        record = records[hand_over.remote_request_id]
+        assert record["remote_block_ids"] == hand_over.sent_block_ids
+        for sent, received in zip(hand_over.sent_digests, record["digests"], strict=True):
+            # Decode needs no more than the window of a sliding group, so it may take the tail of what was sent.
+            assert sent[len(sent) - len(received) :] == received
+        assert any(record["digests"])
+
+
+async def _both_ways(
+    prefill_url: str, decode_url: str
+) -> tuple[list[Answer], list[HandOver], dict[str, dict[str, object]]]:
+    async with http_client(1) as http:
+        pair = Pair(Client(prefill_url, http), Client(decode_url, http))
+        await pair.decode.probe("arm")
+        alone, handed_over = [], []
+        for length in LENGTHS:
+            prompt = [3 + (place * 37 + length) % 500 for place in range(length)]
+            name = f"length-{length}"
+            alone.append(
+                await pair.prefill.answer(prompt, max_tokens=TOKENS, salt=f"alone-{name}", request_id=f"alone-{name}")
+            )
+            handed_over.append(await pair.hand_over(prompt, max_tokens=TOKENS, salt=name, request_id=name))
+        taken = await pair.decode.probe("take")
+    return alone, handed_over, {record["remote_request_id"]: record for record in taken["records"]}

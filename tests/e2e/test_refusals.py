@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must not go on: peers that differ, and configurations that would undo the geometry."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.common import model as models
+from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
+from experiments.common.servers import ServerError, ServerSpec, running
+
+CONNECTOR: dict[str, Any] = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0},
+}
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "2"}
+PROMPT = [3 + place % 500 for place in range(100)]
+
+
+def spec(name: str, policy: str = "fail", environment: dict[str, str] | None = None, **extra: Any) -> ServerSpec:
+    connector = {**CONNECTOR, "kv_load_failure_policy": policy}
+    connector["kv_connector_extra_config"] = {**CONNECTOR["kv_connector_extra_config"], **extra}
+    return ServerSpec(
+        name=name,
+        model=models.make_model(),
+        dtype="float32",
+        kv_transfer=connector,
+        environment=KVCACHED if environment is None else environment,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "groups"), [("fail", 2), ("recompute", 1)], ids=["fail, two groups", "recompute, one group"]
+)
+def test_a_stock_peer_is_refused_and_its_request_fails_or_is_recomputed(
+    policy: str, groups: int, tmp_path: Path
+) -> None:
+    """A stock prefill server: decode never reads it. The client gets an error, or the right tokens; decode lives on."""
+    specs = [spec("prefill", environment={}), spec("decode", policy)]
+    if groups == 2:
+        arguments = ("--no-disable-hybrid-kv-cache-manager",)
+        specs = [replace(one, model=models.make_model(models.SLIDING_AND_FULL), arguments=arguments) for one in specs]
+    with running(specs, tmp_path) as (prefill, decode):
+        asyncio.run(_against_a_stock_peer(policy, prefill.base_url, decode.base_url))
+        decode.check_alive()
+        log = decode.log.read_text(errors="replace")
+    assert "no block is read from it" in log
+    assert "kvcached_nixl/1 [contiguous" in log
+
+
+async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) -> None:
+    async with http_client(1) as http:
+        pair = Pair(Client(prefill_url, http), Client(decode_url, http))
+        expected = await pair.prefill.answer(PROMPT, max_tokens=8, salt="alone", request_id="alone")
+        for turn in range(2):
+            offered = (
+                await pair.prefill.complete(
+                    PROMPT,
+                    max_tokens=1,
+                    salt=f"turn-{turn}",
+                    request_id=f"turn-{turn}",
+                    kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
+                )
+            )["kv_transfer_params"]
+            request = pair.decode.complete(
+                PROMPT, max_tokens=8, salt=f"turn-{turn}", request_id=f"turn-{turn}", kv_transfer_params=offered
+            )
+            if policy == "fail":
+                with pytest.raises(AnswerError, match="answered 5"):
+                    await request
+            else:
+                assert read_answer(await request, 8).token_ids == expected.token_ids
+        local = await pair.decode.answer(PROMPT, max_tokens=8, salt="local", request_id="local")
+        assert local.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ({"transfer_mode": "push"}, "transfer_mode"),
+        ({"enforce_handshake_compat": False}, "enforce_handshake_compat"),
+    ],
+    ids=["push", "no compatibility check"],
+)
+def test_an_unusable_configuration_stops_the_engine_at_start(extra: dict[str, Any], word: str, tmp_path: Path) -> None:
+    """The server ends before it listens, and its log says what was found, expected and what to do."""
+    with pytest.raises(ServerError, match="ended with status"), running([spec("refused", **extra)], tmp_path):
+        pass
+    log = (tmp_path / "refused.log").read_text(errors="replace")
+    assert word in log
+    for sentence in ("found:", "expected:", "consequence:", "remedy:"):
+        assert sentence in log

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small vllm, kvcached, nixl and torch packages on disk, in the packaging of any supported vLLM.
+
+The skeleton (factory, MultiConnector, plugin loader, class hierarchy) is written out below. The methods that patches
+target are added from the `Patch` records, so a new patch needs no change here. As a program,
+
+    python fake_trees.py FOLDER VLLM_VERSION [--kvcached VERSION] [--no-nixl] [--change CLASS.METHOD=PARAMETERS]
+
+writes a tree. It runs in an interpreter of its own because importing the records imports torch, which is a stub there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KV = "vllm.distributed.kv_transfer.kv_connector"
+
+STUB_TORCH = """
+import sys, types
+class _Stub(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+    def __or__(cls, other): return cls
+    def __ror__(cls, other): return cls
+class _Any(metaclass=_Stub):
+    def __init__(self, *args, **kwargs): pass
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Any
+"""
+
+SKELETON = {
+    f"{KV}.v1.base": """
+        class KVConnectorBase_V1:
+            def __init__(self, vllm_config, role, kv_cache_config=None):
+                self.role = role
+            @classmethod
+            def get_required_kvcache_layout(cls, vllm_config):
+                return None
+    """,
+    f"{KV}.v1.other_connector": """
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+        class OtherConnector(KVConnectorBase_V1):
+            pass
+    """,
+    f"{KV}.v1.multi_connector": """
+        import types
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+        class MultiConnector(KVConnectorBase_V1):
+            def __init__(self, vllm_config, role, kv_cache_config=None):
+                super().__init__(vllm_config, role, kv_cache_config)
+                self.children = []
+                for child in vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]:
+                    defaults = {"kv_connector_extra_config": {}, "kv_buffer_device": "cpu"}
+                    child = types.SimpleNamespace(**{**defaults, **child})
+                    cls = KVConnectorFactory.get_connector_class(child)
+                    config = types.SimpleNamespace(kv_transfer_config=child)
+                    self.children.append(cls(config, role, kv_cache_config))
+    """,
+    f"{KV}.factory": """
+        import importlib
+        class KVConnectorFactory:
+            _registry = {}
+            @classmethod
+            def register_connector(cls, name, module_path, class_name):
+                cls._registry[name] = lambda: getattr(importlib.import_module(module_path), class_name)
+            @classmethod
+            def get_connector_class(cls, kv_transfer_config):
+                return cls._registry[kv_transfer_config.kv_connector]()
+            @classmethod
+            def create_connector(cls, config, role, kv_cache_config=None):
+                return cls.get_connector_class(config.kv_transfer_config)(config, role, kv_cache_config)
+        _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+        KVConnectorFactory.register_connector("OtherConnector", _V1 + ".other_connector", "OtherConnector")
+        KVConnectorFactory.register_connector("MultiConnector", _V1 + ".multi_connector", "MultiConnector")
+        for _name in REGISTERED:
+            KVConnectorFactory.register_connector(_name, _V1 + NIXL, _name)
+    """,
+    "vllm.plugins": """
+        from importlib.metadata import entry_points
+        loaded = False
+        def load_general_plugins():
+            global loaded
+            if loaded:
+                return
+            loaded = True
+            for plugin in entry_points(group="vllm.general_plugins"):
+                plugin.load()()
+    """,
+    "vllm.platforms": """
+        import types
+        current_platform = types.SimpleNamespace(device_type="cpu")
+    """,
+    "kvcached.utils": "CONTIGUOUS_LAYOUT = False\n",
+    "kvcached.integration.vllm.autopatch": """
+        import os
+        from wrapt.importer import when_imported
+        from kvcached.integration.vllm.nixl_compat import NixlConnectorPatch
+        @when_imported("vllm")
+        def _patch_vllm(vllm):
+            if os.getenv("ENABLE_KVCACHED", "").lower() in ("true", "1"):
+                NixlConnectorPatch().patch_connector()
+    """,
+    # Leaves the traces that kvcached 0.1.6 leaves; what its wrappers do does not matter here.
+    "kvcached.integration.vllm.nixl_compat": """
+        import importlib
+        V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+        class NixlConnectorPatch:
+            def _classes(self):
+                for connector, worker in ((".nixl_connector",) * 2, (".nixl.connector", ".nixl.worker")):
+                    try:
+                        c, w = importlib.import_module(V1 + connector), importlib.import_module(V1 + worker)
+                    except ImportError:
+                        continue
+                    return c.NixlConnector, w.NixlConnectorWorker
+                raise ImportError("no NIXL connector")
+            def patch_connector(self):
+                connector, worker = self._classes()
+                @classmethod
+                def layout(cls, *args, **kwargs):
+                    return None
+                if not hasattr(connector, "_original_get_layout"):
+                    connector._original_get_layout = connector.get_required_kvcache_layout
+                connector.get_required_kvcache_layout = layout
+                owner = next(c for c in worker.__mro__ if "register_kv_caches" in c.__dict__)
+                if not hasattr(owner, "_kvcached_original_register_kv_caches"):
+                    owner._kvcached_original_register_kv_caches = owner.register_kv_caches
+                def register(self, kv_caches, *args, **kwargs):
+                    return owner._kvcached_original_register_kv_caches(self, kv_caches, *args, **kwargs)
+                if not getattr(owner, "_kvcached_register_patched", False):
+                    owner.register_kv_caches = register
+                    owner._kvcached_register_patched = True
+                utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
+                topology = getattr(utils, "TransferTopology", None)
+                if topology is not None and not getattr(topology, "_kvcached_topology_patched", False):
+                    _orig_init = topology.__init__
+                    def init(self, *args, **kwargs):
+                        _orig_init(self, *args, **kwargs)
+                    topology.__init__ = init
+                    topology._kvcached_topology_patched = True
+                return True
+    """,
+}
+
+INIT = (
+    "def __init__(self, vllm_config, role, kv_cache_config=None):\n"
+    "    super().__init__(vllm_config, role, kv_cache_config)"
+)
+LAYOUT = '@classmethod\ndef get_required_kvcache_layout(cls, vllm_config):\n    return "HND"'
+REGISTER = "def register_kv_caches(self, kv_caches):\n    return kv_caches"
+BASE = "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1"
+
+Classes = dict[str, dict[str, tuple[str, list[str]]]]
+"""module -> class ("" for the module itself) -> (bases, sources of its members)."""
+
+
+def single_file() -> tuple[Classes, dict[str, str], str, Sequence[str]]:
+    module = f"{KV}.v1.nixl_connector"
+    classes: Classes = {
+        module: {
+            "NixlConnector": ("KVConnectorBase_V1", [INIT, LAYOUT]),
+            "NixlConnectorScheduler": ("", []),
+            "NixlConnectorWorker": ("", [REGISTER]),
+        },
+        f"{KV}.utils": {"TpKVTopology": ("", ["def __init__(self, tp_rank):\n    self.tp_rank = tp_rank"])},
+    }
+    return classes, {module: BASE}, ".nixl_connector", ("NixlConnector",)
+
+
+def base_pull_push() -> tuple[Classes, dict[str, str], str, Sequence[str]]:
+    package = f"{KV}.v1.nixl"
+    classes: Classes = {
+        f"{package}.connector": {
+            "NixlBaseConnector": ("KVConnectorBase_V1", [INIT, LAYOUT]),
+            "NixlPullConnector": ("NixlBaseConnector", [INIT]),
+            "NixlPushConnector": ("NixlBaseConnector", [INIT]),
+        },
+        f"{package}.base_scheduler": {"NixlBaseConnectorScheduler": ("", [])},
+        f"{package}.pull_scheduler": {"NixlPullConnectorScheduler": ("NixlBaseConnectorScheduler", [])},
+        f"{package}.base_worker": {"NixlBaseConnectorWorker": ("", [REGISTER])},
+        f"{package}.pull_worker": {"NixlPullConnectorWorker": ("NixlBaseConnectorWorker", [])},
+        f"{package}.worker": {},
+        f"{package}.scheduler": {},
+        f"{package}.metadata": {},
+        f"{KV}.utils": {"TransferTopology": ("", ["def __init__(self, tp_rank):\n    self.tp_rank = tp_rank"])},
+    }
+    imports = {
+        f"{package}.connector": BASE,
+        f"{package}.pull_scheduler": f"from {package}.base_scheduler import NixlBaseConnectorScheduler",
+        f"{package}.base_worker": f"from {package}.metadata import *",
+        f"{package}.pull_worker": f"from {package}.base_worker import NixlBaseConnectorWorker",
+        f"{package}.worker": f"from {package}.pull_worker import NixlPullConnectorWorker as NixlConnectorWorker",
+        f"{package}.scheduler": (
+            f"from {package}.pull_scheduler import NixlPullConnectorScheduler as NixlConnectorScheduler"
+        ),
+        package: f"from {package}.connector import *\nimport {package}.worker, {package}.scheduler",
+    }
+    return classes, imports, ".nixl", ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+
+
+def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
+    """Give every class what a patch expects of it, or what ``changes`` ("Class.method" -> parameters) says instead."""
+    from kvcached_nixl.seams import PATCHES
+
+    for patch in (seam.patch for seam in PATCHES):
+        for place in patch.target.places:
+            if place.module.startswith(f"{KV}.v1.nixl") and place.module not in classes:
+                continue
+            if place.module.startswith("kvcached") or place.module == f"{KV}.factory":
+                continue
+            container = classes.setdefault(place.module, {}).setdefault(place.qualname, ("", []))
+            name = f"{place.qualname}.{patch.attribute}"
+            if any(f"def {patch.attribute}(" in member for member in container[1]) and name not in changes:
+                break
+            decorator = f"@{patch.kind}\n" if patch.kind in ("classmethod", "staticmethod", "property") else ""
+            parameters = changes.get(name, ", ".join(patch.parameters))
+            container[1][:] = [member for member in container[1] if f"def {patch.attribute}(" not in member]
+            container[1].append(f"{decorator}def {patch.attribute}({parameters}):\n    return None")
+            break
+
+
+def write(root: Path, version: str, kvcached: str, with_nixl: bool, changes: Mapping[str, str]) -> None:
+    packaging = single_file() if version.startswith(("0.17", "0.18", "0.19")) else base_pull_push()
+    classes, imports, nixl, registered = packaging
+    add_patched_members(classes, changes)
+    sources = {name: textwrap.dedent(text).strip() for name, text in SKELETON.items()}
+    sources[f"{KV}.factory"] = f"REGISTERED, NIXL = {registered!r}, {nixl!r}\n" + sources[f"{KV}.factory"]
+    sources["vllm"] = f"__version__ = {version!r}"
+    sources["kvcached"] = ""
+    if with_nixl:
+        sources["nixl"] = "__version__ = '1.0'"
+    for module, members in classes.items():
+        sources[module] = imports.get(module, "") + "\n" + "\n".join(_class(n, *c) for n, c in members.items())
+    for module, text in imports.items():
+        sources.setdefault(module, text)
+    if f"{KV}.v1.nixl.connector" in sources:
+        sources[f"{KV}.v1.nixl.connector"] += "\nNixlConnector = NixlPullConnector\n"
+    _write_sources(root, sources)
+    (root / "torch").mkdir(exist_ok=True)
+    (root / "torch" / "__init__.py").write_text(STUB_TORCH)
+    for name, stated in (("vllm", version), ("kvcached", kvcached)):
+        info = root / f"{name}-{stated}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {stated}\n")
+
+
+def _class(name: str, bases: str, members: Sequence[str]) -> str:
+    if not name:
+        return "\n".join(members)
+    body = "\n".join(textwrap.indent(member, "    ") for member in members) or "    pass"
+    return f"class {name}({bases}):\n{body}\n"
+
+
+def _write_sources(root: Path, sources: Mapping[str, str]) -> None:
+    packages = {parent for name in sources for parent in _parents(name)}
+    for name in packages | set(sources):
+        path = root.joinpath(*name.split("."))
+        file = path / "__init__.py" if name in packages or "." not in name else path.with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(sources.get(name, "") + "\n")
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def make(root: Path, version: str, *options: str) -> Path:
+    """Write a tree in a fresh interpreter, see the module docstring, and return its folder."""
+    root.mkdir(parents=True)
+    (root / "torch").mkdir()
+    (root / "torch" / "__init__.py").write_text(STUB_TORCH)
+    subprocess.run(
+        [sys.executable, __file__, str(root), version, *options],
+        env={"PYTHONPATH": f"{root}:{REPOSITORY}"},
+        check=True,
+    )
+    return root
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("version")
+    parser.add_argument("--kvcached", default="0.1.6")
+    parser.add_argument("--no-nixl", action="store_true")
+    parser.add_argument("--change", action="append", default=[])
+    options = parser.parse_args()
+    changes = dict(change.split("=", 1) for change in options.change)
+    write(options.root, options.version, options.kvcached, not options.no_nixl, changes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in a subprocess beside the real vLLM and kvcached; prints JSON.
+
+python real_probe.py untouched     with everything imported: the targets before, after install() with the gate closed,
+                                   while installed, and after uninstall()
+python real_probe.py script        the gate opened in the script, vLLM imported, its plugins loaded by EngineArgs
+python real_probe.py start         the gate was open at start, vLLM imported
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+from kvcached_nixl.patching import Place
+from kvcached_nixl.patching.contract import locate
+
+
+def entries() -> dict[str, Any]:
+    """Every object that a patch of the installed vLLM replaces, straight from the dictionary that holds it."""
+    from kvcached_nixl.seams import PATCHES
+
+    found: dict[str, Any] = {}
+    for patch in (seam.patch for seam in PATCHES):
+        for owner in owners(patch.target.places):
+            classes = owner.__mro__ if isinstance(owner, type) else (owner,)
+            holder = next((c for c in classes if patch.attribute in vars(c)), None)
+            if holder is not None:
+                found[f"{holder.__name__}.{patch.attribute}"] = vars(holder)[patch.attribute]
+                break
+    return found
+
+
+def owners(places: tuple[Place, ...]) -> list[Any]:
+    found = []
+    for place in places:
+        try:
+            module = importlib.import_module(place.module)
+        except ModuleNotFoundError:
+            continue
+        found.append(locate(place, module))
+    return [owner for owner in found if owner is not None]
+
+
+def untouched() -> dict[str, Any]:
+    import kvcached_nixl
+
+    importlib.import_module("vllm")
+    stock = entries()
+    kvcached_nixl.install()
+    closed = entries()
+    os.environ["ENABLE_KVCACHED"] = "1"
+    installation = kvcached_nixl.install()
+    assert installation is not None
+    installation.registry.complete()
+    opened, applied = entries(), [o.reason for o in kvcached_nixl.status().outcomes if o.state.value == "applied"]
+    left = kvcached_nixl.uninstall()
+    after = entries()
+    return {
+        "targets": sorted(stock),
+        "same_when_closed": [name for name in stock if closed[name] is stock[name]],
+        "changed_when_open": sorted(name for name in stock if opened[name] is not stock[name]),
+        "applied": sorted(".".join(reason.split(".")[-2:]) for reason in applied),
+        "same_after": [name for name in stock if after[name] is stock[name]],
+        "left": list(left),
+    }
+
+
+def outcomes() -> dict[str, Any]:
+    import kvcached_nixl
+    from kvcached_nixl.bootstrap import current
+
+    installation = current()
+    assert installation is not None
+    installation.registry.complete()
+    report = kvcached_nixl.status()
+    return {
+        "outcomes": {o.name: [o.state.value, o.reason] for o in report.outcomes},
+        "notes": {o.name: list(o.notes) for o in report.outcomes},
+        "refusals": [name for name, _ in report.refusals],
+    }
+
+
+def script() -> dict[str, Any]:
+    os.environ["ENABLE_KVCACHED"] = "true"
+    importlib.import_module("kvcached.integration.vllm.autopatch")
+    importlib.import_module("vllm")
+    assert "kvcached_nixl.bootstrap" not in sys.modules
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(model="no-such-model")
+    return outcomes()
+
+
+def start() -> dict[str, Any]:
+    importlib.import_module("vllm")
+    importlib.import_module("kvcached.integration.vllm.autopatch")
+    return outcomes()
+
+
+if __name__ == "__main__":
+    print(json.dumps({"untouched": untouched, "script": script, "start": start}[sys.argv[1]]()))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m kvcached_nixl``: the answer a server would get, and an exit status that says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from environments import Environment
+
+COMMAND = ("-m", "kvcached_nixl")
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"ENABLE_KVCACHED": "1"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}], ids=str
+)
+def test_a_supported_environment_exits_with_zero_whatever_the_gate(
+    installed: Environment, tree: Callable[..., Path], environ: dict[str, str]
+) -> None:
+    """The command says what would happen with the gate open, and what the gate is now."""
+    done = installed.run(*COMMAND, path=(tree("0.28.0"),), **environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("0.28.0", "0.1.6", "applied  connector.__init__", "layout       this package", "host buffer", "lease"):
+        assert word in done.stdout
+    assert ("what ENABLE_KVCACHED=true would give" in done.stdout) == (environ != {"ENABLE_KVCACHED": "1"})
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(("version", "options"), [("0.25.1", ()), ("0.28.0", ("--no-nixl",))])
+def test_an_environment_that_would_be_refused_exits_with_one(
+    with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...]
+) -> None:
+    """Each refusal is there in words."""
+    done = with_wheel.run(*COMMAND, path=(tree(version, *options),))
+    assert done.returncode == 1
+    assert "refused:" in done.stdout and "remedy:" in done.stdout
+
+
+def test_without_vllm_it_says_so_and_exits_with_one(with_wheel: Environment) -> None:
+    """Nothing installed is not a crash."""
+    done = with_wheel.run(*COMMAND)
+    assert done.returncode == 1
+    assert "no vLLM in this environment" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_vllm_that_cannot_be_imported_is_a_refusal(
+    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The import error is in the report."""
+    (tmp_path / "vllm.py").write_text("raise OSError('no libcuda')")
+    done = with_wheel.run(*COMMAND, path=(tmp_path, tree("0.28.0")))
+    assert done.returncode == 1
+    assert "no libcuda" in done.stdout
+
+
+def test_json_has_the_same_content(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """For programs: nothing else is on standard output."""
+    report = json.loads(with_wheel.run(*COMMAND, "--json", path=(tree("0.28.0"),)).stdout)
+    assert report["versions"]["vllm"] == "0.28.0"
+    assert {patch["state"] for patch in report["patches"]} == {"applied", "skipped"}
+    assert report["capabilities"]["push"] == {
+        "origin": "vLLM",
+        "note": report["capabilities"]["push"]["note"],
+        "refused": True,
+    }
+    assert report["refusals"] == []
+
+
+def test_help_teaches_and_wrong_usage_exits_with_two(with_wheel: Environment) -> None:
+    """The exit statuses are written down where people look."""
+    shown = with_wheel.run(*COMMAND, "--help")
+    assert shown.returncode == 0 and "exit status" in shown.stdout
+    assert with_wheel.run(*COMMAND, "--colour").returncode == 2
+
+
+def test_the_summary_is_logged_once_per_process(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """Two connectors, one summary, through vLLM's logger."""
+    code = (
+        "import logging, sys; logging.basicConfig(level='INFO', format='%(name)s %(message)s')\n"
+        "sys.path.insert(0, sys.argv[1]); import probe\n"
+        "probe.run(['vllm', 'create=NixlConnector', 'create=NixlConnector'])"
+    )
+    folder = str(Path(__file__).parent)
+    done = with_wheel.run("-c", code, folder, path=(tree("0.28.0"),), ENABLE_KVCACHED="1")
+    assert done.stderr.count("vllm.kvcached_nixl kvcached_nixl ") == 1, done.stderr

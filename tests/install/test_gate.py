@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Off costs nothing and changes nothing; on, a start is whole or refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from environments import REPOSITORY, SITECUSTOMIZE, Environment, make_environment
+
+ON = {"ENABLE_KVCACHED": "1"}
+OFF = [{}, {"ENABLE_KVCACHED": "0"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}]
+KV = "vllm.distributed.kv_transfer.kv_connector"
+PTH = (REPOSITORY / "kvcached_nixl" / "kvcached_nixl.pth").read_text()
+
+
+@pytest.mark.parametrize("environ", OFF, ids=str)
+@pytest.mark.parametrize("version", ["0.19.1", "0.28.0"])
+def test_when_off_nothing_is_wrapped_and_connectors_are_stock(
+    installed: Environment, tree: Callable[..., Path], environ: dict[str, str], version: str
+) -> None:
+    """Every door is tried; vLLM is untouched all the same."""
+    path = (SITECUSTOMIZE, tree(version))
+    state = installed.probe("vllm", "plugins", "install", "create=NixlConnector", path=path, **environ)
+    assert state["wrapped"] == {} and state["traces"] == []
+    assert state["created"][0].startswith("Nixl")
+    assert "torch" not in state["imported"]
+
+
+@pytest.mark.parametrize("environ", OFF[:2], ids=str)
+def test_when_off_an_interpreter_start_imports_nothing_of_ours(installed: Environment, environ: dict[str, str]) -> None:
+    """No wrapt, no package, no import hook."""
+    code = "import sys; print([m for m in sys.modules if 'kvcached' in m or 'wrapt' in m], len(sys.meta_path))"
+    with_ours = installed.run("-c", code, **environ).stdout.split()
+    without = installed.run("-S", "-c", code, **environ).stdout.split()
+    assert with_ours[0] == "[]"
+    # An editable install brings a finder or a path entry of its own; -S shows what an interpreter has anyway.
+    assert int(with_ours[1]) == int(without[1])
+
+
+def test_when_off_the_start_line_takes_well_under_a_millisecond() -> None:
+    """One look-up in the environment, measured as the interpreter runs it: compiled from text each time."""
+    code = (
+        "import os, timeit\n"
+        "os.environ.pop('ENABLE_KVCACHED', None)\n"
+        f"print(min(timeit.repeat(lambda: exec({PTH!r}), number=100, repeat=20)) / 100)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.0005
+
+
+def test_the_start_file_is_one_line_that_python_executes() -> None:
+    """site.py executes a .pth line only if it starts with "import", and each line by itself."""
+    assert PTH.startswith("import ") and PTH.count("\n") == 1 and PTH.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "words"),
+    [
+        ("0.25.1", (), ["vLLM 0.25.1", ">=0.19,<0.20", "Install a supported vLLM"]),
+        ("0.19.1", ("--kvcached", "0.1.7"), ["kvcached 0.1.7", "==0.1.6"]),
+        ("0.28.0", ("--no-nixl",), ["no NIXL", "pip install nixl"]),
+        (
+            "0.19.1",
+            ("--change", "NixlConnectorWorker.register_kv_caches=self, kv_caches, pool"),
+            ["NixlConnectorWorker.register_kv_caches", "(self, kv_caches, pool)", "(self, kv_caches)"],
+        ),
+        (
+            "0.28.0",
+            ("--change", "NixlBaseConnectorWorker.register_kv_caches=self, pools"),
+            ["NixlBaseConnectorWorker.register_kv_caches", "(self, pools)", "(self, kv_caches)"],
+        ),
+    ],
+    ids=["vllm", "kvcached", "nixl", "signature-0.19", "signature-0.28"],
+)
+def test_a_refusal_stops_nixl_connectors_in_words_and_no_others(
+    with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...], words: list[str]
+) -> None:
+    """Directly, inside a MultiConnector, and a second time: never constructed. Other connectors are not disturbed."""
+    nixl = ["create=NixlConnector", "create=MultiConnector:NixlConnector", "create=NixlConnector"]
+    state = with_wheel.probe("vllm", *nixl, "create=OtherConnector", path=(tree(version, *options),), **ON)
+    for error in state["created"][:3]:
+        assert error.startswith("StartRefused")
+        assert all(word in error for word in [*words, "found", "expected", "consequence", "remedy"])
+    assert state["created"][3] == "OtherConnector"
+
+
+@pytest.mark.parametrize("change", ["create_connector(cls, config, role", "create_connector(cls, request"])
+@pytest.mark.parametrize("connector", ["NixlConnector", "MultiConnector:NixlConnector"])
+def test_a_changed_factory_does_not_open_the_gate(
+    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path, change: str, connector: str
+) -> None:
+    """The constructor of the connector raises what the factory cannot."""
+    source = tree("0.28.0")
+    target = tmp_path / "tree"
+    shutil.copytree(source, target)
+    factory = target.joinpath(*f"{KV}.factory".split(".")).with_suffix(".py")
+    text = factory.read_text()
+    changed = text.replace("create_connector(cls, config, role", change + ", extra=None" * (change[-4:] == "role"))
+    if change.endswith("request"):
+        changed = text.replace(
+            "create_connector(cls, config, role, kv_cache_config=None)", "create_connector(cls, config, *rest)"
+        )
+        changed = changed.replace("(config, role, kv_cache_config)", "(config, *rest)")
+    assert changed != text
+    factory.write_text(changed)
+    state = with_wheel.probe("vllm", f"create={connector}", path=(target,), **ON)
+    assert state["created"][0].startswith("StartRefused")
+    assert "create_connector" in state["created"][0]
+
+
+def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
+    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The factory raises what the constructor of the connector cannot."""
+    target = tmp_path / "tree"
+    shutil.copytree(tree("0.19.1"), target)
+    connector = target.joinpath(*f"{KV}.v1.nixl_connector".split(".")).with_suffix(".py")
+    changed = "\nimport functools\nNixlConnector.__init__ = functools.partialmethod(NixlConnector.__init__)\n"
+    connector.write_text(connector.read_text() + changed)
+    actions = ("create=NixlConnector", "create=MultiConnector:NixlConnector", "create=OtherConnector")
+    first, second, other = with_wheel.probe("vllm", *actions, path=(target,), **ON)["created"]
+    assert all(error.startswith("StartRefused") and "[connector.__init__]" in error for error in (first, second))
+    assert other == "OtherConnector"
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.28.0"])
+def test_extra_configuration_that_cannot_be_served_is_refused(
+    with_wheel: Environment, tree: Callable[..., Path], version: str
+) -> None:
+    """An operator who asks for push must not get pull."""
+    action = 'create=NixlConnector{"transfer_mode": "push"}'
+    (created,) = with_wheel.probe("vllm", action, path=(tree(version),), **ON)["created"]
+    assert created.startswith("SettingsError") and "transfer_mode='push'" in created
+
+
+def test_push_is_refused_in_words(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """vLLM 0.28 has a push connector; nobody has proven it over kvcached memory yet."""
+    (created,) = with_wheel.probe("vllm", "create=NixlPushConnector", path=(tree("0.28.0"),), **ON)["created"]
+    assert created.startswith("SettingsError") and "NixlPushConnector" in created and "remedy" in created
+
+
+def test_seams_that_cannot_be_loaded_are_refused(
+    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Without seams there is no gate either; then the connector cannot be imported, and the error says why."""
+    broken = tmp_path / "torch.py"
+    broken.write_text("raise ImportError('this torch is broken')")
+    actions = ("vllm", "create=NixlConnector", "create=OtherConnector")
+    state = with_wheel.probe(*actions, path=(tmp_path, tree("0.28.0")), **ON)
+    assert state["created"][0].startswith("ImportError") and state["created"][1] == "OtherConnector"
+    assert all(word in state["created"][0] for word in ("this torch is broken", "found", "remedy"))
+    assert list(state["refusals"]) == ["seams"]
+
+
+@pytest.mark.parametrize("missing", ["wrapt", "packaging"])
+def test_a_missing_dependency_of_ours_does_not_open_the_gate(
+    tree: Callable[..., Path], tmp_path: Path, missing: str
+) -> None:
+    """Without wrapt not even the gate can be hooked; then the connector cannot be imported at all."""
+    environment = make_environment(tmp_path / "env", without=missing)
+    path = (SITECUSTOMIZE, tree("0.28.0"))
+    actions = ("vllm", "create=NixlConnector", "create=MultiConnector:NixlConnector", "create=OtherConnector")
+    state = environment.probe(*actions, path=path, **ON)
+    first, second, other = state["created"]
+    assert missing in first and missing in second
+    assert not first.startswith("Nixl") and not second.startswith("Multi")
+    assert other == "OtherConnector"
+
+
+def test_a_connector_that_was_imported_before_a_failed_start_is_refused_as_well(
+    tree: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The gate is opened in a script, after the connector was used; wrapt is missing."""
+    environment = make_environment(tmp_path / "env", without="wrapt")
+    actions = ("vllm", "create=NixlConnector", "enable", "install", "create=NixlConnector")
+    before, after = environment.probe(*actions, path=(SITECUSTOMIZE, tree("0.28.0")))["created"]
+    assert before.startswith("Nixl")
+    assert after.startswith("ImportError") and "wrapt" in after
+
+
+def test_a_host_memory_that_cannot_be_activated_is_refused(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """Starting without it would end in a crash far from its cause."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import probe, kvcached_nixl.hostvmm as hostvmm\n"
+        "def activate(): raise OSError('the emulated device is gone')\n"
+        "hostvmm.activate = activate\n"
+        "print(probe.run(['enable', 'install', 'vllm', 'create=NixlConnector'])['created'][0])"
+    )
+    done = with_wheel.run("-c", code, str(Path(__file__).parent), path=(tree("0.28.0"),))
+    assert done.stdout.startswith("StartRefused"), done.stdout + done.stderr
+    assert "the emulated device is gone" in done.stdout
+
+
+def test_an_unclear_switch_is_refused(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """KVCACHED_NIXL=off is not a word we know; guessing either way would be wrong for somebody."""
+    environ = {**ON, "KVCACHED_NIXL": "off"}
+    (created,) = with_wheel.probe("vllm", "create=NixlConnector", path=(tree("0.28.0"),), **environ)["created"]
+    assert created.startswith("StartRefused") and "KVCACHED_NIXL='off'" in created

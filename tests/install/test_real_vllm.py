@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same claims beside the vLLM and kvcached of this environment."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments import SITECUSTOMIZE, Environment
+
+from kvcached_nixl.compat.versions import ROWS, found_version, row_of
+
+pytestmark = [
+    pytest.mark.real_vllm,
+    pytest.mark.skipif(
+        row_of(found_version("vllm")) is None or found_version("kvcached") is None,
+        reason=f"needs kvcached and one of vLLM {', '.join(row.tested for row in ROWS)} in this environment",
+    ),
+]
+
+
+def probe(environment: Environment, what: str, *path: Path, **environ: str) -> dict[str, Any]:
+    done = environment.run(str(Path(__file__).with_name("real_probe.py")), what, path=path, **environ)
+    assert done.returncode == 0, done.stderr
+    state: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return state
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's content: entry points are found there, the .pth is not executed."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    (wheel,) = (wheels / "standard").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def test_every_target_is_the_stock_object_when_off_and_again_after_uninstalling(
+    this_environment: Environment, unpacked: Path
+) -> None:
+    """Compared by identity, in one process, for every object that a patch replaces."""
+    state = probe(this_environment, "untouched", unpacked)
+    assert len(state["targets"]) >= 5
+    assert sorted(state["same_when_closed"]) == state["targets"]
+    assert state["changed_when_open"] == state["applied"]
+    assert sorted(state["same_after"]) == state["targets"]
+    assert state["left"] == []
+
+
+def test_a_script_that_opens_the_gate_ends_as_an_interpreter_that_started_with_it(
+    this_environment: Environment, unpacked: Path
+) -> None:
+    """vLLM's plugin loader, run by EngineArgs, is early enough; kvcached's own patch comes off the real classes."""
+    script = probe(this_environment, "script", unpacked)
+    started = probe(this_environment, "start", SITECUSTOMIZE, ENABLE_KVCACHED="1")
+    assert script["outcomes"] == started["outcomes"]
+    assert {state for state, _ in script["outcomes"].values()} <= {"applied", "skipped"}
+    assert script["refusals"] == started["refusals"] == []
+    assert len(script["notes"]["kvcached.patch_connector"]) >= 2
+    assert any("superseded" in note for note in started["notes"]["kvcached.patch_connector"])
+
+
+def test_the_command_finds_nothing_to_refuse(this_environment: Environment) -> None:
+    """Exit status 0 with a tested vLLM, kvcached and NIXL."""
+    done = this_environment.run("-m", "kvcached_nixl", path=(SITECUSTOMIZE,))
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches laid out as kvcached 0.1.6 lays them out, over ordinary memory.
+
+One :class:`Geometry` yields the tensors, the backend's shape and the sizes, so a test varies one value and the
+three cannot drift apart. ``tests/contract/test_kvcached_layouts.py`` compares it with the real kvcached.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A model's KV cache as kvcached reserves it.
+
+    Attributes:
+        era: ``kv_first`` (2, N, bs, H, D), ``blocks_first`` (N, 2, bs, H, D), ``packed`` (N, H, bs, 2D) or
+            ``mla`` (N, bs, C).
+        contiguous: all layers of a block side by side, or each layer apart.
+        num_blocks: blocks planned; ``reserved_blocks`` (more) are what kvcached's addresses have room for.
+        groups: KV-cache groups that share the pools; layer ``g.i`` of each group g uses pool i.
+    """
+
+    era: str = "kv_first"
+    contiguous: bool = False
+    num_pools: int = 4
+    num_kv_heads: int = 4
+    head_size: int = 8
+    block_size: int = 4
+    num_blocks: int = 5
+    reserved_blocks: int = 13
+    groups: int = 1
+    head_major: bool = False
+    dtype: torch.dtype = field(default=torch.bfloat16)
+
+    @property
+    def half_elements(self) -> int:
+        return self.block_size * self.num_kv_heads * self.head_size
+
+    @property
+    def page_elements(self) -> int:
+        return self.half_elements * (1 if self.era == "mla" else 2)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_elements * self.dtype.itemsize
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """The backend's logical shape of one layer."""
+        heads, size, width = self.num_kv_heads, self.block_size, self.head_size
+        return {
+            "kv_first": (2, num_blocks, size, heads, width),
+            "blocks_first": (num_blocks, 2, size, heads, width),
+            "packed": (num_blocks, heads, size, 2 * width),
+            "mla": (num_blocks, size, heads * width),
+        }[self.era]
+
+    def layer_names(self) -> list[str]:
+        return [
+            f"model.layers.{g * self.num_pools + i}.attn" for g in range(self.groups) for i in range(self.num_pools)
+        ]
+
+    def allocate(self) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Layer name -> attention's view, and the memory behind the views."""
+        count, pools = self.reserved_blocks, self.num_pools
+        if self.contiguous:
+            memory = [torch.zeros(count * pools * self.page_elements, dtype=self.dtype)]
+            views = [
+                self._view(memory[0], pool * self.page_elements, pools * self.page_elements) for pool in range(pools)
+            ]
+        else:
+            memory = [torch.zeros(count * self.page_elements, dtype=self.dtype) for _ in range(pools)]
+            views = [self._view(pool, 0, self.page_elements) for pool in memory]
+        names = self.layer_names()
+        return {name: views[i % pools] for i, name in enumerate(names)}, memory
+
+    def _view(self, memory: torch.Tensor, offset: int, block_stride: int) -> torch.Tensor:
+        heads, size, width = self.num_kv_heads, self.block_size, self.head_size
+        half = self.half_elements
+        kv_stride = half
+        if not self.contiguous and self.era in ("kv_first", "blocks_first"):
+            block_stride, kv_stride = half, self.reserved_blocks * half
+        if self.era == "packed":
+            inner = (size * 2 * width, 2 * width, 1) if self.head_major else (2 * width, heads * 2 * width, 1)
+            strides: tuple[int, ...] = (block_stride, *inner)
+        elif self.era == "mla":
+            strides = (block_stride, heads * width, 1)
+        else:
+            inner = (heads * width, width, 1)
+            strides = (kv_stride, block_stride, *inner) if self.era == "kv_first" else (block_stride, kv_stride, *inner)
+        return memory.as_strided(self.shape(self.reserved_blocks), strides, offset)
+
+    def block(self, cache: torch.Tensor, block_id: int) -> torch.Tensor:
+        """One layer's block as attention sees it."""
+        return cache.select(1 if self.era == "kv_first" else 0, block_id)
+
+    def expected_regions(self) -> int:
+        """Regions a transfer of one block must touch."""
+        if self.contiguous and self.num_pools > 1:
+            return 1
+        split = self.era in ("kv_first", "blocks_first") and not self.contiguous
+        return self.num_pools * (2 if split else 1)
+
+    def block_bytes_of_all_layers(self) -> int:
+        return math.prod((self.num_pools, self.page_bytes))

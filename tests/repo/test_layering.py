@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The import graph is the one in the design."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from layering import MAY_IMPORT, PACKAGE, violations
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_nobody_imports_what_they_must_not() -> None:
+    """Processes stay apart, the patch engine knows no vLLM, NIXL has one door."""
+    assert violations(REPOSITORY / PACKAGE) == []
+
+
+def test_every_module_and_folder_has_a_row() -> None:
+    """A new folder has to say what it may import."""
+    present = {p.name.removesuffix(".py") for p in (REPOSITORY / PACKAGE).iterdir() if p.suffix == ".py" or p.is_dir()}
+    assert present - {"__pycache__"} <= set(MAY_IMPORT)
+
+
+PLANTED = {
+    "worker/layout.py": "from kvcached_nixl.scheduler import lease",
+    "scheduler/lease.py": "def f():\n    import kvcached_nixl.worker.layout",
+    "scheduler/staging.py": "import torch",
+    "patching/registry.py": "import importlib\nimportlib.import_module('vllm.config')",
+    "patching/record.py": "from ..compat import locate",
+    "worker/push.py": "from nixl._api import nixl_agent",
+    "transport/memory.py": "import nixl",
+    "wire/push.py": "if TYPE_CHECKING:\n    from kvcached_nixl.worker.push import Offer",
+    "wire/lease.py": "from vllm.config import VllmConfig",
+    "errors.py": "from . import ids",
+    "proxy/app.py": "from kvcached_nixl.wire import push",
+    "bootstrap.py": "__import__('torch')",
+}
+
+
+@pytest.mark.parametrize("file", PLANTED)
+def test_the_check_sees_a_planted_violation(tmp_path: Path, file: str) -> None:
+    """Absolute, relative, inside a function, under TYPE_CHECKING and by name: none escapes."""
+    planted = tmp_path / PACKAGE / file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(PLANTED[file])
+    (line,) = violations(tmp_path / PACKAGE)
+    assert line.startswith(file)
+
+
+ALLOWED = {
+    "transport/agent.py": "from nixl._api import nixl_agent",
+    "proxy/app.py": "import httpx\nfrom kvcached_nixl.wire.params import read",
+    "seams/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
+    "worker/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
+}
+
+
+@pytest.mark.parametrize("file", ALLOWED)
+def test_the_check_lets_the_design_through(tmp_path: Path, file: str) -> None:
+    """A check that forbids everything would pass the planted cases too."""
+    allowed = tmp_path / PACKAGE / file
+    allowed.parent.mkdir(parents=True)
+    allowed.write_text(ALLOWED[file])
+    assert violations(tmp_path / PACKAGE) == []

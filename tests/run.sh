@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: bash tests/run.sh [TIER...]
+
+Sets up what it needs (experiments/env.sh) and runs the tests; without arguments all that this machine can run.
+
+  lint       ruff and mypy                                                            a minute
+  unit       one module at a time, nothing else needed                                seconds
+  repo       the repository about itself: layering, tables in the README              seconds
+  install    every door and order of activation, each in a process of its own         minutes
+  contract   what is assumed of vLLM, kvcached and NIXL; real NIXL agents             minutes, on each vLLM version
+  e2e        real servers, and the quick byte-equivalence run                         minutes, on each vLLM version
+  gpu        what only a GPU can show; skipped with its reason elsewhere
+
+KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the versions (both by default).
+exit status: 0 all passed; 1 a test failed; 2 the set-up failed
+END
+}
+
+case ${1:-} in
+-h | --help) usage; exit 0 ;;
+esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+known=(lint unit repo install contract e2e gpu)
+tiers=("$@")
+[[ ${#tiers[@]} -gt 0 ]] || tiers=("${known[@]}")
+for tier in "${tiers[@]}"; do
+    [[ " ${known[*]} " == *" $tier "* ]] || {
+        echo "tests/run.sh: found the tier '$tier'; expected one of: ${known[*]}. Nothing was run." >&2
+        exit 2
+    }
+done
+read -r -a versions <<<"${KVCACHED_NIXL_VLLM:-0.19.1 0.28.0}"
+
+declare -A environments=()
+environment() { # VERSION -> sets $venv
+    if [[ -z ${environments[$1]:-} ]]; then
+        environments[$1]=$(bash experiments/env.sh "$1" | tail -n 1) || {
+            echo "tests/run.sh: experiments/env.sh $1 failed; its message above says what to do." >&2
+            exit 2
+        }
+    fi
+    venv=${environments[$1]}
+}
+
+failed=()
+run() { # NAME COMMAND...
+    local name=$1
+    shift
+    printf '\n=== %s\n' "$name"
+    local begun=$SECONDS
+    if "$@"; then
+        printf '=== %s: passed in %d s\n' "$name" $((SECONDS - begun))
+    else
+        printf '=== %s: FAILED after %d s\n' "$name" $((SECONDS - begun))
+        failed+=("$name")
+    fi
+}
+pytest() { # VERSION TIER [OPTION...]
+    environment "$1"
+    run "$2, vLLM $1" "$venv/bin/python" -m pytest -q "tests/$2" "${@:3}"
+}
+# A warning of ours is an error; tiers that import vLLM, torch and NIXL cannot answer for theirs.
+foreign=(-W default)
+
+for tier in "${tiers[@]}"; do
+    case $tier in
+    lint)
+        environment "${versions[0]}"
+        run "ruff" "$venv/bin/ruff" check --quiet kvcached_nixl tests experiments
+        run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
+        ;;
+    unit | repo) pytest "${versions[0]}" "$tier" ;;
+    install) for version in "${versions[@]}"; do pytest "$version" install; done ;;
+    contract) for version in "${versions[@]}"; do pytest "$version" contract "${foreign[@]}"; done ;;
+    e2e)
+        for version in "${versions[@]}"; do
+            pytest "$version" e2e "${foreign[@]}"
+            run "byte equivalence, quick, vLLM $version" bash experiments/byte_equivalence/run.sh --quick --vllm "$version"
+        done
+        ;;
+    gpu) pytest "${versions[-1]}" gpu "${foreign[@]}" ;;
+    esac
+done
+
+printf '\n'
+if [[ ${#failed[@]} -gt 0 ]]; then
+    printf 'failed: %s\n' "${failed[@]}"
+    exit 1
+fi
+echo "all passed: ${tiers[*]} (vLLM ${versions[*]})"

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.compat.versions`: the table, and what is refused outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.compat import versions
+from kvcached_nixl.compat.locate import FACADE
+from kvcached_nixl.compat.versions import ROWS, Capability, Origin, environment_refusals, reason_to_skip, row_of
+from kvcached_nixl.errors import MissingDependency, UnsupportedVersion
+from kvcached_nixl.patching import Patch
+
+
+def patch(**changes: Any) -> Patch:
+    fields: dict[str, Any] = {
+        "target": FACADE,
+        "attribute": "load",
+        "process": "every",
+        "parameters": ("self",),
+        "why": "w",
+        "upstream": "u",
+        "remove_when": "r",
+    }
+    return Patch(**{**fields, **changes})
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set the versions that are found: found(vllm="0.19.1", kvcached=None)."""
+
+    def set_versions(**given: str | None) -> None:
+        table = {"vllm": "0.19.1", "kvcached": "0.1.6", "nixl": "1.0", **given}
+        monkeypatch.setattr(versions, "found_version", table.__getitem__)
+
+    return set_versions
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.tested)
+def test_every_row_answers_for_every_capability_and_contains_its_tested_release(row: versions.Row) -> None:
+    """A capability nobody wrote down would be a KeyError at a start."""
+    assert set(row.provides) == set(Capability)
+    assert row_of(row.tested) is row
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.1+cpu", "0.28.0", "0.28.1"])
+def test_releases_of_a_tested_series_are_supported(version: str) -> None:
+    """Local build tags do not matter."""
+    assert row_of(version) is not None
+
+
+@pytest.mark.parametrize("version", ["0.18.1", "0.20.2", "0.27.1", "0.29.0", "0.28.0rc1", "dev", "unknown", "", None])
+def test_everything_else_is_not(version: str | None) -> None:
+    """No guessing from a neighbour, a development build or a missing version."""
+    assert row_of(version) is None
+
+
+def test_a_supported_environment_has_nothing_to_refuse(found: Callable[..., None]) -> None:
+    """The quiet case."""
+    found()
+    assert environment_refusals() == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ({"vllm": "0.25.1"}, UnsupportedVersion, ["vLLM 0.25.1", ">=0.19,<0.20", "tested: 0.28.0"]),
+        ({"vllm": None}, MissingDependency, ["no vLLM"]),
+        ({"kvcached": "0.1.7"}, UnsupportedVersion, ["kvcached 0.1.7", "==0.1.6"]),
+        ({"kvcached": None}, MissingDependency, ["no kvcached", "unset ENABLE_KVCACHED"]),
+        ({"nixl": None}, MissingDependency, ["no NIXL", "pip install nixl"]),
+    ],
+)
+def test_a_wrong_or_missing_library_is_refused_in_words(
+    found: Callable[..., None], given: dict[str, str | None], kind: type[Exception], words: list[str]
+) -> None:
+    """Found, expected and remedy are all there."""
+    found(**given)
+    ((_, cause),) = environment_refusals()
+    assert type(cause) is kind
+    assert all(word in str(cause) for word in words)
+
+
+def test_a_patch_is_skipped_where_somebody_else_provides_the_capability(found: Callable[..., None]) -> None:
+    """Ours is applied, vLLM's is left alone, and the reason says whose it is."""
+    found()
+    assert reason_to_skip(patch(needs="layout")) is None
+    reason = reason_to_skip(patch(needs="pull"))
+    assert reason is not None and Origin.UPSTREAM.value in reason
+
+
+def test_a_patch_is_skipped_outside_its_versions(found: Callable[..., None]) -> None:
+    """The reason names both."""
+    found(vllm="0.28.0")
+    assert reason_to_skip(patch(versions="<0.26")) == "for vLLM <0.26, this is 0.28.0"
+    assert reason_to_skip(patch(versions=">=0.26")) is None
+
+
+def test_on_an_unsupported_vllm_only_the_gate_is_applied(found: Callable[..., None]) -> None:
+    """What is refused anyway is not changed either."""
+    found(vllm="0.25.1")
+    assert reason_to_skip(patch()) == "vLLM 0.25.1 is not supported"
+    assert reason_to_skip(patch(when_unsupported=True)) is None
+
+
+def test_an_unknown_capability_in_a_record_is_an_error(found: Callable[..., None]) -> None:
+    """A misspelt need must not become a patch that is always applied."""
+    found()
+    with pytest.raises(ValueError, match="layuot"):
+        reason_to_skip(patch(needs="layuot"))
+
+
+def test_the_imported_module_states_its_version_itself(make_module: Callable[..., Any]) -> None:
+    """Third-party builds carry another distribution name; vllm.__version__ is there all the same."""
+    make_module("vllm", "__version__ = '0.19.7'")
+    assert versions.found_version("vllm") == "0.19.7"
+
+
+def test_a_library_that_cannot_be_imported_has_no_version() -> None:
+    """Distribution leftovers do not count."""
+    assert versions.found_version("a_library_nobody_has") is None

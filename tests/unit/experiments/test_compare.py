@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The byte-equivalence comparison reports what differs, and only that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.byte_equivalence.compare import (
+    Observation,
+    catches,
+    compare_answers,
+    compare_blocks,
+    compare_senders,
+    largest_logprob_gap,
+    match_records,
+)
+from experiments.common.client import Answer, HandOver, per_group
+
+ANSWER = Answer([5, 6, 7], [-0.1, -0.2, -0.3], [{"5": -0.1, "9": -2.0}, {"6": -0.2}, {"7": -0.3}])
+DIGESTS = ["a", "b", "c"]
+
+
+def seen(received: list[str] | None, *, sent: list[str] = DIGESTS, remote: list[int] | None = None) -> Observation:
+    """Return a hand-over of three blocks of which D received ``received`` (None: no record of a transfer)."""
+    ids = list(range(len(sent)))
+    record: dict[str, Any] = {"remote_block_ids": [ids if remote is None else remote], "digests": [received]}
+    return Observation(HandOver(ANSWER, "r", [ids], [list(sent)]), None if received is None else record)
+
+
+def aspects(observation: Observation, *, blocks: int = 3, fewest: int = 1) -> list[str]:
+    """Return the aspects that differ."""
+    return [one.aspect for one in compare_blocks("p", observation, blocks=blocks, fewest_received=fewest)]
+
+
+def test_equal_answers_have_no_difference() -> None:
+    """An answer equals itself, at no tolerance at all."""
+    assert compare_answers("p", ANSWER, ANSWER, 0.0) == []
+
+
+def test_one_other_token_is_reported_with_its_place() -> None:
+    """A single token that differs is a difference, and the text says where."""
+    (found,) = compare_answers("p", ANSWER, replace(ANSWER, token_ids=[5, 6, 8]), None)
+    assert found.aspect == "tokens"
+    assert "token 2" in found.text
+
+
+def test_an_answer_cut_short_is_reported() -> None:
+    """A prefix of the right tokens is not the right answer."""
+    short = Answer([5, 6], [-0.1, -0.2], ANSWER.top_logprobs[:2])
+    assert [one.aspect for one in compare_answers("p", ANSWER, short, 0.0)] == ["tokens", "log-probabilities"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "tolerance", "reported"), [(0.01, 0.02, False), (0.01, 0.005, True), (0.0, 0.0, False)]
+)
+def test_log_probabilities_beyond_the_tolerance_are_reported(gap: float, tolerance: float, reported: bool) -> None:
+    """The tolerance is the largest gap that passes."""
+    moved = replace(ANSWER, logprobs=[ANSWER.logprobs[0] - gap, *ANSWER.logprobs[1:]])
+    assert bool(compare_answers("p", ANSWER, moved, tolerance)) is reported
+
+
+def test_alternatives_count_too() -> None:
+    """A log-probability that only an alternative has wrong is seen."""
+    moved = replace(ANSWER, top_logprobs=[{"5": -0.1, "9": -2.5}, *ANSWER.top_logprobs[1:]])
+    assert largest_logprob_gap(ANSWER, moved) == pytest.approx(0.5)
+
+
+def test_a_log_probability_that_is_no_number_is_reported() -> None:
+    """NaN is not within any tolerance."""
+    broken = replace(ANSWER, logprobs=[float("nan")] * 3)
+    assert compare_answers("p", ANSWER, broken, 1e9)
+
+
+@pytest.mark.parametrize("received", [DIGESTS, ["b", "c"], ["c"]])
+def test_a_received_tail_equals_what_was_sent(received: list[str]) -> None:
+    """D may have cached the start of the prompt: it receives the tail."""
+    assert aspects(seen(received)) == []
+
+
+@pytest.mark.parametrize("received", [["a", "c", "b"], ["a", "b", "x"], ["a"], ["a", "b"]])
+def test_other_bytes_on_d_are_reported(received: list[str]) -> None:
+    """Swapped, changed and misplaced blocks are differences in bytes."""
+    assert aspects(seen(received)) == ["blocks"]
+
+
+def test_a_request_without_a_transfer_is_reported() -> None:
+    """D computing the prompt itself gives right tokens, and is not a hand-over."""
+    assert aspects(seen(None)) == ["hand-over"]
+
+
+def test_receiving_nothing_is_reported() -> None:
+    """A transfer of no blocks compares nothing."""
+    assert aspects(seen([])) == ["hand-over"]
+
+
+def test_receiving_fewer_blocks_than_the_prefix_cache_explains_is_reported() -> None:
+    """Blocks that neither travelled nor were cached were recomputed."""
+    assert aspects(seen(["b", "c"]), fewest=3) == ["hand-over"]
+
+
+def test_an_offer_of_another_size_than_the_prompt_is_reported() -> None:
+    """P must offer as many blocks as the prompt fills."""
+    assert aspects(seen(DIGESTS), blocks=4) == ["hand-over"]
+
+
+def test_reading_other_blocks_than_offered_is_reported() -> None:
+    """Equal bytes from another block id are luck."""
+    assert aspects(seen(DIGESTS, remote=[0, 1, 9])) == ["hand-over"]
+
+
+def test_a_missing_group_is_reported() -> None:
+    """All KV-cache groups travel."""
+    observation = seen(DIGESTS)
+    two = replace(observation.hand_over, sent_block_ids=[[0, 1, 2], [3]], sent_digests=[DIGESTS, ["d"]])
+    assert "hand-over" in aspects(replace(observation, hand_over=two))
+
+
+def test_a_corruption_is_caught_by_bytes_and_by_output() -> None:
+    """The two ways to catch one are told apart."""
+    damaged = seen(["a", "b", "x"])
+    moved = replace(ANSWER, token_ids=[5, 6, 8])
+    both = replace(damaged, hand_over=replace(damaged.hand_over, answer=moved))
+    assert catches("p", ANSWER, both, blocks=3, tolerance=0.0) == (["blocks"], ["tokens"])
+    assert catches("p", ANSWER, damaged, blocks=3, tolerance=0.0) == (["blocks"], [])
+
+
+def test_a_missing_transfer_does_not_count_as_caught_by_bytes() -> None:
+    """A corruption that was never applied cannot be caught."""
+    assert catches("p", ANSWER, seen(None), blocks=3, tolerance=0.0) == ([], [])
+
+
+def test_senders_are_compared_over_full_blocks_only() -> None:
+    """The unused end of a tail block holds whatever was there before."""
+    ours, tail, start = (
+        seen(DIGESTS).hand_over,
+        seen([], sent=["a", "b", "x"]).hand_over,
+        seen([], sent=["x", "b", "c"]),
+    )
+    assert compare_senders("p", ours, tail, full_blocks=2) == []
+    assert compare_senders("p", ours, start.hand_over, full_blocks=2)
+
+
+def test_records_are_matched_by_the_id_on_p() -> None:
+    """Records come in the order transfers finish; hand-overs in the order they were asked."""
+    first, second = (replace(seen([]).hand_over, remote_request_id=name) for name in ("one", "two"))
+    matched = match_records([first, second], [{"remote_request_id": "two"}, {"remote_request_id": "one"}])
+    assert [one.record and one.record["remote_request_id"] for one in matched] == ["one", "two"]
+
+
+def test_a_flat_list_of_block_ids_is_one_group() -> None:
+    """Connectors before KV-cache groups sent one list."""
+    assert per_group([3, 4]) == per_group([[3, 4]]) == [[3, 4]]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experiments/env.sh says what is missing before it downloads anything."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TOOLS = (
+    *("bash", "cat", "cut", "df", "dirname", "env", "find", "flock", "grep", "mkdir", "mktemp", "printf", "rm", "sed"),
+    *("sha256sum", "sort", "tail", "tr", "uname"),
+)
+PYTHON_WITH_HEADERS = """#!/bin/sh
+echo {include}
+"""
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    """A folder for PATH that holds the ordinary tools, a compiler and a python3.11 with headers, and nothing else."""
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None, f"these tests need {tool}"
+        (folder / tool).symlink_to(found)
+    include = tmp_path / "include"
+    include.mkdir()
+    (include / "Python.h").touch()
+    write(folder / "python3.11", PYTHON_WITH_HEADERS.format(include=include))
+    write(folder / "g++", "#!/bin/sh\n")
+    return folder
+
+
+def write(path: Path, script: str) -> None:
+    """Write an executable script."""
+    path.unlink(missing_ok=True)
+    path.write_text(script)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def run(tmp_path: Path, commands: Path) -> Run:
+    """Run a copy of env.sh with only ``commands`` on PATH; it finds no environment there."""
+    copy = tmp_path / "repository"
+    (copy / "experiments" / "common").mkdir(parents=True)
+    shutil.copy(ROOT / "experiments" / "env.sh", copy / "experiments")
+    shutil.copy(ROOT / "experiments" / "common" / "vllm_metadata.py", copy / "experiments" / "common")
+    (copy / "experiments" / "locks").symlink_to(ROOT / "experiments" / "locks")
+    (copy / "kvcached_nixl").symlink_to(ROOT / "kvcached_nixl")
+    (copy / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
+
+    def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(copy / "experiments" / "env.sh"), *arguments],
+            env={"PATH": str(commands), "HOME": str(tmp_path), **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+def test_help_goes_to_standard_output(run: Run) -> None:
+    """Help is an answer, not an error."""
+    found = run("--help")
+    assert found.returncode == 0
+    assert found.stdout.startswith("usage: bash experiments/env.sh")
+
+
+def test_a_version_without_a_lock_is_refused_and_the_known_ones_are_named(run: Run) -> None:
+    """Nothing unpinned is ever installed."""
+    found = run("0.1.0")
+    assert found.returncode == 2
+    assert "expected one of: 0.19.1 0.28.0" in found.stderr
+
+
+def test_a_missing_interpreter_is_said(run: Run, commands: Path) -> None:
+    """The locks are for CPython 3.11."""
+    (commands / "python3.11").unlink()
+    found = run("0.19.1")
+    assert found.returncode == 2
+    assert "no python3.11 on PATH" in found.stderr
+    assert found.stdout == ""
+
+
+def test_missing_headers_are_said(run: Run, tmp_path: Path) -> None:
+    """kvcached is compiled."""
+    (tmp_path / "include" / "Python.h").unlink()
+    found = run("0.19.1")
+    assert found.returncode == 2
+    assert "Python.h" in found.stderr
+
+
+@pytest.mark.parametrize("variables", [{}, {"CXX": "no-such-compiler"}])
+def test_a_missing_compiler_is_said(run: Run, commands: Path, variables: dict[str, str]) -> None:
+    """Before gigabytes are fetched, not after; CXX, if set, is the only one that counts."""
+    if not variables:
+        (commands / "g++").unlink()
+    found = run("0.19.1", **variables)
+    assert found.returncode == 2
+    assert "no C++ compiler" in found.stderr
+
+
+@pytest.mark.parametrize(("wheel", "needed"), [(False, "9000 MB"), (True, "2600 MB")])
+def test_too_little_disk_is_said_before_the_download(
+    run: Run, commands: Path, tmp_path: Path, wheel: bool, needed: str
+) -> None:
+    """How much is needed depends on whether a CPU build of torch is offered."""
+    write(commands / "df", "#!/bin/sh\necho Avail\necho 1000\n")
+    if wheel:
+        pinned = (ROOT / "experiments" / "locks" / "vllm-0.28.0-torch-cpu-wheel.txt").read_text().split()[0]
+        (tmp_path / f"{pinned.replace('==', '-')}-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
+    found = run("0.28.0", PIP_FIND_LINKS=str(tmp_path))
+    assert found.returncode == 2
+    assert "found 1000 MB free" in found.stderr
+    assert f"expected {needed}" in found.stderr

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exit statuses, arms and the command line of the byte-equivalence harness."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments.byte_equivalence import cli
+from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
+from experiments.byte_equivalence.arms import ARMS, SINGLE, small_pool, specs
+from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.compare import Difference
+
+ROOT = Path(__file__).parents[3]
+EQUAL = Check("arm", "tokens", True, "30 prompts")
+UNEQUAL = compared("arm", "tokens", [Difference("p", "tokens", "[red]found[/red] 1, expected 2")], "30 prompts")
+NOT_STARTED = Check("arm", "serves", False, "no", failed_setup=True)
+
+
+def of(*rows: Check) -> Checks:
+    """Return checks with these rows."""
+    checks = Checks()
+    for row in rows:
+        checks.add(row)
+    return checks
+
+
+@pytest.mark.parametrize(
+    ("rows", "status"),
+    [
+        ([EQUAL], 0),
+        ([EQUAL, UNEQUAL], 1),
+        ([NOT_STARTED, EQUAL], 2),
+        ([NOT_STARTED, UNEQUAL], 1),
+        ([], 2),
+    ],
+)
+def test_the_exit_status_tells_a_difference_from_a_failed_set_up(rows: list[Check], status: int) -> None:
+    """A difference outweighs a server that did not start; having checked nothing is no success."""
+    assert of(*rows).exit_status == status
+
+
+def test_the_table_shows_differences_as_they_are() -> None:
+    """Text from servers is not taken for markup, and many differences are cut short but counted."""
+    many = compared("arm", "blocks", [Difference(f"p{n}", "blocks", "x") for n in range(9)], "30 prompts")
+    console = Console(width=150, record=True, file=None, quiet=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(of(UNEQUAL, many).table("title"))
+    assert "[red]found[/red] 1" in captured.get()
+    assert "and 6 more" in captured.get()
+
+
+def test_dependence_is_proved_only_if_repeating_changes_nothing() -> None:
+    """Noise that looks like dependence, an unseen block, and an empty trial prove nothing."""
+    assert Dependence(3, 0.0, {0: 0.1, 1: 0.2}).proved
+    assert not Dependence(3, 0.01, {0: 0.1}).proved
+    assert not Dependence(3, 0.0, {0: 0.1, 1: 0.0}).proved
+    assert not Dependence(3, 0.0, {}).proved
+
+
+def test_every_corruption_of_the_promise_is_planted() -> None:
+    """Swapped, shifted, dropped, K for V, read too early; all but the invisible swap must show in the output too."""
+    kinds = {corruption.kind for corruption in CORRUPTIONS}
+    assert kinds == {"swap_two_blocks", "shift_v_by_a_head", "drop_tail_block", "send_k_for_v", "zero_a_block"}
+    assert [one.words for one in CORRUPTIONS if not one.changes_output] == ["two full blocks swapped"]
+
+
+def test_stock_arms_do_not_know_kvcached(tmp_path: Path) -> None:
+    """A stock arm's servers get no setting of kvcached, whatever pool the phase has."""
+    for arm in ARMS:
+        for spec in specs(arm, tmp_path, "float32", small_pool(16 << 20, 5)):
+            assert arm.kvcached is any("KVCACHED" in name for name in spec.environment)
+
+
+def test_the_arms_are_one_reference_and_pairs(tmp_path: Path) -> None:
+    """One single instance without a connector; every other arm is P and D with one."""
+    assert [arm.name for arm in ARMS if arm.mode == SINGLE] == [ARMS[0].name]
+    for arm in ARMS:
+        made = specs(arm, tmp_path, "float32", {})
+        assert len(made) == (1 if arm.mode == SINGLE else 2)
+        assert all((spec.kv_transfer is None) is (arm.mode == SINGLE) for spec in made)
+
+
+def test_help_needs_no_environment() -> None:
+    """``--help`` works with an interpreter that has nothing installed, and explains the exit statuses."""
+    found = subprocess.run(
+        [sys.executable, "-S", "-E", "-m", "experiments.byte_equivalence", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert "exit status" in found.stdout
+
+
+def test_the_command_line_has_the_promised_options() -> None:
+    """``--vllm``, ``--mode`` and ``--quick``; 0.19.1 unless told otherwise."""
+    assert cli.parse([]) == cli.Options("0.19.1", None, False, None)
+    assert cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]) == cli.Options("0.28.0", "pull", True, None)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV probe's digests see bytes rather than layouts, and its corruptions corrupt."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="the KV probe runs inside vLLM's worker, next to torch")
+
+HEADS, TOKENS, DIM, BLOCKS = 2, 4, 3, 6
+SOURCE = Path(__file__).parents[3] / "experiments" / "common" / "server_side" / "kv_probe.py"
+
+
+@pytest.fixture(scope="module")
+def probe() -> Iterator[ModuleType]:
+    """The module, loaded as the servers load it: on its own."""
+    spec = importlib.util.spec_from_file_location("kv_probe_under_test", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def logical() -> Any:
+    """KV in logical order: (block, K or V, head, token, element)."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(BLOCKS, 2, HEADS, TOKENS, DIM, generator=generator).to(torch.bfloat16)
+
+
+def layouts(logical: Any) -> dict[str, Any]:
+    """Return the same KV in every layout the probe reads on a CPU."""
+    strided = torch.empty(2, BLOCKS, TOKENS, HEADS, DIM, dtype=logical.dtype).transpose(2, 3)
+    strided.copy_(logical.transpose(0, 1))
+    block_major = torch.empty(BLOCKS, 5, 2, HEADS, TOKENS, DIM, dtype=logical.dtype)[:, 3].transpose(0, 1)
+    block_major.copy_(logical.transpose(0, 1))
+    return {
+        "K and V apart": logical.transpose(0, 1).contiguous(),
+        "tokens before heads": strided,
+        "a layer among others in a block": block_major,
+        "K and V in the block": logical.transpose(2, 3).contiguous(),
+        "packed": logical.transpose(1, 2).contiguous().view(BLOCKS, HEADS, TOKENS, 2 * DIM),
+    }
+
+
+def test_the_digest_does_not_depend_on_the_layout(probe: ModuleType, logical: Any) -> None:
+    """One block, one digest, however it lies in memory."""
+    for block in range(BLOCKS):
+        digests = {name: probe.block_digest([cache], block) for name, cache in layouts(logical).items()}
+        assert len(set(digests.values())) == 1, digests
+
+
+def test_every_byte_of_a_block_changes_its_digest_and_no_other(probe: ModuleType, logical: Any) -> None:
+    """One element moves the digest of its block alone."""
+    for name, cache in layouts(logical).items():
+        before = [probe.block_digest([cache], block) for block in range(BLOCKS)]
+        probe.block_view(cache, 2)[1, HEADS - 1, TOKENS - 1, DIM - 1] += 1
+        after = [probe.block_digest([cache], block) for block in range(BLOCKS)]
+        assert [ours != theirs for ours, theirs in zip(before, after, strict=True)] == [
+            block == 2 for block in range(BLOCKS)
+        ], name
+
+
+def test_the_order_of_layers_counts(probe: ModuleType, logical: Any) -> None:
+    """Layer 0's bytes in layer 1's place are wrong bytes."""
+    caches = [logical.transpose(0, 1).contiguous(), logical.transpose(0, 1).flip(2).contiguous()]
+    assert probe.block_digest(caches, 0) != probe.block_digest(caches[::-1], 0)
+
+
+def test_an_unknown_layout_is_refused(probe: ModuleType) -> None:
+    """A digest of misunderstood memory would be worse than none."""
+    with pytest.raises(probe.ProbeError, match="found a KV tensor of shape"):
+        probe.block_view(torch.zeros(7, 3), 0)
+
+
+class FakeWorker:
+    """A connector worker that 'transfers' by copying from ``source`` when the request finishes."""
+
+    def __init__(self, cache: Any, source: Any) -> None:
+        self.cache, self.source, self.moved = cache, source, {}
+
+    def start_load_kv(self, metadata: Any) -> None:
+        self.moved.update(metadata.reqs_to_recv)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        for meta in self.moved.values():
+            for ours, theirs in zip(meta.local_block_ids[0], meta.remote.block_ids[0], strict=True):
+                self.cache[:, ours] = self.source[:, theirs]
+        finished, self.moved = set(self.moved), {}
+        return set(), finished
+
+
+def received(probe: ModuleType, logical: Any, plan: tuple[str, int] | None) -> tuple[dict[str, Any], list[str]]:
+    """Receive three blocks under ``plan``; return the record and the digests the sender has."""
+    source = logical.transpose(0, 1).contiguous()
+    cache = torch.ones_like(source)
+    worker = FakeWorker(cache, source)
+    recorder = probe.Recorder([[cache]], worker.start_load_kv, worker.get_finished)
+    recorder.plan = plan
+    meta = SimpleNamespace(
+        local_block_ids=([4, 1, 2],), remote=SimpleNamespace(block_ids=[[0, 3, 5]], request_id="on p")
+    )
+    recorder.start_load_kv(SimpleNamespace(reqs_to_recv={"on d": meta}))
+    assert recorder.get_finished() == (set(), {"on d"})
+    (record,) = recorder.records
+    return record, [probe.block_digest([source], block) for block in (0, 3, 5)]
+
+
+def test_what_arrives_is_recorded_as_it_was_sent(probe: ModuleType, logical: Any) -> None:
+    """Without a corruption the received digests are the sender's, under the ids of both sides."""
+    record, sent = received(probe, logical, None)
+    assert record["digests"] == [sent]
+    assert record["local_block_ids"] == [[4, 1, 2]]
+    assert record["remote_block_ids"] == [[0, 3, 5]]
+    assert record["remote_request_id"] == "on p"
+    assert record["planted"] is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "changed"),
+    [
+        (("swap_two_blocks", 1), [False, True, True]),
+        (("shift_v_by_a_head", 0), [True, True, True]),
+        (("send_k_for_v", 0), [True, True, True]),
+        (("zero_a_block", 1), [False, True, False]),
+        (("drop_tail_block", 0), [False, False, True]),
+    ],
+)
+def test_each_corruption_changes_the_blocks_it_names(
+    probe: ModuleType, logical: Any, plan: tuple[str, int], changed: list[bool]
+) -> None:
+    """A corruption that left a block as it was could not be caught; one that hit others would prove too little."""
+    record, sent = received(probe, logical, plan)
+    assert record["planted"] == plan[0]
+    assert [ours != theirs for ours, theirs in zip(record["digests"][0], sent, strict=True)] == changed
+
+
+def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
+    """The request after the corrupted one is received untouched."""
+    source = logical.transpose(0, 1).contiguous()
+    worker = FakeWorker(torch.ones_like(source), source)
+    recorder = probe.Recorder([[worker.cache]], worker.start_load_kv, worker.get_finished)
+    recorder.plan = ("zero_a_block", 0)
+    for name in ("first", "second"):
+        meta = SimpleNamespace(local_block_ids=([4],), remote=SimpleNamespace(block_ids=[[0]], request_id=name))
+        recorder.start_load_kv(SimpleNamespace(reqs_to_recv={name: meta}))
+        recorder.get_finished()
+    assert [record["planted"] for record in recorder.records] == ["zero_a_block", None]
+
+
+def test_only_threads_that_spin_lose_priority(probe: ModuleType) -> None:
+    """The thread that burns a core is lowered; one that waits keeps its place."""
+    done = threading.Event()
+
+    def spin() -> None:
+        while not done.is_set():
+            pass
+
+    spinning, waiting = threading.Thread(target=spin), threading.Thread(target=done.wait)
+    usual = os.getpriority(os.PRIO_PROCESS, threading.main_thread().native_id or 0)
+    for thread in (spinning, waiting):
+        thread.start()
+    try:
+        probe.KvProbe().kv_probe_calm()
+        lowered, kept = (os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in (spinning, waiting))
+    finally:
+        done.set()
+        for thread in (spinning, waiting):
+            thread.join()
+    assert lowered == probe.SPIN_NICENESS != usual
+    assert kept == usual

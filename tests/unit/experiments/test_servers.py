@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers are started in a session of their own, waited for, and leave nothing behind; a stand-in plays vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from experiments.common.servers import Running, ServerError, ServerSpec, free_ports, running
+
+STAND_IN = """\
+#!{python}
+import http.server, json, os, pathlib, subprocess, sys
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *ignored):
+        pass
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+# A child that ignores SIGTERM and holds a socket: what a stuck engine process looks like.
+child = subprocess.Popen(
+    [sys.executable, "-c", "import signal, socket, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+     "held = socket.socket(); held.bind(('127.0.0.1', 0)); held.listen(); print(held.getsockname()[1], flush=True);"
+     "signal.pause()"],
+    stdout=subprocess.PIPE, text=True)
+held = int(child.stdout.readline())
+wanted = ("KVCACHED_IPC_NAME", "ENABLE_KVCACHED", "VLLM_ANYTHING", "PYTHONPATH")
+pathlib.Path("seen.json").write_text(json.dumps({{"environment": {{name: os.environ.get(name) for name in wanted}},
+                                                 "session": os.getsid(0), "held": held}}))
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+def stand_in(folder: Path, source: str) -> ServerSpec:
+    """Return a spec that runs ``source`` instead of vLLM."""
+    executable = folder / "vllm"
+    executable.write_text(textwrap.dedent(source).format(python=sys.executable))
+    executable.chmod(executable.stat().st_mode | stat.S_IXUSR)
+    return ServerSpec(name="stand-in", model=folder, executable=executable)
+
+
+def test_a_server_has_its_own_session_and_settings_and_its_children_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the caller's vLLM or kvcached settings reaches it; a child that ignores SIGTERM is killed."""
+    monkeypatch.setenv("ENABLE_KVCACHED", "true")
+    monkeypatch.setenv("VLLM_ANYTHING", "1")
+    with running([stand_in(tmp_path, STAND_IN)], tmp_path) as (server,):
+        seen = json.loads((tmp_path / "seen.json").read_text())
+        assert seen["session"] == server.process.pid != os.getsid(0)
+        assert seen["environment"]["KVCACHED_IPC_NAME"] == server.identity
+        assert seen["environment"]["ENABLE_KVCACHED"] is None
+        assert seen["environment"]["VLLM_ANYTHING"] is None
+        assert seen["environment"]["PYTHONPATH"].endswith("server_side")
+    assert server.process.returncode is not None
+    with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(("127.0.0.1", seen["held"]))
+
+
+def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    """Waiting stops when there is nothing to wait for, and the message holds the reason."""
+    spec = stand_in(tmp_path, "#!{python}\nimport sys\nprint('no such device')\nsys.exit(3)\n")
+    with Running([spec], tmp_path) as launched, pytest.raises(ServerError, match=r"status 3[\s\S]*no such device"):
+        launched.ready()
+
+
+def test_a_server_that_cannot_be_started_leaves_no_other_running(tmp_path: Path) -> None:
+    """The first server of a pair does not outlive a second one whose executable is missing."""
+    good = stand_in(tmp_path, STAND_IN)
+    launched = Running([good, ServerSpec(name="none", model=tmp_path, executable=tmp_path / "none")], tmp_path)
+    with pytest.raises(FileNotFoundError):
+        launched.__enter__()
+    assert launched.servers == []
+
+
+def test_ports_are_distinct() -> None:
+    """Ports given out together never collide with each other."""
+    assert len(set(free_ports(8))) == 8

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes offered to kvcached, and the smallest pool that can work."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_nixl.hostvmm import HostvmmError
+from kvcached_nixl.hostvmm.geometry import Pool, shape_for_kvcached
+
+MIB = 2**20
+sizes = st.integers(min_value=1, max_value=64)
+
+
+def pool(device_mib: float, *, layers: int = 4, kv_buffers: int = 2, contiguous: bool = True) -> Pool:
+    return Pool(int(device_mib * MIB), 2 * MIB, layers, kv_buffers, contiguous, 0.95)
+
+
+@given(blocks=sizes, heads=sizes, block_size=sizes, width=sizes)
+def test_the_split_cpu_shape_is_offered_with_tokens_before_heads(
+    blocks: int, heads: int, block_size: int, width: int
+) -> None:
+    """kvcached is offered its own order of axes, of the same number of elements per block."""
+    offered = shape_for_kvcached((2, blocks, heads, block_size, width), block_size)
+    assert offered == (2, blocks, block_size, heads, width)
+
+
+def test_the_packed_shape_is_passed_on() -> None:
+    """The shape of vLLM 0.23 and later is one that kvcached knows."""
+    assert shape_for_kvcached((7, 4, 32, 64), 32) == (7, 4, 32, 64)
+
+
+def test_a_split_shape_without_the_block_size_where_it_belongs_is_refused() -> None:
+    """An unknown order of axes stops the engine: kvcached would otherwise address other blocks' bytes."""
+    with pytest.raises(HostvmmError, match=re.escape("(2, 9, 32, 4, 64)")):
+        shape_for_kvcached((2, 9, 32, 4, 64), 32)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@given(device_mib=st.integers(1, 4096), layers=st.integers(1, 40), kv_buffers=st.sampled_from([1, 2]))
+def test_a_pool_is_refused_exactly_when_no_page_group_fits(
+    contiguous: bool, device_mib: int, layers: int, kv_buffers: int
+) -> None:
+    """The refusal and kvcached's own count of free page groups agree, after the zero page is taken."""
+    subject = pool(device_mib, layers=layers, kv_buffers=kv_buffers, contiguous=contiguous)
+    free_bytes = subject.device_bytes - subject.zero_page_bytes
+    headroom_bytes = int(subject.device_bytes * (1.0 - 0.95))
+    # As kvcached counts: pages first, then whole layers, then whole buffers.
+    groups = max(free_bytes - headroom_bytes, 0) // (2 * MIB) // layers // kv_buffers
+    assert subject.usable_bytes == groups * subject.page_group_bytes
+    if groups:
+        subject.refuse_if_too_small()
+    else:
+        with pytest.raises(HostvmmError, match="KVCACHED_HOSTVMM_GIB"):
+            subject.refuse_if_too_small()
+
+
+@given(layers=st.integers(1, 80), kv_buffers=st.sampled_from([1, 2]), contiguous=st.booleans())
+def test_the_size_a_refusal_recommends_is_accepted(layers: int, kv_buffers: int, contiguous: bool) -> None:
+    """Whoever follows the remedy gets a pool that starts."""
+    with pytest.raises(HostvmmError) as refusal:
+        pool(2, layers=layers, kv_buffers=kv_buffers, contiguous=contiguous).refuse_if_too_small()
+    recommended = re.search(r"KVCACHED_HOSTVMM_GIB to ([0-9.]+)", refusal.value.remedy)
+    assert recommended is not None
+    device_mib = math.floor(float(recommended[1]) * 1024 / 2) * 2
+    pool(device_mib, layers=layers, kv_buffers=kv_buffers, contiguous=contiguous).refuse_if_too_small()
+
+
+def test_a_plan_below_one_page_group_is_refused_with_both_numbers() -> None:
+    """vLLM's plan can be too small on a device that is large enough."""
+    subject = pool(1024, layers=4)
+    with pytest.raises(HostvmmError) as refusal:
+        subject.refuse_if_too_small(planned_bytes=3 * MIB)
+    assert "3.0 MiB" in refusal.value.found
+    assert "16.0 MiB" in refusal.value.expected
+    subject.refuse_if_too_small(planned_bytes=16 * MIB)
+
+
+def test_a_refusal_passes_kvcacheds_own_handlers() -> None:
+    """kvcached logs most exceptions of its set-up and lets the engine run without it; RuntimeErrors end the start."""
+    with pytest.raises(RuntimeError):
+        pool(2).refuse_if_too_small()

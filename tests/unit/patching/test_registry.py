@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.patching`: contract, wrapping, three outcomes, exact restore."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wrapt
+
+from kvcached_nixl.errors import ContractChanged, Refused, UnsupportedVersion
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Place, Registry, Seam, State, Target
+
+SOURCE = """
+class Base:
+    def load(self, request, *, count=1, **more):
+        return ["base", request, count, more]
+    @classmethod
+    def layout(cls, config):
+        return cls.__name__ + config
+    @staticmethod
+    def size(blocks):
+        return blocks
+    @property
+    def depth(self):
+        return 3
+
+class Sub(Base):
+    def load(self, request, *, count=1, **more):
+        return ["sub"] + super().load(request, count=count, **more)
+
+def digest(config, backend):
+    return config + backend
+"""
+
+
+def patch(attribute: str = "load", **changes: Any) -> Patch:
+    """A complete record; ``changes`` replace fields."""
+    fields: dict[str, Any] = {
+        "target": Target("worker", (Place("lib.worker", "Base"),)),
+        "attribute": attribute,
+        "process": "worker",
+        "parameters": ("self", "request", "count", "more"),
+        "why": "blocks would be read twice.",
+        "upstream": "lib#1",
+        "remove_when": "lib#1 is closed",
+    }
+    return Patch(**{**fields, **changes})
+
+
+LAYOUT = {"attribute": "layout", "kind": "classmethod", "parameters": ("cls", "config")}
+
+
+def seams(*items: Seam, **options: Any) -> Registry:
+    registry = Registry(**options)
+    registry.add(items)
+    return registry
+
+
+def only(registry: Registry) -> Any:
+    (outcome,) = registry.outcomes()
+    return outcome
+
+
+@pytest.fixture
+def lib(make_module: Callable[..., Any]) -> Any:
+    make_module("lib")
+    return make_module("lib.worker", SOURCE)
+
+
+@pytest.mark.parametrize("field", ["why", "upstream", "remove_when", "target", "process", "parameters"])
+def test_a_patch_without_its_ledger_cannot_be_written(field: str) -> None:
+    """Every field that says what, why and until when is required by the constructor."""
+    given = {f.name: getattr(patch(), f.name) for f in dataclasses.fields(Patch) if f.name != field}
+    with pytest.raises(TypeError, match=field):
+        Patch(**given)
+
+
+@pytest.mark.parametrize("field", ["attribute", "why", "upstream", "remove_when"])
+def test_a_patch_that_says_nothing_in_its_ledger_cannot_be_written(field: str) -> None:
+    """A blank sentence is no sentence."""
+    with pytest.raises(ValueError, match=field):
+        patch(**{field: "  "} if field != "attribute" else {"attribute": " "})
+
+
+def test_a_patch_cannot_be_changed_after_it_was_written() -> None:
+    """Records are frozen."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        patch().why = "because"  # type: ignore[misc]
+
+
+def test_a_wrapper_sees_arguments_by_name_and_can_override_them(lib: Any) -> None:
+    """Positional, keyword and default arguments are the same to a wrapper; overrides reach the original by name."""
+    seen: list[Any] = []
+
+    def around(call: Call) -> Any:
+        seen.append((call.instance, call.argument("request"), call.argument("count"), call.argument("more")))
+        return call.proceed(count=call.argument("count") + 1)
+
+    seams(patch().around(around))
+    instance = lib.Base()
+    assert instance.load("r") == ["base", "r", 2, {}]
+    assert instance.load(request="r", count=4, other=5) == ["base", "r", 5, {"other": 5}]
+    assert seen == [(instance, "r", 1, {}), (instance, "r", 4, {"other": 5})]
+
+
+def test_proceeding_without_overrides_passes_the_call_on_untouched(lib: Any) -> None:
+    """Not even defaults are filled in: the original decides them."""
+    seams(patch().around(lambda call: call.proceed()))
+    assert lib.Base().load("r", extra=1) == ["base", "r", 1, {"extra": 1}]
+
+
+@pytest.mark.parametrize("use", [lambda call: call.argument("reqest"), lambda call: call.proceed(reqest=1)])
+def test_a_name_the_original_does_not_have_is_an_error(lib: Any, use: Callable[[Call], Any]) -> None:
+    """A misspelt argument must not become a keyword that the original swallows."""
+    seams(patch().around(use))
+    with pytest.raises(TypeError, match=r"worker.load.*reqest.*request, count, more"):
+        lib.Base().load("r")
+
+
+def test_an_inherited_method_is_wrapped_where_it_is_defined(lib: Any) -> None:
+    """Both subclasses of the owner are covered, and nothing is pinned on a subclass."""
+    target = Target("worker", (Place("lib.worker", "Sub"),))
+    seams(patch(target=target, **LAYOUT).around(lambda call: "wrapped " + call.proceed()))
+    assert lib.Base.layout("!") == "wrapped Base!"
+    assert lib.Sub.layout("!") == "wrapped Sub!"
+    assert "layout" not in vars(lib.Sub)
+
+
+def test_an_attribute_inherited_from_outside_the_target_is_refused(lib: Any, make_module: Callable[..., Any]) -> None:
+    """A patch never lands on a base class that is shared with other connectors."""
+    make_module("other", "from lib.worker import Base\nclass Mine(Base): pass")
+    registry = seams(patch(target=Target("mine", (Place("other", "Mine"),))).around(lambda call: None))
+    assert only(registry).state is State.REFUSED
+    assert "inherited from lib.worker.Base" in only(registry).reason
+    assert "load" in vars(lib.Base) and type(vars(lib.Base)["load"]).__name__ == "function"
+
+
+@pytest.mark.parametrize(
+    ("changes", "result"),
+    [
+        (LAYOUT, "Sub!"),
+        ({"attribute": "size", "kind": "staticmethod", "parameters": ("blocks",)}, "!"),
+    ],
+)
+def test_class_and_static_methods_keep_their_kind_and_come_back_identical(
+    lib: Any, changes: dict[str, Any], result: str
+) -> None:
+    """The very object from the class dictionary is put back; a classmethod restored by getattr would be bound."""
+    before = vars(lib.Base)[changes["attribute"]]
+    registry = seams(patch(**changes).around(lambda call: [call.proceed()]))
+    assert getattr(lib.Sub, changes["attribute"])("!") == [result]
+    assert registry.uninstall() == ()
+    assert vars(lib.Base)[changes["attribute"]] is before
+    assert getattr(lib.Sub, changes["attribute"])("!") == result
+
+
+def test_a_property_can_be_wrapped_and_comes_back_identical(lib: Any) -> None:
+    """The wrapper sees the instance and the original value."""
+    before = vars(lib.Base)["depth"]
+    changes: dict[str, Any] = {"attribute": "depth", "kind": "property", "parameters": ("self",)}
+    registry = seams(patch(**changes).around(lambda call: (call.instance, call.proceed())))
+    instance = lib.Base()
+    assert instance.depth == (instance, 3)
+    registry.uninstall()
+    assert vars(lib.Base)["depth"] is before
+
+
+def test_retained_bindings_of_a_function_are_wrapped_and_restored(lib: Any, make_module: Callable[..., Any]) -> None:
+    """`from x import f` keeps the original, so every module named in the record gets the wrapper too."""
+    user = make_module("user", "from lib.worker import digest\nfrom lib.worker import digest as renamed")
+    original = lib.digest
+    registry = seams(
+        patch(
+            "digest",
+            kind="function",
+            target=Target("module", (Place("lib.worker"),)),
+            parameters=("config", "backend"),
+            also_bound_in=("user", "user:renamed", "not.imported"),
+        ).around(lambda call: call.proceed() + "+tag")
+    )
+    assert (lib.digest("a", "b"), user.digest("a", "b"), user.renamed("a", "b")) == ("ab+tag",) * 3
+    registry.uninstall()
+    assert lib.digest is original and user.digest is original and user.renamed is original
+
+
+def test_a_retained_binding_that_is_something_else_is_refused_and_nothing_is_changed(
+    lib: Any, make_module: Callable[..., Any]
+) -> None:
+    """A half-patched function is worse than an unpatched one."""
+    make_module("user", "def digest(): pass")
+    original = lib.digest
+    record = patch(
+        "digest",
+        kind="function",
+        target=Target("module", (Place("lib.worker"),)),
+        parameters=("config", "backend"),
+        also_bound_in=("user",),
+    )
+    registry = seams(record.around(lambda call: None))
+    assert only(registry).state is State.REFUSED
+    assert lib.digest is original
+
+
+def test_a_binding_that_cannot_be_set_undoes_the_ones_before_it(lib: Any, make_module: Callable[..., Any]) -> None:
+    """Either every binding is wrapped or none."""
+
+    class ReadOnly(types.ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(f"{name} is read-only")
+
+    user = make_module("user", "from lib.worker import digest")
+    user.__class__ = ReadOnly
+    original = lib.digest
+    record = patch(
+        "digest",
+        kind="function",
+        target=Target("module", (Place("lib.worker"),)),
+        parameters=("config", "backend"),
+        also_bound_in=("user",),
+    )
+    registry = seams(record.around(lambda call: None))
+    assert only(registry).state is State.REFUSED
+    assert "read-only" in only(registry).reason
+    assert lib.digest is original
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parameters": ("self", "request")}, "parameters (self, request, count, more)"),
+        ({"kind": "classmethod"}, "a method"),
+        ({"attribute": "lode"}, "no such attribute"),
+        ({"attribute": "depth", "parameters": ("self",)}, "a property"),
+        ({"attribute": "__doc__", "parameters": ("self",)}, "NoneType"),
+    ],
+)
+def test_a_changed_contract_is_refused_before_anything_is_wrapped(
+    lib: Any, changes: dict[str, Any], words: str
+) -> None:
+    """The refusal names what was found and says what would follow."""
+    before = dict(vars(lib.Base))
+    registry = seams(patch(**changes).around(lambda call: None))
+    outcome = only(registry)
+    assert outcome.state is State.REFUSED
+    assert isinstance(outcome.cause, ContractChanged)
+    assert words in outcome.cause.found
+    assert "blocks would be read twice" in outcome.cause.consequence
+    assert dict(vars(lib.Base)) == before
+
+
+def test_a_second_parameter_list_is_accepted_if_the_record_says_so(lib: Any) -> None:
+    """Two supported versions may differ in their parameters."""
+    record = patch(parameters=("self", "request"), also_accepts=(("self", "request", "count", "more"),))
+    assert only(seams(record.around(lambda call: None))).state is State.APPLIED
+
+
+def test_a_patch_of_any_parameters_is_applied_whatever_they_are(lib: Any) -> None:
+    """The gate must not be opened by a changed signature."""
+    registry = seams(patch(parameters=ANY_PARAMETERS).around(lambda call: call.argument("request")))
+    assert only(registry).state is State.APPLIED
+    assert lib.Base().load("r") == "r"
+
+
+def test_a_patch_is_decided_when_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is imported early, and nothing of the module runs unpatched."""
+    (tmp_path / "late_library.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = patch(target=Target("late", (Place("missing_library", "Base"), Place("late_library", "Base"))))
+    registry = seams(record.around(lambda call: "wrapped"))
+    assert "late_library" not in sys.modules
+    assert only(registry).state is State.PENDING
+    try:
+        assert importlib.import_module("late_library").Base().load("r") == "wrapped"
+        assert only(registry).state is State.APPLIED
+    finally:
+        sys.modules.pop("late_library", None)
+
+
+def test_completing_imports_what_nobody_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the gate nothing is pending."""
+    (tmp_path / "unimported_library.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = patch(target=Target("late", (Place("missing.library", "Base"), Place("unimported_library", "Base"))))
+    registry = seams(record.around(lambda call: None))
+    try:
+        registry.complete()
+        assert only(registry).state is State.APPLIED
+    finally:
+        sys.modules.pop("unimported_library", None)
+
+
+def test_a_target_that_is_nowhere_is_refused_or_skipped_as_the_record_says(lib: Any) -> None:
+    """A class that was renamed away is a refusal; a library that need not be there is not."""
+    target = Target("gone", (Place("lib.worker", "Gone"), Place("no.such.module", "Gone")))
+    registry = seams(
+        patch(target=target).around(lambda call: None),
+        patch(target=target, attribute="other", when_absent="skip").around(lambda call: None),
+    )
+    registry.complete()
+    refused, skipped = registry.outcomes()
+    assert refused.state is State.REFUSED
+    assert "lib.worker.Gone, no.such.module.Gone" in refused.reason
+    assert skipped.state is State.SKIPPED
+
+
+def test_a_target_whose_import_breaks_is_refused_with_that_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ImportError from inside the module is not taken for the module's absence."""
+    (tmp_path / "broken_library.py").write_text("import a_module_nobody_has")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = patch(target=Target("broken", (Place("broken_library", "Base"),)), when_absent="skip")
+    registry = seams(record.around(lambda call: None))
+    registry.complete()
+    assert only(registry).state is State.REFUSED
+    assert "a_module_nobody_has" in only(registry).reason
+
+
+def test_a_class_that_is_only_re_exported_is_patched_where_it_is_defined(
+    lib: Any, make_module: Callable[..., Any]
+) -> None:
+    """Packages keep old names as aliases of new classes; the alias is no second place."""
+    make_module("facade", "from lib.worker import Base")
+    target = Target("worker", (Place("facade", "Base"), Place("lib.worker", "Base")))
+    registry = seams(patch(target=target).around(lambda call: ["once", *call.proceed()]))
+    registry.complete()
+    assert only(registry).state is State.APPLIED
+    assert lib.Base().load("r") == ["once", "base", "r", 1, {}]
+
+
+def test_an_alias_of_a_subclass_is_no_stand_in_for_a_base_that_is_gone(
+    lib: Any, make_module: Callable[..., Any]
+) -> None:
+    """Patching only the subclass would leave its siblings unpatched, and nothing would report it."""
+    make_module("lib.facade", "from lib.worker import Sub as Base")
+    target = Target("worker", (Place("lib.worker", "Gone"), Place("lib.facade", "Base")), scope="lib")
+    registry = seams(patch(target=target).around(lambda call: None))
+    registry.complete()
+    assert only(registry).state is State.REFUSED
+    assert type(vars(lib.Sub)["load"]).__name__ == "function"
+
+
+@pytest.mark.parametrize("absent", ["Base", "digest"])
+def test_a_half_imported_module_is_left_until_it_is_complete(lib: Any, absent: str) -> None:
+    """The class or function may not be there yet; that is no reason to refuse."""
+    function = {"attribute": "digest", "kind": "function", "parameters": ("config", "backend")}
+    target = Target("module", (Place("lib.worker", absent if absent == "Base" else ""),))
+    record = patch(target=target, **(function if absent == "digest" else {}))
+    entire = vars(lib).pop(absent)
+    lib.__spec__._initializing = True
+    registry = seams(record.around(lambda call: "wrapped"))
+    assert only(registry).state is State.PENDING
+    setattr(lib, absent, entire)
+    lib.__spec__._initializing = False
+    registry.complete()
+    assert only(registry).state is State.APPLIED
+
+
+def test_a_hook_records_an_unforeseen_error_and_does_not_raise(lib: Any) -> None:
+    """wrapt drops a hook that raised, and the next import goes through unpatched."""
+
+    def explode() -> tuple[str, ...]:
+        raise ZeroDivisionError("in prepare")
+
+    registry = seams(patch(prepare=explode).around(lambda call: None))
+    assert only(registry).state is State.REFUSED
+    assert "ZeroDivisionError: in prepare" in only(registry).reason
+
+
+def test_the_judge_skips_and_refuses_with_its_reason(lib: Any) -> None:
+    """Versions and capabilities are the judge's business, not the engine's."""
+
+    def judge(record: Patch) -> str | None:
+        if record.needs == "refuse":
+            raise UnsupportedVersion(found="f", expected="e", consequence="c", remedy="r")
+        return record.needs or None
+
+    registry = seams(
+        patch(needs="lib does it").around(lambda call: None),
+        patch(needs="refuse", **LAYOUT).around(lambda call: None),
+        judge=judge,
+    )
+    skipped, refused = registry.outcomes()
+    assert (skipped.state, skipped.reason) == (State.SKIPPED, "lib does it")
+    assert refused.state is State.REFUSED
+    assert [type(vars(lib.Base)[name]).__name__ for name in ("load", "layout")] == ["function", "classmethod"]
+
+
+def test_preparing_runs_before_the_contract_is_checked_and_its_notes_are_kept(lib: Any) -> None:
+    """Taking another patch off restores the signature that is then checked."""
+    original = lib.Base.load
+    lib.Base.load = lambda *args, **kwargs: None
+
+    def prepare() -> tuple[str, ...]:
+        lib.Base.load = original
+        return ("took something off",)
+
+    registry = seams(patch(prepare=prepare).around(lambda call: None))
+    assert only(registry).state is State.APPLIED
+    assert only(registry).notes == ("took something off",)
+
+
+def test_notes_of_a_wrapper_are_kept_once_each(lib: Any) -> None:
+    """A wrapper that runs every step must not grow the report."""
+
+    def around(call: Call) -> None:
+        call.note("seen")
+
+    registry = seams(patch().around(around))
+    lib.Base().load("r")
+    lib.Base().load("r")
+    assert only(registry).notes == ("seen",)
+
+
+def test_the_same_seam_is_added_once(lib: Any) -> None:
+    """A second door adds the same patches again."""
+    seam = patch().around(lambda call: ["wrapped", *call.proceed()])
+    registry = seams(seam)
+    registry.add([seam])
+    assert lib.Base().load("r") == ["wrapped", "base", "r", 1, {}]
+    assert len(registry.outcomes()) == 1
+
+
+def test_uninstalling_restores_in_reverse_order_and_ends_pending_hooks(
+    lib: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two patches of one attribute come off newest first, and a later import stays stock."""
+    (tmp_path / "later_library.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = vars(lib.Base)["load"]
+    registry = seams(
+        patch().around(lambda call: ["outer", *call.proceed()]),
+        patch(why="another reason").around(lambda call: ["inner", *call.proceed()]),
+        patch(target=Target("late", (Place("later_library", "Base"),))).around(lambda call: "wrapped"),
+    )
+    assert lib.Base().load("r")[:2] == ["inner", "outer"]
+    assert registry.uninstall() == ()
+    assert vars(lib.Base)["load"] is before
+    try:
+        assert importlib.import_module("later_library").Base().load("r") == ["base", "r", 1, {}]
+    finally:
+        sys.modules.pop("later_library", None)
+
+
+def test_what_somebody_else_wrapped_later_is_left_there_with_ours_disabled(lib: Any) -> None:
+    """A blind restore would remove whoever came last."""
+    registry = seams(patch().around(lambda call: ["ours"]))
+    theirs = wrapt.FunctionWrapper(vars(lib.Base)["load"], lambda w, i, a, k: ["theirs", *w(*a, **k)])
+    lib.Base.load = theirs
+    assert registry.uninstall() == ("Base.load",)
+    assert vars(lib.Base)["load"] is theirs
+    assert lib.Base().load("r") == ["theirs", "base", "r", 1, {}]
+
+
+def test_a_wrapper_that_was_replaced_is_refused_at_completion(lib: Any) -> None:
+    """Another patch that dropped ours would leave a half-patched connector."""
+    registry = seams(patch().around(lambda call: None))
+    lib.Base.load = lambda self, *args, **kwargs: None
+    registry.complete()
+    assert only(registry).state is State.REFUSED
+    assert "Base.load was replaced" in only(registry).reason
+
+
+def test_a_wrapper_around_ours_that_says_so_is_accepted_at_completion(lib: Any) -> None:
+    """Tracers wrap with wrapt or functools.wraps; both lead to our wrapper."""
+    registry = seams(patch().around(lambda call: ["ours"]), patch(**LAYOUT).around(lambda call: "ours"))
+    lib.Base.layout = wrapt.FunctionWrapper(vars(lib.Base)["layout"], lambda w, i, a, k: w(*a, **k))
+    ours = lib.Base.load
+
+    @functools.wraps(ours)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    lib.Base.load = traced
+    registry.complete()
+    assert [outcome.state for outcome in registry.outcomes()] == [State.APPLIED, State.APPLIED]
+
+
+def test_refusals_of_the_environment_and_of_patches_are_listed_together(lib: Any) -> None:
+    """The gate raises them as one."""
+    registry = seams(patch(kind="classmethod").around(lambda call: None))
+    cause = Refused(found="f", expected="e", consequence="c", remedy="r")
+    registry.refuse("version", cause)
+    registry.refuse("version", cause)
+    assert [name for name, _ in registry.refusals()] == ["version", "worker.load"]
+
+
+def test_the_first_completion_is_announced_once(lib: Any) -> None:
+    """The summary is logged once a process, however many connectors are constructed."""
+    announced: list[Registry] = []
+    registry = seams(patch().around(lambda call: None), when_first_complete=announced.append)
+    registry.complete()
+    registry.complete()
+    assert announced == [registry]
+
+
+def test_a_call_made_by_hand_has_no_registry() -> None:
+    """Tests call seams directly; a seam that needs the registry says so."""
+    call = Call(lambda a, b=2: (a, b), None, (1,), {}, name="by hand")
+    assert call.argument("b") == 2
+    with pytest.raises(LookupError, match="by hand"):
+        _ = call.registry

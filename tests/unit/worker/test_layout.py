@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/layout.py: which bytes a block is, in each of kvcached's arrangements."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcached_memory import Geometry
+
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.worker.layout import Arrangement, BlockShape, RegisteredLayout, plan_registration
+
+PROBE = 1_000_003
+
+
+def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | None = None) -> RegisteredLayout:
+    return plan_registration(
+        caches,
+        shape=BlockShape.from_probe(geometry.shape(PROBE), PROBE),
+        page_bytes=dict.fromkeys(caches, geometry.page_bytes),
+        num_blocks=geometry.num_blocks if num_blocks is None else num_blocks,
+        num_pools=geometry.num_pools,
+    )
+
+
+geometries = st.builds(
+    Geometry,
+    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla"]),
+    contiguous=st.booleans(),
+    num_pools=st.integers(1, 5),
+    num_kv_heads=st.sampled_from([1, 2, 3, 8]),
+    head_size=st.sampled_from([4, 6]),
+    block_size=st.sampled_from([1, 4]),
+    num_blocks=st.integers(1, 6),
+    reserved_blocks=st.integers(6, 9),
+    groups=st.integers(1, 3),
+    head_major=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(geometries)
+def test_the_descriptors_of_a_block_are_exactly_the_bytes_attention_sees(geometry: Geometry) -> None:
+    """Filling one block through attention's views changes every byte of its descriptors, and no other descriptor."""
+    caches, memory = geometry.allocate()
+    layout = plan(geometry, caches)
+    for block_id in range(geometry.num_blocks):
+        for cache in caches.values():
+            geometry.block(cache, block_id).fill_(1)
+        written = b"".join(
+            ctypes.string_at(region.address + block_id * region.block_bytes, region.block_bytes)
+            for region in layout.regions
+        )
+        one = torch.ones(1, dtype=geometry.dtype).view(torch.uint8).numpy().tobytes()
+        assert written == one * (len(written) // len(one))
+        assert len(written) == geometry.block_bytes_of_all_layers()
+        touched = sum(int((pool != 0).sum()) for pool in memory)
+        assert touched * geometry.dtype.itemsize == geometry.block_bytes_of_all_layers()
+        for pool in memory:
+            pool.zero_()
+
+
+@settings(max_examples=100, deadline=None)
+@given(geometries)
+def test_nothing_is_registered_beyond_the_planned_blocks(geometry: Geometry) -> None:
+    """Views and regions hold ``num_blocks`` blocks, however many kvcached reserved."""
+    caches, _ = geometry.allocate()
+    layout = plan(geometry, caches)
+    block_dim = 1 if geometry.era == "kv_first" else 0
+    assert {view.shape[block_dim] for view in layout.device_views.values()} == {geometry.num_blocks}
+    for view in layout.offered.values():
+        assert geometry.num_blocks in view.shape[:2]
+    larger, _ = dataclasses.replace(geometry, reserved_blocks=geometry.reserved_blocks + 7).allocate()
+    assert [r.block_bytes for r in plan(geometry, larger).regions] == [r.block_bytes for r in layout.regions]
+
+
+@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "packed", "mla"])
+def test_the_contiguous_layout_takes_one_descriptor_a_block(era: str) -> None:
+    """All layers of a block side by side are one region, offered as one tensor under the first layer's name."""
+    geometry = Geometry(era=era, contiguous=True, num_pools=3)
+    caches, _ = geometry.allocate()
+    layout = plan(geometry, caches)
+    assert layout.arrangement is Arrangement.CONTIGUOUS
+    assert layout.descriptors_per_block == 1
+    assert list(layout.offered) == [next(iter(caches))]
+    assert layout.offered[next(iter(caches))].shape[:2] == (geometry.num_blocks, 3)
+    assert layout.offered[next(iter(caches))].dim() == len(geometry.shape(1)) + 1
+
+
+@pytest.mark.parametrize(("era", "transposed"), [("kv_first", False), ("blocks_first", True)])
+def test_split_halves_are_offered_k_first(era: str, transposed: bool) -> None:
+    """K and V apart are two regions a layer; a blocks-first backend is told so (vllm#42095)."""
+    geometry = Geometry(era=era, num_pools=2)
+    caches, _ = geometry.allocate()
+    layout = plan(geometry, caches)
+    assert layout.arrangement is Arrangement.SPLIT_HALF
+    assert layout.transposed is transposed
+    assert layout.descriptors_per_block == 4
+    assert all(view.shape[:2] == (2, geometry.num_blocks) for view in layout.offered.values())
+
+
+def test_layers_that_share_a_pool_are_moved_once() -> None:
+    """Two groups over the same pools make the regions of one."""
+    one, _ = Geometry(groups=1).allocate()
+    three, _ = Geometry(groups=3).allocate()
+    assert len(plan(Geometry(groups=3), three).regions) == len(plan(Geometry(), one).regions)
+
+
+def test_the_same_block_in_another_memory_order_is_told_apart() -> None:
+    """Token-major and head-major blocks have other orders, so their tags differ and the peers refuse each other."""
+    orders = set()
+    for head_major in (False, True):
+        geometry = Geometry(era="packed", head_major=head_major)
+        caches, _ = geometry.allocate()
+        orders.add(plan(geometry, caches).block_order)
+    assert len(orders) == 2
+
+
+@pytest.mark.parametrize("wrong", ["hole", "stride", "few", "mixed", "order"])
+def test_memory_that_cannot_be_described_is_refused_with_numbers(wrong: str) -> None:
+    """A hole, an unknown stride, too few blocks, mixed arrangements or a gap between layers stops the engine."""
+    geometry = Geometry(era="packed", contiguous=wrong == "order", num_pools=2)
+    caches, memory = geometry.allocate()
+    first, second = caches
+    cache = caches[first]
+    if wrong == "hole":
+        caches[first] = cache[..., :-1]
+    elif wrong == "stride":
+        caches[first] = cache[::2]
+    elif wrong == "few":
+        caches[first] = cache[: geometry.num_blocks - 1]
+    elif wrong == "mixed":
+        caches[first] = dataclasses.replace(geometry, contiguous=True).allocate()[0][first]
+    else:
+        caches[second] = caches[first]
+    with pytest.raises(LayoutRefused) as refusal:
+        plan(geometry, caches)
+    text = str(refusal.value)
+    assert "shape (" in text
+    assert "strides (" in text
+    assert "the engine stops" in text
+
+
+def test_a_backend_shape_without_k_and_v_is_refused() -> None:
+    """Five dimensions without a 2 beside the blocks leave K and V unknown."""
+    with pytest.raises(LayoutRefused, match="K and V cannot be told apart"):
+        BlockShape.from_probe((3, PROBE, 16, 1, 1), PROBE)
