@@ -180,7 +180,7 @@ if ! is_current project "$want_project"; then
 fi
 
 # With no deps resolved, this is what would notice a lock that has gone wrong.
-"$python" -c 'import vllm, nixl, msgspec, wrapt' >&2 || refuse "an environment whose packages do not import" \
+"$python" -c 'import vllm, nixl, msgspec, wrapt' >&2 || refuse "an environment whose packages do not import (status $?)" \
     "vllm, nixl, msgspec and wrapt to import" "No server would start" "Remove $venv and run this again"
 step "ready"
 printf '%s\n' "$venv"

@@ -61,7 +61,8 @@ def main(options: cli.Options) -> int:
     }
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
     if options.arm is None:
-        write_json(RESULTS / f"last-{options.vllm}.json", {**content, "checks": checks.summary()})
+        last = f"last-{options.vllm}{'-quick' if options.quick else ''}.json"
+        write_json(RESULTS / last, {**content, "checks": checks.summary()})
     return status
 
 

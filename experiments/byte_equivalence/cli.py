@@ -36,7 +36,7 @@ examples:
   bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name holds the word (and the reference)
 
 Results: a table on the terminal; experiments/byte_equivalence/results/ gets the JSON, one file per run with all that
-was found, and last-VERSION.json with the rows of the table."""
+was found, and last-VERSION.json (last-VERSION-quick.json) with the rows of the table."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS = 512
 DECODE_TOKENS = 64
 WARM_HAND_OVERS = 7
+COLD_AGAIN = 20
+"""Further hand-overs before which decode was made to forget the peer: one alone is at the mercy of a busy machine."""
+COLD_AGAIN_SECONDS = 30.0
+"""No further one is begun after this long."""
 TIMED_CALLS = 2000
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "NixlConnector",
@@ -61,16 +65,18 @@ class Sample:
     """What one cold pair costs.
 
     Attributes:
-        cold_seconds: the pair's first hand-over, from the request to decode until its first token.
-        warm_seconds: median of the following ones.
-        resident_bytes, peak_resident_bytes: decode's worker process after the hand-overs, and at its peak.
+        first_seconds: the pair's very first hand-over, from the request to decode until its first token.
+        cold_seconds: that one and each further one with a handshake, after decode was made to forget its peer.
+        warm_seconds: median of those without a handshake.
+        resident_bytes, peak_resident_bytes: decode's worker process after the warm hand-overs, and at its peak.
         step_seconds: one decode step of one request.
         wrapper_seconds: what the wrappers add to a step; 0 where nothing is wrapped.
     """
 
     arm: str
     reserved_gib: int
-    cold_seconds: float
+    first_seconds: float
+    cold_seconds: list[float]
     warm_seconds: float
     resident_bytes: int
     peak_resident_bytes: int
@@ -113,22 +119,32 @@ async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server)
         pair = Pair(Client(prefill.base_url, http), Client(decode.base_url, http))
         prompts = [
             [2 + (turn * 131 + place * 7) % 500 for place in range(PROMPT_TOKENS)]
-            for turn in range(WARM_HAND_OVERS + 2)
+            for turn in range(1 + WARM_HAND_OVERS + COLD_AGAIN + 1)
         ]
         for side in (pair.prefill, pair.decode):
             await side.probe("calm")
             # Both sides have computed before, so that only the hand-over is new.
             await side.answer(prompts[-1], max_tokens=2, salt="warm", request_id="warm")
-        seconds = [await _first_token_seconds(pair, prompt, turn) for turn, prompt in enumerate(prompts[:-1])]
+        seconds = [await _first_token_seconds(pair, prompts[turn], turn) for turn in range(1 + WARM_HAND_OVERS)]
+        first_seconds, warm = seconds[0], seconds[1:]
+        resident, peak = _resident_bytes(decode)
+        cold = [first_seconds]
+        begun = time.monotonic()
+        for turn in range(len(seconds), len(seconds) + COLD_AGAIN):
+            if time.monotonic() - begun > COLD_AGAIN_SECONDS:
+                break
+            if (await pair.decode.probe("forget_peers"))["forgotten"] != 1:
+                raise AnswerError("found decode without exactly one peer to forget; expected prefill's engine.")
+            cold.append(await _first_token_seconds(pair, prompts[turn], turn))
         step_seconds = await _step_seconds(pair.decode, prompts[0])
         registration = await pair.decode.probe("registration")
         per_call = await pair.decode.probe("wrapper_seconds", TIMED_CALLS)
-    resident, peak = _resident_bytes(decode)
     return Sample(
         arm=arm.name,
         reserved_gib=reserved_gib if arm.reserves else 0,
-        cold_seconds=seconds[0],
-        warm_seconds=statistics.median(seconds[1:]),
+        first_seconds=first_seconds,
+        cold_seconds=cold,
+        warm_seconds=statistics.median(warm),
         resident_bytes=resident,
         peak_resident_bytes=peak,
         descriptors=registration["descriptors"],

@@ -23,7 +23,7 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "several KV-cache groups (sliding window and full attention)": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
         "kernel block smaller than block": {
             Era.KV_FIRST: "non-contiguous; contiguous is refused",
-            Era.PACKED: _BOTH,
+            Era.PACKED: "both layouts; contiguous MLA is refused",
         },
         "state-space or linear-attention layers": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
         "peers with different tensor-parallel sizes": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},

@@ -165,10 +165,12 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
             assert torch.equal(geometry.block(cache, block_id), expected), (layer, block_id)
 
 
-@pytest.mark.parametrize("era", ERAS)
-def test_kernel_blocks_smaller_than_blocks_arrive(era: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("era", "contiguous"), [*[(era, False) for era in ERAS], *[(era, True) for era in ERAS if era == "packed"]]
+)
+def test_kernel_blocks_smaller_than_blocks_arrive(era: str, contiguous: bool, tmp_path: Path) -> None:
     """A block of two kernel blocks moves as both of them."""
-    geometry = dataclasses.replace(GQA, era=era, num_blocks=12, block_size=16)
+    geometry = dataclasses.replace(GQA, era=era, contiguous=contiguous, num_blocks=12, block_size=16)
     prefill, sent = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
     decode, received = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
     assert decode.read("r1", [[3, 0]], [[5, 2]], prefill) == set()

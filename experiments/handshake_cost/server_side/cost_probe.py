@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that tells what was registered and times this package's per-step wrappers in place."""
+"""A worker extension that tells what was registered, forgets its peers, and times this package's per-step wrappers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ class CostProbe(KvProbe):
             "num_blocks": worker.num_blocks,
             "descriptors": len(worker.src_blocks_data),
         }
+
+    def kv_probe_forget_peers(self) -> dict[str, Any]:
+        """Let go of every remote agent, as the worker itself does when it shuts down: the next hand-over is cold."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().connector_worker
+        peers = list(worker._remote_agents)
+        for peer in peers:
+            if hasattr(worker, "_cleanup_remote_engine"):  # vLLM >= 0.24
+                worker._cleanup_remote_engine(peer, log_eviction=False)
+                continue
+            for handle in worker.dst_xfer_side_handles.pop(peer).values():
+                worker.nixl_wrapper.release_dlist_handle(handle)
+            for agent in worker._remote_agents.pop(peer).values():
+                worker.nixl_wrapper.remove_remote_agent(agent)
+            del worker.kv_caches_base_addr[peer], worker.dst_num_blocks[peer]
+        return {"forgotten": len(peers)}
 
     def kv_probe_wrapper_seconds(self, calls: int) -> dict[str, Any]:
         """Seconds per call of the connector's idle per-step method, as it stands and below its wrappers.

@@ -147,6 +147,22 @@ def test_memory_that_cannot_be_described_is_refused_with_numbers(wrong: str) -> 
     assert "the engine stops" in text
 
 
+@pytest.mark.parametrize("num_pools", [1, 2, 3])
+@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "mla"])
+def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pools: int) -> None:
+    """kvcached 0.1.6 keeps whole blocks there although the kernel, and so the worker, counts halves of them."""
+    geometry = Geometry(era=era, contiguous=True, num_pools=num_pools)
+    caches, _ = geometry.allocate()
+    with pytest.raises(LayoutRefused, match="bytes apart"):
+        plan_registration(
+            caches,
+            shape=BlockShape.from_probe(geometry.shape(PROBE), PROBE),
+            page_bytes=dict.fromkeys(caches, geometry.page_bytes // 2),
+            num_blocks=2 * geometry.num_blocks,
+            num_pools=num_pools,
+        )
+
+
 def test_a_backend_shape_without_k_and_v_is_refused() -> None:
     """Five dimensions without a 2 beside the blocks leave K and V unknown."""
     with pytest.raises(LayoutRefused, match="K and V cannot be told apart"):
