@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptors carry exactly the cells of the asked tokens and heads, whatever the two sides' geometries."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcached_nixl.worker.descriptors import Blocks, Planes, pair
+
+CELL_BYTES = 2
+
+
+@dataclasses.dataclass
+class Side:
+    """A rank's memory: bytes, and the planes that describe them. Addresses are offsets into ``memory``."""
+
+    planes: Planes
+    memory: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def cell(self, plane: int, block: int, token: int, head: int) -> slice:
+        at = (
+            self.planes.bases[plane]
+            + block * self.planes.block_stride_bytes
+            + token * self.planes.token_stride_bytes
+            + (head - self.planes.first_head) * self.planes.head_stride_bytes
+        )
+        return slice(at, at + CELL_BYTES)
+
+
+def side(
+    planes: int,
+    num_blocks: int,
+    block_size: int,
+    num_heads: int,
+    first_head: int,
+    *,
+    head_major: bool = False,
+    contiguous: bool = False,
+    seed: int = 0,
+) -> Side:
+    block_bytes = block_size * num_heads * CELL_BYTES
+    gap = 6
+    total = planes * (num_blocks * block_bytes + gap)
+    bases = [p * block_bytes if contiguous else p * (num_blocks * block_bytes + gap) for p in range(planes)]
+    return Side(
+        Planes(
+            bases=tuple(bases),
+            block_stride_bytes=block_bytes * (planes if contiguous else 1),
+            token_stride_bytes=CELL_BYTES if head_major else num_heads * CELL_BYTES,
+            head_stride_bytes=block_size * CELL_BYTES if head_major else CELL_BYTES,
+            cell_bytes=CELL_BYTES,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_heads=num_heads,
+            first_head=first_head,
+        ),
+        np.random.default_rng(seed).integers(0, 256, total, dtype=np.uint8),
+    )
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> dict[str, Any]:
+    sizes = draw(st.sampled_from([(4, 4), (4, 8), (8, 4), (2, 6)]))
+    heads = draw(st.sampled_from([(4, 0, 4, 0), (4, 0, 2, 2), (2, 2, 4, 0), (1, 0, 4, 0), (1, 0, 1, 0)]))
+    planes = draw(st.integers(1, 3))
+    contiguous = draw(st.booleans())
+    orders = draw(st.sampled_from([(False, False), (True, True), (False, True)]))
+    skipped = draw(st.integers(0, 2)) * max(sizes)
+    end = skipped + draw(st.integers(1, 30))
+    needed = [-(-end // sizes[0]), -(-(end - skipped) // sizes[1])]
+    # The other side's last block may be larger: it must hold as much as the smaller one's.
+    ids = [draw(st.permutations(range(count + 3)))[: count + 1] for count in needed]
+    return {
+        "sides": [
+            (planes, len(ids[0]) + 3, sizes[0], heads[0], heads[1], orders[0], contiguous),
+            (planes, len(ids[1]) + 3, sizes[1], heads[2], heads[3], orders[1], contiguous),
+        ],
+        "ids": ids,
+        "tokens": (skipped, end),
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(transfers())
+def test_every_cell_arrives_and_no_other_byte_changes(case: dict[str, Any]) -> None:
+    """Tokens and heads common to both sides, in any order, block size, share of heads and arrangement."""
+    local, remote = (
+        side(*shape[:5], head_major=shape[5], contiguous=shape[6], seed=place)
+        for place, shape in enumerate(case["sides"])
+    )
+    first, end = case["tokens"]
+    found = pair(local.planes, remote.planes, Blocks(case["ids"][0]), Blocks(case["ids"][1], first), first, end)
+
+    expected = remote.memory.copy()
+    # The rest of the smaller block comes along.
+    step = int(np.gcd(local.planes.block_size, remote.planes.block_size))
+    for plane in range(len(local.planes.bases)):
+        for token in range(first, first + -(-(end - first) // step) * step):
+            here, there = token, token - first
+            for head in range(
+                max(local.planes.first_head, remote.planes.first_head),
+                min(local.planes.last_head, remote.planes.last_head),
+            ):
+                block = case["ids"][0][here // local.planes.block_size]
+                other = case["ids"][1][there // remote.planes.block_size]
+                source = local.cell(plane, block, here % local.planes.block_size, head)
+                expected[remote.cell(plane, other, there % remote.planes.block_size, head)] = local.memory[source]
+
+    for (at, length), (to, same) in zip(found.local, found.remote, strict=True):
+        assert length == same
+        remote.memory[to : to + length] = local.memory[at : at + length]
+    assert np.array_equal(remote.memory, expected)
+
+
+def test_equal_sides_take_a_descriptor_for_each_run_of_blocks() -> None:
+    """Blocks that follow each other on both sides move as one, in all planes at once where layers are side by side."""
+    apart, together = (side(3, 16, 4, 2, 0, contiguous=contiguous).planes for contiguous in (False, True))
+    runs = Blocks([3, 4, 5, 9, 10]), Blocks([7, 8, 9, 2, 3])
+    assert len(pair(apart, apart, *runs, 0, 20).local) == 3 * 2
+    assert len(pair(together, together, *runs, 0, 20).local) == 2
+    assert pair(together, together, *runs, 0, 20).total_bytes == 3 * 5 * 4 * 2 * CELL_BYTES
+
+
+def test_token_major_halves_of_the_heads_take_one_a_token() -> None:
+    """Between tensor-parallel sizes 1 and 2 a token's heads are the longest run there is."""
+    whole, half = side(1, 4, 4, 4, 0).planes, side(1, 4, 4, 2, 2).planes
+    assert len(pair(whole, half, Blocks([1]), Blocks([2]), 0, 4).local) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "arguments", "words"),
+    [
+        ({"bases": (0,)}, {}, "planes"),
+        ({"cell_bytes": 4}, {}, "cells of 2 bytes"),
+        ({"first_head": 4}, {}, "some in common"),
+        ({}, {"first_token": 2}, "block boundary"),
+        ({}, {"first_token": 8}, "block boundary"),
+        ({}, {"end_token": 9}, "hold the tokens"),
+        ({}, {"remote_blocks": Blocks([1, 2], 4)}, "hold the tokens"),
+        ({}, {"remote_blocks": Blocks([])}, "hold the tokens"),
+        ({}, {"local_blocks": Blocks([1, 16])}, "block ids 1 to 16"),
+        ({}, {"local_blocks": Blocks([-1, 3])}, "block ids -1 to 3"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(changed: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
+    """Out of range, out of step or of another model: an error with numbers, never a descriptor."""
+    planes = side(2, 16, 4, 4, 0).planes
+    whole: dict[str, Any] = {
+        "local_blocks": Blocks([1, 2]),
+        "remote_blocks": Blocks([1, 2]),
+        "first_token": 0,
+        "end_token": 8,
+    }
+    with pytest.raises(ValueError, match=words):
+        pair(planes, dataclasses.replace(planes, **changed), **(whole | arguments))
