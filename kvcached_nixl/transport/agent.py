@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A :class:`~kvcached_nixl.transport.base.Transport` over the NIXL agent that vLLM's connector made.
+
+Memory is registered by the connector, once, in few large extents; here only ranges inside it are named. NIXL's bindings
+raise an exception class for each status and give them no common base.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from kvcached_nixl.transport.base import Handle, Ranges, State, TransportError
+
+__all__ = ["NixlTransport"]
+
+_STATES = MappingProxyType({"DONE": State.DONE, "PROC": State.IN_FLIGHT})
+
+
+class NixlTransport:
+    """See the protocol.
+
+    Args:
+        agent: ``nixl_agent``; vLLM's ``NixlWrapper`` is that class.
+        memory_type: NIXL's word for where the KV cache is, ``DRAM`` or ``VRAM``, on both sides.
+        device_id: this side's device.
+    """
+
+    def __init__(self, agent: Any, memory_type: str, device_id: int = 0) -> None:
+        self._agent = agent
+        self._memory_type = memory_type
+        self._device_id = device_id
+        self._peers: dict[str, int] = {}
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes, device_id: int = 0) -> str:
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as cause:
+            raise TransportError(f"the peer's NIXL metadata was not accepted: {cause}") from cause
+        # The bindings return bytes and accept both; what they report of a sender is a str.
+        peer = name.decode() if isinstance(name, bytes) else str(name)
+        self._peers[peer] = device_id
+        return peer
+
+    def remove_peer(self, peer: str) -> None:
+        if self._peers.pop(peer, None) is not None:
+            self._agent.remove_remote_agent(peer)
+
+    def send(self, peer: str, notification: bytes) -> None:
+        self._device_of(peer)
+        try:
+            self._agent.send_notif(peer, notif_msg=notification)
+        except Exception as cause:
+            raise TransportError(f"no notification reaches {peer}: {cause}") from cause
+
+    def received(self) -> list[tuple[str, bytes]]:
+        return [(peer, notification) for peer, some in self._agent.get_new_notifs().items() for notification in some]
+
+    def write(self, peer: str, local: Ranges, remote: Ranges, notification: bytes) -> Handle:
+        remote_device_id = self._device_of(peer)
+        try:
+            handle = self._agent.initialize_xfer(
+                "WRITE",
+                self._descriptors(local, self._device_id),
+                self._descriptors(remote, remote_device_id),
+                peer,
+                notification,
+            )
+        except Exception as cause:
+            raise TransportError(f"a WRITE to {peer} was not made: {cause}") from cause
+        try:
+            self._agent.transfer(handle)
+        except Exception:  # noqa: BLE001 - it may have been posted in part, so its state decides
+            return handle
+        return handle
+
+    def state(self, handle: Handle) -> State:
+        try:
+            return _STATES.get(self._agent.check_xfer_state(handle), State.FAILED)
+        except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
+            return State.FAILED
+
+    def release(self, handle: Handle) -> None:
+        self._agent.release_xfer_handle(handle)
+
+    def _device_of(self, peer: str) -> int:
+        try:
+            return self._peers[peer]
+        except KeyError:
+            raise TransportError(f"found no peer {peer!r}; expected one that was added") from None
+
+    def _descriptors(self, ranges: Ranges, device_id: int) -> Any:
+        rows = np.empty((len(ranges), 3), dtype=np.uint64)
+        rows[:, :2] = ranges
+        rows[:, 2] = device_id
+        return self._agent.get_xfer_descs(rows, self._memory_type)

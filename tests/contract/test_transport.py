@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the push protocol relies on of a transport: the same cases on the in-memory one and on real NIXL."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcached_nixl.transport.agent import NixlTransport
+from kvcached_nixl.transport.base import State, Transport, TransportError
+from kvcached_nixl.transport.memory import Network
+
+ARRIVAL_SECONDS = 20.0
+UNASKED_SECONDS = 0.3
+MEMORY_BYTES = 1 << 20
+
+
+@dataclass
+class Side:
+    """An agent and memory it registered."""
+
+    transport: Transport
+    memory: np.ndarray[Any, np.dtype[np.uint8]]
+    kept: list[Any] = field(default_factory=list)
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+
+def nixl_side() -> Side:
+    api = pytest.importorskip("nixl._api", reason="needs an environment: bash experiments/env.sh")
+    agent = api.nixl_agent(str(uuid.uuid4()), api.nixl_agent_config(backends=["UCX"]))
+    memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
+    registered = agent.register_memory(
+        agent.get_reg_descs([(memory.ctypes.data, MEMORY_BYTES, 0, "")], "DRAM"), backends=["UCX"]
+    )
+    return Side(NixlTransport(agent, "DRAM"), memory, [agent, registered])
+
+
+@pytest.fixture(params=["memory", "nixl"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    if request.param == "memory":
+        network = Network(immediate=True)
+        made = [Side(network.agent(name), np.zeros(MEMORY_BYTES, dtype=np.uint8)) for name in ("one", "other")]
+    else:
+        made = [nixl_side(), nixl_side()]
+    yield made[0], made[1]
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """The first true answer of ``found``. NIXL has no event to wait for."""
+    deadline = time.monotonic() + ARRIVAL_SECONDS
+    while time.monotonic() < deadline:
+        if answer := found():
+            return answer
+        time.sleep(0.001)
+    raise TimeoutError(f"nothing arrived in {ARRIVAL_SECONDS} s")
+
+
+def notifications(
+    transport: Transport, count: int, written: Sequence[tuple[Side, Any]] = ()
+) -> list[tuple[str, bytes]]:
+    """At least ``count`` notifications; meanwhile the ``written`` sides ask for their WRITEs' states."""
+    found: list[tuple[str, bytes]] = []
+
+    def enough() -> bool:
+        for side, handle in written:
+            side.transport.state(handle)
+        found.extend(transport.received())
+        return len(found) >= count
+
+    until(enough)
+    return found
+
+
+def ranges(side: Side, *pairs: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([(side.address + offset, length) for offset, length in pairs], dtype=np.int64)
+
+
+def test_a_write_moves_its_ranges_and_nothing_else_and_then_notifies(sides: tuple[Side, Side]) -> None:
+    """Ranges of different lengths in one WRITE; its bytes are in place when its notification is."""
+    one, other = sides
+    one.memory[:] = np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+    peer = one.transport.add_peer(other.transport.metadata())
+    handle = one.transport.write(
+        peer, ranges(one, (10, 5000), (200_000, 3)), ranges(other, (77_777, 5000), (0, 3)), b"written"
+    )
+    ((_, notification),) = notifications(other.transport, 1, [(one, handle)])
+    assert notification == b"written"
+    expected = np.zeros(MEMORY_BYTES, dtype=np.uint8)
+    expected[77_777:82_777] = one.memory[10:5010]
+    expected[:3] = one.memory[200_000:200_003]
+    assert np.array_equal(other.memory, expected)
+    until(lambda: one.transport.state(handle) is State.DONE)
+    one.transport.release(handle)
+
+
+def test_a_write_whose_state_nobody_asks_for_never_notifies(sides: tuple[Side, Side]) -> None:
+    """NIXL sends the notification from the writer's own question: its thread must not sleep while one is in flight."""
+    one, other = sides
+    peer = one.transport.add_peer(other.transport.metadata())
+    one.memory[:10] = 7
+    handle = one.transport.write(peer, ranges(one, (0, 10)), ranges(other, (0, 10)), b"written")
+    until(lambda: other.memory[9] == 7)
+    begun = time.monotonic()
+    while time.monotonic() - begun < UNASKED_SECONDS:
+        assert other.transport.received() == []
+    notifications(other.transport, 1, [(one, handle)])
+    one.transport.release(handle)
+
+
+def test_many_writes_each_notify_once(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    peer = one.transport.add_peer(other.transport.metadata())
+    handles = [
+        one.transport.write(peer, ranges(one, (n * 100, 100)), ranges(other, (n * 100, 100)), b"%d" % n)
+        for n in range(50)
+    ]
+    arrived = notifications(other.transport, 50, [(one, handle) for handle in handles])
+    assert sorted(int(n) for _, n in arrived) == list(range(50))
+    until(lambda: all(one.transport.state(handle) is State.DONE for handle in handles))
+    for handle in handles:
+        one.transport.release(handle)
+    assert other.transport.received() == []
+
+
+def test_notifications_without_a_write_arrive_in_order_in_both_directions(sides: tuple[Side, Side]) -> None:
+    """Sizes from nothing much to more than a registration of 10,000 blocks takes."""
+    one, other = sides
+    there, back = (
+        one.transport.add_peer(other.transport.metadata()),
+        other.transport.add_peer(one.transport.metadata()),
+    )
+    sent = [b"a", b"b" * 60_000, b"c"]
+    for notification in sent:
+        one.transport.send(there, notification)
+    arrived = notifications(other.transport, 3)
+    assert [notification for _, notification in arrived] == sent
+    assert len({sender for sender, _ in arrived}) == 1
+    other.transport.send(back, b"d")
+    assert [notification for _, notification in notifications(one.transport, 1)] == [b"d"]
+
+
+def test_an_unknown_or_removed_peer_is_an_error_and_nothing_is_posted(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    some = ranges(one, (0, 10)), ranges(other, (0, 10))
+    with pytest.raises(TransportError):
+        one.transport.write("nobody", *some, b"x")
+    with pytest.raises(TransportError):
+        one.transport.send("nobody", b"x")
+    with pytest.raises(TransportError):
+        one.transport.add_peer(b"no metadata")
+    peer = one.transport.add_peer(other.transport.metadata())
+    one.transport.remove_peer(peer)
+    with pytest.raises(TransportError):
+        one.transport.write(peer, *some, b"x")
+    one.transport.remove_peer(peer)
+
+
+def test_memory_that_was_not_registered_is_an_error(sides: tuple[Side, Side]) -> None:
+    """NIXL refuses the descriptors; the in-memory transport, which registers nothing, is left out."""
+    one, other = sides
+    if not isinstance(one.transport, NixlTransport):
+        pytest.skip("the in-memory transport registers nothing")
+    stray = np.zeros(4096, dtype=np.uint8)
+    peer = one.transport.add_peer(other.transport.metadata())
+    with pytest.raises(TransportError):
+        one.transport.write(peer, np.array([(stray.ctypes.data, 10)], dtype=np.int64), ranges(other, (0, 10)), b"x")
+    with pytest.raises(TransportError):
+        one.transport.write(peer, ranges(one, (0, 10)), np.array([(stray.ctypes.data, 10)], dtype=np.int64), b"x")
