@@ -10,6 +10,7 @@ Sets up what it needs (experiments/env.sh) and runs the tests; without arguments
 
   lint       ruff and mypy                                                            a minute
   unit       one module at a time, nothing else needed                                seconds
+  flow       a request from prefill to decode in one process, with injected faults        seconds
   repo       the repository about itself: layering, tables in the README              seconds
   install    every door and order of activation, each in a process of its own         minutes
   contract   what is assumed of vLLM, kvcached and NIXL; real NIXL agents             minutes, on each vLLM version
@@ -25,7 +26,7 @@ case ${1:-} in
 -h | --help) usage; exit 0 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-known=(lint unit repo install contract e2e gpu)
+known=(lint unit flow repo install contract e2e gpu)
 tiers=("$@")
 [[ ${#tiers[@]} -gt 0 ]] || tiers=("${known[@]}")
 for tier in "${tiers[@]}"; do
@@ -74,7 +75,7 @@ for tier in "${tiers[@]}"; do
         run "ruff" "$venv/bin/ruff" check --quiet kvcached_nixl tests experiments
         run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
         ;;
-    unit | repo) pytest "${versions[0]}" "$tier" ;;
+    unit | flow | repo) pytest "${versions[0]}" "$tier" ;;
     install) for version in "${versions[@]}"; do pytest "$version" install; done ;;
     contract) for version in "${versions[@]}"; do pytest "$version" contract "${foreign[@]}"; done ;;
     e2e)

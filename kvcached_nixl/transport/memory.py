@@ -8,8 +8,6 @@ doubles or fails it, in any order. ``Network(immediate=True)`` delivers at once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvcached_nixl.transport.base import Handle, Ranges, State, TransportError
@@ -101,24 +99,15 @@ class Network:
 
 
 class MemoryTransport:
-    """See the protocol; made by :meth:`Network.agent`."""
+    """See the protocol; made by :meth:`Network.agent`. While ``refuse_writes`` holds, no WRITE can be posted."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network = network
         self.name = name
         self.inbox: list[tuple[str, bytes]] = []
         self.posted: list[Operation] = []
-        self.refusing = False
+        self.refuse_writes = False
         self._peers: set[str] = set()
-
-    @contextmanager
-    def refuse(self) -> Iterator[None]:
-        """While this lasts, nothing can be posted or sent."""
-        self.refusing = True
-        try:
-            yield
-        finally:
-            self.refusing = False
 
     def metadata(self) -> bytes:
         return self.name.encode()
@@ -145,6 +134,8 @@ class MemoryTransport:
 
     def write(self, peer: str, local: Ranges, remote: Ranges, notification: bytes) -> Handle:
         self._require(peer)
+        if self.refuse_writes:
+            raise TransportError(f"no WRITE to {peer!r} can be posted")
         operation = Operation(self.name, peer, notification, local, remote)
         self.posted.append(operation)
         self.network.post(operation)
@@ -166,5 +157,5 @@ class MemoryTransport:
         return [operation for operation in self.posted if not operation.released]
 
     def _require(self, peer: str) -> None:
-        if self.refusing or peer not in self._peers or peer not in self.network.agents:
+        if peer not in self._peers or peer not in self.network.agents:
             raise TransportError(f"found no way to {peer!r}")

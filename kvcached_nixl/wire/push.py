@@ -58,13 +58,6 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     transfer: str
 
 
-class _OfAttempt(_Said, frozen=True):
-    attempt: int
-
-    def __post_init__(self) -> None:
-        _require(self.attempt >= 0, "an attempt that is not negative")
-
-
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a rank of decode is to be found: its engine, its side channel, its place in the tensor-parallel group."""
 
@@ -77,6 +70,13 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _require(0 < self.port < 65536, "a port from 1 to 65535")
         _require(0 <= self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+
+
+class _OfAttempt(_Said, frozen=True):
+    attempt: int
+
+    def __post_init__(self) -> None:
+        _require(self.attempt >= 0, "an attempt that is not negative")
 
 
 class Registration(_OfAttempt, frozen=True, tag="register"):
@@ -110,7 +110,12 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
 
 
 class Withdrawal(_OfAttempt, frozen=True, tag="withdraw"):
-    """Decode's request is gone. Its blocks stay reserved until Withdrawn comes, or prefill is known to be dead."""
+    """Decode's request is gone. Its blocks stay reserved until Withdrawn comes, or prefill is known to be dead.
+
+    ``decode``: whom to answer; prefill may never have seen the registration.
+    """
+
+    decode: Peer
 
 
 class Declined(_Said, frozen=True, tag="decline"):

@@ -34,7 +34,7 @@ REGISTRATION = Registration(
 )  # fmt: skip
 MESSAGES: list[Message] = [
     REGISTRATION,
-    Withdrawal("t", 7),
+    Withdrawal("t", 7, PEER),
     Declined("t"),
     Written("t", 7, 0, 2, 5, True),
     Failed("t", 7, 1, 2, "no peer"),

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prefill's half of a push keeps of a request, of a registration, and of those that are over."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
+
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.transport.base import Handle
+from kvcached_nixl.wire.push import Registration
+
+__all__ = ["Attempt", "AttemptKey", "Memory", "Offer"]
+
+AttemptKey: TypeAlias = tuple[str, int]
+T = TypeVar("T")
+
+REMEMBERED = 65_536
+
+
+@dataclass
+class Offer:
+    """A request of prefill.
+
+    Attributes:
+        ready_tokens: how many of its tokens are in ``block_ids`` (per group).
+        expires_at_seconds: when nobody needs to be waited for any more; None while prefill still computes.
+        settled: ranks of decode that need nothing more of it, of ``awaited_ranks`` once that is known.
+        draining: it was preempted, and its earlier blocks may still be read.
+    """
+
+    request_id: PrefillRequestId
+    transfer: str
+    block_ids: tuple[Sequence[int], ...] = ()
+    ready_tokens: int = 0
+    expires_at_seconds: float | None = None
+    stopped: str = ""
+    settled: set[int] = field(default_factory=set)
+    awaited_ranks: int | None = None
+    draining: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.expires_at_seconds is not None
+
+
+@dataclass
+class Attempt:
+    """A registration that is not over. ``next_token``: the first one not posted yet."""
+
+    peer: str
+    registration: Registration
+    next_token: int
+    unmatched_at_seconds: float
+    next_index: int = 0
+    in_flight: list[Handle] = field(default_factory=list)
+    stopping: str = ""
+    withdrawn: bool = False
+
+    @property
+    def posted(self) -> bool:
+        return self.next_token >= self.registration.end_token
+
+
+class Memory(Generic[T]):
+    """The last ``REMEMBERED`` things that were added."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[T, None] = OrderedDict()
+
+    def __contains__(self, thing: T) -> bool:
+        return thing in self._held
+
+    def add(self, thing: T) -> None:
+        self._held[thing] = None
+        if len(self._held) > REMEMBERED:
+            self._held.popitem(last=False)
+
+    def discard(self, thing: T) -> None:
+        self._held.pop(thing, None)
