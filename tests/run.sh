@@ -10,7 +10,7 @@ Sets up what it needs (experiments/env.sh) and runs the tests; without arguments
 
   lint       ruff and mypy                                                            a minute
   unit       one module at a time, nothing else needed                                seconds
-  flow       a request from prefill to decode in one process, with injected faults        seconds
+  flow       whole requests in one process, with injected faults                      seconds
   repo       the repository about itself: layering, tables in the README              seconds
   install    every door and order of activation, each in a process of its own         minutes
   contract   what is assumed of vLLM, kvcached and NIXL; real NIXL agents             minutes, on each vLLM version

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer thread: everything of push that touches the NIXL agent happens on it. One per worker.
+
+    owns          the transport (registrations, notifications, WRITEs), both halves of the push, the table of peers
+    inboxes       `Push.submit`: what the engine's thread wants, in order; futures of the handshakes under way
+    wakes on      both inboxes; the next deadline; every POLL_SECONDS while something can arrive or is in flight,
+                  because NIXL has no event for that; every IDLE_POLL_SECONDS otherwise, for peers that speak first
+    may block on  that wait, and nothing else: handshakes run in a pool of their own, so one peer never holds up
+                  another, and a step's end on the device is asked for, not waited for
+    stops when    `Push.close` is called; what is in flight then is waited for up to CLOSE_SECONDS
+    drops         messages that fit nothing, counted in `Push.dropped`; nothing else
+
+An exception on this thread is a defect. It is kept, every request that waits is failed with it, and the engine's thread
+raises it at its next call: a push never goes on half alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.wire.push import Declined, Malformed, Peer, Registration, Withdrawal, decode, is_push
+from kvcached_nixl.worker.push_commands import (
+    Command,
+    Connected,
+    Decline,
+    Finish,
+    Offer,
+    Outcome,
+    PeerGone,
+    Register,
+    Restart,
+    Withdraw,
+)
+from kvcached_nixl.worker.push_receive import PushReceiver
+from kvcached_nixl.worker.push_send import PushSender
+
+__all__ = ["Push"]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
+
+POLL_SECONDS = 0.001
+IDLE_POLL_SECONDS = 0.02
+CLOSE_SECONDS = 5.0
+PROBE_SECONDS = 5.0
+"""Between two questions to a silent peer whether it lives."""
+HANDSHAKES_AT_ONCE = 8
+
+
+class Push:
+    """Push of one worker: commands in and outcomes out, on the engine's thread; the rest is the writer thread's.
+
+    Args:
+        transport: used by the writer thread only, once it has started.
+        connect: asks a rank of the other side for what `Connected` holds; blocks, on a thread of the pool. Raises
+            `PeerGone` if the rank is gone for good, anything else if that is not known.
+
+    Attributes:
+        dropped: what was received and had no effect, counted by reason.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        sender: PushSender,
+        receiver: PushReceiver,
+        connect: Callable[[Peer], Connected],
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._sender = sender
+        self._receiver = receiver
+        self._connect = connect
+        self._inbox: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._outcome = Outcome()
+        self._foreign: deque[tuple[str, bytes]] = deque()
+        self._defect: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(HANDSHAKES_AT_ONCE, thread_name_prefix="kvcached-nixl-handshake")
+        # Below: the writer thread's own.
+        self._agents: dict[Peer, str] = {}
+        self._asked: dict[Peer, Future[Connected]] = {}
+        self._probe_at_seconds = 0.0
+        self._unconnected: list[Register | Decline] = []
+        self._computing: deque[Offer | Finish] = deque()
+        self._malformed = 0
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._sender.dropped + self._receiver.dropped + Counter(malformed=self._malformed)
+
+    # ---------------------------------------------------------------------------------------------- the engine's thread
+
+    def start(self) -> None:
+        """Start the writer thread."""
+        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-push", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """Hand a command over. Returns at once.
+
+        Raises:
+            RuntimeError: the writer thread has ended by a defect.
+        """
+        self._raise_defect()
+        self._inbox.append(command)
+        self._wake.set()
+
+    def take_outcome(self) -> Outcome:
+        """What ended since the last call.
+
+        Raises:
+            RuntimeError: the writer thread has ended by a defect.
+        """
+        self._raise_defect()
+        with self._lock:
+            outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
+    def take_foreign(self) -> list[tuple[str, bytes]]:
+        """(peer, notification) of other protocols, in order: this thread is the only one that reads notifications."""
+        return [self._foreign.popleft() for _ in range(len(self._foreign))]
+
+    def close(self) -> None:
+        """Stop the thread, after what is in flight has ended or CLOSE_SECONDS have passed."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(2 * CLOSE_SECONDS)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _raise_defect(self) -> None:
+        if self._defect is not None:
+            raise RuntimeError(f"the push writer has stopped: {self._defect!r}") from self._defect
+
+    # ------------------------------------------------------------------------------------------------ the writer thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._wake.wait(self.turn())
+                self._wake.clear()
+            until = self._clock.now_seconds() + CLOSE_SECONDS
+            while self._sender.in_flight and self._clock.now_seconds() < until:
+                self._closing.wait(min(POLL_SECONDS, self.turn()))
+        except BaseException as defect:  # kept for the engine's thread, which raises it
+            self._defect = defect
+            logger.exception("The push writer has stopped; the engine stops at its next step")
+
+    def turn(self) -> float:
+        """Do everything that can be done now, without waiting; returns for how many seconds nothing else is due."""
+        while self._inbox:
+            self._take(self._inbox.popleft())
+        self._take_computed()
+        for peer, notification in self._transport.received():
+            self._take_notification(peer, notification)
+        for agent, address in self._sender.unknown_peers().items():
+            self._ask(address)
+            if address in self._agents and self._agents[address] != agent:
+                self._sender.peer_lost(agent, "another engine answers at its address")
+        self._take_connected()
+        self._go_on_unconnected()
+        deadlines = [self._sender.tick(), self._receiver.tick()]
+        self._probe()
+        self._report()
+        if self._sender.in_flight or self._computing or len(self._receiver) or self._asked:
+            return POLL_SECONDS
+        now = self._clock.now_seconds()
+        return max(0.0, min([IDLE_POLL_SECONDS, *(deadline - now for deadline in deadlines if deadline is not None)]))
+
+    def _take(self, command: Command) -> None:
+        if isinstance(command, (Register, Decline)):
+            for address in command.contributors:
+                self._ask(address)
+            self._unconnected.append(command)
+        elif isinstance(command, (Offer, Finish)):
+            self._computing.append(command)
+        elif isinstance(command, Withdraw):
+            self._withdraw(command)
+        else:
+            # What the device has not finished of it is not needed any more.
+            self._computing = deque(one for one in self._computing if one.request_id != command.request_id)
+            if isinstance(command, Restart):
+                self._sender.restart(command.request_id)
+            else:
+                self._sender.stop(command.request_id, command.reason)
+
+    def _withdraw(self, command: Withdraw) -> None:
+        for one in self._unconnected:
+            if isinstance(one, Register) and one.registration.decode_request_id == command.request_id:
+                self._unconnected.remove(one)
+                self._fail(one, command.reason)
+                return
+        self._receiver.withdraw(command.request_id, command.reason)
+
+    def _take_computed(self) -> None:
+        """In order: a request's end is never seen before its steps."""
+        while self._computing:
+            head = self._computing[0]
+            if isinstance(head, Finish):
+                self._sender.finish(head.request_id)
+            elif head.is_computed():
+                self._sender.offer(head.transfer, head.request_id, head.block_ids, head.ready_tokens)
+            else:
+                return
+            self._computing.popleft()
+
+    def _take_notification(self, peer: str, notification: bytes) -> None:
+        if not is_push(notification):
+            self._foreign.append((peer, notification))
+            return
+        try:
+            message = decode(notification)
+        except Malformed:
+            self._malformed += 1
+            return
+        half = self._sender if isinstance(message, (Registration, Withdrawal, Declined)) else self._receiver
+        half.handle(peer, message)
+
+    def _ask(self, address: Peer, again: bool = False) -> None:
+        if (again or address not in self._agents) and address not in self._asked:
+            self._asked[address] = self._pool.submit(self._connect, address)
+            self._asked[address].add_done_callback(lambda _: self._wake.set())
+
+    def _probe(self) -> None:
+        """Ask peers that were told to stop and keep silent for another handshake: it shows whether they still live."""
+        silent = self._receiver.silent_peers()
+        if silent and self._clock.now_seconds() >= self._probe_at_seconds:
+            self._probe_at_seconds = self._clock.now_seconds() + PROBE_SECONDS
+            for address in [address for address, agent in self._agents.items() if agent in silent]:
+                self._ask(address, again=True)
+
+    def _take_connected(self) -> None:
+        for address, future in [(address, future) for address, future in self._asked.items() if future.done()]:
+            del self._asked[address]
+            known = self._agents.get(address)
+            try:
+                connected = future.result()
+                agent = self._transport.add_peer(connected.metadata, connected.device_id)
+            except Exception as cause:  # noqa: BLE001 - a handshake may fail in any way; its requests say how
+                logger.warning("No handshake with %s: %s", address, cause)
+                for waiting in [agent for agent, one in self._sender.unknown_peers().items() if one == address]:
+                    self._sender.peer_lost(waiting, f"no handshake: {cause}")
+                self._fail_unconnected(address, cause)
+                if known is not None and isinstance(cause, PeerGone):
+                    self._forget(address, known)
+                continue
+            if known is not None and known != agent:
+                self._forget(address, known)
+            self._agents[address] = agent
+            self._sender.peer_known(agent, connected.planes)
+
+    def _forget(self, address: Peer, agent: str) -> None:
+        """The agent that was known at an address is gone for good."""
+        del self._agents[address]
+        self._transport.remove_peer(agent)
+        self._sender.peer_lost(agent, "the peer is gone")
+        self._receiver.peer_gone(agent)
+
+    def _go_on_unconnected(self) -> None:
+        for command in list(self._unconnected):
+            agents = [self._agents.get(address) for address in command.contributors]
+            if None in agents:
+                continue
+            self._unconnected.remove(command)
+            named = [(address.tp_rank, self._agents[address]) for address in command.contributors]
+            if isinstance(command, Decline):
+                self._receiver.decline(command.transfer, [agent for _, agent in named])
+            else:
+                self._receiver.register(command.registration, named)
+
+    def _fail_unconnected(self, address: Peer, cause: Exception) -> None:
+        for command in [one for one in self._unconnected if address in one.contributors]:
+            self._unconnected.remove(command)
+            if isinstance(command, Register):
+                self._fail(command, f"no handshake with prefill: {cause}")
+
+    def _fail(self, command: Register, reason: str) -> None:
+        """Nobody was told of it, so nobody writes: it is over."""
+        with self._lock:
+            self._outcome.failed[command.registration.decode_request_id] = reason
+
+    def _report(self) -> None:
+        ended, done, quiet = self._receiver.take_ended(), self._sender.take_done(), self._sender.take_quiet()
+        if not (ended or done or quiet):
+            return
+        with self._lock:
+            for one in ended:
+                if one.failed:
+                    self._outcome.failed[one.request_id] = one.failed
+                else:
+                    self._outcome.received.add(one.request_id)
+            self._outcome.done.update(done)
+            self._outcome.quiet.update(quiet)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer thread: what it does for the engine's thread, and that one peer never holds up another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from push_pair import BLOCK_SIZE, LEASE_SECONDS, REPEAT_SECONDS, TIMEOUT_SECONDS, Pool
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
+from kvcached_nixl.transport.memory import MemoryTransport, Network
+from kvcached_nixl.wire.push import Peer, Registration, draw_attempt
+from kvcached_nixl.worker.push_commands import (
+    Connected,
+    Decline,
+    Finish,
+    Offer,
+    Outcome,
+    PeerGone,
+    Register,
+    Restart,
+    Stop,
+    Withdraw,
+)
+from kvcached_nixl.worker.push_receive import PushReceiver
+from kvcached_nixl.worker.push_send import PushSender
+from kvcached_nixl.worker.push_writer import IDLE_POLL_SECONDS, POLL_SECONDS, PROBE_SECONDS, Push
+
+WAIT_SECONDS = 20.0
+TOKENS = 10
+P, D = DecodeRequestId, DecodeRequestId
+
+
+class Engine:
+    """An engine's push, and everything it did, taken by a test that plays the engine's thread."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.name = name
+        self.address = Peer(EngineId(name), "127.0.0.1", 1, 1, 0)
+        self.pool = Pool(32)
+        self.transport: MemoryTransport = cluster.network.agent(name)
+        sender = PushSender(
+            self.transport, cluster.clock, self.pool.planes, tp_rank=0, tp_size=1,
+            lease_seconds=LEASE_SECONDS, unmatched_seconds=TIMEOUT_SECONDS,
+        )  # fmt: skip
+        receiver = PushReceiver(
+            self.transport, cluster.clock, registration_timeout_seconds=TIMEOUT_SECONDS, repeat_seconds=REPEAT_SECONDS
+        )
+        self.push = Push(self.transport, cluster.clock, sender, receiver, cluster.connect)
+        self.seen = Outcome()
+
+    def look(self) -> Outcome:
+        outcome = self.push.take_outcome()
+        self.seen.received |= outcome.received
+        self.seen.failed |= outcome.failed
+        self.seen.done |= outcome.done
+        self.seen.quiet |= outcome.quiet
+        return self.seen
+
+    def register(self, name: str, prefill: Engine, transfer: str = "t") -> list[int]:
+        blocks = self.pool.take(-(-TOKENS // BLOCK_SIZE))
+        registration = Registration(
+            transfer, draw_attempt(), DecodeRequestId(name), self.address, 0, TOKENS, BLOCK_SIZE, (tuple(blocks),)
+        )
+        self.push.submit(Register(registration, (prefill.address,)))
+        return blocks
+
+    def compute(self, name: str, transfer: str = "t", is_computed: Callable[[], bool] = lambda: True) -> None:
+        request_id = PrefillRequestId(name)
+        blocks = self.pool.take(-(-TOKENS // BLOCK_SIZE))
+        self.pool.fill(1, blocks, range(TOKENS))
+        self.push.submit(Offer(transfer, request_id, (blocks,), TOKENS, is_computed))
+        self.push.submit(Finish(request_id))
+
+
+class Cluster:
+    """Engines that find each other by name. ``held`` names those whose handshake hangs until it is emptied."""
+
+    def __init__(self) -> None:
+        self.network, self.clock = Network(immediate=True), ManualClock()
+        self.engines: dict[str, Engine] = {}
+        self.hung: dict[str, threading.Event] = {}
+        self.gone: set[str] = set()
+
+    def engine(self, name: str) -> Engine:
+        self.engines[name] = Engine(self, name)
+        return self.engines[name]
+
+    def connect(self, address: Peer) -> Connected:
+        if address.engine_id in self.hung:
+            self.hung[address.engine_id].wait(WAIT_SECONDS)
+        if address.engine_id in self.gone:
+            raise PeerGone(f"nobody listens at {address.host}:{address.port}")
+        engine = self.engines[address.engine_id]
+        return Connected(engine.transport.metadata(), 0, engine.pool.planes)
+
+    def until(self, found: Callable[[], object]) -> None:
+        """Turn every engine's wheel until ``found``; handshakes run on real threads."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not found():
+            assert time.monotonic() < deadline, "nothing came of it"
+            for engine in list(self.engines.values()):
+                engine.push.turn()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    for event in made.hung.values():
+        event.set()
+    for engine in made.engines.values():
+        engine.push.close()
+
+
+def test_two_threads_push_a_request(cluster: Cluster) -> None:
+    """Each engine's thread only hands over commands and takes outcomes."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    for engine in (prefill, decode):
+        engine.push.start()
+    blocks = decode.register("d1", prefill)
+    prefill.compute("p1")
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (decode.look().received and prefill.look().done):
+        assert time.monotonic() < deadline
+        time.sleep(POLL_SECONDS)
+    assert decode.pool.holds(1, blocks, 0, TOKENS)
+    assert (decode.seen.received, prefill.seen.done) == ({"d1"}, {"p1"})
+    assert not decode.push.dropped
+    assert not prefill.push.dropped
+
+
+def test_a_step_is_offered_when_the_device_has_ended_it_and_its_end_waits_for_it(cluster: Cluster) -> None:
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    computed = threading.Event()
+    decode.register("d1", prefill)
+    prefill.compute("p1", is_computed=computed.is_set)
+    cluster.until(lambda: "d" in prefill.transport._peers)
+    for _ in range(5):
+        assert prefill.push.turn() == POLL_SECONDS
+        decode.push.turn()
+    assert prefill.transport.posted == []
+    computed.set()
+    cluster.until(lambda: decode.look().received and prefill.look().done)
+
+
+def test_a_handshake_that_hangs_holds_up_nobody_else(cluster: Cluster) -> None:
+    hung, lively, decode = cluster.engine("hung"), cluster.engine("p"), cluster.engine("d")
+    cluster.hung["hung"] = threading.Event()
+    decode.register("stuck", hung, "t1")
+    decode.register("fine", lively, "t2")
+    lively.compute("p1", "t2")
+    cluster.until(lambda: decode.look().received)
+    assert decode.seen.received == {"fine"}
+    hung.compute("p2", "t1")
+    cluster.hung["hung"].set()
+    cluster.until(lambda: len(decode.look().received) == 2)
+
+
+def test_a_request_whose_prefill_is_gone_fails(cluster: Cluster) -> None:
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    cluster.gone.add("p")
+    decode.register("d1", prefill)
+    cluster.until(lambda: decode.look().failed)
+    assert "nobody listens" in decode.seen.failed[DecodeRequestId("d1")]
+
+
+def test_a_request_withdrawn_before_its_handshake_is_over_at_once(cluster: Cluster) -> None:
+    """Nobody was told of it, so nobody writes."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    cluster.hung["p"] = threading.Event()
+    decode.register("d1", prefill)
+    decode.push.turn()
+    decode.push.submit(Withdraw(DecodeRequestId("d1"), "aborted"))
+    decode.push.turn()
+    assert decode.look().failed == {"d1": "aborted"}
+    cluster.hung["p"].set()
+    prefill.compute("p1")
+    cluster.until(lambda: not decode.push._asked)
+    assert prefill.transport.posted == []
+
+
+def test_a_prefill_that_dies_in_silence_is_found_out(cluster: Cluster) -> None:
+    """Decode asks it to stop, hears nothing, and another handshake shows that it is gone."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    decode.register("d1", prefill)
+    cluster.until(lambda: len(decode.push._receiver))
+    cluster.network.kill("p")
+    del cluster.engines["p"]
+    cluster.clock.advance(TIMEOUT_SECONDS)
+    cluster.hung["p"] = threading.Event()
+    for _ in range(3):
+        decode.push.turn()
+        cluster.clock.advance(PROBE_SECONDS)
+    assert not decode.look().failed, "it may still write"
+    cluster.gone.add("p")
+    cluster.hung["p"].set()
+    cluster.until(lambda: decode.look().failed)
+
+
+def test_a_prefill_that_was_restarted_at_its_address_is_a_new_one(cluster: Cluster) -> None:
+    """Its predecessor's requests fail; the next one handshakes again."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    decode.register("d1", prefill)
+    cluster.until(lambda: len(decode.push._receiver))
+    cluster.network.kill("p")
+    cluster.engines["p"] = successor = Engine(cluster, "p2")
+    cluster.clock.advance(TIMEOUT_SECONDS)
+    cluster.until(lambda: decode.look().failed)
+    decode.register("d2", prefill, "t2")
+    successor.compute("p1", "t2")
+    cluster.until(lambda: decode.look().received)
+    assert decode.seen.received == {"d2"}
+
+
+def test_aborted_and_preempted_requests_of_prefill_are_let_go(cluster: Cluster) -> None:
+    """What the device has not finished of them is not offered any more."""
+    prefill = cluster.engine("p")
+    prefill.compute("aborted", "t1", is_computed=lambda: False)
+    prefill.compute("preempted", "t2", is_computed=lambda: False)
+    prefill.push.submit(Stop(PrefillRequestId("aborted"), "aborted"))
+    prefill.push.submit(Restart(PrefillRequestId("preempted")))
+    cluster.until(lambda: prefill.look().done and prefill.look().quiet)
+    assert (prefill.seen.done, prefill.seen.quiet) == ({"aborted"}, {"preempted"})
+    assert prefill.push.turn() == IDLE_POLL_SECONDS
+
+
+def test_a_request_that_decode_declines_is_let_go_when_it_ends(cluster: Cluster) -> None:
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    decode.push.submit(Decline("t", (prefill.address,)))
+    prefill.compute("p1")
+    cluster.until(lambda: prefill.look().done)
+
+
+def test_notifications_of_other_protocols_are_handed_on_and_rubbish_is_counted(cluster: Cluster) -> None:
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    decode.transport.add_peer(b"p")
+    for notification in (b"HB:a,b", b"KVNX1:rubbish", b"req:1"):
+        decode.transport.send("p", notification)
+    prefill.push.turn()
+    assert prefill.push.take_foreign() == [("d", b"HB:a,b"), ("d", b"req:1")]
+    assert prefill.push.take_foreign() == []
+    assert prefill.push.dropped == {"malformed": 1}
+
+
+def test_a_defect_of_the_thread_is_raised_where_the_engine_can_see_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push never goes on half alive."""
+    prefill = cluster.engine("p")
+
+    def broken() -> list[tuple[str, bytes]]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(prefill.transport, "received", broken)
+    prefill.push.start()
+    assert prefill.push._thread is not None
+    prefill.push._thread.join(WAIT_SECONDS)
+    with pytest.raises(RuntimeError, match="planted"):
+        prefill.push.take_outcome()
+    with pytest.raises(RuntimeError, match="planted"):
+        prefill.push.submit(Finish(PrefillRequestId("p")))
