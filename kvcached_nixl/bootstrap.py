@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcached_nixl.compat.names import NIXL_PREFIX, ROOTS, SERVER_LOGGER
+from kvcached_nixl.compat.names import NIXL_PREFIX, ROOTS
 from kvcached_nixl.errors import Refused
-from kvcached_nixl.settings import Gate, read_gate
+from kvcached_nixl.settings import SERVER_LOGGER, Gate, read_gate
 
 if TYPE_CHECKING:
     from kvcached_nixl.hostvmm import Activation

@@ -26,7 +26,10 @@ from typing import Any
 
 from kvcached_nixl.errors import SettingsError
 
-__all__ = ["Gate", "Settings", "TransferMode", "read_gate"]
+__all__ = ["SERVER_LOGGER", "Gate", "Settings", "TransferMode", "read_gate"]
+
+SERVER_LOGGER = "vllm.kvcached_nixl"
+"""A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""
 
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["KVCACHED_NIXL_COMPAT", "KV_TRANSFER", "NIXL_PREFIX", "ROOTS", "SERVER_LOGGER"]
+__all__ = ["KVCACHED_NIXL_COMPAT", "KV_TRANSFER", "NIXL_PREFIX", "ROOTS"]
 
 KV_TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
 
@@ -14,6 +14,3 @@ KVCACHED_NIXL_COMPAT = "kvcached.integration.vllm.nixl_compat"
 
 ROOTS = ("vllm", KVCACHED_NIXL_COMPAT)
 """The import of either is the moment to load the seams; until then this package costs a start nothing but its hooks."""
-
-SERVER_LOGGER = "vllm.kvcached_nixl"
-"""A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""

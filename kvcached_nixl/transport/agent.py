@@ -7,6 +7,7 @@ raise an exception class for each status and give them no common base.
 
 from __future__ import annotations
 
+import contextlib
 from types import MappingProxyType
 from typing import Any
 
@@ -73,10 +74,9 @@ class NixlTransport:
             )
         except Exception as cause:
             raise TransportError(f"a WRITE to {peer} was not made: {cause}") from cause
-        try:
+        # It may have been posted in part even so; its state decides.
+        with contextlib.suppress(Exception):
             self._agent.transfer(handle)
-        except Exception:  # noqa: BLE001 - it may have been posted in part, so its state decides
-            return handle
         return handle
 
     def state(self, handle: Handle) -> State:

@@ -59,9 +59,7 @@ class Network:
 
     def deliver(self, operation: Operation) -> None:
         """Move the bytes of a WRITE, whose notification then goes when its state is asked for; or hand one over."""
-        self.pending.remove(operation)
-        self._move(operation, 1.0)
-        operation.state = State.DONE
+        self._end(operation, State.DONE, 1.0)
         if not operation.is_write:
             self.notify(operation)
 
@@ -74,23 +72,22 @@ class Network:
 
     def drop(self, operation: Operation) -> None:
         """Lose the notification; the bytes of a WRITE arrive."""
-        self.pending.remove(operation)
-        self._move(operation, 1.0)
-        operation.state = State.DONE
+        self._end(operation, State.DONE, 1.0)
         operation.untold = False
 
     def fail(self, operation: Operation, moved: float = 0.0) -> None:
         """End a WRITE with an error after a share of its ranges was ``moved``; lose its notification."""
-        self.pending.remove(operation)
-        self._move(operation, moved)
-        operation.state = State.FAILED
+        self._end(operation, State.FAILED, moved)
 
     def deliver_all(self) -> None:
         """Deliver until nothing is pending, what arises meanwhile included."""
         while self.pending:
             self.deliver(self.pending[0])
 
-    def _move(self, operation: Operation, share: float) -> None:
+    def _end(self, operation: Operation, state: State, share: float) -> None:
+        """Nothing of an operation is under way any more; a ``share`` of its ranges was moved."""
+        self.pending.remove(operation)
+        operation.state = state
         if operation.local is None or operation.remote is None or operation.receiver not in self.agents:
             return
         count = int(len(operation.local) * share)

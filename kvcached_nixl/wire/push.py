@@ -27,6 +27,7 @@ from kvcached_nixl.ids import DecodeRequestId, EngineId
 
 __all__ = [
     "PREFIX",
+    "AttemptKey",
     "Declined",
     "Failed",
     "Malformed",
@@ -45,6 +46,9 @@ __all__ = [
 PREFIX = b"KVNX1:"
 """Starts each notification; vLLM's own start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
 
+AttemptKey: TypeAlias = tuple[str, int]
+"""What names an attempt: its transfer and its number."""
+
 MAX_BLOCK_ID = 2**31 - 1
 
 
@@ -59,7 +63,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank of decode is to be found: its engine, its side channel, its place in the tensor-parallel group."""
+    """Where a rank is to be found: its engine, its side channel, its place in the tensor-parallel group."""
 
     engine_id: EngineId
     host: str
@@ -74,6 +78,10 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _OfAttempt(_Said, frozen=True):
     attempt: int
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.transfer, self.attempt
 
     def __post_init__(self) -> None:
         _require(self.attempt >= 0, "an attempt that is not negative")

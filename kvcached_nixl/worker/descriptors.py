@@ -21,6 +21,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvcached_nixl.transport.base import Ranges
+
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -58,8 +60,8 @@ class Planes:
 class Descriptors:
     """Byte ranges that correspond one to one: (n, 2) arrays of address and length, int64, equal lengths."""
 
-    local: Int64Array
-    remote: Int64Array
+    local: Ranges
+    remote: Ranges
 
     @property
     def total_bytes(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,20 +70,20 @@ def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, *, first_head: int
         LayoutRefused: a cell has holes, or the layers differ in anything but their place.
     """
     bases: dict[int, None] = {}
-    kinds: dict[tuple[int, ...], str] = {}
+    kinds: dict[Planes, str] = {}
     for layer, cache in caches.items():
         element = cache.element_size()
-        cell = cache.shape[-1]
-        head_stride = cache.stride(axes.head) * element if axes.head is not None else cell * element
-        heads = cache.shape[axes.head] if axes.head is not None else 1
-        kind = (
-            cache.stride(axes.block) * element,
-            cache.stride(axes.token) * element,
-            head_stride,
-            cell * element,
-            cache.shape[axes.block],
-            cache.shape[axes.token],
-            heads,
+        cell_bytes = cache.shape[-1] * element
+        kind = Planes(
+            bases=(),
+            block_stride_bytes=cache.stride(axes.block) * element,
+            token_stride_bytes=cache.stride(axes.token) * element,
+            head_stride_bytes=cell_bytes if axes.head is None else cache.stride(axes.head) * element,
+            cell_bytes=cell_bytes,
+            num_blocks=cache.shape[axes.block],
+            block_size=cache.shape[axes.token],
+            num_heads=1 if axes.head is None else cache.shape[axes.head],
+            first_head=first_head,
         )
         kinds.setdefault(kind, layer)
         if cache.stride(-1) != 1 or len(kinds) > 1:
@@ -92,19 +93,6 @@ def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, *, first_head: int
                 consequence="A push would write other bytes than those of the token; the engine stops.",
                 remedy='Use "transfer_mode": "pull" for this model.',
             )
-        halves = cache.shape[axes.kv] if axes.kv is not None else 1
-        for half in range(halves):
-            at = half * cache.stride(axes.kv) * element if axes.kv is not None else 0
-            bases[cache.data_ptr() + at] = None
-    block_stride, token_stride, head_stride, cell_bytes, num_blocks, block_size, heads = next(iter(kinds))
-    return Planes(
-        bases=tuple(bases),
-        block_stride_bytes=block_stride,
-        token_stride_bytes=token_stride,
-        head_stride_bytes=head_stride,
-        cell_bytes=cell_bytes,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_heads=heads,
-        first_head=first_head,
-    )
+        for half in (cache,) if axes.kv is None else cache.unbind(axes.kv):
+            bases[half.data_ptr()] = None
+    return dataclasses.replace(next(iter(kinds)), bases=tuple(bases))

@@ -24,6 +24,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.transport.base import Transport, TransportError
 from kvcached_nixl.wire.push import (
+    AttemptKey,
     Declined,
     Failed,
     Message,
@@ -93,7 +94,7 @@ class PushReceiver:
         self._registration_timeout_seconds = registration_timeout_seconds
         self._repeat_seconds = repeat_seconds
         self._waiting: dict[DecodeRequestId, _Waiting] = {}
-        self._attempts: dict[tuple[str, int], DecodeRequestId] = {}
+        self._attempts: dict[AttemptKey, DecodeRequestId] = {}
         self._ended: list[Ended] = []
         self.dropped: Counter[str] = Counter()
 
@@ -113,10 +114,11 @@ class PushReceiver:
             raise ValueError(f"{request_id}: found {len(found)} contributors; expected some, and one registration")
         waiting = _Waiting(registration, found, self._clock.now_seconds() + self._registration_timeout_seconds)
         self._waiting[request_id] = waiting
-        self._attempts[registration.transfer, registration.attempt] = request_id
+        self._attempts[registration.key] = request_id
+        notification = encode(registration)
         for rank, contributor in found.items():
             try:
-                self._transport.send(contributor.peer, encode(registration))
+                self._transport.send(contributor.peer, notification)
             except TransportError as cause:
                 # It was not told, so it will not write.
                 contributor.gave_up = True
@@ -143,7 +145,7 @@ class PushReceiver:
         if not isinstance(message, (Written, Failed, Withdrawn)):
             self.dropped["not for decode"] += 1
             return
-        request_id = self._attempts.get((message.transfer, message.attempt))
+        request_id = self._attempts.get(message.key)
         if request_id is None:
             self.dropped["unknown attempt"] += 1
             return
@@ -231,7 +233,5 @@ class PushReceiver:
         waiting = self._waiting.get(request_id)
         if waiting is None or not all(contributor.stopped for contributor in waiting.contributors.values()):
             return
-        registration = waiting.registration
-        del self._waiting[request_id]
-        del self._attempts[registration.transfer, registration.attempt]
+        del self._waiting[request_id], self._attempts[waiting.registration.key]
         self._ended.append(Ended(request_id, waiting.failed))

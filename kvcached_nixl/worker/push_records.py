@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transport.base import Handle
 from kvcached_nixl.wire.push import Registration
 
-__all__ = ["Attempt", "AttemptKey", "Memory", "Offer"]
+__all__ = ["Attempt", "Memory", "Offer"]
 
-AttemptKey: TypeAlias = tuple[str, int]
 T = TypeVar("T")
 
 REMEMBERED = 65_536

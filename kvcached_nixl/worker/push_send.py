@@ -26,6 +26,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transport.base import Handle, State, Transport, TransportError
 from kvcached_nixl.wire.push import (
+    AttemptKey,
     Declined,
     Failed,
     Message,
@@ -37,7 +38,7 @@ from kvcached_nixl.wire.push import (
     encode,
 )
 from kvcached_nixl.worker.descriptors import Blocks, Planes, pair
-from kvcached_nixl.worker.push_records import Attempt, AttemptKey, Memory, Offer
+from kvcached_nixl.worker.push_records import Attempt, Memory, Offer
 
 __all__ = ["PushSender"]
 
@@ -219,7 +220,7 @@ class PushSender:
     def _register(self, peer: str, registration: Registration) -> None:
         transfer, rank = registration.transfer, registration.decode.tp_rank
         known = self._attempts.get(transfer, {})
-        if registration.attempt in known or (transfer, registration.attempt) in self._over:
+        if registration.attempt in known or registration.key in self._over:
             self.dropped["doubled or late registration"] += 1
             return
         attempt = Attempt(
@@ -236,8 +237,8 @@ class PushSender:
         attempt = self._attempts.get(message.transfer, {}).get(message.attempt)
         if attempt is None:
             # It is over, or its registration is still on its way and must not be taken in when it comes.
-            self._over.add((message.transfer, message.attempt))
-            answer = Withdrawn(message.transfer, message.attempt, self._tp_rank, self._tp_size)
+            self._over.add(message.key)
+            answer = Withdrawn(*message.key, self._tp_rank, self._tp_size)
             self._answer(peer, message.decode, answer)
         elif attempt.peer == peer:
             attempt.stopping = attempt.stopping or "withdrawn"
@@ -282,8 +283,7 @@ class PushSender:
             for here, there in zip(offer.block_ids, registration.block_ids, strict=True)
         ]
         written = Written(
-            registration.transfer,
-            registration.attempt,
+            *registration.key,
             self._tp_rank,
             self._tp_size,
             attempt.next_index,
@@ -312,7 +312,7 @@ class PushSender:
 
     def _end(self, attempt: Attempt) -> None:
         registration = attempt.registration
-        key = (registration.transfer, registration.attempt)
+        key = registration.key
         siblings = self._attempts[registration.transfer]
         del siblings[registration.attempt]
         if not siblings:

@@ -10,8 +10,8 @@
     stops when    `Push.close` is called; what is in flight then is waited for up to CLOSE_SECONDS
     drops         messages that fit nothing, counted in `Push.dropped`; nothing else
 
-An exception on this thread is a defect. It is kept, every request that waits is failed with it, and the engine's thread
-raises it at its next call: a push never goes on half alive.
+An exception on this thread is a defect. It is kept, and the engine's thread raises it at its next call: a push never
+goes on half alive.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.push import Declined, Malformed, Peer, Registration, Withdrawal, decode, is_push
 from kvcached_nixl.worker.push_commands import (
@@ -42,7 +43,7 @@ from kvcached_nixl.worker.push_send import PushSender
 
 __all__ = ["Push"]
 
-logger = logging.getLogger("vllm.kvcached_nixl")
+logger = logging.getLogger(SERVER_LOGGER)
 
 POLL_SECONDS = 0.001
 IDLE_POLL_SECONDS = 0.02
@@ -151,7 +152,8 @@ class Push:
                 self._wake.clear()
             until = self._clock.now_seconds() + CLOSE_SECONDS
             while self._sender.in_flight and self._clock.now_seconds() < until:
-                self._closing.wait(min(POLL_SECONDS, self.turn()))
+                self._wake.wait(min(POLL_SECONDS, self.turn()))
+                self._wake.clear()
         except BaseException as defect:  # kept for the engine's thread, which raises it
             self._defect = defect
             logger.exception("The push writer has stopped; the engine stops at its next step")

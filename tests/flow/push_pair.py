@@ -16,7 +16,7 @@ import numpy as np
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.transport.memory import MemoryTransport, Network
-from kvcached_nixl.wire.push import Malformed, Peer, Registration, decode, draw_attempt
+from kvcached_nixl.wire.push import Peer, Registration, decode, draw_attempt
 from kvcached_nixl.worker.descriptors import Planes
 from kvcached_nixl.worker.push_receive import PushReceiver
 from kvcached_nixl.worker.push_send import PushSender
@@ -80,6 +80,17 @@ def kv(prompt: int, token: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return ((prompt * 101 + token * 7 + numbers * 13) % 251).astype(np.uint8)
 
 
+def make_sender(transport: MemoryTransport, clock: ManualClock, pool: Pool) -> PushSender:
+    return PushSender(
+        transport, clock, pool.planes, tp_rank=0, tp_size=1,
+        lease_seconds=LEASE_SECONDS, unmatched_seconds=TIMEOUT_SECONDS,
+    )  # fmt: skip
+
+
+def make_receiver(transport: MemoryTransport, clock: ManualClock) -> PushReceiver:
+    return PushReceiver(transport, clock, registration_timeout_seconds=TIMEOUT_SECONDS, repeat_seconds=REPEAT_SECONDS)
+
+
 @dataclass
 class PrefillRequest:
     prompt: int
@@ -94,15 +105,11 @@ class Prefill:
     """The engine around a :class:`PushSender`."""
 
     def __init__(self, network: Network, clock: ManualClock, num_blocks: int = 64) -> None:
-        self.network, self.clock, self.pool = network, clock, Pool(num_blocks)
+        self.network, self.pool = network, Pool(num_blocks)
         self.transport: MemoryTransport = network.agent("prefill")
-        self.sender = PushSender(
-            self.transport, clock, self.pool.planes, tp_rank=0, tp_size=1,
-            lease_seconds=LEASE_SECONDS, unmatched_seconds=TIMEOUT_SECONDS,
-        )  # fmt: skip
+        self.sender = make_sender(self.transport, clock, self.pool)
         self.requests: dict[PrefillRequestId, PrefillRequest] = {}
         self.pinned: dict[PrefillRequestId, list[list[int]]] = {}
-        self.malformed = 0
 
     def start(self, name: str, prompt: int, num_tokens: int, transfer: str) -> PrefillRequestId:
         request_id = PrefillRequestId(name)
@@ -135,10 +142,7 @@ class Prefill:
 
     def step(self, decoder_of: dict[str, Decode]) -> None:
         for peer, notification in self.transport.received():
-            try:
-                self.sender.handle(peer, decode(notification))
-            except Malformed:
-                self.malformed += 1
+            self.sender.handle(peer, decode(notification))
         for peer in self.sender.unknown_peers():
             if peer in self.network.agents and peer in decoder_of:
                 self.transport.add_peer(peer.encode())
@@ -173,14 +177,11 @@ class Decode:
     """The engine around a :class:`PushReceiver`."""
 
     def __init__(self, network: Network, clock: ManualClock, num_blocks: int = 64) -> None:
-        self.network, self.clock, self.pool = network, clock, Pool(num_blocks)
+        self.network, self.pool = network, Pool(num_blocks)
         self.transport: MemoryTransport = network.agent("decode")
-        self.receiver = PushReceiver(
-            self.transport, clock, registration_timeout_seconds=TIMEOUT_SECONDS, repeat_seconds=REPEAT_SECONDS
-        )
+        self.receiver = make_receiver(self.transport, clock)
         self.requests: dict[DecodeRequestId, DecodeRequest] = {}
         self.outcome = Outcome()
-        self.malformed = 0
 
     def register(self, name: str, prompt: int, num_tokens: int, transfer: str, cached_tokens: int = 0) -> None:
         request_id = DecodeRequestId(name)
@@ -207,10 +208,7 @@ class Decode:
 
     def step(self) -> None:
         for peer, notification in self.transport.received():
-            try:
-                self.receiver.handle(peer, decode(notification))
-            except Malformed:
-                self.malformed += 1
+            self.receiver.handle(peer, decode(notification))
         self.receiver.tick()
         for peer in self.receiver.silent_peers():
             # The probe of the side channel finds out whether a silent prefill is dead.
@@ -232,9 +230,9 @@ class Decode:
 class Pair:
     """Both engines on one network and one clock. ``settle`` lets everything that can happen happen."""
 
-    def __init__(self, *, immediate: bool = False) -> None:
+    def __init__(self) -> None:
         self.clock = ManualClock()
-        self.network = Network(immediate=immediate)
+        self.network = Network()
         self.prefill, self.decode = Prefill(self.network, self.clock), Decode(self.network, self.clock)
 
     @property

@@ -7,7 +7,7 @@ import pytest
 from chaos import Chaos
 from push_pair import LEASE_SECONDS, TIMEOUT_SECONDS, Pair
 
-from kvcached_nixl.ids import DecodeRequestId
+from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.push import Registration, Withdrawal, decode, encode
 
 CHAOS_RUNS = 400
@@ -17,6 +17,14 @@ TOKENS = 18
 @pytest.fixture
 def pair() -> Pair:
     return Pair()
+
+
+def matched(pair: Pair) -> PrefillRequestId:
+    """A request that both sides know of, of which nothing is computed yet."""
+    pair.decode.register("d", 1, TOKENS, "t")
+    request = pair.prefill.start("p", 1, TOKENS, "t")
+    pair.settle()
+    return request
 
 
 @pytest.mark.parametrize("cached_tokens", [0, 8])
@@ -68,9 +76,7 @@ def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
 
 def test_prefill_that_is_aborted_fails_the_request_and_waits_for_its_writes(pair: Pair) -> None:
     """Its blocks are read until the WRITE has ended, and free after."""
-    pair.decode.register("d", 1, TOKENS, "t")
-    request = pair.prefill.start("p", 1, TOKENS, "t")
-    pair.settle()
+    request = matched(pair)
     pair.prefill.compute(request, 12)
     pair.step()
     pair.prefill.abort(request)
@@ -84,9 +90,7 @@ def test_prefill_that_is_aborted_fails_the_request_and_waits_for_its_writes(pair
 
 def test_decode_that_is_aborted_keeps_its_blocks_until_prefill_has_stopped(pair: Pair) -> None:
     """vllm#48633, C1: a WRITE in flight would land in blocks of another request."""
-    pair.decode.register("d", 1, TOKENS, "t")
-    request = pair.prefill.start("p", 1, TOKENS, "t")
-    pair.settle()
+    request = matched(pair)
     pair.prefill.compute(request, 12)
     pair.step()
     (write,) = pair.network.pending
@@ -123,9 +127,7 @@ def test_a_withdrawal_that_overtakes_its_registration_wins(pair: Pair) -> None:
 
 
 def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_on_in_new_ones(pair: Pair) -> None:
-    pair.decode.register("d", 1, TOKENS, "t")
-    request = pair.prefill.start("p", 1, TOKENS, "t")
-    pair.settle()
+    request = matched(pair)
     pair.prefill.compute(request, 12)
     pair.step()
     pair.prefill.preempt(request)
@@ -141,9 +143,7 @@ def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_o
 
 
 def test_a_write_that_fails_fails_the_request(pair: Pair) -> None:
-    pair.decode.register("d", 1, TOKENS, "t")
-    request = pair.prefill.start("p", 1, TOKENS, "t")
-    pair.settle()
+    request = matched(pair)
     pair.prefill.compute(request, TOKENS)
     pair.step()
     pair.network.fail(pair.network.pending[0], moved=0.5)
@@ -154,9 +154,7 @@ def test_a_write_that_fails_fails_the_request(pair: Pair) -> None:
 
 def test_a_write_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:
     """vllm#50754: prefill tells decode, instead of leaving it to wait."""
-    pair.decode.register("d", 1, TOKENS, "t")
-    request = pair.prefill.start("p", 1, TOKENS, "t")
-    pair.settle()
+    request = matched(pair)
     pair.prefill.transport.refuse_writes = True
     pair.prefill.compute(request, TOKENS)
     pair.settle()
@@ -213,9 +211,7 @@ def test_prefill_that_dies_fails_the_request_within_the_timeout(pair: Pair, mome
 
 
 def test_decode_that_dies_leaves_nothing_on_prefill(pair: Pair) -> None:
-    pair.decode.register("d", 1, TOKENS, "t")
-    request = pair.prefill.start("p", 1, TOKENS, "t")
-    pair.settle()
+    request = matched(pair)
     pair.prefill.compute(request, 8)
     pair.step()
     pair.network.kill("decode")

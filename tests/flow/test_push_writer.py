@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from push_pair import BLOCK_SIZE, LEASE_SECONDS, REPEAT_SECONDS, TIMEOUT_SECONDS, Pool
+from push_pair import BLOCK_SIZE, TIMEOUT_SECONDS, Pool, make_receiver, make_sender
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
@@ -26,13 +26,10 @@ from kvcached_nixl.worker.push_commands import (
     Stop,
     Withdraw,
 )
-from kvcached_nixl.worker.push_receive import PushReceiver
-from kvcached_nixl.worker.push_send import PushSender
 from kvcached_nixl.worker.push_writer import IDLE_POLL_SECONDS, POLL_SECONDS, PROBE_SECONDS, Push
 
 WAIT_SECONDS = 20.0
 TOKENS = 10
-P, D = DecodeRequestId, DecodeRequestId
 
 
 class Engine:
@@ -43,13 +40,8 @@ class Engine:
         self.address = Peer(EngineId(name), "127.0.0.1", 1, 1, 0)
         self.pool = Pool(32)
         self.transport: MemoryTransport = cluster.network.agent(name)
-        sender = PushSender(
-            self.transport, cluster.clock, self.pool.planes, tp_rank=0, tp_size=1,
-            lease_seconds=LEASE_SECONDS, unmatched_seconds=TIMEOUT_SECONDS,
-        )  # fmt: skip
-        receiver = PushReceiver(
-            self.transport, cluster.clock, registration_timeout_seconds=TIMEOUT_SECONDS, repeat_seconds=REPEAT_SECONDS
-        )
+        sender = make_sender(self.transport, cluster.clock, self.pool)
+        receiver = make_receiver(self.transport, cluster.clock)
         self.push = Push(self.transport, cluster.clock, sender, receiver, cluster.connect)
         self.seen = Outcome()
 
@@ -78,7 +70,10 @@ class Engine:
 
 
 class Cluster:
-    """Engines that find each other by name. ``held`` names those whose handshake hangs until it is emptied."""
+    """Engines that find each other by name.
+
+    ``hung`` holds back the handshake with an engine; ``gone`` names those that nobody answers for.
+    """
 
     def __init__(self) -> None:
         self.network, self.clock = Network(immediate=True), ManualClock()

@@ -10,6 +10,12 @@ from typing import Any
 from kv_probe import KvProbe
 
 
+def _connector_worker() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().connector_worker
+
+
 def _stock_function(bound: Any) -> Any:
     """The function below every wrapper of a bound method."""
     return inspect.unwrap(bound.__func__ if inspect.ismethod(bound) else bound)
@@ -20,9 +26,7 @@ class CostProbe(KvProbe):
 
     def kv_probe_registration(self) -> dict[str, Any]:
         """Regions, blocks per region and descriptors this worker registered."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker = get_kv_transfer_group().connector_worker
+        worker = _connector_worker()
         return {
             "regions": worker.num_regions,
             "num_blocks": worker.num_blocks,
@@ -31,9 +35,7 @@ class CostProbe(KvProbe):
 
     def kv_probe_forget_peers(self) -> dict[str, Any]:
         """Let go of every remote agent, as the worker itself does when it shuts down: the next hand-over is cold."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker = get_kv_transfer_group().connector_worker
+        worker = _connector_worker()
         peers = list(worker._remote_agents)
         for peer in peers:
             if hasattr(worker, "_cleanup_remote_engine"):  # vLLM >= 0.24
@@ -51,9 +53,7 @@ class CostProbe(KvProbe):
 
         The two are timed in turns so that a busy machine slows both.
         """
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker = get_kv_transfer_group().connector_worker
+        worker = _connector_worker()
         wrapped, stock = worker.get_finished, _stock_function(type(worker).get_finished)
         spent = {"wrapped": 0.0, "stock": 0.0}
         for _ in range(calls):
