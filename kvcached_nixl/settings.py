@@ -8,7 +8,10 @@ Environment:
 
 kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM):
 
-    transfer_mode        "pull": decode reads from prefill. The default. "push" is refused for now.
+    transfer_mode        "pull": decode reads from prefill, when prefill has ended. The default.
+                         "push": prefill writes into decode, while prefill still computes. Equal on both sides.
+    push_registration_timeout    seconds that decode waits for prefill to have written everything, and prefill for the
+                         request that decode registered for; 120 by default
     kv_lease_duration    seconds that prefill keeps a finished request's blocks for decode, 30 by default, where the
                          installed vLLM has leases
     host_buffer_gib      refused for now
@@ -32,6 +35,7 @@ SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""
 
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
+DEFAULT_PUSH_REGISTRATION_TIMEOUT_SECONDS = 120.0
 
 
 class Gate(Enum):
@@ -75,12 +79,14 @@ class Settings:
     """The extra configuration of one connector.
 
     Attributes:
-        transfer_mode: always `TransferMode.PULL` for now.
+        transfer_mode: who moves the bytes.
         kv_lease_duration_seconds: how long prefill keeps blocks without hearing from decode.
+        push_registration_timeout_seconds: after which a registration that was not served fails, on either side.
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
     kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
+    push_registration_timeout_seconds: float = DEFAULT_PUSH_REGISTRATION_TIMEOUT_SECONDS
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -111,7 +117,18 @@ class Settings:
         )
         return cls(
             transfer_mode=_transfer_mode(extra_config),
-            kv_lease_duration_seconds=_lease_duration_seconds(extra_config),
+            kv_lease_duration_seconds=_seconds(
+                extra_config,
+                "kv_lease_duration",
+                DEFAULT_LEASE_DURATION_SECONDS,
+                "Blocks would be reused while decode still reads them, or never be given back.",
+            ),
+            push_registration_timeout_seconds=_seconds(
+                extra_config,
+                "push_registration_timeout",
+                DEFAULT_PUSH_REGISTRATION_TIMEOUT_SECONDS,
+                "Requests would fail before prefill can serve them, or wait for ever.",
+            ),
         )
 
 
@@ -124,23 +141,17 @@ def _require(extra_config: Mapping[str, Any], key: str, only: bool, consequence:
 
 def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:
     value = extra_config.get("transfer_mode", TransferMode.PULL.value)
-    if value == TransferMode.PULL.value:
-        return TransferMode.PULL
-    if value == TransferMode.PUSH.value:
-        raise _bad("transfer_mode", value, '"pull": push is not provided yet', "Blocks would be pulled all the same.")
-    raise _bad("transfer_mode", value, '"pull"', "It is not known who is to move the blocks.")
+    try:
+        return TransferMode(value)
+    except ValueError:
+        raise _bad("transfer_mode", value, '"pull" or "push"', "It is not known who is to move the blocks.") from None
 
 
-def _lease_duration_seconds(extra_config: Mapping[str, Any]) -> float:
-    value = extra_config.get("kv_lease_duration", DEFAULT_LEASE_DURATION_SECONDS)
+def _seconds(extra_config: Mapping[str, Any], key: str, default: float, consequence: str) -> float:
+    value = extra_config.get(key, default)
     # bool is an int: "kv_lease_duration": true would be a lease of one second.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise _bad(
-            "kv_lease_duration",
-            value,
-            "a finite number of seconds above 0",
-            "Blocks would be reused while decode still reads them, or never be given back.",
-        )
+        raise _bad(key, value, "a finite number of seconds above 0", consequence)
     return float(value)
 
 

@@ -8,9 +8,11 @@ three cannot drift apart. ``tests/contract/test_kvcached_layouts.py`` compares i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+
+from kvcached_nixl.worker.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,12 @@ class Geometry:
             "packed": (num_blocks, heads, size, 2 * width),
             "mla": (num_blocks, size, heads * width),
         }[self.era]
+
+    def axes(self) -> Axes:
+        """What the backend's dimensions count."""
+        numbers = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
+        probed = replace(self, block_size=numbers["block_size"], num_kv_heads=numbers["num_heads"], head_size=80)
+        return Axes.from_probe(probed.shape(numbers["num_blocks"]), **numbers)
 
     def layer_names(self) -> list[str]:
         return [

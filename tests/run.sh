@@ -13,9 +13,9 @@ Sets up what it needs (experiments/env.sh) and runs the tests; without arguments
   flow       whole requests in one process, with injected faults                      seconds
   repo       the repository about itself: layering, tables in the README              seconds
   install    every door and order of activation, each in a process of its own         minutes
+  gpu        what only a GPU can show; skipped with its reason elsewhere
   contract   what is assumed of vLLM, kvcached and NIXL; real NIXL agents             minutes, on each vLLM version
   e2e        real servers, and the quick byte-equivalence run                         minutes, on each vLLM version
-  gpu        what only a GPU can show; skipped with its reason elsewhere
 
 KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the versions (both by default).
 exit status: 0 all passed; 1 a test failed; 2 the set-up failed
@@ -26,7 +26,7 @@ case ${1:-} in
 -h | --help) usage; exit 0 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-known=(lint unit flow repo install contract e2e gpu)
+known=(lint unit flow repo install gpu contract e2e)
 tiers=("$@")
 [[ ${#tiers[@]} -gt 0 ]] || tiers=("${known[@]}")
 for tier in "${tiers[@]}"; do
@@ -48,6 +48,9 @@ environment() { # VERSION -> sets $venv
     venv=${environments[$1]}
 }
 
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
+ran_pytest=0
 failed=()
 run() { # NAME COMMAND...
     local name=$1
@@ -63,7 +66,8 @@ run() { # NAME COMMAND...
 }
 pytest() { # VERSION TIER [OPTION...]
     environment "$1"
-    run "$2, vLLM $1" "$venv/bin/python" -m pytest -q "tests/$2" "${@:3}"
+    ran_pytest=1
+    run "$2, vLLM $1" "$venv/bin/python" -m pytest -q --junitxml="$reports/$2-$1.xml" "tests/$2" "${@:3}"
 }
 # A warning of ours is an error; tiers that import vLLM, torch and NIXL cannot answer for theirs.
 foreign=(-W default)
@@ -89,6 +93,10 @@ for tier in "${tiers[@]}"; do
 done
 
 printf '\n'
+# A tier may be skipped as a whole (gpu); a run in which everything was skipped has shown nothing.
+if [[ $ran_pytest -eq 1 ]]; then
+    "$venv/bin/python" tests/totals.py "$reports" || [[ "${tiers[*]}" == gpu ]] || failed+=("no test was run")
+fi
 if [[ ${#failed[@]} -gt 0 ]]; then
     printf 'failed: %s\n' "${failed[@]}"
     exit 1

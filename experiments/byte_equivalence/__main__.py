@@ -60,7 +60,7 @@ def main(options: cli.Options) -> int:
         "options": {"vllm": options.vllm, "mode": options.mode, "quick": options.quick, "arm": options.arm},
     }
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
-    if options.arm is None:
+    if options.arm is None and options.mode is None:
         last = f"last-{options.vllm}{'-quick' if options.quick else ''}.json"
         write_json(RESULTS / last, {**content, "checks": checks.summary()})
     return status

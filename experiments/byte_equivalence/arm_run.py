@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.byte_equivalence.arms import Order
 from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
 from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client
@@ -17,6 +19,8 @@ from experiments.common.servers import Server
 MAX_TOKENS = 64
 CONCURRENCY = 32
 SHUFFLE_SEED = 11
+SENT_SECONDS = 20.0
+"""How long P may take to report what it has sent."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +84,35 @@ class SingleRun:
 
 
 class PairRun:
-    """A prefill and a decode server."""
+    """A prefill and a decode server, asked in one ``order``. ``pushes``: P writes, and gives memory back by itself."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, *, pushes: bool = False) -> None:
         self.pair = pair
+        self.pushes = pushes
+        self.order: Order = "P first"
+
+    @property
+    def slug(self) -> str:
+        """The order, for request ids."""
+        return self.order.replace(" ", "-")
 
     async def arm(self) -> dict[str, Any]:
-        """Start recording on D; return the geometry of D's KV tensors."""
+        """Start recording on both sides; return the geometry of D's KV tensors."""
         for side in (self.pair.prefill, self.pair.decode):
-            await side.probe("calm")
-        await self.pair.decode.probe("arm")
+            await side.probe("arm")
         return await self.pair.decode.probe("geometry")
 
-    async def _records(self) -> list[dict[str, Any]]:
+    async def _observe(self, seen: Sequence[HandOver]) -> list[Observation]:
+        """Pair what was answered with what both sides recorded of it."""
         taken = await self.pair.decode.probe("take")
         if taken["pending"]:
-            raise AnswerError(f"found {taken['pending']} transfers unfinished on D after every answer; expected none.")
-        records: list[dict[str, Any]] = taken["records"]
-        return records
+            raise AnswerError(f"found {taken['pending']} unfinished on D after every answer; expected nothing.")
+        sent: list[dict[str, Any]] = []
+        awaited = {one.transfer for one in seen} if self.pushes else set()
+        deadline = time.monotonic() + SENT_SECONDS
+        while awaited - {one["transfer"] for one in sent} and time.monotonic() < deadline:
+            sent += (await self.pair.prefill.probe("take"))["sent"]
+        return match_records(seen, taken["records"], sent)
 
     async def _one(
         self,
@@ -108,7 +123,8 @@ class PairRun:
         max_tokens: int = MAX_TOKENS,
         decode_salt: str | None = None,
     ) -> HandOver:
-        return await self.pair.hand_over(
+        hand_over = self.pair.hand_over if self.order == "P first" else self.pair.decode_first
+        return await hand_over(
             list(prompt.token_ids), max_tokens=max_tokens, salt=salt, decode_salt=decode_salt, request_id=request_id
         )
 
@@ -118,7 +134,7 @@ class PairRun:
         for place, prompt in enumerate(prompts):
             progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
             seen.append(await self._one(prompt, prompt.salt(run), f"{run}-{place}"))
-        return match_records(seen, await self._records())
+        return await self._observe(seen)
 
     async def concurrent(
         self,
@@ -142,9 +158,10 @@ class PairRun:
             these = shuffler.sample(prompts, len(prompts))
             shuffled += these
             seen += await self._round(these, f"{run}-{number}", hold_blocks, progress)
-            await self._step_prefill(f"{run}-{number}-step")
+            if not self.pushes:
+                await self._step_prefill(f"{run}-{number}-step")
             await settle()
-        return list(zip(shuffled, match_records(seen, await self._records()), strict=True))
+        return list(zip(shuffled, await self._observe(seen), strict=True))
 
     async def _step_prefill(self, name: str) -> None:
         """Make P take two steps: an idle engine reads no notices, so it holds what D has read until its next step."""
@@ -159,6 +176,8 @@ class PairRun:
         async def one(place: int, prompt: Prompt) -> HandOver:
             names = {"salt": prompt.salt(run), "request_id": f"{run}-{place}"}
             async with places:
+                if self.order == "D first":
+                    return await self.pair.decode_first(list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
                 offer = await self.pair.prefill_only(list(prompt.token_ids), **names)
                 held.append(sum(len(group) for group in offer.block_ids))
                 if sum(held) >= hold_blocks or len(held) >= min(CONCURRENCY, len(prompts)):
@@ -175,7 +194,7 @@ class PairRun:
         """Hand ``prompt`` over with ``corruption`` done to the blocks that D receives."""
         await self.pair.decode.probe("plant", corruption.kind, corruption.block)
         handed = await self._one(prompt, prompt.salt(run), prompt.salt(run).replace(" ", "-"))
-        (seen,) = match_records([handed], await self._records())
+        (seen,) = await self._observe([handed])
         if seen.record is None or seen.record["planted"] != corruption.kind:
             raise AnswerError(
                 f"{corruption.words}: found no corrupted transfer in D's records; the harness proves nothing."
@@ -191,7 +210,7 @@ class PairRun:
 
         async def answer(name: str) -> Answer:
             handed = await self._one(prompt, run, f"{run}-{name}", max_tokens=8, decode_salt=f"{run}-{name}")
-            (seen,) = match_records([handed], await self._records())
+            (seen,) = await self._observe([handed])
             if seen.record is None or [len(group) for group in seen.record["digests"]] != [blocks]:
                 raise AnswerError(f"{name}: found a transfer of another size; expected all {blocks} blocks to travel.")
             return handed.answer
@@ -209,13 +228,19 @@ class PairRun:
 
 
 def with_clients(
-    servers: Sequence[Server], work: Callable[[SingleRun | PairRun], Any], concurrency: int = CONCURRENCY
+    servers: Sequence[Server],
+    work: Callable[[SingleRun | PairRun], Any],
+    concurrency: int = CONCURRENCY,
+    *,
+    pushes: bool = False,
 ) -> Any:
     """Run the coroutine function ``work`` against one server or a pair, in an event loop of its own."""
 
     async def run() -> Any:
         async with http_client(concurrency) as http:
             clients = [Client(server.base_url, http) for server in servers]
-            return await work(SingleRun(clients[0]) if len(clients) == 1 else PairRun(Pair(*clients)))
+            if len(clients) == 1:
+                return await work(SingleRun(clients[0]))
+            return await work(PairRun(Pair(*clients, servers[0].coordinates), pushes=pushes))
 
     return asyncio.run(run())

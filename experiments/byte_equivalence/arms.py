@@ -6,20 +6,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from experiments.common.servers import ServerSpec
 
 SINGLE = "single"
+Order = Literal["P first", "D first"]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of serving. ``mode`` is ``single`` or the transfer mode; ``environment`` is what makes it this arm."""
+    """One way of serving. ``mode`` is ``single`` or the transfer mode; ``environment`` is what makes it this arm.
+
+    ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
+    first, so that they travel while P computes.
+    """
 
     name: str
     mode: str
     connector: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    orders: tuple[Order, ...] = ("P first",)
 
     @property
     def kvcached(self) -> bool:
@@ -41,6 +48,8 @@ def _kvcached(*, contiguous: bool) -> dict[str, str]:
     return {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true" if contiguous else "false"}
 
 
+PUSH = _connector(transfer_mode="push")
+BOTH_ORDERS: tuple[Order, ...] = ("P first", "D first")
 REFERENCE = Arm("single instance, stock", SINGLE)
 STOCK_PULL = Arm("stock P/D, pull", "pull", _connector())
 ARMS: tuple[Arm, ...] = (
@@ -48,6 +57,8 @@ ARMS: tuple[Arm, ...] = (
     STOCK_PULL,
     Arm("kvcached P/D, non-contiguous, pull", "pull", _connector(), _kvcached(contiguous=False)),
     Arm("kvcached P/D, contiguous, pull", "pull", _connector(), _kvcached(contiguous=True)),
+    Arm("kvcached P/D, non-contiguous, push", "push", PUSH, _kvcached(contiguous=False), BOTH_ORDERS),
+    Arm("kvcached P/D, contiguous, push", "push", PUSH, _kvcached(contiguous=True), BOTH_ORDERS),
 )
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
 

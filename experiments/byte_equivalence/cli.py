@@ -23,6 +23,8 @@ arms:
   stock P/D                            the same connector without kvcached
   kvcached P/D, non-contiguous         one region per layer, K and V apart
   kvcached P/D, contiguous             all layers of a block side by side
+  each of the two: pull; and push in both orders: P first (blocks travel as a whole when P has computed everything)
+  and D first (they travel while P computes, chunk by chunk)
 
 exit status:
   0  everything equal, every corruption caught, kvcached really unmapped and remapped
@@ -31,7 +33,7 @@ exit status:
 
 examples:
   bash experiments/byte_equivalence/run.sh                    vLLM 0.19.1, all arms, one at a time and 32 at a time
-  bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, a few minutes
+  bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, ten minutes
   bash experiments/byte_equivalence/run.sh --vllm 0.28.0
   bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name holds the word (and the reference)
 
@@ -55,8 +57,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--mode", metavar="M", help="only arms of this transfer mode, for example pull (all)")
-    parser.add_argument("--quick", action="store_true", help="float32 only and fewer zeroed blocks: under 5 minutes")
+    parser.add_argument("--mode", metavar="M", help="only arms of one transfer mode, pull or push; as for --arm")
+    parser.add_argument("--quick", action="store_true", help="float32 only and fewer zeroed blocks")
     parser.add_argument("--arm", metavar="WORD", help="only arms whose name holds WORD; writes no last-VERSION.json")
     found = parser.parse_args(arguments)
     return Options(vllm=found.vllm, mode=found.mode, quick=found.quick, arm=found.arm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from experiments.common.client import Answer, HandOver
@@ -84,7 +84,7 @@ def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_receiv
     if record is None:
         return [Difference(prompt, "hand-over", "D recorded no transfer: it computed the prompt itself")]
     differences = []
-    if record["remote_block_ids"] != sent.sent_block_ids:
+    if record["remote_block_ids"] not in (None, sent.sent_block_ids):
         text = f"D read from {record['remote_block_ids']}, P offered {sent.sent_block_ids}"
         differences.append(Difference(prompt, "hand-over", text))
     groups = zip(sent.sent_digests, record["digests"], strict=False)
@@ -116,10 +116,21 @@ def compare_senders(prompt: str, expected: HandOver, found: HandOver, full_block
     return []
 
 
-def match_records(hand_overs: Sequence[HandOver], records: Sequence[Mapping[str, Any]]) -> list[Observation]:
-    """Pair each hand-over with D's record of it, by the id the request has on P."""
-    by_request = {record["remote_request_id"]: record for record in records}
-    return [Observation(hand_over, by_request.get(hand_over.remote_request_id)) for hand_over in hand_overs]
+def match_records(
+    hand_overs: Sequence[HandOver],
+    records: Sequence[Mapping[str, Any]],
+    sent: Sequence[Mapping[str, Any]] = (),
+) -> list[Observation]:
+    """Pair each hand-over with D's record of it, and with P's where the client could not look at P's blocks."""
+    received = {record["transfer"]: record for record in records}
+    pushed = {record["transfer"]: record for record in sent}
+    seen = []
+    for hand_over in hand_overs:
+        ours = pushed.get(hand_over.transfer)
+        if ours is not None and not hand_over.sent_digests:
+            hand_over = replace(hand_over, sent_block_ids=ours["block_ids"], sent_digests=ours["digests"])
+        seen.append(Observation(hand_over, received.get(hand_over.transfer)))
+    return seen
 
 
 def catches(

@@ -154,11 +154,14 @@ class Harness:
                 await self._plant(arm, phase, run, baseline)
                 if phase.sequential:
                     await self._depend(arm, phase, run)
-                    await self._sequential(arm, phase, run, baseline, geometry)
-                if phase.concurrent:
-                    await self._concurrent(arm, phase, run, baseline, geometry, servers)
+                for order in arm.orders:
+                    run.order = order
+                    if phase.sequential:
+                        await self._sequential(arm, phase, run, baseline, geometry)
+                    if phase.concurrent:
+                        await self._concurrent(arm, phase, run, baseline, geometry, servers)
 
-            with_clients(servers, work)
+            with_clients(servers, work, pushes=arm.mode == "push")
 
     async def _plant(self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline) -> None:
         tolerance = LOGPROB_TOLERANCE[phase.dtype]
@@ -199,7 +202,8 @@ class Harness:
     async def _sequential(
         self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline, geometry: Mapping[str, Any]
     ) -> None:
-        seen = await run.sequential(self.prompts, "sequential", self.narrator.update)
+        name = named(phase, arm, run)
+        seen = await run.sequential(self.prompts, f"sequential-{run.slug}", self.narrator.update)
         tolerance = LOGPROB_TOLERANCE[phase.dtype]
         answers: list[Difference] = []
         blocks: list[Difference] = []
@@ -218,7 +222,7 @@ class Harness:
         self._row(
             compared(
                 arm.name,
-                f"{phase.name}: tokens and log-probabilities ({phase.dtype})",
+                f"{name}: tokens and log-probabilities ({phase.dtype})",
                 answers,
                 f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance",
                 largest_gap_nats=gap,
@@ -228,7 +232,7 @@ class Harness:
         self._row(
             compared(
                 arm.name,
-                f"{phase.name}: SHA-256 of KV blocks, sent and received",
+                f"{name}: SHA-256 of KV blocks, sent and received",
                 blocks,
                 f"{received} blocks of {shape['block_bytes']} bytes travelled, KV tensor {shape['shape']}",
                 blocks=received,
@@ -240,7 +244,7 @@ class Harness:
             return
         if baseline.stock:
             outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
-            self._row(compared(arm.name, f"{phase.name}: exactly as stock P/D", exact, outcome))
+            self._row(compared(arm.name, f"{name}: exactly as stock P/D", exact, outcome))
         elif not arm.kvcached:
             baseline.stock = seen
 
@@ -254,11 +258,12 @@ class Harness:
         servers: Sequence[Server],
     ) -> None:
         page_group_bytes = KVCACHED_PAGE_BYTES * self.shape.layers * 2
+        name = named(phase, arm, run)
         memory = PoolMemory([server.identity for server in servers] if arm.kvcached else [], page_group_bytes)
         with memory:
             seen = await run.concurrent(
                 self.prompts,
-                "concurrent",
+                f"concurrent-{run.slug}",
                 rounds=phase.rounds,
                 hold_blocks=int(HELD_PAGES * page_group_bytes) // geometry["groups"][0]["block_bytes"],
                 settle=memory.settle,
@@ -274,7 +279,7 @@ class Harness:
         self._row(
             compared(
                 arm.name,
-                f"{phase.name}: tokens, 32 at a time ({phase.dtype})",
+                f"{name}: tokens, 32 at a time ({phase.dtype})",
                 answers,
                 f"{len(seen)} shuffled requests",
             )
@@ -283,7 +288,7 @@ class Harness:
         self._row(
             compared(
                 arm.name,
-                f"{phase.name}: SHA-256 of KV blocks, 32 at a time",
+                f"{name}: SHA-256 of KV blocks, 32 at a time",
                 blocks,
                 f"{received} blocks travelled",
                 blocks=received,
@@ -291,9 +296,16 @@ class Harness:
         )
         for server, pages, resting in zip(servers, memory.counts(), memory.resting(), strict=False):
             side = server.spec.name.rsplit("-", 1)[-1]
-            self._row(remapped(arm.name, f"{phase.name}: kvcached remapped during the run ({side})", pages))
-            what = f"{phase.name}: memory came back after every round ({side})"
+            # When D is asked first, P holds a request no longer than it computes it: one page group is enough.
+            if run.order == "P first" or side == "decode":
+                self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", pages))
+            what = f"{name}: memory came back after every round ({side})"
             self._row(came_back(arm.name, what, resting, page_group_bytes))
+
+
+def named(phase: Phase, arm: Arm, run: PairRun) -> str:
+    """Return what a row is about: its phase, and the order where an arm has several."""
+    return phase.name if len(arm.orders) == 1 else f"{phase.name}, {run.order}"
 
 
 def count_received(seen: Sequence[Observation]) -> int:

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from kvcached_nixl.wire.params import transfer_of
+
 REQUEST_TIMEOUT_SECONDS = 180.0
+LOOK_SECONDS = 0.02
 TOP_LOGPROBS = 5
 
 
@@ -29,12 +34,12 @@ class Answer:
 class HandOver:
     """One request through P and D.
 
-    ``sent_block_ids`` and ``sent_digests`` are per KV-cache group, read from P's memory after its answer and before D
-    was asked (P holds the blocks until D has read them).
+    ``transfer`` is what the KV probe's records call it. ``sent_block_ids`` and ``sent_digests`` are per KV-cache group,
+    read from P's memory while P held the blocks for D; empty where only P's own records can tell (D was asked first).
     """
 
     answer: Answer
-    remote_request_id: str
+    transfer: str
     sent_block_ids: list[list[int]]
     sent_digests: list[list[str]]
 
@@ -46,6 +51,11 @@ class Offer:
     params: dict[str, Any]
     block_ids: list[list[int]]
     digests: list[list[str]]
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether P writes the blocks into D, rather than D reading them."""
+        return self.params.get("transfer_mode") == "push"
 
 
 def per_group(block_ids: list[Any]) -> list[list[int]]:
@@ -130,10 +140,14 @@ def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode server, and the router's part between them."""
+    """A prefill and a decode server, and the router's part between them.
+
+    ``coordinates`` is where D finds P; needed where D is asked first.
+    """
 
     prefill: Client
     decode: Client
+    coordinates: Mapping[str, object] = field(default_factory=dict)
 
     async def prefill_only(self, prompt: list[int], *, salt: str, request_id: str) -> Offer:
         """Prefill on P and read the digests of the blocks it now holds for D."""
@@ -166,7 +180,7 @@ class Pair:
         )
         return HandOver(
             answer=read_answer(decoded, max_tokens),
-            remote_request_id=offer.params["remote_request_id"],
+            transfer=transfer_of(offer.params, "") if offer.is_pushed else offer.params["remote_request_id"],
             sent_block_ids=offer.block_ids,
             sent_digests=offer.digests,
         )
@@ -179,6 +193,38 @@ class Pair:
         return await self.decode_offered(
             offer, prompt, max_tokens=max_tokens, salt=decode_salt or salt, request_id=request_id
         )
+
+    async def decode_first(
+        self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str, decode_salt: str | None = None
+    ) -> HandOver:
+        """Ask D, wait until its connector has registered the request, and only then ask P."""
+        transfer = {"transfer_id": request_id}
+        decoding = asyncio.create_task(
+            self.decode.complete(
+                prompt,
+                max_tokens=max_tokens,
+                salt=decode_salt or salt,
+                request_id=f"{request_id}-decode",
+                kv_transfer_params={**self.coordinates, **transfer, "do_remote_prefill": True},
+            )
+        )
+        name = transfer_of(transfer, "")
+        try:
+            while name not in (await self.decode.probe("pending"))["pending"]:
+                if decoding.done():
+                    # It raises if D answered with an error, and the caller sees what a missing record means if not.
+                    return HandOver(read_answer(decoding.result(), max_tokens), name, [], [])
+                await asyncio.sleep(LOOK_SECONDS)
+            await self.prefill.complete(
+                prompt,
+                max_tokens=1,
+                salt=salt,
+                request_id=f"{request_id}-prefill",
+                kv_transfer_params={**transfer, "do_remote_decode": True},
+            )
+            return HandOver(read_answer(await decoding, max_tokens), name, [], [])
+        finally:
+            decoding.cancel()
 
 
 def http_client(concurrency: int) -> httpx.AsyncClient:

@@ -21,32 +21,34 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model is made from. ``head_dim`` is ``hidden / heads``; sizes are in elements.
+    """What a model is made from; sizes are in elements. ``head_size`` 0 stands for ``hidden / heads``.
 
-    ``sliding_window_tokens`` makes every second layer attend to that many tokens only, so that vLLM plans two
-    KV-cache groups; 0 gives full attention everywhere.
+    ``sliding_window_tokens`` makes layers attend to that many tokens only, all but one of ``full_attention_every``;
+    vLLM plans two KV-cache groups for them unless its hybrid manager is disabled. 0 gives full attention everywhere.
     """
 
     layers: int = 4
     hidden: int = 256
     heads: int = 8
     kv_heads: int = 4
+    head_size: int = 0
     intermediate: int = 512
     vocabulary: int = 512
     max_positions: int = 4096
     sliding_window_tokens: int = 0
+    full_attention_every: int = 2
     seed: int = 20260
     deviation: float = 0.08
 
     @property
     def head_dim(self) -> int:
         """Elements per attention head."""
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     @property
     def family(self) -> str:
-        """``qwen2``, or ``llama`` where layers differ in their attention window."""
-        return "llama" if self.sliding_window_tokens else "qwen2"
+        """``qwen2``, or ``llama`` where layers differ in their attention window or heads have a size of their own."""
+        return "llama" if self.sliding_window_tokens or self.head_size else "qwen2"
 
 
 GQA = ModelShape()
@@ -94,10 +96,14 @@ def _config(shape: ModelShape) -> dict[str, Any]:
         "eos_token_id": 1,
         "use_cache": True,
     }
+    if shape.head_size:
+        config["head_dim"] = shape.head_size
     if shape.sliding_window_tokens:
         config["sliding_window"] = shape.sliding_window_tokens
-        kinds = ("full_attention", "sliding_attention")
-        config["layer_types"] = [kinds[layer % 2] for layer in range(shape.layers)]
+        config["layer_types"] = [
+            "sliding_attention" if layer % shape.full_attention_every else "full_attention"
+            for layer in range(shape.layers)
+        ]
     return config
 
 

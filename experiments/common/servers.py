@@ -42,6 +42,8 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "TOKENIZERS_PARALLELISM": "false",
     # vLLM compiles one sampler helper even under --enforce-eager; on a cold machine that costs minutes per server.
     "TORCH_COMPILE_DISABLE": "1",
+    # Else each server keeps a core busy by doing nothing, and all compute on one (server_side/few_cores.py).
+    "EXPERIMENT_FEW_CORES": "1",
 }
 INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "PYTHONPATH")
 """Settings of the caller's shell that would make an arm something else than its name says."""
@@ -102,14 +104,15 @@ class ServerSpec:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     executor: str = UNIPROC
+    tensor_parallel_size: int = 1
     kv_space_gib: int = 1
     kv_transfer: Mapping[str, object] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     executable: Path = Path(sys.prefix) / "bin" / "vllm"
 
-    def command(self, port: int) -> list[str]:
-        """Return the argument list of ``vllm serve`` on ``port``."""
+    def command(self, port: int, engine_id: str) -> list[str]:
+        """Return the argument list of ``vllm serve`` on ``port``; its connector calls itself ``engine_id``."""
         command = [
             *(str(self.executable), "serve", str(self.model), "--host", HOST, "--port", str(port)),
             *("--served-model-name", "model", "--dtype", self.dtype, "--enforce-eager", "--seed", "0"),
@@ -117,11 +120,12 @@ class ServerSpec:
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
             *("--max-num-seqs", str(self.max_num_seqs), "--enable-chunked-prefill", "--enable-prefix-caching"),
             *("--distributed-executor-backend", self.executor),
+            *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *("--worker-extension-cls", "kv_probe.KvProbe", "--max-logprobs", "20"),
             *("--uvicorn-log-level", "warning"),
         ]
         if self.kv_transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
+            command += ["--kv-transfer-config", json.dumps({**self.kv_transfer, "engine_id": engine_id})]
         return [*command, *self.arguments]
 
 
@@ -148,7 +152,7 @@ class Server:
             "KVCACHED_HOSTVMM_DEVICE": self.identity,
         }
         environment |= spec.environment
-        command = spec.command(self.port)
+        command = spec.command(self.port, self.identity)
         logs.mkdir(parents=True, exist_ok=True)
         with self.log.open("w") as log:
             differs = {name: value for name, value in sorted(environment.items()) if os.environ.get(name) != value}
@@ -157,6 +161,16 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=logs, start_new_session=True
             )
+
+    @property
+    def coordinates(self) -> dict[str, object]:
+        """Where a decode server finds this one, in ``kv_transfer_params``."""
+        return {
+            "remote_engine_id": self.identity,
+            "remote_host": HOST,
+            "remote_port": self.side_channel_port,
+            "tp_size": self.spec.tensor_parallel_size,
+        }
 
     def tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Return the last lines of the log."""
@@ -178,6 +192,12 @@ class Server:
             return httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
+
+    def kill(self) -> None:
+        """End the whole session by SIGKILL, as a machine that is lost does; nothing is said to anybody."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_SECONDS)
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the whole session."""

@@ -122,7 +122,6 @@ async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server)
             for turn in range(1 + WARM_HAND_OVERS + COLD_AGAIN + 1)
         ]
         for side in (pair.prefill, pair.decode):
-            await side.probe("calm")
             # Both sides have computed before, so that only the hand-over is new.
             await side.answer(prompts[-1], max_tokens=2, salt="warm", request_id="warm")
         seconds = [await _first_token_seconds(pair, prompts[turn], turn) for turn in range(1 + WARM_HAND_OVERS)]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvcached_nixl.errors import ContractChanged, LayoutRefused
 
-# More blocks than any other dimension of a cache can have, so that its place in a shape is the block dimension.
-_PROBED_NUM_BLOCKS = 1_000_003
-_PROBED_BLOCK_SIZE = 16
+_PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
+"""Numbers that no other dimension of a cache has, so that their places in a shape tell what it counts."""
 
 
 def private(owner: Any, name: str) -> Any:
@@ -32,9 +32,81 @@ def private(owner: Any, name: str) -> Any:
         ) from error
 
 
-def num_kv_cache_groups(engine_scheduler: Any) -> int:
-    """KV-cache groups of vLLM's scheduler."""
-    return len(private(engine_scheduler, "kv_cache_config").kv_cache_groups)
+def num_kv_cache_groups(scheduler: Any) -> int:
+    """KV-cache groups of vLLM's scheduler, or of its NIXL scheduler."""
+    return len(private(scheduler, "kv_cache_config").kv_cache_groups)
+
+
+_PUSH = "_kvcached_nixl_push"
+_STEP = "kvcached_nixl_push_step"
+
+
+def attach_push(half: Any, push: Any) -> None:
+    """Keep our half of a push on vLLM's: its NIXL scheduler or its NIXL worker, whose lifetime is the same."""
+    setattr(half, _PUSH, push)
+
+
+def half_of(half: Any) -> Any | None:
+    """What `attach_push` attached; None if nothing was."""
+    return vars(half).get(_PUSH)
+
+
+def push_of(connector: Any) -> Any | None:
+    """Our half of the push that runs beside a NIXL connector; None if it pulls, or is another connector."""
+    for name in ("connector_scheduler", "connector_worker"):
+        half = vars(connector).get(name) if connector is not None else None
+        if half is not None:
+            return half_of(half)
+    return None
+
+
+def attach_step(metadata: Any, step: Any) -> Any:
+    """Let our step ride on the metadata that vLLM hands to every worker."""
+    setattr(metadata, _STEP, step)
+    return metadata
+
+
+def step_of(connector: Any) -> Any:
+    """The step that is bound to a worker's connector."""
+    return private(private(connector, "_connector_metadata"), _STEP)
+
+
+@dataclasses.dataclass
+class SchedulerView:
+    """The stock NIXL scheduler as the push sees it."""
+
+    scheduler: Any
+
+    @property
+    def engine_id(self) -> str:
+        return str(private(self.scheduler, "engine_id"))
+
+    @property
+    def host(self) -> str:
+        return str(private(self.scheduler, "side_channel_host"))
+
+    @property
+    def port(self) -> int:
+        return int(private(self.scheduler, "side_channel_port"))
+
+    @property
+    def tp_size(self) -> int:
+        return int(private(self.scheduler, "vllm_config").parallel_config.tensor_parallel_size)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the scheduler."""
+        return int(private(self.scheduler, "block_size"))
+
+    @property
+    def num_kv_cache_groups(self) -> int:
+        return num_kv_cache_groups(self.scheduler)
+
+    @property
+    def extra_config(self) -> Mapping[str, Any]:
+        """``kv_connector_extra_config``."""
+        found: Mapping[str, Any] = private(self.scheduler, "vllm_config").kv_transfer_config.kv_connector_extra_config
+        return found
 
 
 @dataclasses.dataclass
@@ -63,8 +135,46 @@ class WorkerView:
         return int(private(self.worker, "block_size"))
 
     @property
+    def kernel_blocks_per_block(self) -> int:
+        """Blocks of the attention kernel in a block of the scheduler."""
+        return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
+
+    @property
+    def engine_id(self) -> str:
+        return str(private(self.worker, "engine_id"))
+
+    @property
     def tp_size(self) -> int:
         return int(private(self.worker, "world_size"))
+
+    @property
+    def tp_rank(self) -> int:
+        return int(private(self.worker, "tp_rank"))
+
+    @property
+    def total_kv_heads(self) -> int:
+        """KV heads of the model, over all ranks."""
+        return int(private(self.worker, "model_config").get_total_num_kv_heads())
+
+    @property
+    def agent(self) -> Any:
+        """The NIXL agent."""
+        return private(self.worker, "nixl_wrapper")
+
+    @property
+    def memory_type(self) -> str:
+        """NIXL's word for where the KV cache is."""
+        return str(private(self.worker, "nixl_memory_type"))
+
+    @property
+    def device_id(self) -> int:
+        return int(private(self.worker, "device_id"))
+
+    @property
+    def extra_config(self) -> Mapping[str, Any]:
+        """``kv_connector_extra_config``."""
+        found: Mapping[str, Any] = private(self.worker, "kv_transfer_config").kv_connector_extra_config
+        return found
 
     @property
     def memory_order(self) -> str:
@@ -80,7 +190,7 @@ class WorkerView:
 
     def page_bytes(self) -> dict[str, int]:
         """Layer name -> bytes of one kernel block in that layer (K and V, or the latent)."""
-        ratio = int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
+        ratio = self.kernel_blocks_per_block
         pages: dict[str, int] = {}
         for layer, spec in private(self.worker, "_layer_specs").items():
             own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
@@ -94,13 +204,16 @@ class WorkerView:
             pages[layer] = own.page_size_bytes // ratio
         return pages
 
-    def probe_cache_shape(self) -> tuple[tuple[int, ...], int]:
-        """The backend's KV cache shape for a telling number of blocks, and that number."""
+    def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
+        """The backend's KV cache shape for telling numbers of blocks, tokens and heads, and those numbers."""
         backend = private(self.worker, "attn_backends")[0]
         shape = backend.get_kv_cache_shape(
-            num_blocks=_PROBED_NUM_BLOCKS, block_size=_PROBED_BLOCK_SIZE, num_kv_heads=1, head_size=1
+            num_blocks=_PROBED["num_blocks"],
+            block_size=_PROBED["block_size"],
+            num_kv_heads=_PROBED["num_heads"],
+            head_size=1,
         )
-        return tuple(shape), _PROBED_NUM_BLOCKS
+        return tuple(shape), _PROBED
 
     def tell_kv_first(self) -> None:
         """Make this worker's connector register K and V apart although its backend keeps blocks first.
@@ -126,6 +239,12 @@ class WorkerView:
         addresses = private(self.worker, "kv_caches_base_addr")[private(self.worker, "engine_id")]
         return list(
             zip(addresses[private(self.worker, "tp_rank")], private(self.worker, "block_len_per_layer"), strict=True)
+        )
+
+    def offer_handshake(self, metadata: bytes) -> None:
+        """Replace what this worker tells peers that ask, behind the compatibility string."""
+        self.worker.xfer_handshake_metadata = dataclasses.replace(
+            private(self.worker, "xfer_handshake_metadata"), agent_metadata_bytes=metadata
         )
 
     def sign_compatibility(self, sign: Callable[[str], str]) -> str:

@@ -17,11 +17,13 @@ from kvcached_nixl.patching import Place, Target
 __all__ = [
     "COMPATIBILITY_HASH_ALSO_BOUND_IN",
     "ENGINE_SCHEDULER",
+    "ENGINE_SCHEDULER_INTERFACE",
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
     "KVCACHED_PATCH",
     "METADATA",
+    "PULL_FACADE",
     "PULL_SCHEDULER",
     "PULL_WORKER",
     "PUSH_CLASS_NAMES",
@@ -43,6 +45,17 @@ FACADE = Target(
     scope=NIXL_PREFIX,
 )
 """The class vLLM constructs. Since 0.24 the base of the pull and the push connector."""
+
+PULL_FACADE = Target(
+    name="pull connector",
+    places=(
+        Place(f"{_PACKAGE}.connector", "NixlPullConnector"),
+        Place(f"{_PACKAGE}.connector", "NixlConnector"),
+        Place(_FILE, "NixlConnector"),
+    ),
+    scope=NIXL_PREFIX,
+)
+"""The class behind the name ``NixlConnector``, where it is not the base of all."""
 
 FACADE_CLASS_NAMES = frozenset({"NixlBaseConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"})
 PUSH_CLASS_NAMES = frozenset({"NixlPushConnector"})
@@ -106,6 +119,11 @@ TOPOLOGY = Target(
 
 ENGINE_SCHEDULER = Target(name="engine scheduler", places=(Place("vllm.v1.core.sched.scheduler", "Scheduler"),))
 """vLLM's own scheduler, which handles KV that could not be loaded."""
+
+ENGINE_SCHEDULER_INTERFACE = Target(
+    name="engine scheduler interface", places=(Place("vllm.v1.core.sched.interface", "SchedulerInterface"),)
+)
+"""Its base, which asked nobody else whether there is work up to 0.23."""
 
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
 

@@ -13,6 +13,8 @@ __all__ = ["markdown"]
 
 _BOTH = "both layouts"
 _REFUSED = "refused"
+_PULL_ONLY = "both layouts to pull; refused to push"
+_PUSH_ONLY = "push: served, one size a multiple of the other; pull: refused"
 
 # What the geometry serves, by era of the KV tensors; every "refused" is an error at start or at the handshake.
 _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
@@ -20,14 +22,19 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "multi-head, grouped-query, multi-query attention": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
         "multi-latent attention (MLA)": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
         "odd number of layers": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
-        "several KV-cache groups (sliding window and full attention)": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
+        "several KV-cache groups (sliding window and full attention)": {
+            Era.KV_FIRST: _PULL_ONLY,
+            Era.PACKED: _PULL_ONLY,
+        },
         "kernel block smaller than block": {
             Era.KV_FIRST: "non-contiguous; contiguous is refused",
             Era.PACKED: "both layouts; contiguous MLA is refused",
         },
         "state-space or linear-attention layers": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "peers with different tensor-parallel sizes": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "peers with different block sizes or layouts": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
+        "peers with different tensor-parallel sizes": {Era.KV_FIRST: _PUSH_ONLY, Era.PACKED: _PUSH_ONLY},
+        "peers with different block sizes": {Era.KV_FIRST: _PUSH_ONLY, Era.PACKED: _PUSH_ONLY},
+        "peers with different layouts": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
+        "a peer that pulls and one that pushes": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
         "peer without this package": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
         "pipeline parallelism": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
     }

@@ -33,6 +33,7 @@ __all__ = [
     "Row",
     "environment_refusals",
     "found_version",
+    "installed_row",
     "import_vllm",
     "reason_to_skip",
     "row_of",
@@ -80,12 +81,16 @@ class Provision:
 
 @dataclass(frozen=True)
 class Row:
-    """One series of vLLM releases. ``tested`` is the release that the tests run against."""
+    """One series of vLLM releases. ``tested`` is the release that the tests run against.
+
+    ``side_channel_names_stage``: a rank is asked for by its pipeline stage too (since 0.26).
+    """
 
     vllm: str
     tested: str
     era: Era
     packaging: Packaging
+    side_channel_names_stage: bool
     provides: Mapping[Capability, Provision]
 
 
@@ -94,6 +99,7 @@ KVCACHED_SUPPORTED = "==0.1.6"
 _LAYOUT = Provision(Origin.OURS, "kvcached's memory is described to NIXL as it lies")
 _BLOCK_COUNT = Provision(Origin.OURS, "views are narrowed to the blocks vLLM planned")
 _PULL = Provision(Origin.UPSTREAM, "vLLM's READ path, over the geometry of this package")
+_PUSH = Provision(Origin.OURS, 'streamed WRITEs, "transfer_mode": "push" on NixlConnector')
 _HOST_BUFFER = Provision(
     Origin.NOBODY,
     'kv_buffer_device="cpu" on an accelerator is refused: its buffers would mirror the whole pool',
@@ -106,12 +112,13 @@ ROWS = (
         tested="0.19.1",
         era=Era.KV_FIRST,
         packaging=Packaging.SINGLE_FILE,
+        side_channel_names_stage=False,
         provides=MappingProxyType(
             {
                 Capability.LAYOUT: _LAYOUT,
                 Capability.BLOCK_COUNT: _BLOCK_COUNT,
                 Capability.PULL: _PULL,
-                Capability.PUSH: Provision(Origin.NOBODY, "this vLLM has no push connector", refused=True),
+                Capability.PUSH: _PUSH,
                 Capability.LEASE: Provision(
                     Origin.NOBODY, "blocks are kept for VLLM_NIXL_ABORT_REQUEST_TIMEOUT seconds, never renewed"
                 ),
@@ -124,16 +131,13 @@ ROWS = (
         tested="0.28.0",
         era=Era.PACKED,
         packaging=Packaging.BASE_PULL_PUSH,
+        side_channel_names_stage=True,
         provides=MappingProxyType(
             {
                 Capability.LAYOUT: _LAYOUT,
                 Capability.BLOCK_COUNT: _BLOCK_COUNT,
                 Capability.PULL: _PULL,
-                Capability.PUSH: Provision(
-                    Origin.UPSTREAM,
-                    "NixlPushConnector is refused until its writes are proven over kvcached memory",
-                    refused=True,
-                ),
+                Capability.PUSH: _PUSH,
                 Capability.LEASE: Provision(Origin.UPSTREAM, "renewed by heartbeats, kv_lease_duration seconds"),
                 Capability.HOST_BUFFER: _HOST_BUFFER,
             }
@@ -186,6 +190,19 @@ def row_of(vllm_version: str | None) -> Row | None:
     return next((row for row in ROWS if _matches(row.vllm, vllm_version)), None)
 
 
+def installed_row() -> Row:
+    """The row of the installed vLLM.
+
+    Raises:
+        UnsupportedVersion: it has none.
+    """
+    version = found_version("vllm")
+    row = row_of(version)
+    if row is None:
+        raise _unsupported("vLLM", version, _supported(), "its NIXL connector may keep KV differently")
+    return row
+
+
 def reason_to_skip(patch: Patch) -> str | None:
     """The `Judge` of the patches: why ``patch`` is not for the vLLM that is installed, or None."""
     if patch.when_unsupported:
@@ -208,9 +225,8 @@ def environment_refusals() -> tuple[tuple[str, Refused], ...]:
     found: list[tuple[str, Refused]] = []
     vllm = found_version("vllm")
     if row_of(vllm) is None:
-        supported = ", ".join(f"{row.vllm} (tested: {row.tested})" for row in ROWS)
         doubt = "its NIXL connector may keep KV differently"
-        found.append(("vLLM version", _unsupported("vLLM", vllm, supported, doubt)))
+        found.append(("vLLM version", _unsupported("vLLM", vllm, _supported(), doubt)))
     kvcached = found_version("kvcached")
     if not _matches(KVCACHED_SUPPORTED, kvcached):
         doubt = "it may lay KV memory out differently"
@@ -228,6 +244,10 @@ def environment_refusals() -> tuple[tuple[str, Refused], ...]:
             )
         )
     return tuple(found)
+
+
+def _supported() -> str:
+    return ", ".join(f"{row.vllm} (tested: {row.tested})" for row in ROWS)
 
 
 def _unsupported(library: str, version: str | None, supported: str, doubt: str) -> Refused:

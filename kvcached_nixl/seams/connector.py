@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM asks the NIXL connector how the KV cache must lie.
+"""Where vLLM calls its NIXL connector: the layout it asks for, and everything of a push.
 
-Runs in every process, while the engine's configuration is made.
+A connector that pushes has a half of ours beside each of its own (``push_of``), and each method below asks that one
+instead. A connector that pulls has none, and goes on as it is.
+
+Runs in: the configuration's methods in every process; the others in the engine core (scheduler) or the worker.
 """
 
 from __future__ import annotations
 
-from kvcached_nixl.compat.locate import FACADE
-from kvcached_nixl.patching import Call, Patch
+from typing import Any
+
+from kvcached_nixl.compat.connector import WorkerView, attach_step, push_of, step_of
+from kvcached_nixl.compat.engine import blocks_of, is_whole, scheduled
+from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
+from kvcached_nixl.patching import Call, Patch, Target
+from kvcached_nixl.patching.record import Process
+from kvcached_nixl.scheduler.push import Progress
 from kvcached_nixl.worker.memory_order import required_memory_order
 
 REQUIRED_LAYOUT = Patch(
@@ -30,4 +39,199 @@ def get_required_kvcache_layout(call: Call) -> str | None:
     return required_memory_order(call.proceed())
 
 
-SEAMS = (get_required_kvcache_layout,)
+def _push(
+    attribute: str,
+    process: Process,
+    parameters: tuple[str, ...],
+    why: str,
+    *,
+    target: Target = FACADE,
+    versions: str = "",
+) -> Patch:
+    return Patch(
+        target=target,
+        attribute=attribute,
+        process=process,
+        parameters=("self", *parameters),
+        versions=versions,
+        needs="push",
+        why=why,
+        upstream="vllm#45168 and vllm#48633 (push); vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+        remove_when="vLLM's own push streams, fails requests that are not served, and keeps blocks in flight",
+    )
+
+
+GET_NUM_NEW_MATCHED_TOKENS = _push(
+    "get_num_new_matched_tokens",
+    "scheduler",
+    ("request", "num_computed_tokens"),
+    "decode would not wait for what prefill writes.",
+)
+
+
+@GET_NUM_NEW_MATCHED_TOKENS.around
+def get_num_new_matched_tokens(call: Call) -> Any:
+    push = push_of(call.instance)
+    if push is None:
+        return call.proceed()
+    return push.matched(call.argument("request"), call.argument("num_computed_tokens"))
+
+
+UPDATE_STATE_AFTER_ALLOC = _push(
+    "update_state_after_alloc",
+    "scheduler",
+    ("request", "blocks", "num_external_tokens"),
+    "decode's blocks would be pulled into, and prefill would not know what to write.",
+)
+
+
+@UPDATE_STATE_AFTER_ALLOC.around
+def update_state_after_alloc(call: Call) -> None:
+    push = push_of(call.instance)
+    if push is None:
+        call.proceed()
+    else:
+        push.allocated(
+            call.argument("request"), blocks_of(call.argument("blocks")), call.argument("num_external_tokens")
+        )
+
+
+BUILD_CONNECTOR_META = _push(
+    "build_connector_meta", "scheduler", ("scheduler_output",), "the workers would hear nothing of a push."
+)
+
+
+@BUILD_CONNECTOR_META.around
+def build_connector_meta(call: Call) -> Any:
+    metadata = call.proceed()
+    push = push_of(call.instance)
+    if push is None:
+        return metadata
+    push.scheduled(Progress(*one) for one in scheduled(call.argument("scheduler_output")))
+    return attach_step(metadata, push.take_step())
+
+
+REQUEST_FINISHED = _push(
+    "request_finished", "scheduler", ("request", "block_ids"), "blocks would be reused while a WRITE reads them."
+)
+
+
+@REQUEST_FINISHED.around
+def request_finished(call: Call) -> Any:
+    return _finished(call, (call.argument("block_ids"),))
+
+
+REQUEST_FINISHED_ALL_GROUPS = _push(
+    "request_finished_all_groups",
+    "scheduler",
+    ("request", "block_ids"),
+    "blocks would be reused while a WRITE reads them.",
+)
+
+
+@REQUEST_FINISHED_ALL_GROUPS.around
+def request_finished_all_groups(call: Call) -> Any:
+    return _finished(call, call.argument("block_ids"))
+
+
+def _finished(call: Call, block_ids: tuple[list[int], ...]) -> Any:
+    push = push_of(call.instance)
+    if push is None:
+        return call.proceed()
+    request = call.argument("request")
+    return push.finished(request, is_whole(request), block_ids)
+
+
+ON_NEW_REQUEST = _push(
+    "on_new_request",
+    "scheduler",
+    ("request",),
+    "vLLM's heartbeats would be kept for requests that its worker never hears of.",
+    versions=">=0.22",
+)
+
+
+@ON_NEW_REQUEST.around
+def on_new_request(call: Call) -> None:
+    if push_of(call.instance) is None:
+        call.proceed()
+
+
+HAS_PENDING_PUSH_WORK = _push(
+    "has_pending_push_work",
+    "scheduler",
+    (),
+    "an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
+    versions=">=0.24",
+)
+
+
+@HAS_PENDING_PUSH_WORK.around
+def has_pending_push_work(call: Call) -> bool:
+    push = push_of(call.instance)
+    return bool(call.proceed() if push is None else push.pending)
+
+
+START_LOAD_KV = _push(
+    "start_load_kv",
+    "worker",
+    ("forward_context", "kwargs"),
+    "registrations would not be sent.",
+    target=PULL_FACADE,
+)
+
+
+@START_LOAD_KV.around
+def start_load_kv(call: Call) -> None:
+    push = push_of(call.instance)
+    if push is None:
+        call.proceed()
+    else:
+        push.begin_step(step_of(call.instance))
+
+
+WAIT_FOR_SAVE = _push("wait_for_save", "worker", (), "what a step computed would not be offered.")
+
+
+@WAIT_FOR_SAVE.around
+def wait_for_save(call: Call) -> None:
+    push = push_of(call.instance)
+    if push is None:
+        call.proceed()
+    else:
+        push.end_step()
+
+
+GET_FINISHED = _push(
+    "get_finished",
+    "worker",
+    ("finished_req_ids",),
+    "the stock worker would take the writer thread's notifications, and requests would wait for ever.",
+)
+
+
+@GET_FINISHED.around
+def get_finished(call: Call) -> tuple[set[str], set[str]]:
+    push = push_of(call.instance)
+    if push is None:
+        found: tuple[set[str], set[str]] = call.proceed()
+        return found
+    sent, received, invalid = push.take_ended()
+    if invalid:
+        WorkerView(call.instance.connector_worker).report_invalid_blocks(invalid)
+    return sent, received
+
+
+SEAMS = (
+    get_required_kvcache_layout,
+    get_num_new_matched_tokens,
+    update_state_after_alloc,
+    build_connector_meta,
+    request_finished,
+    request_finished_all_groups,
+    on_new_request,
+    has_pending_push_work,
+    start_load_kv,
+    wait_for_save,
+    get_finished,
+)

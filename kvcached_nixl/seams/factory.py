@@ -15,8 +15,8 @@ from typing import Any
 
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
-from kvcached_nixl.compat.versions import Capability, found_version, row_of
-from kvcached_nixl.errors import ContractChanged, Refused, SettingsError, StartRefused
+from kvcached_nixl.compat.versions import Capability, installed_row
+from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.settings import Settings
 
@@ -112,21 +112,15 @@ def _config_of(call: Call) -> Any:
 
 
 def _require_mode(cls: type, config: Any) -> None:
-    row = row_of(found_version("vllm"))
-    if row is None:
-        raise Refused(
-            found="a vLLM without a row in the table of supported versions",
-            expected="a supported vLLM",
-            consequence=f"{cls.__name__} is not constructed.",
-            remedy="python -m kvcached_nixl lists what is supported.",
-        )
-    push = row.provides[Capability.PUSH]
-    if push.refused and any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__):
+    row = installed_row()
+    if any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__):
         raise SettingsError(
             found=f"kv_connector {cls.__name__}",
-            expected="NixlConnector: blocks are pulled",
-            consequence=f"{push.note}.",
-            remedy='Set "kv_connector": "NixlConnector" on both sides.',
+            expected='NixlConnector with "transfer_mode": "push"',
+            consequence="vLLM's own push classes leave requests waiting for ever when prefill fails, and end prefill's "
+            "worker when a WRITE does (tests/contract/test_stock_push_defects.py).",
+            remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} on '
+            "both sides.",
         )
     host_buffer = row.provides[Capability.HOST_BUFFER]
     device = _device_type()

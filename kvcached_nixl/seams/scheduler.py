@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's scheduler handles KV that could not be loaded.
+"""Where vLLM's scheduler handles KV that could not be loaded, and blocks that are still being written from.
 
 Runs in: the engine-core process. Logic lives in ``kvcached_nixl.scheduler``.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvcached_nixl.compat.connector import num_kv_cache_groups
-from kvcached_nixl.compat.locate import ENGINE_SCHEDULER
+from kvcached_nixl.compat.engine import give_back, pushes, take_blocks
+from kvcached_nixl.compat.locate import ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler import load_failures
+from kvcached_nixl.scheduler import push as push_scheduler
 
 INVALID_BLOCKS = Patch(
     target=ENGINE_SCHEDULER,
@@ -60,4 +62,77 @@ def handle_invalid_blocks(call: Call) -> Any:
     return failed
 
 
-SEAMS = (update_requests_with_invalid_blocks, handle_invalid_blocks)
+PREEMPT_REQUEST = Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="_preempt_request",
+    process="scheduler",
+    parameters=("self", "request", "timestamp"),
+    also_accepts=(("self", "request", "timestamp", "drop_stale_output"),),
+    needs="push",
+    why="blocks of a preempted request would be reused while a WRITE reads them, and decode would get another "
+    "request's KV.",
+    upstream="nixl#2067: a posted transfer cannot be called back",
+    remove_when="vLLM asks its connector before it frees the blocks of a preempted request",
+)
+
+
+@PREEMPT_REQUEST.around
+def preempt_request(call: Call) -> None:
+    request_id = call.argument("request").request_id
+    for push in pushes(call.instance):
+        if push.is_sending(request_id):
+            push.preempted(request_id, take_blocks(call.instance, request_id))
+    call.proceed()
+
+
+UPDATE_FROM_KV_XFER_FINISHED = Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="_update_from_kv_xfer_finished",
+    process="scheduler",
+    parameters=("self", "kv_connector_output"),
+    needs="push",
+    why="blocks of preempted requests would never be given back.",
+    upstream="vllm/v1/core/sched/scheduler.py frees by request, and a preempted request lives on",
+    remove_when="the patch of _preempt_request goes",
+)
+
+
+@UPDATE_FROM_KV_XFER_FINISHED.around
+def update_from_kv_xfer_finished(call: Call) -> Any:
+    output = call.argument("kv_connector_output")
+    for push in pushes(call.instance):
+        for blocks in push.ended(output.finished_sending, output.finished_recving):
+            give_back(call.instance, blocks)
+    return call.proceed()
+
+
+HAS_REQUESTS = Patch(
+    target=ENGINE_SCHEDULER_INTERFACE,
+    attribute="has_requests",
+    process="scheduler",
+    parameters=("self",),
+    versions="<0.24",
+    needs="push",
+    why="an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
+    upstream="vLLM 0.24 asks the connector (has_pending_push_work)",
+    remove_when="vLLM 0.23 is no longer supported",
+)
+
+
+@HAS_REQUESTS.around
+def has_requests(call: Call) -> bool:
+    if call.proceed():
+        return True
+    pending = any(push.pending for push in pushes(call.instance))
+    if pending:
+        push_scheduler.pace()
+    return pending
+
+
+SEAMS = (
+    update_requests_with_invalid_blocks,
+    handle_invalid_blocks,
+    preempt_request,
+    update_from_kv_xfer_finished,
+    has_requests,
+)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.connector import WorkerView
+from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.compat.connector import WorkerView, attach_push, half_of
 from kvcached_nixl.compat.locate import WORKER
+from kvcached_nixl.compat.side_channel import side_channel
+from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.worker import handshake, load_failures, registration
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.worker import handshake, load_failures, push_start, registration
 
 REGISTER_KV_CACHES = Patch(
     target=WORKER,
@@ -28,11 +32,18 @@ REGISTER_KV_CACHES = Patch(
 
 @REGISTER_KV_CACHES.around
 def register_kv_caches(call: Call) -> None:
+    worker = WorkerView(call.instance)
     layout = registration.register(
-        WorkerView(call.instance),
+        worker,
         call.argument("kv_caches"),
         lambda offered: call.proceed(kv_caches=offered),
     )
+    settings = Settings.from_extra_config(worker.extra_config)
+    if settings.transfer_mode is TransferMode.PUSH:
+        query = side_channel(installed_row().side_channel_names_stage)
+        attach_push(call.instance, push_start.start(worker, layout, settings, query, MonotonicClock()))
+    else:
+        registration.sign(worker, layout)
     call.note(
         f"{layout.arrangement.value}, {layout.num_blocks} blocks, {layout.descriptors_per_block} descriptors a block"
     )
@@ -108,4 +119,24 @@ def get_finished(call: Call) -> tuple[set[str], set[str]]:
     return sent, received | failed
 
 
-SEAMS = (register_kv_caches, nixl_handshake, handle_failed_transfer, get_finished)
+SHUTDOWN = Patch(
+    target=WORKER,
+    attribute="shutdown",
+    process="worker",
+    parameters=("self",),
+    needs="push",
+    why="the writer thread would use an agent that is gone.",
+    upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl_connector.py, v1/nixl/base_worker.py",
+    remove_when="the push of this package goes",
+)
+
+
+@SHUTDOWN.around
+def shutdown(call: Call) -> None:
+    push = half_of(call.instance)
+    if push is not None:
+        push.close()
+    call.proceed()
+
+
+SEAMS = (register_kv_caches, nixl_handshake, handle_failed_transfer, get_finished, shutdown)

@@ -22,13 +22,14 @@ transfer would land between blocks and nothing would report it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.worker.axes import Axes
 
 BlockOrder: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -39,37 +40,6 @@ class Arrangement(enum.Enum):
     SPLIT_HALF = "non-contiguous, K and V apart"
     DENSE = "non-contiguous"
     CONTIGUOUS = "contiguous"
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """Where a backend's KV cache shape keeps its blocks.
-
-    Attributes:
-        block_dim: dimension that counts blocks.
-        kv_dim: dimension of size 2 that separates K from V; None where a block holds both or there is no V.
-        ndim: number of dimensions of one layer's cache.
-    """
-
-    block_dim: int
-    kv_dim: int | None
-    ndim: int
-
-    @classmethod
-    def from_probe(cls, shape: Sequence[int], probed_num_blocks: int) -> BlockShape:
-        """Read a shape that a backend answered for a number of blocks that no other dimension can have."""
-        block_dim = list(shape).index(probed_num_blocks)
-        kv_dim = None
-        if len(shape) == 5:
-            kv_dim = 1 - block_dim
-            if block_dim > 1 or shape[kv_dim] != 2:
-                raise LayoutRefused(
-                    found=f"an attention backend with the KV cache shape {tuple(shape)}",
-                    expected="(2, blocks, ...), (blocks, 2, ...), (blocks, heads, tokens, 2D), (blocks, tokens, width)",
-                    consequence="K and V cannot be told apart, so no transfer would be right; the engine stops",
-                    remedy="choose another attention backend (--attention-backend) or run without ENABLE_KVCACHED",
-                )
-        return cls(block_dim=block_dim, kv_dim=kv_dim, ndim=len(shape))
 
 
 @dataclass(frozen=True)
@@ -91,6 +61,7 @@ class RegisteredLayout:
 
     Attributes:
         arrangement: how kvcached laid the blocks out.
+        axes: what the dimensions of ``device_views`` count.
         num_blocks: blocks in every region, at the granularity of the attention kernel.
         offered: layer name -> view to register. K/V-first ``(2, n, ...)`` for SPLIT_HALF, ``(n, ...)`` for
             DENSE; for CONTIGUOUS one entry, ``(n, L, ...)``, under the first layer's name.
@@ -102,6 +73,7 @@ class RegisteredLayout:
     """
 
     arrangement: Arrangement
+    axes: Axes
     num_blocks: int
     offered: dict[str, torch.Tensor]
     device_views: dict[str, torch.Tensor]
@@ -137,18 +109,18 @@ def _memory_order(block: torch.Tensor) -> BlockOrder | None:
 
 
 def _arrangement(
-    layer: str, cache: torch.Tensor, shape: BlockShape, page_bytes: int, num_pools: int
+    layer: str, cache: torch.Tensor, axes: Axes, page_bytes: int, num_pools: int
 ) -> tuple[Arrangement, BlockOrder]:
-    stride_bytes = cache.stride(shape.block_dim) * cache.element_size()
-    block = cache.select(shape.block_dim, 0)
-    if shape.kv_dim is not None and stride_bytes == page_bytes // 2:
+    stride_bytes = cache.stride(axes.block) * cache.element_size()
+    block = cache.select(axes.block, 0)
+    if axes.kv is not None and stride_bytes == page_bytes // 2:
         half = block.select(0, 0)
         order = _memory_order(half)
         if order is not None and half.numel() * half.element_size() * 2 == page_bytes:
             return Arrangement.SPLIT_HALF, order
     order = _memory_order(block)
     if order is not None and block.numel() * block.element_size() == page_bytes:
-        if stride_bytes == page_bytes and shape.kv_dim != 0:
+        if stride_bytes == page_bytes and axes.kv != 0:
             return Arrangement.DENSE, order
         if stride_bytes == page_bytes * num_pools:
             return Arrangement.CONTIGUOUS, order
@@ -163,7 +135,7 @@ def _arrangement(
 def plan_registration(
     kv_caches: Mapping[str, torch.Tensor],
     *,
-    shape: BlockShape,
+    axes: Axes,
     page_bytes: Mapping[str, int],
     num_blocks: int,
     num_pools: int,
@@ -172,7 +144,7 @@ def plan_registration(
 
     Args:
         kv_caches: layer name -> the tensor attention uses, as the model runner registers it.
-        shape: where the backend keeps blocks and K/V.
+        axes: where the backend keeps blocks and K/V.
         page_bytes: layer name -> bytes of K and V of one block (kernel granularity) in that layer. Layers that
             share another layer's cache may be missing; they add no region.
         num_blocks: blocks vLLM planned, kernel granularity; at most the blocks of every tensor.
@@ -193,11 +165,11 @@ def plan_registration(
     kinds: dict[Arrangement, str] = {}
     orders: dict[str, BlockOrder] = {}
     for layer, cache in owned.items():
-        if cache.dim() != shape.ndim or cache.shape[shape.block_dim] < num_blocks:
+        if cache.dim() != axes.ndim or cache.shape[axes.block] < num_blocks:
             raise _refuse(
-                layer, cache, f"{shape.ndim} dimensions and at least {num_blocks} blocks in dimension {shape.block_dim}"
+                layer, cache, f"{axes.ndim} dimensions and at least {num_blocks} blocks in dimension {axes.block}"
             )
-        kind, orders[layer] = _arrangement(layer, cache, shape, page_bytes[layer], num_pools)
+        kind, orders[layer] = _arrangement(layer, cache, axes, page_bytes[layer], num_pools)
         kinds.setdefault(kind, layer)
     if len(kinds) > 1:
         mixed = ", ".join(f"{layer!r} {kind.value}" for kind, layer in kinds.items())
@@ -205,25 +177,26 @@ def plan_registration(
         raise _refuse(layer, owned[layer], f"one arrangement for all layers; found {mixed}")
 
     arrangement = next(iter(kinds))
-    device_views = {layer: cache.narrow(shape.block_dim, 0, num_blocks) for layer, cache in kv_caches.items()}
+    device_views = {layer: cache.narrow(axes.block, 0, num_blocks) for layer, cache in kv_caches.items()}
     first = next(iter(owned))
     transposed = False
     offered: dict[str, torch.Tensor]
     regions: tuple[Region, ...]
     if arrangement is Arrangement.CONTIGUOUS:
-        offered = {first: _across_layers(owned, shape, page_bytes, num_blocks, num_pools)}
+        offered = {first: _across_layers(owned, axes, page_bytes, num_blocks, num_pools)}
         regions = (Region(offered[first].data_ptr(), page_bytes[first] * num_pools),)
     elif arrangement is Arrangement.DENSE:
         offered = {layer: device_views[layer] for layer in owned}
         regions = _distinct(Region(view.data_ptr(), page_bytes[layer]) for layer, view in offered.items())
     else:
-        transposed = shape.kv_dim == 1
+        transposed = axes.kv == 1
         offered = {layer: device_views[layer].transpose(0, 1) if transposed else device_views[layer] for layer in owned}
         regions = _distinct(
             Region(half.data_ptr(), page_bytes[layer] // 2) for layer, view in offered.items() for half in view
         )
     return RegisteredLayout(
         arrangement=arrangement,
+        axes=axes,
         num_blocks=num_blocks,
         offered=offered,
         device_views=device_views,
@@ -240,7 +213,7 @@ def _distinct(regions: Iterable[Region]) -> tuple[Region, ...]:
 
 def _across_layers(
     owned: Mapping[str, torch.Tensor],
-    shape: BlockShape,
+    axes: Axes,
     page_bytes: Mapping[str, int],
     num_blocks: int,
     num_pools: int,
@@ -256,8 +229,8 @@ def _across_layers(
             owned[layer],
             f"{num_pools} layers side by side, {page} bytes apart, in every block; found offsets {sorted(slots)}",
         )
-    block = base.select(shape.block_dim, 0)
+    block = base.select(axes.block, 0)
     return base.as_strided(
         (num_blocks, num_pools, *block.shape),
-        (base.stride(shape.block_dim), page // base.element_size(), *block.stride()),
+        (base.stride(axes.block), page // base.element_size(), *block.stride()),
     )

@@ -4,58 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.worker.descriptors import Planes
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.axes import Axes
 
-__all__ = ["Axes", "planes_of"]
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Which dimension of a backend's KV cache shape counts what.
-
-    Attributes:
-        kv: the dimension of size 2 that separates K from V; None where they are packed, or there is no V.
-        head: None for a latent, which all heads share.
-    """
-
-    block: int
-    token: int
-    head: int | None
-    kv: int | None
-
-    @classmethod
-    def from_probe(cls, shape: Sequence[int], *, num_blocks: int, block_size: int, num_heads: int) -> Axes:
-        """Read a shape that a backend answered for three numbers that no other dimension can have.
-
-        Raises:
-            LayoutRefused: blocks or tokens cannot be found, or what is left is neither K and V nor one cell.
-        """
-        left = dict(enumerate(shape))
-        found: list[int | None] = []
-        for number in (num_blocks, block_size, num_heads):
-            places = [place for place, size in left.items() if size == number]
-            found.append(places[0] if len(places) == 1 else None)
-            for place in places[:1]:
-                del left[place]
-        block, token, head = found
-        # The last dimension is the cell's own.
-        left.pop(len(shape) - 1, None)
-        kv = next(iter(left), None)
-        if block is None or token is None or len(left) > 1 or (kv is not None and (left[kv] != 2 or head is None)):
-            raise LayoutRefused(
-                found=f"an attention backend with the KV cache shape {tuple(shape)} for {num_blocks} blocks of "
-                f"{block_size} tokens and {num_heads} heads",
-                expected="one dimension for each of these, one for K and V where they lie apart, and the head's own",
-                consequence="Tokens or heads cannot be told apart, so no push would be right; the engine stops.",
-                remedy='Choose another attention backend (--attention-backend), or "transfer_mode": "pull".',
-            )
-        return cls(block=block, token=token, head=head, kv=kv)
+__all__ = ["planes_of"]
 
 
 def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, *, first_head: int) -> Planes:

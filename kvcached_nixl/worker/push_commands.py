@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
+from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.push import Peer, Registration
-from kvcached_nixl.worker.descriptors import Planes
 
 __all__ = [
     "Command",
@@ -19,6 +19,7 @@ __all__ = [
     "Offer",
     "Outcome",
     "PeerGone",
+    "Refuse",
     "Register",
     "Restart",
     "Stop",
@@ -82,12 +83,21 @@ class Stop:
 
 @dataclass(frozen=True)
 class Restart:
-    """Prefill: the request was preempted."""
+    """Prefill: the request was preempted; its earlier blocks are held under the number ``hold`` until it is quiet."""
 
     request_id: PrefillRequestId
+    hold: int
 
 
-Command: TypeAlias = Register | Withdraw | Decline | Offer | Finish | Stop | Restart
+@dataclass(frozen=True)
+class Refuse:
+    """Prefill: there is no request of this name to wait for."""
+
+    transfer: str
+    reason: str
+
+
+Command: TypeAlias = Register | Withdraw | Decline | Offer | Finish | Stop | Restart | Refuse
 
 
 @dataclass(frozen=True)
@@ -101,9 +111,9 @@ class Connected:
 
 @dataclass
 class Outcome:
-    """What ended since it was last taken. Each request is named once."""
+    """What ended since it was last taken. Each request and each hold is named once."""
 
     received: set[DecodeRequestId] = field(default_factory=set)
     failed: dict[DecodeRequestId, str] = field(default_factory=dict)
     done: set[PrefillRequestId] = field(default_factory=set)
-    quiet: set[PrefillRequestId] = field(default_factory=set)
+    quiet: set[int] = field(default_factory=set)

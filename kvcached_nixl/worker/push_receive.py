@@ -184,11 +184,10 @@ class PushReceiver:
         return min((waiting.ask_at_seconds for waiting in self._waiting.values()), default=None)
 
     def silent_peers(self) -> set[str]:
-        """Agents that were asked to stop and have not answered: they may be gone."""
+        """Agents that have not said that they stopped: they may be gone, and nobody else would say so."""
         return {
             contributor.peer
             for waiting in self._waiting.values()
-            if waiting.failed
             for contributor in waiting.contributors.values()
             if not contributor.stopped
         }

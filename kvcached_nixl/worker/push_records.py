@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill's half of a push keeps of a request, of a registration, and of those that are over."""
+"""What prefill's half of a push keeps of a request, and of registrations that are over."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.transport.base import Handle
-from kvcached_nixl.wire.push import Registration
 
-__all__ = ["Attempt", "Memory", "Offer"]
+__all__ = ["Memory", "Offer"]
 
 T = TypeVar("T")
 
@@ -27,7 +25,7 @@ class Offer:
         ready_tokens: how many of its tokens are in ``block_ids`` (per group).
         expires_at_seconds: when nobody needs to be waited for any more; None while prefill still computes.
         settled: ranks of decode that need nothing more of it, of ``awaited_ranks`` once that is known.
-        draining: it was preempted, and its earlier blocks may still be read.
+        draining: it was preempted, and the blocks of these holds may still be read.
     """
 
     request_id: PrefillRequestId
@@ -38,29 +36,11 @@ class Offer:
     stopped: str = ""
     settled: set[int] = field(default_factory=set)
     awaited_ranks: int | None = None
-    draining: bool = False
+    draining: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return self.expires_at_seconds is not None
-
-
-@dataclass
-class Attempt:
-    """A registration that is not over. ``next_token``: the first one not posted yet."""
-
-    peer: str
-    registration: Registration
-    next_token: int
-    unmatched_at_seconds: float
-    next_index: int = 0
-    in_flight: list[Handle] = field(default_factory=list)
-    stopping: str = ""
-    withdrawn: bool = False
-
-    @property
-    def posted(self) -> bool:
-        return self.next_token >= self.registration.end_token
 
 
 class Memory(Generic[T]):

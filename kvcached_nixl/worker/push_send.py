@@ -12,6 +12,9 @@ An attempt is over when none of its WRITEs is in flight; only then is it answere
 either side free (rule R2). An attempt that is over is remembered, so that a late or doubled registration of it is not
 taken for a new one and written into blocks that have changed hands.
 
+A turn costs what is due in it, not what waits: a transfer is due when something happened to it, when one of its
+deadlines has come, and for as long as a WRITE of it is in flight.
+
 Nothing here blocks, sleeps or starts a thread. Owned by the writer thread; other threads reach it through its inbox.
 """
 
@@ -20,11 +23,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.transport.base import Handle, State, Transport, TransportError
+from kvcached_nixl.transport.base import Transport, TransportError
+from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.push import (
     AttemptKey,
     Declined,
@@ -34,11 +37,10 @@ from kvcached_nixl.wire.push import (
     Registration,
     Withdrawal,
     Withdrawn,
-    Written,
     encode,
 )
-from kvcached_nixl.worker.descriptors import Blocks, Planes, pair
-from kvcached_nixl.worker.push_records import Attempt, Memory, Offer
+from kvcached_nixl.worker.push_attempt import Attempt
+from kvcached_nixl.worker.push_records import Memory, Offer
 
 __all__ = ["PushSender"]
 
@@ -80,20 +82,29 @@ class PushSender:
         self._over = Memory[AttemptKey]()
         self._declined = Memory[str]()
         self._ended_transfers = Memory[str]()
+        self._due: dict[str, None] = {}
+        self._leases = Deadlines[str]()
+        self._unmatched = Deadlines[AttemptKey]()
         self._peers: dict[str, Planes] = {}
-        self._unanswered: dict[str, tuple[Peer, list[Message]]] = {}
+        self._strangers: dict[str, Peer] = {}
+        self._unanswered: dict[str, list[Message]] = {}
         self._done: list[PrefillRequestId] = []
-        self._quiet: dict[PrefillRequestId, None] = {}
+        self._quiet: list[int] = []
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Offers, attempts and answers that are not over."""
-        return len(self._offers) + len(self._all()) + sum(len(messages) for _, messages in self._unanswered.values())
+        return len(self._offers) + len(self._all()) + sum(map(len, self._unanswered.values()))
 
     @property
     def in_flight(self) -> bool:
         """Whether a WRITE is: then call :meth:`tick` again soon, nothing else tells its end."""
-        return any(attempt.in_flight for attempt in self._all())
+        return any(attempt.reading for transfer in self._due for attempt in self._attempts_of(transfer))
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether prefill has something that decode waits for or will ask for; a WRITE in flight is part of that."""
+        return bool(self._offers)
 
     # ------------------------------------------------------------------------------------ what prefill's scheduler says
 
@@ -112,6 +123,9 @@ class PushSender:
             self._transfers[request_id] = transfer
             if transfer in self._declined:
                 offer.awaited_ranks = 0
+            for attempt in self._attempts_of(transfer):
+                self._unmatched.discard(attempt.registration.key)
+        self._due[transfer] = None
         if offer.request_id != request_id:
             self.dropped["ambiguous offer"] += 1
             self._stop_offer(offer, f"prefill has two requests of this name, {offer.request_id} and {request_id}")
@@ -125,6 +139,8 @@ class PushSender:
             self._done.append(request_id)
         else:
             offer.expires_at_seconds = self._clock.now_seconds() + self._lease_seconds
+            self._leases.set(offer.transfer, offer.expires_at_seconds)
+            self._due[offer.transfer] = None
 
     def stop(self, request_id: PrefillRequestId, reason: str) -> None:
         """The request is gone: nothing more is posted. :meth:`take_done` names it when nothing is in flight."""
@@ -133,18 +149,24 @@ class PushSender:
         if offer is not None:
             self._stop_offer(offer, reason)
 
-    def restart(self, request_id: PrefillRequestId) -> None:
+    def restart(self, request_id: PrefillRequestId, hold: int) -> None:
         """The request was preempted and starts over in other blocks.
 
-        Keep the old ones until :meth:`take_quiet` names it: they may still be read. What was written stays written.
+        Keep the old ones until :meth:`take_quiet` names their ``hold``: they may still be read. What was written stays
+        written.
         """
         offer = self._offer_of(request_id)
         if offer is None:
-            self._quiet[request_id] = None
+            self._quiet.append(hold)
         else:
-            # It may have been quiet after an earlier preemption, and not been taken yet.
-            self._quiet.pop(request_id, None)
-            offer.block_ids, offer.ready_tokens, offer.draining = (), 0, True
+            offer.block_ids, offer.ready_tokens = (), 0
+            offer.draining.append(hold)
+            self._due[offer.transfer] = None
+
+    def refuse(self, transfer: str, reason: str) -> None:
+        """Prefill has no request of this name and will not have one: whoever registers it is told so."""
+        self._ended_transfers.add(transfer)
+        self._stop_attempts(transfer, reason)
 
     # ------------------------------------------------------------------------------------------------- what decode says
 
@@ -158,30 +180,33 @@ class PushSender:
             self._declined.add(message.transfer)
             if message.transfer in self._offers:
                 self._offers[message.transfer].awaited_ranks = 0
+                self._due[message.transfer] = None
         else:
             self.dropped["not for prefill"] += 1
 
     def unknown_peers(self) -> dict[str, Peer]:
         """Agents that wait for a WRITE or an answer and whose memory is not known yet, and where to ask for it."""
-        found = {attempt.peer: attempt.registration.decode for attempt in self._all()}
-        found |= {peer: address for peer, (address, _) in self._unanswered.items()}
-        return {peer: address for peer, address in found.items() if peer not in self._peers}
+        return dict(self._strangers)
 
     def peer_known(self, peer: str, planes: Planes) -> None:
         """The handshake with a rank of decode is done, and the transport knows it."""
         self._peers[peer] = planes
-        _, messages = self._unanswered.pop(peer, (None, []))
-        for message in messages:
+        self._strangers.pop(peer, None)
+        for message in self._unanswered.pop(peer, ()):
             self._send(peer, message)
+        for attempt in self._all():
+            if attempt.peer == peer:
+                self._due[attempt.registration.transfer] = None
 
     def peer_lost(self, peer: str, reason: str) -> None:
         """The handshake failed, or the peer is gone: its attempts fail, and it is not answered."""
         self._peers.pop(peer, None)
-        _, messages = self._unanswered.pop(peer, (None, []))
-        self.dropped["answer not sent"] += len(messages)
+        self._strangers.pop(peer, None)
+        self.dropped["answer not sent"] += len(self._unanswered.pop(peer, ()))
         for attempt in self._all():
             if attempt.peer == peer:
-                attempt.stopping = attempt.stopping or reason
+                attempt.stop(reason)
+                self._due[attempt.registration.transfer] = None
 
     # ---------------------------------------------------------------------------------------------------------- working
 
@@ -191,31 +216,40 @@ class PushSender:
         Returns: when to call again at the latest, in the clock's seconds; None if only a message can change anything.
         """
         now = self._clock.now_seconds()
-        for offer in self._offers.values():
-            if offer.expires_at_seconds is not None and offer.expires_at_seconds <= now and not self._of(offer):
-                self._stop_offer(offer, "its lease ended")
-        for attempt in list(self._all()):
-            self._look_after(attempt)
-            self._write(attempt)
-            if not attempt.in_flight and (attempt.stopping or attempt.posted):
-                self._end(attempt)
-        for offer in list(self._offers.values()):
-            self._settle(offer)
-        deadlines = [
-            offer.expires_at_seconds for offer in self._offers.values() if offer.expires_at_seconds is not None
-        ]
-        deadlines += [one.unmatched_at_seconds for one in self._all() if one.registration.transfer not in self._offers]
-        return min(deadlines, default=None)
+        self._due |= dict.fromkeys(self._leases.take_due(now))
+        self._due |= dict.fromkeys(key[0] for key in self._unmatched.take_due(now))
+        due, self._due = self._due, {}
+        for transfer in due:
+            self._advance(transfer, now)
+        deadlines = (self._leases.first_seconds, self._unmatched.first_seconds)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def take_done(self) -> list[PrefillRequestId]:
         """Requests whose blocks nobody needs any more, each once."""
         done, self._done = self._done, []
         return done
 
-    def take_quiet(self) -> list[PrefillRequestId]:
-        """Restarted requests none of whose earlier blocks is being read any more."""
-        quiet, self._quiet = list(self._quiet), {}
+    def take_quiet(self) -> list[int]:
+        """Holds none of whose blocks is being read any more, each once."""
+        quiet, self._quiet = self._quiet, []
         return quiet
+
+    def _advance(self, transfer: str, now: float) -> None:
+        for attempt in self._attempts_of(transfer):
+            attempt.look_after(self._transport)
+            self._make_writes(attempt)
+            attempt.post(self._transport)
+            if not attempt.reading and (attempt.stopping or attempt.complete):
+                self._end(attempt)
+        offer = self._offers.get(transfer)
+        if offer is not None:
+            # Whoever is being written to has come in time.
+            has_expired = offer.expires_at_seconds is not None and offer.expires_at_seconds <= now
+            if has_expired and not self._attempts_of(transfer):
+                self._stop_offer(offer, "its lease ended")
+            self._settle(offer)
+        if any(attempt.reading for attempt in self._attempts_of(transfer)):
+            self._due[transfer] = None
 
     def _register(self, peer: str, registration: Registration) -> None:
         transfer, rank = registration.transfer, registration.decode.tp_rank
@@ -232,29 +266,37 @@ class PushSender:
         if transfer in self._ended_transfers:
             attempt.stopping = "prefill has let go of this request"
         self._attempts.setdefault(transfer, {})[registration.attempt] = attempt
+        self._due[transfer] = None
+        if transfer not in self._offers:
+            self._unmatched.set(registration.key, attempt.unmatched_at_seconds)
+        if peer not in self._peers:
+            self._strangers[peer] = registration.decode
 
     def _withdraw(self, peer: str, message: Withdrawal) -> None:
         attempt = self._attempts.get(message.transfer, {}).get(message.attempt)
         if attempt is None:
             # It is over, or its registration is still on its way and must not be taken in when it comes.
+            if message.key not in self._over:
+                self._settled(message.transfer, message.decode)
             self._over.add(message.key)
             answer = Withdrawn(*message.key, self._tp_rank, self._tp_size)
             self._answer(peer, message.decode, answer)
         elif attempt.peer == peer:
-            attempt.stopping = attempt.stopping or "withdrawn"
+            attempt.stop("withdrawn")
             attempt.withdrawn = True
+            self._due[message.transfer] = None
         else:
             self.dropped["withdrawal by another peer"] += 1
 
-    def _write(self, attempt: Attempt) -> None:
-        """Post the tokens that are ready and not posted, up to a boundary that both sides' blocks share."""
+    def _make_writes(self, attempt: Attempt) -> None:
+        """Make WRITEs of the tokens that are ready and in none yet, up to a boundary that both sides' blocks share."""
         registration = attempt.registration
         offer, remote = self._offers.get(registration.transfer), self._peers.get(attempt.peer)
         if offer is None:
             if attempt.unmatched_at_seconds <= self._clock.now_seconds():
-                attempt.stopping = attempt.stopping or "prefill has no such request"
+                attempt.stop("prefill has no such request")
             return
-        if attempt.stopping or attempt.posted:
+        if attempt.stopping or attempt.complete:
             return
         if offer.stopped:
             attempt.stopping = offer.stopped
@@ -270,45 +312,9 @@ class PushSender:
             end -= end % max(self._local.block_size, registration.block_size)
         if end > attempt.next_token:
             try:
-                self._post(attempt, offer, remote, end)
-            except (ValueError, TransportError) as cause:
-                attempt.stopping = f"a WRITE was not posted: {cause}"
-
-    def _post(self, attempt: Attempt, offer: Offer, remote: Planes, end: int) -> None:
-        registration = attempt.registration
-        if len(registration.block_ids) != len(offer.block_ids) or registration.block_size != remote.block_size:
-            raise ValueError("the registration does not fit the handshake (KV-cache groups or block size)")
-        found = [
-            pair(self._local, remote, Blocks(here), Blocks(there, registration.first_token), attempt.next_token, end)
-            for here, there in zip(offer.block_ids, registration.block_ids, strict=True)
-        ]
-        written = Written(
-            *registration.key,
-            self._tp_rank,
-            self._tp_size,
-            attempt.next_index,
-            end >= registration.end_token,
-        )
-        handle = self._transport.write(
-            attempt.peer,
-            np.concatenate([one.local for one in found]),
-            np.concatenate([one.remote for one in found]),
-            encode(written),
-        )
-        attempt.in_flight.append(handle)
-        attempt.next_token, attempt.next_index = end, attempt.next_index + 1
-
-    def _look_after(self, attempt: Attempt) -> None:
-        still: list[Handle] = []
-        for handle in attempt.in_flight:
-            state = self._transport.state(handle)
-            if state is State.IN_FLIGHT:
-                still.append(handle)
-                continue
-            self._transport.release(handle)
-            if state is State.FAILED:
-                attempt.stopping = attempt.stopping or "a WRITE failed"
-        attempt.in_flight = still
+                attempt.make_writes(self._local, remote, offer.block_ids, end, self._tp_rank, self._tp_size)
+            except ValueError as cause:
+                attempt.stopping = f"no WRITE was made: {cause}"
 
     def _end(self, attempt: Attempt) -> None:
         registration = attempt.registration
@@ -317,38 +323,51 @@ class PushSender:
         del siblings[registration.attempt]
         if not siblings:
             del self._attempts[registration.transfer]
+        self._unmatched.discard(key)
         self._over.add(key)
         if attempt.withdrawn:
             self._answer(attempt.peer, registration.decode, Withdrawn(*key, self._tp_rank, self._tp_size))
         elif attempt.stopping:
             failed = Failed(*key, self._tp_rank, self._tp_size, attempt.stopping)
             self._answer(attempt.peer, registration.decode, failed)
-        offer = self._offers.get(registration.transfer)
+        self._settled(registration.transfer, registration.decode)
+
+    def _settled(self, transfer: str, decode: Peer) -> None:
+        """A rank of decode needs nothing more of an offer. Of one that is still to come it may be another request's."""
+        offer = self._offers.get(transfer)
         if offer is not None:
-            offer.settled.add(registration.decode.tp_rank)
-            if offer.awaited_ranks is None:
-                # The ranks of decode that share this rank's heads.
-                offer.awaited_ranks = max(1, registration.decode.tp_size // self._tp_size)
+            offer.settled.add(decode.tp_rank)
+            # The ranks of decode that share this rank's heads.
+            offer.awaited_ranks = max(1, decode.tp_size // self._tp_size)
+            self._due[transfer] = None
 
     def _settle(self, offer: Offer) -> None:
         """Let go of an offer that nobody waits for and nothing reads."""
-        if offer.draining and not any(attempt.in_flight for attempt in self._of(offer)):
-            offer.draining = False
-            self._quiet[offer.request_id] = None
+        attempts = self._attempts_of(offer.transfer)
+        if offer.draining and not any(attempt.reading for attempt in attempts):
+            self._quiet += offer.draining
+            offer.draining = []
         satisfied = offer.awaited_ranks is not None and len(offer.settled) >= offer.awaited_ranks
-        if offer.finished and (satisfied or offer.stopped) and not self._of(offer):
+        if offer.finished and (satisfied or offer.stopped) and not attempts:
             del self._offers[offer.transfer], self._transfers[offer.request_id]
+            self._leases.discard(offer.transfer)
             self._declined.discard(offer.transfer)
-            self._ended_transfers.add(offer.transfer)
+            if not satisfied:
+                # Of one that was served, who registers now means a later request of this name.
+                self._ended_transfers.add(offer.transfer)
             self._done.append(offer.request_id)
 
     def _stop_offer(self, offer: Offer, reason: str) -> None:
         offer.stopped = offer.stopped or reason
-        for attempt in self._of(offer):
-            attempt.stopping = attempt.stopping or offer.stopped
+        self._stop_attempts(offer.transfer, offer.stopped)
 
-    def _of(self, offer: Offer) -> list[Attempt]:
-        return list(self._attempts.get(offer.transfer, {}).values())
+    def _stop_attempts(self, transfer: str, reason: str) -> None:
+        self._due[transfer] = None
+        for attempt in self._attempts_of(transfer):
+            attempt.stop(reason)
+
+    def _attempts_of(self, transfer: str) -> list[Attempt]:
+        return list(self._attempts.get(transfer, {}).values())
 
     def _all(self) -> list[Attempt]:
         return [attempt for siblings in self._attempts.values() for attempt in siblings.values()]
@@ -361,7 +380,8 @@ class PushSender:
         if peer in self._peers:
             self._send(peer, message)
         else:
-            self._unanswered.setdefault(peer, (address, []))[1].append(message)
+            self._strangers[peer] = address
+            self._unanswered.setdefault(peer, []).append(message)
 
     def _send(self, peer: str, message: Message) -> None:
         try:

@@ -34,6 +34,7 @@ from kvcached_nixl.worker.push_commands import (
     Offer,
     Outcome,
     PeerGone,
+    Refuse,
     Register,
     Restart,
     Withdraw,
@@ -46,11 +47,13 @@ __all__ = ["Push"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 POLL_SECONDS = 0.001
-IDLE_POLL_SECONDS = 0.02
+IDLE_POLL_SECONDS = 0.1
 CLOSE_SECONDS = 5.0
 PROBE_SECONDS = 5.0
-"""Between two questions to a silent peer whether it lives."""
+"""Between two questions to a peer of which something is expected whether it lives."""
 HANDSHAKES_AT_ONCE = 8
+FOREIGN_KEPT = 4096
+"""Notifications of other protocols that wait to be taken; the oldest go first."""
 
 
 class Push:
@@ -83,14 +86,15 @@ class Push:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._outcome = Outcome()
-        self._foreign: deque[tuple[str, bytes]] = deque()
+        self._ended = threading.Event()
+        self._foreign: deque[tuple[str, bytes]] = deque(maxlen=FOREIGN_KEPT)
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(HANDSHAKES_AT_ONCE, thread_name_prefix="kvcached-nixl-handshake")
         # Below: the writer thread's own.
         self._agents: dict[Peer, str] = {}
         self._asked: dict[Peer, Future[Connected]] = {}
-        self._probe_at_seconds = 0.0
+        self._probe_at_seconds: float | None = None
         self._unconnected: list[Register | Decline] = []
         self._computing: deque[Offer | Finish] = deque()
         self._malformed = 0
@@ -116,14 +120,17 @@ class Push:
         self._inbox.append(command)
         self._wake.set()
 
-    def take_outcome(self) -> Outcome:
-        """What ended since the last call.
+    def take_outcome(self, wait_seconds: float = 0.0) -> Outcome:
+        """What ended since the last call; if nothing did, waits for something to end, for at most ``wait_seconds``.
 
         Raises:
             RuntimeError: the writer thread has ended by a defect.
         """
+        if wait_seconds:
+            self._ended.wait(wait_seconds)
         self._raise_defect()
         with self._lock:
+            self._ended.clear()
             outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
@@ -156,6 +163,7 @@ class Push:
                 self._wake.clear()
         except BaseException as defect:  # kept for the engine's thread, which raises it
             self._defect = defect
+            self._ended.set()
             logger.exception("The push writer has stopped; the engine stops at its next step")
 
     def turn(self) -> float:
@@ -174,7 +182,7 @@ class Push:
         deadlines = [self._sender.tick(), self._receiver.tick()]
         self._probe()
         self._report()
-        if self._sender.in_flight or self._computing or len(self._receiver) or self._asked:
+        if self._sender.is_owing or self._computing or len(self._receiver) or self._asked:
             return POLL_SECONDS
         now = self._clock.now_seconds()
         return max(0.0, min([IDLE_POLL_SECONDS, *(deadline - now for deadline in deadlines if deadline is not None)]))
@@ -188,13 +196,19 @@ class Push:
             self._computing.append(command)
         elif isinstance(command, Withdraw):
             self._withdraw(command)
+        elif isinstance(command, Refuse):
+            self._sender.refuse(command.transfer, command.reason)
         else:
             # What the device has not finished of it is not needed any more.
+            dropped = [one for one in self._computing if one.request_id == command.request_id]
             self._computing = deque(one for one in self._computing if one.request_id != command.request_id)
             if isinstance(command, Restart):
-                self._sender.restart(command.request_id)
+                self._sender.restart(command.request_id, command.hold)
             else:
                 self._sender.stop(command.request_id, command.reason)
+                for one in dropped:
+                    if isinstance(one, Offer):
+                        self._sender.refuse(one.transfer, command.reason)
 
     def _withdraw(self, command: Withdraw) -> None:
         for one in self._unconnected:
@@ -234,12 +248,17 @@ class Push:
             self._asked[address].add_done_callback(lambda _: self._wake.set())
 
     def _probe(self) -> None:
-        """Ask peers that were told to stop and keep silent for another handshake: it shows whether they still live."""
+        """Ask contributors for another handshake from time to time: it shows whether they still live."""
         silent = self._receiver.silent_peers()
-        if silent and self._clock.now_seconds() >= self._probe_at_seconds:
-            self._probe_at_seconds = self._clock.now_seconds() + PROBE_SECONDS
+        now = self._clock.now_seconds()
+        if self._probe_at_seconds is not None and silent and now >= self._probe_at_seconds:
             for address in [address for address, agent in self._agents.items() if agent in silent]:
                 self._ask(address, again=True)
+            self._probe_at_seconds = None
+        if not silent:
+            self._probe_at_seconds = None
+        elif self._probe_at_seconds is None:
+            self._probe_at_seconds = now + PROBE_SECONDS
 
     def _take_connected(self) -> None:
         for address, future in [(address, future) for address, future in self._asked.items() if future.done()]:
@@ -290,6 +309,7 @@ class Push:
         """Nobody was told of it, so nobody writes: it is over."""
         with self._lock:
             self._outcome.failed[command.registration.decode_request_id] = reason
+            self._ended.set()
 
     def _report(self) -> None:
         ended, done, quiet = self._receiver.take_ended(), self._sender.take_done(), self._sender.take_quiet()
@@ -303,3 +323,4 @@ class Push:
                     self._outcome.received.add(one.request_id)
             self._outcome.done.update(done)
             self._outcome.quiet.update(quiet)
+            self._ended.set()

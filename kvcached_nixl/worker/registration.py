@@ -15,7 +15,8 @@ import torch
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.handshake import PeerTag
-from kvcached_nixl.worker.layout import BlockShape, RegisteredLayout, plan_registration
+from kvcached_nixl.worker.axes import Axes
+from kvcached_nixl.worker.layout import RegisteredLayout, plan_registration
 
 
 class StockWorker(Protocol):
@@ -38,7 +39,7 @@ class StockWorker(Protocol):
     @property
     def kv_cache_dtype(self) -> str: ...
     def page_bytes(self) -> dict[str, int]: ...
-    def probe_cache_shape(self) -> tuple[tuple[int, ...], int]: ...
+    def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]: ...
     def tell_kv_first(self) -> None: ...
     def set_device_kv_caches(self, device_views: dict[str, Any]) -> None: ...
     def registered_regions(self) -> list[tuple[int, int]]: ...
@@ -56,9 +57,10 @@ def register(
         LayoutRefused: the memory cannot be described, or the stock worker described it differently.
     """
     _refuse_unserved(worker)
+    shape, numbers = worker.probe_cache_shape()
     layout = plan_registration(
         kv_caches,
-        shape=BlockShape.from_probe(*worker.probe_cache_shape()),
+        axes=Axes.from_probe(shape, **numbers),
         page_bytes=worker.page_bytes(),
         num_blocks=worker.num_blocks,
         num_pools=worker.num_pools,
@@ -68,8 +70,12 @@ def register(
     stock_register(layout.offered)
     _confirm(worker, layout)
     worker.set_device_kv_caches(layout.device_views)
-    worker.sign_compatibility(_tag(worker, layout).sign)
     return layout
+
+
+def sign(worker: StockWorker, layout: RegisteredLayout) -> None:
+    """Say in the compatibility string what a peer that pulls must equal."""
+    worker.sign_compatibility(_tag(worker, layout).sign)
 
 
 def _refuse_unserved(worker: StockWorker) -> None:

@@ -16,9 +16,7 @@ import torch
 from kvcached_memory import Geometry
 
 from kvcached_nixl.hostvmm import activate
-from kvcached_nixl.worker.layout import BlockShape, plan_registration
-
-PROBE = 1_000_003
+from kvcached_nixl.worker.layout import plan_registration
 
 
 def main(geometry: Geometry) -> dict[str, object]:
@@ -49,7 +47,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     caches = {f"layer.{index}": tensor for index, tensor in enumerate(tensors)}
     layout = plan_registration(
         caches,
-        shape=BlockShape.from_probe(geometry.shape(PROBE), PROBE),
+        axes=geometry.axes(),
         page_bytes=dict.fromkeys(caches, geometry.page_bytes),
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
@@ -72,7 +70,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     like = geometry.allocate()[0]
     imitation = plan_registration(
         like,
-        shape=BlockShape.from_probe(geometry.shape(PROBE), PROBE),
+        axes=geometry.axes(),
         page_bytes=dict.fromkeys(like, geometry.page_bytes),
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,

@@ -8,10 +8,14 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from experiments.common.servers import CPU_ENVIRONMENT, UNIPROC
 from kvcached_nixl.hostvmm import is_hostvmm_build
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +44,7 @@ if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     options = dict(max_model_len=1024) | json.loads(sys.argv[2])
     llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, block_size=32, dtype="float32", seed=0,
-              disable_log_stats=True, **options)
+              disable_log_stats=True, distributed_executor_backend={UNIPROC!r}, **options)
     def prompt(i, round):
         return dict(prompt_token_ids=[(7 * i + 13 * round + k * k) % 500 for k in range(90 * i + 40)])
     ask = SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True)
@@ -52,6 +56,7 @@ if __name__ == "__main__":
     counts = [[use.creates, use.releases, use.unmaps] for use in uses]
     print("RESULT" + json.dumps([tokens, counts]), flush=True)
 """
+SCRIPT = "engine.py"
 
 pytestmark = [
     pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory"),
@@ -63,27 +68,27 @@ pytestmark = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     subprocess.run([sys.executable, "-c", MODEL, str(folder)], check=True, capture_output=True, timeout=300)
+    (folder / SCRIPT).write_text(ENGINE)
     return folder
 
 
-def run_engine(model: Path, options: dict[str, int] | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
-    script = model / "engine.py"
-    script.write_text(ENGINE)
+def run_engine(
+    model: Path, options: Mapping[str, int], settings: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if "KVCACHED" not in name}
     environment = inherited | {
+        **CPU_ENVIRONMENT,
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "KVCACHED_NIXL": "0",
         "KVCACHED_IPC_NAME": f"test-{uuid.uuid4().hex[:12]}",
         "KVCACHED_HOSTVMM_DEVICE": f"test-{uuid.uuid4().hex}",
         "KVCACHED_HOSTVMM_GIB": "0.25",
     }
-    command = [sys.executable, str(script), str(model), json.dumps(options or {})]
-    return subprocess.run(command, env=environment | settings, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, str(model / SCRIPT), str(model), json.dumps(options)]
+    return subprocess.run(
+        command, env={**environment, **settings}, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 def result(finished: subprocess.CompletedProcess[str]) -> tuple[list[list[int]], list[list[int]]]:
@@ -93,28 +98,48 @@ def result(finished: subprocess.CompletedProcess[str]) -> tuple[list[list[int]],
     return tokens, counts
 
 
+@dataclass(frozen=True)
+class Run:
+    settings: Mapping[str, str]
+    options: Mapping[str, int] = field(default_factory=dict)
+
+
+KVCACHED = {"ENABLE_KVCACHED": "true"}
+FEW_PAGES = {
+    **KVCACHED,
+    "KVCACHED_MAX_CACHED_TOKENS": "0",
+    "KVCACHED_MIN_RESERVED_PAGES": "1",
+    "KVCACHED_MAX_RESERVED_PAGES": "1",
+}
+RUNS = {
+    "stock": Run({}),
+    "contiguous": Run({**FEW_PAGES, "KVCACHED_CONTIGUOUS_LAYOUT": "true"}),
+    "non-contiguous": Run({**FEW_PAGES, "KVCACHED_CONTIGUOUS_LAYOUT": "false"}),
+    "device too small": Run({**KVCACHED, "KVCACHED_HOSTVMM_GIB": "0.012"}),
+    # 128 tokens: less than a page of kvcached, yet enough for vLLM's own check.
+    "plan too small": Run(KVCACHED, {"num_gpu_blocks_override": 4, "max_model_len": 128}),
+    "host too small": Run({**KVCACHED, "KVCACHED_HOSTVMM_GIB": "1000000"}),
+}
+
+
+Runs = Mapping[str, "Future[subprocess.CompletedProcess[str]]"]
+
+
 @pytest.fixture(scope="module")
-def stock_tokens(model: Path) -> list[list[int]]:
-    tokens, counts = result(run_engine(model))
-    assert counts == [], "without ENABLE_KVCACHED no page of the emulated device may be used"
-    assert len({tuple(answer) for answer in tokens}) == len(tokens), "the prompts must be told apart by their answers"
-    return tokens
+def runs(model: Path) -> Iterator[Runs]:
+    """All engines, two at a time: most of a run is a start that keeps one core busy."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run_engine, model, run.options, run.settings) for name, run in RUNS.items()}
 
 
-@pytest.mark.parametrize("contiguous", ["true", "false"])
-def test_tokens_are_those_of_the_stock_engine(model: Path, stock_tokens: list[list[int]], contiguous: str) -> None:
+@pytest.mark.parametrize("arrangement", ["contiguous", "non-contiguous"])
+def test_tokens_are_those_of_the_stock_engine(runs: Runs, arrangement: str) -> None:
     """Greedy float32 output is identical while pages are mapped, unmapped and mapped again under the engine."""
-    tokens, counts = result(
-        run_engine(
-            model,
-            ENABLE_KVCACHED="true",
-            KVCACHED_CONTIGUOUS_LAYOUT=contiguous,
-            KVCACHED_MAX_CACHED_TOKENS="0",
-            KVCACHED_MIN_RESERVED_PAGES="1",
-            KVCACHED_MAX_RESERVED_PAGES="1",
-        )
-    )
-    assert tokens == stock_tokens
+    stock, no_counts = result(runs["stock"].result())
+    assert no_counts == [], "without ENABLE_KVCACHED no page of the emulated device may be used"
+    assert len({tuple(answer) for answer in stock}) == len(stock), "the prompts must be told apart by their answers"
+    tokens, counts = result(runs[arrangement].result())
+    assert tokens == stock
     ((creates, releases, unmaps),) = counts
     assert releases > 0
     assert creates > releases
@@ -122,20 +147,16 @@ def test_tokens_are_those_of_the_stock_engine(model: Path, stock_tokens: list[li
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "words"),
+    ("name", "words"),
     [
-        ({"KVCACHED_HOSTVMM_GIB": "0.012"}, {}, "an emulated device of 12.0 MiB"),
-        # 128 tokens: less than a page of kvcached, yet enough for vLLM's own check.
-        ({}, {"num_gpu_blocks_override": 4, "max_model_len": 128}, "a planned KV cache of"),
-        ({"KVCACHED_HOSTVMM_GIB": "1000000"}, {}, "of memory available on this machine"),
+        ("device too small", "an emulated device of 12.0 MiB"),
+        ("plan too small", "a planned KV cache of"),
+        ("host too small", "of memory available on this machine"),
     ],
-    ids=["device too small", "plan too small", "host too small"],
 )
-def test_a_start_that_cannot_work_ends_with_the_reason(
-    model: Path, settings: dict[str, str], options: dict[str, int], words: str
-) -> None:
+def test_a_start_that_cannot_work_ends_with_the_reason(runs: Runs, name: str, words: str) -> None:
     """The engine stops by itself and its log says what was found, instead of waiting for ever."""
-    finished = run_engine(model, options, ENABLE_KVCACHED="true", **settings)
+    finished = runs[name].result()
     assert finished.returncode != 0
     assert words in finished.stdout + finished.stderr
     assert "RESULT" not in finished.stdout

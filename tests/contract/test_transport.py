@@ -102,18 +102,30 @@ def test_a_write_moves_its_ranges_and_nothing_else_and_then_notifies(sides: tupl
     one.transport.release(handle)
 
 
-def test_a_write_whose_state_nobody_asks_for_never_notifies(sides: tuple[Side, Side]) -> None:
-    """NIXL sends the notification from the writer's own question: its thread must not sleep while one is in flight."""
+def test_a_write_whose_state_nobody_asks_for_may_never_notify(sides: tuple[Side, Side]) -> None:
+    """NIXL notifies from the writer's own question, or from the post if the WRITE ended within it.
+
+    The writer's thread must therefore not sleep while a WRITE is in flight. Which of the two it is depends on how
+    far NIXL's progress thread came during the post, so some of the WRITEs may notify by themselves, not all.
+    """
     one, other = sides
     peer = one.transport.add_peer(other.transport.metadata())
-    one.memory[:10] = 7
-    handle = one.transport.write(peer, ranges(one, (0, 10)), ranges(other, (0, 10)), b"written")
-    until(lambda: other.memory[9] == 7)
-    begun = time.monotonic()
-    while time.monotonic() - begun < UNASKED_SECONDS:
-        assert other.transport.received() == []
-    notifications(other.transport, 1, [(one, handle)])
-    one.transport.release(handle)
+    one.memory[:] = 7
+
+    def stays_silent(length: int) -> bool:
+        other.memory[:] = 0
+        handle = one.transport.write(peer, ranges(one, (0, length)), ranges(other, (0, length)), b"written")
+        until(lambda: other.memory[length - 1] == 7)
+        begun = time.monotonic()
+        while time.monotonic() - begun < UNASKED_SECONDS:
+            if other.transport.received():
+                one.transport.release(handle)
+                return False
+        notifications(other.transport, 1, [(one, handle)])
+        one.transport.release(handle)
+        return True
+
+    assert any(stays_silent(length) for length in (10, MEMORY_BYTES) * 10), "every WRITE notified unasked"
 
 
 def test_many_writes_each_notify_once(sides: tuple[Side, Side]) -> None:

@@ -68,7 +68,7 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
         alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url))
     assert [answer.token_ids for answer in alone] == [hand_over.answer.token_ids for hand_over in handed_over]
     for hand_over in handed_over:
-        record = records[hand_over.remote_request_id]
+        record = records[hand_over.transfer]
         assert record["remote_block_ids"] == hand_over.sent_block_ids
         for sent, received in zip(hand_over.sent_digests, record["digests"], strict=True):
             # Decode needs no more than the window of a sliding group, so it may take the tail of what was sent.
@@ -91,4 +91,4 @@ async def _both_ways(
             )
             handed_over.append(await pair.hand_over(prompt, max_tokens=TOKENS, salt=name, request_id=name))
         taken = await pair.decode.probe("take")
-    return alone, handed_over, {record["remote_request_id"]: record for record in taken["records"]}
+    return alone, handed_over, {record["transfer"]: record for record in taken["records"]}

@@ -52,7 +52,7 @@ def test_a_stock_peer_is_refused_and_its_request_fails_or_is_recomputed(
         decode.check_alive()
         log = decode.log.read_text(errors="replace")
     assert "no block is read from it" in log
-    assert "kvcached_nixl/1 [contiguous" in log
+    assert "kvcached_nixl/2 pull [contiguous" in log
 
 
 async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) -> None:
@@ -84,10 +84,10 @@ async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) 
 @pytest.mark.parametrize(
     ("extra", "word"),
     [
-        ({"transfer_mode": "push"}, "transfer_mode"),
+        ({"transfer_mode": "shove"}, "transfer_mode"),
         ({"enforce_handshake_compat": False}, "enforce_handshake_compat"),
     ],
-    ids=["push", "no compatibility check"],
+    ids=["unknown mode", "no compatibility check"],
 )
 def test_an_unusable_configuration_stops_the_engine_at_start(extra: dict[str, Any], word: str, tmp_path: Path) -> None:
     """The server ends before it listens, and its log says what was found, expected and what to do."""

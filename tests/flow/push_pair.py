@@ -8,6 +8,7 @@ Blocks that are free get other bytes at once: a late read or write of them shows
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,8 @@ import numpy as np
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.transport.memory import MemoryTransport, Network
+from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.push import Peer, Registration, decode, draw_attempt
-from kvcached_nixl.worker.descriptors import Planes
 from kvcached_nixl.worker.push_receive import PushReceiver
 from kvcached_nixl.worker.push_send import PushSender
 
@@ -109,7 +110,8 @@ class Prefill:
         self.transport: MemoryTransport = network.agent("prefill")
         self.sender = make_sender(self.transport, clock, self.pool)
         self.requests: dict[PrefillRequestId, PrefillRequest] = {}
-        self.pinned: dict[PrefillRequestId, list[list[int]]] = {}
+        self.held: dict[int, list[int]] = {}
+        self.holds = itertools.count()
 
     def start(self, name: str, prompt: int, num_tokens: int, transfer: str) -> PrefillRequestId:
         request_id = PrefillRequestId(name)
@@ -135,8 +137,9 @@ class Prefill:
     def preempt(self, request_id: PrefillRequestId) -> None:
         """Its blocks are lost, and it will be computed again in others."""
         request = self.requests[request_id]
-        self.pinned.setdefault(request_id, []).append(request.blocks)
-        self.sender.restart(request_id)
+        hold = next(self.holds)
+        self.held[hold] = request.blocks
+        self.sender.restart(request_id, hold)
         request.blocks = self.pool.take(len(request.blocks))
         request.computed = 0
 
@@ -150,9 +153,8 @@ class Prefill:
             else:
                 self.sender.peer_lost(peer, "no answer to the handshake")
         self.sender.tick()
-        for request_id in self.sender.take_quiet():
-            for blocks in self.pinned.pop(request_id):
-                self.pool.give(blocks)
+        for hold in self.sender.take_quiet():
+            self.pool.give(self.held.pop(hold))
         for request_id in self.sender.take_done():
             request = self.requests.pop(request_id)
             assert request.over, "the blocks of a request that still computes were given back"

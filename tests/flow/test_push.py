@@ -7,8 +7,9 @@ import pytest
 from chaos import Chaos
 from push_pair import LEASE_SECONDS, TIMEOUT_SECONDS, Pair
 
-from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.push import Registration, Withdrawal, decode, encode
+from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
+from kvcached_nixl.wire.push import Peer, Registration, Withdrawal, decode, encode
+from kvcached_nixl.worker import push_attempt
 
 CHAOS_RUNS = 400
 TOKENS = 18
@@ -132,9 +133,9 @@ def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_o
     pair.step()
     pair.prefill.preempt(request)
     pair.step()
-    assert pair.prefill.pinned
+    assert pair.prefill.held
     pair.settle()
-    assert not pair.prefill.pinned
+    assert not pair.prefill.held
     for _ in range(3):
         pair.prefill.compute(request, 8)
         pair.settle()
@@ -274,7 +275,7 @@ def test_another_peer_cannot_withdraw(pair: Pair) -> None:
     assert pair.decode.outcome.received == ["d"]
 
 
-def test_a_request_preempted_again_keeps_all_its_blocks_while_any_is_read(pair: Pair) -> None:
+def test_a_request_preempted_again_keeps_the_blocks_that_are_being_read(pair: Pair) -> None:
     pair.decode.register("d", 1, 24, "t")
     request = pair.prefill.start("p", 1, 24, "t")
     pair.settle()
@@ -284,7 +285,7 @@ def test_a_request_preempted_again_keeps_all_its_blocks_while_any_is_read(pair: 
     pair.prefill.sender.tick()
     pair.prefill.preempt(request)
     pair.step()
-    assert len(pair.prefill.pinned[request]) == 2
+    assert list(pair.prefill.held) == [1]
     pair.settle()
     pair.prefill.compute(request, 24)
     pair.settle()
@@ -292,12 +293,101 @@ def test_a_request_preempted_again_keeps_all_its_blocks_while_any_is_read(pair: 
     pair.assert_nothing_is_left()
 
 
+def test_a_request_that_ended_before_it_was_computed_is_refused_to_decode(pair: Pair) -> None:
+    """Whether decode has registered before or does so afterwards."""
+    pair.decode.register("d1", 1, 24, "t1")
+    pair.settle()
+    pair.prefill.sender.refuse("t1", "aborted")
+    pair.prefill.sender.refuse("t2", "aborted")
+    pair.decode.register("d2", 1, 24, "t2")
+    pair.settle()
+    assert set(pair.decode.outcome.failed) == {"d1", "d2"}
+    pair.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["registered", "never registered"])
+def test_a_withdrawal_while_prefill_computes_lets_prefill_go_at_its_end(pair: Pair, known: bool) -> None:
+    """Decode will not come again; the lease need not end first."""
+    request = pair.prefill.start("p", 1, 24, "t")
+    pair.prefill.compute(request, 12)
+    pair.settle()
+    if known:
+        pair.decode.register("d", 1, 24, "t")
+        pair.settle()
+        pair.decode.abort("d")
+    else:
+        there = Peer(EngineId("d"), "127.0.0.1", 1, 1, 0)
+        pair.prefill.sender.handle("d", Withdrawal("t", 7, there))
+    pair.settle()
+    pair.prefill.compute(request, 24)
+    pair.settle()
+    pair.assert_nothing_is_left()
+
+
+def test_a_name_may_be_used_again_when_its_request_was_served(pair: Pair) -> None:
+    """Clients repeat ids, and decode may come first with the next request."""
+    for turn in ("1", "2"):
+        pair.decode.register(f"d{turn}", 1, 24, "t")
+        pair.settle()
+        request = pair.prefill.start(f"p{turn}", 1, 24, "t")
+        pair.prefill.compute(request, 24)
+        pair.settle()
+    assert pair.decode.outcome.received == ["d1", "d2"]
+    pair.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_push_of_many_descriptors_is_cut_into_writes_of_few(
+    pair: Pair, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None has more than the limit, few are under way at a time, and decode has everything when the last one is in."""
+    monkeypatch.setattr(push_attempt, "DESCRIPTORS_PER_WRITE", limit)
+    monkeypatch.setattr(push_attempt, "WRITES_IN_FLIGHT", 1)
+    # One descriptor a plane, unless the blocks in between are somebody else's.
+    pair.decode.register("d", 1, 24, "t")
+    pair.settle()
+    request = pair.prefill.start("p", 1, 24, "t")
+    pair.prefill.compute(request, 24)
+    pair.prefill.sender.tick()
+    assert len(pair.prefill.transport.posted) == 1
+    pair.settle()
+    rows = [len(one.local) for one in pair.prefill.transport.posted if one.local is not None]
+    assert max(rows) == limit
+    assert sum(rows) == len(pair.prefill.pool.planes.bases)
+    assert pair.decode.outcome.received == ["d"]
+    pair.assert_nothing_is_left()
+
+
+def test_a_request_preempted_between_its_writes_keeps_its_blocks_until_the_last(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits to be posted reads the earlier blocks too."""
+    monkeypatch.setattr(push_attempt, "DESCRIPTORS_PER_WRITE", 1)
+    monkeypatch.setattr(push_attempt, "WRITES_IN_FLIGHT", 1)
+    pair.decode.register("d", 1, 24, "t")
+    pair.settle()
+    request = pair.prefill.start("p", 1, 24, "t")
+    pair.prefill.compute(request, 12)
+    pair.prefill.sender.tick()
+    pair.prefill.preempt(request)
+    pair.step()
+    assert pair.prefill.held
+    pair.settle()
+    assert not pair.prefill.held
+    pair.prefill.compute(request, 24)
+    pair.settle()
+    assert pair.decode.outcome.received == ["d"]
+    pair.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("seed", range(CHAOS_RUNS))
-def test_whatever_happens_no_byte_is_wrong_and_nothing_is_left(seed: int) -> None:
+def test_whatever_happens_no_byte_is_wrong_and_nothing_is_left(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, delay, doubling, reordering, failed WRITEs, aborts, preemptions and deaths, in any order.
 
     Each request of decode ends once: received with every byte right, or failed. Blocks that are free are never touched.
     """
+    monkeypatch.setattr(push_attempt, "DESCRIPTORS_PER_WRITE", 1 if seed % 2 else 256)
+    monkeypatch.setattr(push_attempt, "WRITES_IN_FLIGHT", 1 + seed % 3)
     chaos = Chaos(seed)
     for _ in range(chaos.dice.randint(5, 60)):
         chaos.happen()

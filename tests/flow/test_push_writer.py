@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from push_pair import BLOCK_SIZE, TIMEOUT_SECONDS, Pool, make_receiver, make_sender
@@ -197,6 +198,20 @@ def test_a_prefill_that_dies_in_silence_is_found_out(cluster: Cluster) -> None:
     cluster.until(lambda: decode.look().failed)
 
 
+def test_a_prefill_that_dies_while_decode_waits_is_found_out_before_the_timeout(cluster: Cluster) -> None:
+    """However long prefill may take for a request, its death is noticed at once."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    decode.register("d1", prefill)
+    cluster.until(lambda: len(decode.push._receiver))
+    decode.push.turn()
+    cluster.network.kill("p")
+    del cluster.engines["p"]
+    cluster.gone.add("p")
+    cluster.clock.advance(PROBE_SECONDS)
+    assert PROBE_SECONDS < TIMEOUT_SECONDS
+    cluster.until(lambda: decode.look().failed)
+
+
 def test_a_prefill_that_was_restarted_at_its_address_is_a_new_one(cluster: Cluster) -> None:
     """Its predecessor's requests fail; the next one handshakes again."""
     prefill, decode = cluster.engine("p"), cluster.engine("d")
@@ -218,10 +233,31 @@ def test_aborted_and_preempted_requests_of_prefill_are_let_go(cluster: Cluster) 
     prefill.compute("aborted", "t1", is_computed=lambda: False)
     prefill.compute("preempted", "t2", is_computed=lambda: False)
     prefill.push.submit(Stop(PrefillRequestId("aborted"), "aborted"))
-    prefill.push.submit(Restart(PrefillRequestId("preempted")))
+    prefill.push.submit(Restart(PrefillRequestId("preempted"), 7))
     cluster.until(lambda: prefill.look().done and prefill.look().quiet)
-    assert (prefill.seen.done, prefill.seen.quiet) == ({"aborted"}, {"preempted"})
+    assert (prefill.seen.done, prefill.seen.quiet) == ({"aborted"}, {7})
     assert prefill.push.turn() == IDLE_POLL_SECONDS
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_decode_is_told_at_once_of_a_prefill_that_was_aborted(cluster: Cluster, computed: bool) -> None:
+    """Even if the device had not finished the first step of it, so that nothing had been offered."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    decode.register("d1", prefill)
+    cluster.until(lambda: len(decode.push._receiver) and len(prefill.push._sender))
+    blocks = prefill.pool.take(1)
+    prefill.push.submit(Offer("t", PrefillRequestId("p1"), (blocks,), 4, lambda: computed))
+    prefill.push.turn()
+    prefill.push.submit(Stop(PrefillRequestId("p1"), "aborted"))
+    cluster.until(lambda: prefill.look().done and decode.look().failed)
+
+
+def test_prefill_looks_often_while_it_has_what_decode_will_ask_for(cluster: Cluster) -> None:
+    """NIXL has no event for a registration that arrives, and the client waits for its first token meanwhile."""
+    prefill = cluster.engine("prefill")
+    assert prefill.push.turn() == IDLE_POLL_SECONDS
+    prefill.compute("p")
+    assert prefill.push.turn() == POLL_SECONDS
 
 
 def test_a_request_that_decode_declines_is_let_go_when_it_ends(cluster: Cluster) -> None:
@@ -255,7 +291,32 @@ def test_a_defect_of_the_thread_is_raised_where_the_engine_can_see_it(
     prefill.push.start()
     assert prefill.push._thread is not None
     prefill.push._thread.join(WAIT_SECONDS)
+    begun = time.monotonic()
     with pytest.raises(RuntimeError, match="planted"):
-        prefill.push.take_outcome()
+        prefill.push.take_outcome(WAIT_SECONDS)
+    assert time.monotonic() - begun < WAIT_SECONDS
     with pytest.raises(RuntimeError, match="planted"):
         prefill.push.submit(Finish(PrefillRequestId("p")))
+
+
+def test_who_waits_for_an_outcome_has_it_as_soon_as_there_is_one(cluster: Cluster) -> None:
+    """Received, failed without a handshake, or free: each ends the wait, once."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    cluster.gone.add("nobody")
+    nobody = cluster.engine("nobody")
+
+    def awaited(engine: Engine) -> Outcome:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(engine.push.take_outcome, WAIT_SECONDS)
+            cluster.until(waiting.done)
+            return waiting.result()
+
+    begun = time.monotonic()
+    decode.register("d1", nobody)
+    assert set(awaited(decode).failed) == {"d1"}
+    decode.register("d2", prefill)
+    prefill.compute("p")
+    assert awaited(decode).received == {"d2"}
+    assert awaited(prefill).done == {"p"}
+    assert time.monotonic() - begun < WAIT_SECONDS
+    assert decode.push.take_outcome(POLL_SECONDS) == Outcome()

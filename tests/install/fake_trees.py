@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small vllm, kvcached, nixl and torch packages on disk, in the packaging of any supported vLLM.
+"""Small vllm, kvcached, nixl, torch and zmq packages on disk, in the packaging of any supported vLLM.
 
 The skeleton (factory, MultiConnector, plugin loader, class hierarchy) is written out below. The methods that patches
 target are added from the `Patch` records, so a new patch needs no change here. As a program,
 
     python fake_trees.py FOLDER VLLM_VERSION [--kvcached VERSION] [--no-nixl] [--change CLASS.METHOD=PARAMETERS]
 
-writes a tree. It runs in an interpreter of its own because importing the records imports torch, which is a stub there.
+writes a tree. It runs in an interpreter of its own because importing the records imports torch and zmq, which are stubs
+there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ def __getattr__(name):
         raise AttributeError(name)
     return _Any
 """
+
+STUBS = {"torch": STUB_TORCH, "zmq": ""}
+"""What the seams import and a vLLM brings along. Nothing of it is used before a connector is at work."""
 
 SKELETON = {
     f"{KV}.v1.base": """
@@ -245,9 +249,7 @@ def write(root: Path, version: str, kvcached: str, with_nixl: bool, changes: Map
         sources.setdefault(module, text)
     if f"{KV}.v1.nixl.connector" in sources:
         sources[f"{KV}.v1.nixl.connector"] += "\nNixlConnector = NixlPullConnector\n"
-    _write_sources(root, sources)
-    (root / "torch").mkdir(exist_ok=True)
-    (root / "torch" / "__init__.py").write_text(STUB_TORCH)
+    _write_sources(root, {**sources, **STUBS})
     for name, stated in (("vllm", version), ("kvcached", kvcached)):
         info = root / f"{name}-{stated}.dist-info"
         info.mkdir()
@@ -278,8 +280,7 @@ def _parents(name: str) -> list[str]:
 def make(root: Path, version: str, *options: str) -> Path:
     """Write a tree in a fresh interpreter, see the module docstring, and return its folder."""
     root.mkdir(parents=True)
-    (root / "torch").mkdir()
-    (root / "torch" / "__init__.py").write_text(STUB_TORCH)
+    _write_sources(root, STUBS)
     subprocess.run(
         [sys.executable, __file__, str(root), version, *options],
         env={"PYTHONPATH": f"{root}:{REPOSITORY}"},

@@ -60,11 +60,9 @@ def test_json_has_the_same_content(with_wheel: Environment, tree: Callable[..., 
     report = json.loads(with_wheel.run(*COMMAND, "--json", path=(tree("0.28.0"),)).stdout)
     assert report["versions"]["vllm"] == "0.28.0"
     assert {patch["state"] for patch in report["patches"]} == {"applied", "skipped"}
-    assert report["capabilities"]["push"] == {
-        "origin": "vLLM",
-        "note": report["capabilities"]["push"]["note"],
-        "refused": True,
-    }
+    push = report["capabilities"]["push"]
+    assert push == {"origin": "this package", "note": push["note"], "refused": False}
+    assert '"transfer_mode": "push"' in push["note"]
     assert report["refusals"] == []
 
 

@@ -74,8 +74,32 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
             ("--change", "NixlBaseConnectorWorker.register_kv_caches=self, pools"),
             ["NixlBaseConnectorWorker.register_kv_caches", "(self, pools)", "(self, kv_caches)"],
         ),
+        (
+            "0.19.1",
+            ("--change", "SchedulerInterface.has_requests=self, at"),
+            ["SchedulerInterface.has_requests", "(self, at)", "would sleep"],
+        ),
+        (
+            "0.28.0",
+            ("--change", "Scheduler._preempt_request=self, request"),
+            ["Scheduler._preempt_request", "(self, request)", "(self, request, timestamp, drop_stale_output)"],
+        ),
+        (
+            "0.28.0",
+            ("--change", "NixlBaseConnector.has_pending_push_work=self, at"),
+            ["NixlBaseConnector.has_pending_push_work", "(self, at)", "would sleep"],
+        ),
     ],
-    ids=["vllm", "kvcached", "nixl", "signature-0.19", "signature-0.28"],
+    ids=[
+        "vllm",
+        "kvcached",
+        "nixl",
+        "signature-0.19",
+        "signature-0.28",
+        "push-signature-0.19",
+        "push-signature-0.28",
+        "push-connector-0.28",
+    ],
 )
 def test_a_refusal_stops_nixl_connectors_in_words_and_no_others(
     with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...], words: list[str]
@@ -132,16 +156,30 @@ def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
 def test_extra_configuration_that_cannot_be_served_is_refused(
     with_wheel: Environment, tree: Callable[..., Path], version: str
 ) -> None:
-    """An operator who asks for push must not get pull."""
+    """An operator who asks for something else must not get pull."""
+    action = 'create=NixlConnector{"transfer_mode": "both"}'
+    (created,) = with_wheel.probe("vllm", action, path=(tree(version),), **ON)["created"]
+    assert created.startswith("SettingsError") and "transfer_mode='both'" in created
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.28.0"])
+def test_push_is_a_mode_of_the_nixl_connector(with_wheel: Environment, tree: Callable[..., Path], version: str) -> None:
+    """Under the class name that routers match, on either version."""
     action = 'create=NixlConnector{"transfer_mode": "push"}'
     (created,) = with_wheel.probe("vllm", action, path=(tree(version),), **ON)["created"]
-    assert created.startswith("SettingsError") and "transfer_mode='push'" in created
+    assert created in ("NixlConnector", "NixlPullConnector")
 
 
-def test_push_is_refused_in_words(with_wheel: Environment, tree: Callable[..., Path]) -> None:
-    """vLLM 0.28 has a push connector; nobody has proven it over kvcached memory yet."""
-    (created,) = with_wheel.probe("vllm", "create=NixlPushConnector", path=(tree("0.28.0"),), **ON)["created"]
-    assert created.startswith("SettingsError") and "NixlPushConnector" in created and "remedy" in created
+@pytest.mark.parametrize("extra", ["", '{"transfer_mode": "push"}'])
+def test_the_push_connector_of_vllm_is_refused_and_the_remedy_is_ours(
+    with_wheel: Environment, tree: Callable[..., Path], extra: str
+) -> None:
+    """tests/contract/test_stock_push_defects.py shows what it does wrong."""
+    action = f"create=NixlPushConnector{extra}"
+    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON)["created"]
+    assert created.startswith("SettingsError") and "NixlPushConnector" in created
+    remedy = created.partition("remedy:")[2]
+    assert '"kv_connector": "NixlConnector"' in remedy and '"transfer_mode": "push"' in remedy
 
 
 def test_seams_that_cannot_be_loaded_are_refused(

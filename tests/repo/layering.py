@@ -9,11 +9,12 @@ from pathlib import Path
 
 PACKAGE = "kvcached_nixl"
 
-BASICS = {"errors", "ids", "clock"}
+BASICS = {"errors", "ids", "clock", "deadlines"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ids": set(),
     "clock": set(),
+    "deadlines": set(),
     "settings": {"errors"},
     "wire": BASICS,
     "patching": {"errors"},
@@ -37,6 +38,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "kvcached": ("compat", "seams", "hostvmm"),
     "torch": ("compat", "seams", "worker", "hostvmm"),
     "nixl": ("transport/agent.py",),
+    "zmq": ("compat",),
     "starlette": ("proxy",),
     "httpx": ("proxy",),
     "uvicorn": ("proxy",),

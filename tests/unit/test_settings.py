@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
@@ -38,29 +38,47 @@ def test_an_unclear_word_is_refused_only_when_it_matters() -> None:
         read_gate({"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "maybe"})
 
 
-def test_defaults_are_pull_and_thirty_seconds() -> None:
+def test_defaults_are_pull_and_thirty_seconds_and_two_minutes() -> None:
     """An empty configuration is a valid one; vLLM's own keys are not ours to judge."""
-    assert Settings.from_extra_config({"backends": ["UCX"]}) == Settings(TransferMode.PULL, 30.0)
+    assert Settings.from_extra_config({"backends": ["UCX"]}) == Settings(TransferMode.PULL, 30.0, 120.0)
 
 
-@pytest.mark.parametrize("value", ["push", "PULL", "", None, 1])
-def test_a_transfer_mode_other_than_pull_is_refused(value: Any) -> None:
-    """Asking for push and getting pull in silence would be a lie."""
-    with pytest.raises(SettingsError, match="transfer_mode"):
+@pytest.mark.parametrize(("word", "mode"), [("pull", TransferMode.PULL), ("push", TransferMode.PUSH)])
+def test_the_transfer_mode_is_taken_by_its_name(word: str, mode: TransferMode) -> None:
+    assert Settings.from_extra_config({"transfer_mode": word}) == Settings(mode)
+
+
+@pytest.mark.parametrize("value", ["PUSH", "PULL", "both", "", None, 1, True])
+def test_another_transfer_mode_is_refused(value: Any) -> None:
+    """Asking for one thing and getting another in silence would be a lie; the message has both words that are taken."""
+    with pytest.raises(SettingsError, match="transfer_mode") as refusal:
         Settings.from_extra_config({"transfer_mode": value})
+    assert refusal.value.expected == '"pull" or "push"'
+
+
+SECONDS = {
+    "kv_lease_duration": "kv_lease_duration_seconds",
+    "push_registration_timeout": "push_registration_timeout_seconds",
+}
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "30", None, float("nan"), float("inf")])
-def test_a_lease_that_is_no_positive_number_of_seconds_is_refused(value: Any) -> None:
-    """A boolean would be a lease of one second, infinity memory that never comes back."""
-    with pytest.raises(SettingsError, match="kv_lease_duration"):
-        Settings.from_extra_config({"kv_lease_duration": value})
+@pytest.mark.parametrize("key", SECONDS)
+def test_what_is_no_positive_number_of_seconds_is_refused(key: str, value: Any) -> None:
+    """A boolean would be one second, infinity memory that never comes back or a request that waits for ever."""
+    with pytest.raises(SettingsError, match=key):
+        Settings.from_extra_config({key: value})
 
 
-@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False) | st.integers(1, 10**9))
-def test_a_positive_lease_is_taken_as_it_is(value: float) -> None:
-    """Seconds in, seconds out."""
-    assert Settings.from_extra_config({"kv_lease_duration": value}).kv_lease_duration_seconds == value
+@pytest.mark.parametrize("key", SECONDS)
+@given(value=st.floats(min_value=0, exclude_min=True, allow_infinity=False) | st.integers(1, 10**9))
+@settings(deadline=None)
+def test_a_positive_number_of_seconds_is_taken_as_it_is(key: str, value: float) -> None:
+    """Seconds in, seconds out, and the other one keeps its default."""
+    found = Settings.from_extra_config({key: value})
+    assert getattr(found, SECONDS[key]) == value
+    (other,) = set(SECONDS.values()) - {SECONDS[key]}
+    assert getattr(found, other) == getattr(Settings(), other)
 
 
 def test_host_buffers_are_refused_in_words() -> None:

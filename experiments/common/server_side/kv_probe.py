@@ -3,20 +3,15 @@
 
 Give the folder of this file as ``PYTHONPATH`` and ``kv_probe.KvProbe`` as ``--worker-extension-cls``; call the
 methods through ``/collective_rpc`` (``VLLM_SERVER_DEV_MODE=1``). Runs in the worker process, on its main thread,
-between two engine steps. It hooks the connector worker's *instance*, so whatever a package under test has done to
-the classes stays in force and is what gets measured.
+between two engine steps. It hooks the connector's *instance*, so whatever a package under test has done to the
+classes stays in force and is what gets measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +76,12 @@ def block_digest(caches: list[torch.Tensor], block_id: int) -> str:
     return digest.hexdigest()
 
 
+def digests(groups: list[list[torch.Tensor]], block_ids: BlockIds) -> list[list[str]]:
+    """Return the SHA-256 (hex) of each block, per KV-cache group."""
+    found = zip(groups, block_ids, strict=False)
+    return [[block_digest(caches, block) for block in blocks] for caches, blocks in found]
+
+
 # ---------------------------------------------------------------------------------------------- planted corruptions
 Damage = Callable[[list[torch.Tensor], list[int], int], None]
 
@@ -113,6 +114,8 @@ def _zero_a_block(caches: list[torch.Tensor], block_ids: list[int], index: int) 
 
 
 DROP_TAIL_BLOCK = "drop_tail_block"
+PUSH_STEP = "kvcached_nixl_push_step"
+"""The attribute of the connector's metadata under which kvcached_nixl hands a push to its workers."""
 DAMAGES: dict[str, Damage] = {
     "swap_two_blocks": _swap_two_blocks,
     "shift_v_by_a_head": _shift_v_by_a_head,
@@ -124,40 +127,51 @@ DAMAGES: dict[str, Damage] = {
 # -------------------------------------------------------------------------------------------------------- recording
 @dataclass
 class Pending:
-    """A request whose blocks are on the way: ids on both sides, and what its tail block held before."""
+    """A request whose blocks are on the way, and what its tail block held before.
 
+    ``transfer`` pairs it with the sender's request: the id that has there when D reads, the name both agreed on when P
+    writes. ``remote`` are the sender's blocks, None when P writes: D never hears of them.
+    """
+
+    transfer: str
     local: BlockIds
-    remote: BlockIds
-    remote_request_id: str
+    remote: BlockIds | None
     tail_before: list[list[torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass
 class Recorder:
-    """Digests every received block at the moment the connector reports the request as received.
+    """Digests every received block when the connector reports the request as received, and every pushed one when it
+    reports the request as sent: then the blocks are still the request's.
 
-    ``start_load_kv`` and ``get_finished`` replace the connector worker's bound methods on that one instance.
+    ``start_load_kv`` and ``get_finished`` replace the connector's bound methods on that one instance, ``transfer`` its
+    NIXL agent's.
     """
 
     groups: list[list[torch.Tensor]]
+    connector: Any
     call_start_load_kv: Callable[..., Any]
     call_get_finished: Callable[..., Any]
+    call_transfer: Callable[..., Any]
+    posted: int = 0
     pending: dict[str, Pending] = field(default_factory=dict)
+    offered: dict[str, tuple[str, BlockIds]] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
+    sent: list[dict[str, Any]] = field(default_factory=list)
     plan: tuple[str, int] | None = None
 
-    def start_load_kv(self, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> Any:
+        metadata = self.connector._connector_metadata
         for request_id, meta in metadata.reqs_to_recv.items():
-            pending = Pending(
-                local=normalise_block_ids(meta.local_block_ids),
-                remote=normalise_block_ids(meta.remote.block_ids),
-                remote_request_id=meta.remote.request_id,
-            )
-            if self.plan is not None and self.plan[0] == DROP_TAIL_BLOCK:
-                for caches, block_ids in self._filled_groups(pending):
-                    pending.tail_before.append([block_view(cache, block_ids[-1]).clone() for cache in caches])
-            self.pending[request_id] = pending
-        return self.call_start_load_kv(metadata, *args, **kwargs)
+            remote = normalise_block_ids(meta.remote.block_ids)
+            self._await(request_id, Pending(meta.remote.request_id, normalise_block_ids(meta.local_block_ids), remote))
+        step = vars(metadata).get(PUSH_STEP)
+        if step is not None:
+            for wanted in step.wanted:
+                self._await(wanted.request_id, Pending(wanted.transfer, normalise_block_ids(wanted.block_ids), None))
+            for one in step.computed:
+                self.offered[one.request_id] = (one.transfer, normalise_block_ids(one.block_ids))
+        return self.call_start_load_kv(*args, **kwargs)
 
     def get_finished(self, *args: Any, **kwargs: Any) -> Any:
         finished_sending, finished_receiving = self.call_get_finished(*args, **kwargs)
@@ -165,7 +179,21 @@ class Recorder:
             pending = self.pending.pop(request_id, None)
             if pending is not None:
                 self._record(request_id, pending)
+        for request_id in sorted(finished_sending & self.offered.keys()):
+            transfer, block_ids = self.offered.pop(request_id)
+            self.sent.append({"transfer": transfer, "block_ids": block_ids, "digests": digests(self.groups, block_ids)})
         return finished_sending, finished_receiving
+
+    def transfer(self, *args: Any, **kwargs: Any) -> Any:
+        posted = self.call_transfer(*args, **kwargs)
+        self.posted += 1
+        return posted
+
+    def _await(self, request_id: str, pending: Pending) -> None:
+        if self.plan is not None and self.plan[0] == DROP_TAIL_BLOCK:
+            for caches, block_ids in self._filled_groups(pending):
+                pending.tail_before.append([block_view(cache, block_ids[-1]).clone() for cache in caches])
+        self.pending[request_id] = pending
 
     def _filled_groups(self, pending: Pending) -> Iterator[tuple[list[torch.Tensor], list[int]]]:
         for caches, block_ids in zip(self.groups, pending.local, strict=False):
@@ -185,13 +213,10 @@ class Recorder:
         self.records.append(
             {
                 "request_id": request_id,
-                "remote_request_id": pending.remote_request_id,
+                "transfer": pending.transfer,
                 "local_block_ids": pending.local,
                 "remote_block_ids": pending.remote,
-                "digests": [
-                    [block_digest(caches, block_id) for block_id in block_ids]
-                    for caches, block_ids in zip(self.groups, pending.local, strict=False)
-                ],
+                "digests": digests(self.groups, pending.local),
                 "planted": planted,
             }
         )
@@ -200,21 +225,6 @@ class Recorder:
         for (caches, block_ids), before in zip(self._filled_groups(pending), pending.tail_before, strict=True):
             for cache, kept in zip(caches, before, strict=True):
                 block_view(cache, block_ids[-1]).copy_(kept)
-
-
-SPIN_SAMPLE_SECONDS = 0.5
-SPIN_SHARE = 0.2
-SPIN_NICENESS = 10
-
-
-def thread_ticks() -> dict[int, int]:
-    """Return the processor time (clock ticks) of every thread of this process, by its id."""
-    found = {}
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            found[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-    return found
 
 
 class KvProbe:
@@ -256,54 +266,51 @@ class KvProbe:
 
     def kv_probe_digests(self, block_ids: list[Any]) -> dict[str, Any]:
         """Return the SHA-256 of each block: ``{"digests": [[hex, ...] per group]}``."""
-        groups = zip(self._kv_probe_groups(), normalise_block_ids(block_ids), strict=False)
-        return {"digests": [[block_digest(caches, block) for block in blocks] for caches, blocks in groups]}
-
-    def kv_probe_calm(self) -> dict[str, Any]:
-        """Lower the priority of threads that spin while this one sleeps; return how many.
-
-        NIXL's progress thread polls without a pause (``pthrDelay`` 0), one core per server; where servers share few
-        cores that leaves little for the work. Only the scheduling changes: an idle core still serves it at once.
-        """
-        before = thread_ticks()
-        time.sleep(SPIN_SAMPLE_SECONDS)
-        ticks = SPIN_SAMPLE_SECONDS * os.sysconf("SC_CLK_TCK")
-        main = threading.main_thread().native_id
-        spinning = [
-            thread
-            for thread, used in thread_ticks().items()
-            if thread != main and used - before.get(thread, used) > SPIN_SHARE * ticks
-        ]
-        for thread in spinning:
-            os.setpriority(os.PRIO_PROCESS, thread, SPIN_NICENESS)
-        return {"threads": len(spinning)}
+        return {"digests": digests(self._kv_probe_groups(), normalise_block_ids(block_ids))}
 
     def kv_probe_arm(self) -> dict[str, Any]:
-        """Start recording what this server receives; a second call changes nothing."""
+        """Start recording what this server receives and pushes; a second call changes nothing."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        worker = get_kv_transfer_group().connector_worker
-        if worker is None:
-            raise ProbeError("found no connector worker in this process; expected the NIXL connector's worker half.")
-        if not isinstance(getattr(worker.get_finished, "__self__", None), Recorder):
-            recorder = Recorder(self._kv_probe_groups(), worker.start_load_kv, worker.get_finished)
-            worker.start_load_kv = recorder.start_load_kv
-            worker.get_finished = recorder.get_finished
-        return {"connector_worker": type(worker).__qualname__}
+        connector = get_kv_transfer_group()
+        if not isinstance(getattr(connector.get_finished, "__self__", None), Recorder):
+            agent = connector.connector_worker.nixl_wrapper
+            recorder = Recorder(
+                self._kv_probe_groups(),
+                connector,
+                connector.start_load_kv,
+                connector.get_finished,
+                agent.transfer,
+            )
+            connector.start_load_kv = recorder.start_load_kv
+            connector.get_finished = recorder.get_finished
+            agent.transfer = recorder.transfer
+        return {"connector": type(connector).__qualname__}
 
     def _kv_probe_recorder(self) -> Recorder:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        recorder = getattr(get_kv_transfer_group().connector_worker.get_finished, "__self__", None)
+        recorder = getattr(get_kv_transfer_group().get_finished, "__self__", None)
         if not isinstance(recorder, Recorder):
             raise ProbeError("the recorder is not armed; call kv_probe_arm first.")
         return recorder
 
     def kv_probe_take(self) -> dict[str, Any]:
-        """Return the records since the last call and forget them, with the number of requests still on the way."""
+        """Return what was received and pushed since the last call and forget it; and what is still on the way."""
         recorder = self._kv_probe_recorder()
         taken, recorder.records = recorder.records, []
-        return {"records": taken, "pending": len(recorder.pending)}
+        sent, recorder.sent = recorder.sent, []
+        return {"records": taken, "sent": sent, "pending": [one.transfer for one in recorder.pending.values()]}
+
+    def kv_probe_pending(self) -> dict[str, Any]:
+        """Return the transfers that are on the way to this server, those it has begun to offer, and how often it posted
+        a transfer to NIXL."""
+        recorder = self._kv_probe_recorder()
+        return {
+            "posted": recorder.posted,
+            "pending": [one.transfer for one in recorder.pending.values()],
+            "offered": [transfer for transfer, _ in recorder.offered.values()],
+        }
 
     def kv_probe_plant(self, kind: str, index: int) -> dict[str, Any]:
         """Damage the blocks of the next received request: ``index`` is a place among its received blocks."""

@@ -145,9 +145,19 @@ def test_senders_are_compared_over_full_blocks_only() -> None:
 
 def test_records_are_matched_by_the_id_on_p() -> None:
     """Records come in the order transfers finish; hand-overs in the order they were asked."""
-    first, second = (replace(seen([]).hand_over, remote_request_id=name) for name in ("one", "two"))
-    matched = match_records([first, second], [{"remote_request_id": "two"}, {"remote_request_id": "one"}])
-    assert [one.record and one.record["remote_request_id"] for one in matched] == ["one", "two"]
+    first, second = (replace(seen([]).hand_over, transfer=name) for name in ("one", "two"))
+    matched = match_records([first, second], [{"transfer": "two"}, {"transfer": "one"}])
+    assert [one.record and one.record["transfer"] for one in matched] == ["one", "two"]
+
+
+def test_what_p_sent_is_taken_from_its_records_where_the_client_could_not_look() -> None:
+    """D was asked first: P's blocks are gone when its answer comes."""
+    pushed = {"transfer": "r", "block_ids": [[4]], "digests": [["a"]]}
+    unseen = replace(seen([]).hand_over, sent_block_ids=[], sent_digests=[])
+    looked_at = replace(unseen, sent_block_ids=[[1]], sent_digests=[["b"]])
+    matched = match_records([unseen, looked_at], [], [pushed])
+    assert [one.hand_over.sent_digests for one in matched] == [[["a"]], [["b"]]]
+    assert matched[0].hand_over.sent_block_ids == [[4]]
 
 
 def test_a_flat_list_of_block_ids_is_one_group() -> None:

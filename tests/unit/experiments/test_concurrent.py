@@ -24,6 +24,8 @@ class FakePair:
     def __init__(self) -> None:
         self.decode = self.prefill = self
         self.under_way = self.most_under_way = self.held = 0
+        self.pushes = False
+        self.asked_decode_first = 0
         self.held_at_first_decode: int | None = None
         self.decoded: list[str] = []
 
@@ -42,13 +44,20 @@ class FakePair:
         self.decoded.append(offer.params["remote_request_id"])
         return HandOver(Answer([1], [0.0]), offer.params["remote_request_id"], offer.block_ids, offer.digests)
 
+    async def decode_first(self, prompt: list[int], *, request_id: str, **named: Any) -> HandOver:
+        self.asked_decode_first += 1
+        await asyncio.sleep(0)
+        self.decoded.append(request_id)
+        return HandOver(Answer([1], [0.0]), request_id, [], [])
+
     async def answer(self, prompt: list[int], **named: Any) -> Answer:
         assert self.under_way == 0, "P is only made to step while nothing runs"
         return Answer([1, 1], [0.0, 0.0])
 
     async def probe(self, method: str) -> dict[str, Any]:
-        records = [{"remote_request_id": name} for name in self.decoded]
-        return {"records": records, "pending": 0}
+        records = [{"transfer": name} for name in self.decoded]
+        sent = [{"transfer": name, "block_ids": [[1]], "digests": [["d"]]} for name in self.decoded]
+        return {"records": records, "sent": sent if self.pushes else [], "pending": []}
 
 
 def served(prompts: int, hold_blocks: int) -> tuple[FakePair, int, int]:
@@ -84,6 +93,22 @@ def test_d_waits_until_p_holds_enough(prompts: int, hold: int, least: int) -> No
     pair, _, _ = served(prompts, hold)
     assert pair.held_at_first_decode is not None
     assert pair.held_at_first_decode >= least
+
+
+def test_where_d_is_asked_first_p_is_not_made_to_step() -> None:
+    """Every request goes through D first, and P's memory has to come back by itself."""
+    pair = FakePair()
+    pair.pushes, pair.held = True, 1
+    run = PairRun(cast(Pair, pair), pushes=True)
+    run.order = "D first"
+    made = [Prompt(str(place), (place,)) for place in range(3)]
+
+    async def settle() -> None:
+        pair.under_way = 1
+
+    named: dict[str, Any] = {"rounds": 2, "hold_blocks": 1, "settle": settle, "progress": lambda text: None}
+    seen = asyncio.run(run.concurrent(made, "run", **named))
+    assert pair.asked_decode_first == len(seen) == 6
 
 
 def test_the_fixed_prompts_fill_more_than_p_holds() -> None:

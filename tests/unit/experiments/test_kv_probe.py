@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -86,34 +84,49 @@ def test_an_unknown_layout_is_refused(probe: ModuleType) -> None:
         probe.block_view(torch.zeros(7, 3), 0)
 
 
-class FakeWorker:
-    """A connector worker that 'transfers' by copying from ``source`` when the request finishes."""
+class FakeConnector:
+    """A connector that 'transfers' by copying from ``source`` when the request finishes."""
 
     def __init__(self, cache: Any, source: Any) -> None:
         self.cache, self.source, self.moved = cache, source, {}
+        self.finished_sending: set[str] = set()
+        self._connector_metadata: Any = None
 
-    def start_load_kv(self, metadata: Any) -> None:
-        self.moved.update(metadata.reqs_to_recv)
+    def start_load_kv(self, forward_context: None) -> None:
+        self.moved.update(self._connector_metadata.reqs_to_recv)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         for meta in self.moved.values():
             for ours, theirs in zip(meta.local_block_ids[0], meta.remote.block_ids[0], strict=True):
                 self.cache[:, ours] = self.source[:, theirs]
         finished, self.moved = set(self.moved), {}
-        return set(), finished
+        return self.finished_sending, finished
+
+    def transfer(self, handle: object) -> str:
+        return "PROC"
+
+
+def recorder_of(probe: ModuleType, connector: FakeConnector) -> Any:
+    call = (connector.start_load_kv, connector.get_finished, connector.transfer)
+    return probe.Recorder([[connector.cache]], connector, *call)
+
+
+def begin(recorder: Any, reqs_to_recv: dict[str, Any], **more: Any) -> None:
+    """Start a step with this metadata."""
+    recorder.connector._connector_metadata = SimpleNamespace(reqs_to_recv=reqs_to_recv, **more)
+    recorder.start_load_kv(None)
 
 
 def received(probe: ModuleType, logical: Any, plan: tuple[str, int] | None) -> tuple[dict[str, Any], list[str]]:
     """Receive three blocks under ``plan``; return the record and the digests the sender has."""
     source = logical.transpose(0, 1).contiguous()
     cache = torch.ones_like(source)
-    worker = FakeWorker(cache, source)
-    recorder = probe.Recorder([[cache]], worker.start_load_kv, worker.get_finished)
+    recorder = recorder_of(probe, FakeConnector(cache, source))
     recorder.plan = plan
     meta = SimpleNamespace(
         local_block_ids=([4, 1, 2],), remote=SimpleNamespace(block_ids=[[0, 3, 5]], request_id="on p")
     )
-    recorder.start_load_kv(SimpleNamespace(reqs_to_recv={"on d": meta}))
+    begin(recorder, {"on d": meta})
     assert recorder.get_finished() == (set(), {"on d"})
     (record,) = recorder.records
     return record, [probe.block_digest([source], block) for block in (0, 3, 5)]
@@ -125,7 +138,7 @@ def test_what_arrives_is_recorded_as_it_was_sent(probe: ModuleType, logical: Any
     assert record["digests"] == [sent]
     assert record["local_block_ids"] == [[4, 1, 2]]
     assert record["remote_block_ids"] == [[0, 3, 5]]
-    assert record["remote_request_id"] == "on p"
+    assert record["transfer"] == "on p"
     assert record["planted"] is None
 
 
@@ -151,34 +164,32 @@ def test_each_corruption_changes_the_blocks_it_names(
 def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
     """The request after the corrupted one is received untouched."""
     source = logical.transpose(0, 1).contiguous()
-    worker = FakeWorker(torch.ones_like(source), source)
-    recorder = probe.Recorder([[worker.cache]], worker.start_load_kv, worker.get_finished)
+    recorder = recorder_of(probe, FakeConnector(torch.ones_like(source), source))
     recorder.plan = ("zero_a_block", 0)
     for name in ("first", "second"):
         meta = SimpleNamespace(local_block_ids=([4],), remote=SimpleNamespace(block_ids=[[0]], request_id=name))
-        recorder.start_load_kv(SimpleNamespace(reqs_to_recv={name: meta}))
+        begin(recorder, {name: meta})
         recorder.get_finished()
     assert [record["planted"] for record in recorder.records] == ["zero_a_block", None]
 
 
-def test_only_threads_that_spin_lose_priority(probe: ModuleType) -> None:
-    """The thread that burns a core is lowered; one that waits keeps its place."""
-    done = threading.Event()
-
-    def spin() -> None:
-        while not done.is_set():
-            pass
-
-    spinning, waiting = threading.Thread(target=spin), threading.Thread(target=done.wait)
-    usual = os.getpriority(os.PRIO_PROCESS, threading.main_thread().native_id or 0)
-    for thread in (spinning, waiting):
-        thread.start()
-    try:
-        probe.KvProbe().kv_probe_calm()
-        lowered, kept = (os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in (spinning, waiting))
-    finally:
-        done.set()
-        for thread in (spinning, waiting):
-            thread.join()
-    assert lowered == probe.SPIN_NICENESS != usual
-    assert kept == usual
+def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> None:
+    """Prefill's blocks when the request was sent, as its last step named them; decode's under the transfer's name."""
+    source = logical.transpose(0, 1).contiguous()
+    connector = FakeConnector(source, source)
+    recorder = recorder_of(probe, connector)
+    wanted = SimpleNamespace(request_id="on d", transfer="t", block_ids=([4, 1],))
+    first, last = (
+        SimpleNamespace(request_id="on p", transfer="u", block_ids=(block_ids,)) for block_ids in ([0], [0, 3])
+    )
+    begin(recorder, {}, **{probe.PUSH_STEP: SimpleNamespace(wanted=[wanted], computed=[first])})
+    begin(recorder, {}, **{probe.PUSH_STEP: SimpleNamespace(wanted=[], computed=[last])})
+    assert [one.transfer for one in recorder.pending.values()] == ["t"]
+    connector.finished_sending = {"on p", "of another kind"}
+    recorder.get_finished()
+    assert (recorder.transfer("handle"), recorder.posted) == ("PROC", 1)
+    (sent,) = recorder.sent
+    assert (sent["transfer"], sent["block_ids"]) == ("u", [[0, 3]])
+    assert sent["digests"] == [[probe.block_digest([source], block) for block in (0, 3)]]
+    recorder._record("on d", recorder.pending.pop("on d"))
+    assert (recorder.records[0]["transfer"], recorder.records[0]["remote_block_ids"]) == ("t", None)

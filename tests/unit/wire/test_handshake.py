@@ -6,7 +6,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvcached_nixl.wire.handshake import PeerTag, is_tagged
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.wire.handshake import PROTOCOL, PeerTag, PushHandshake, PushTag, is_tagged
+from kvcached_nixl.wire.planes import Planes
 
 TAG = PeerTag(
     arrangement="contiguous",
@@ -28,12 +30,18 @@ OTHER = {
 }
 
 
-def test_the_tag_of_protocol_1_is_these_bytes() -> None:
+PUSH_TAG = PushTag(num_planes=16, cell_bytes=128, kv_cache_dtype="auto")
+OTHER_PUSH = {"num_planes": 32, "cell_bytes": 64, "kv_cache_dtype": "fp8"}
+
+
+def test_the_tags_of_protocol_2_are_these_bytes() -> None:
     """Golden: a change of this text is a change of protocol."""
+    assert PROTOCOL == 2
     assert TAG.sign("abc123") == (
-        "kvcached_nixl/1 [contiguous; NHD 2@0x32@1x4@2x32@3 auto; 32 tokens a block; 1 regions of 65536 bytes a block; "
-        "tensor parallel 1] abc123"
+        "kvcached_nixl/2 pull [contiguous; NHD 2@0x32@1x4@2x32@3 auto; 32 tokens a block; 1 regions of 65536 bytes a "
+        "block; tensor parallel 1] abc123"
     )
+    assert PUSH_TAG.sign("abc123") == "kvcached_nixl/2 push [auto; 16 planes of cells of 128 bytes] abc123"
 
 
 @pytest.mark.parametrize("field", sorted(OTHER))
@@ -43,7 +51,22 @@ def test_every_field_tells_peers_apart(field: str) -> None:
     assert msgspec.structs.replace(TAG, **{field: OTHER[field]}).sign("abc123") != TAG.sign("abc123")
 
 
+@pytest.mark.parametrize("field", sorted(OTHER_PUSH))
+def test_every_field_tells_pushing_peers_apart(field: str) -> None:
+    """The same for push, which does not look at block sizes, layouts and shares of the heads."""
+    assert set(OTHER_PUSH) == set(PushTag.__struct_fields__)
+    assert msgspec.structs.replace(PUSH_TAG, **{field: OTHER_PUSH[field]}).sign("abc123") != PUSH_TAG.sign("abc123")
+
+
 def test_a_stock_peer_has_no_tag() -> None:
     """The stock connector offers a bare hash."""
     assert is_tagged(TAG.sign("abc123"))
+    assert is_tagged(PUSH_TAG.sign("abc123"))
     assert not is_tagged("abc123")
+
+
+def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
+    """Through the bytes that vLLM's side channel carries."""
+    planes = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
+    said = PushHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, planes)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=PushHandshake) == said

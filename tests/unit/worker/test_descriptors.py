@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached_nixl.worker.descriptors import Blocks, Planes, pair
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.descriptors import Blocks, pair
 
 CELL_BYTES = 2
 

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.worker.layout import Arrangement, BlockShape, RegisteredLayout, plan_registration
-
-PROBE = 1_000_003
+from kvcached_nixl.worker.axes import Axes
+from kvcached_nixl.worker.layout import Arrangement, RegisteredLayout, plan_registration
 
 
 def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | None = None) -> RegisteredLayout:
     return plan_registration(
         caches,
-        shape=BlockShape.from_probe(geometry.shape(PROBE), PROBE),
+        axes=geometry.axes(),
         page_bytes=dict.fromkeys(caches, geometry.page_bytes),
         num_blocks=geometry.num_blocks if num_blocks is None else num_blocks,
         num_pools=geometry.num_pools,
@@ -156,7 +155,7 @@ def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pool
     with pytest.raises(LayoutRefused, match="bytes apart"):
         plan_registration(
             caches,
-            shape=BlockShape.from_probe(geometry.shape(PROBE), PROBE),
+            axes=geometry.axes(),
             page_bytes=dict.fromkeys(caches, geometry.page_bytes // 2),
             num_blocks=2 * geometry.num_blocks,
             num_pools=num_pools,
@@ -165,5 +164,5 @@ def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pool
 
 def test_a_backend_shape_without_k_and_v_is_refused() -> None:
     """Five dimensions without a 2 beside the blocks leave K and V unknown."""
-    with pytest.raises(LayoutRefused, match="K and V cannot be told apart"):
-        BlockShape.from_probe((3, PROBE, 16, 1, 1), PROBE)
+    with pytest.raises(LayoutRefused, match="K and V, tokens or heads cannot be told apart"):
+        Axes.from_probe((3, 1_000_003, 48, 7, 1), num_blocks=1_000_003, block_size=48, num_heads=7)

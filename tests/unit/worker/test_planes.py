@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 from kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.worker.planes import Axes, planes_of
+from kvcached_nixl.worker.axes import Axes
+from kvcached_nixl.worker.planes import planes_of
 
 NUMBERS = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
 geometries = st.builds(
@@ -33,13 +33,6 @@ geometries = st.builds(
 )
 
 
-def axes_of(geometry: Geometry) -> Axes:
-    probed = dataclasses.replace(
-        geometry, block_size=NUMBERS["block_size"], num_kv_heads=NUMBERS["num_heads"], head_size=80
-    )
-    return Axes.from_probe(probed.shape(NUMBERS["num_blocks"]), **NUMBERS)
-
-
 @settings(max_examples=40, deadline=None)
 @given(geometries)
 def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry) -> None:
@@ -47,7 +40,7 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
     caches, memory = geometry.allocate()
     for number, pool in enumerate(memory):
         pool.copy_(torch.arange(pool.numel()).remainder(97 + number).to(pool.dtype))
-    axes = axes_of(geometry)
+    axes = geometry.axes()
     planes = planes_of(caches, axes, first_head=0)
     assert len(planes.bases) == geometry.num_pools * (2 if geometry.era in ("kv_first", "blocks_first") else 1)
     seen = []
@@ -73,11 +66,11 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((2, 1_000_003, 48, 7, 80), Axes(1, 2, 3, 0)),
-        ((2, 1_000_003, 7, 48, 80), Axes(1, 3, 2, 0)),
-        ((1_000_003, 2, 48, 7, 80), Axes(0, 2, 3, 1)),
-        ((1_000_003, 7, 48, 160), Axes(0, 2, 1, None)),
-        ((1_000_003, 48, 560), Axes(0, 1, None, None)),
+        ((2, 1_000_003, 48, 7, 80), Axes(1, 2, 3, 0, 5)),
+        ((2, 1_000_003, 7, 48, 80), Axes(1, 3, 2, 0, 5)),
+        ((1_000_003, 2, 48, 7, 80), Axes(0, 2, 3, 1, 5)),
+        ((1_000_003, 7, 48, 160), Axes(0, 2, 1, None, 4)),
+        ((1_000_003, 48, 560), Axes(0, 1, None, None, 3)),
     ],
     ids=["K/V first", "vLLM 0.19's CPU backend", "blocks first", "packed", "latent"],
 )
@@ -113,4 +106,4 @@ def test_layers_that_differ_or_have_holes_are_refused(wrong: str) -> None:
     else:
         caches[last] = caches[last][..., :-1]
     with pytest.raises(LayoutRefused, match="other bytes"):
-        planes_of(caches, axes_of(geometry), first_head=0)
+        planes_of(caches, geometry.axes(), first_head=0)

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python imports this at the start of every process of the experiments' servers."""
+
+import os
+
+if os.environ.get("EXPERIMENT_FEW_CORES"):
+    import few_cores
+    import wrapt
+
+    few_cores.use_every_core()
+    for name in few_cores.BINDINGS:
+        wrapt.register_post_import_hook(few_cores.wait_for_events, name)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/push_vs_pull/run.sh``: measure, compare with the targets, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from experiments.common.report import Narrator
+    from experiments.push_vs_pull.arms import Transport
+    from experiments.push_vs_pull.measure import Sample
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+DESCRIPTION = """\
+How much sooner does a client have its first token when prefill pushes its KV, instead of decode pulling it?
+
+Starts pairs of real servers side by side and asks them in turn: stock pull, stock push (vLLM 0.28), and over kvcached's
+contiguous memory pull, push of whole requests, and push streamed chunk by chunk while prefill computes. Over shared
+memory, over TCP, and over TCP on a link of 0.7 Gbit/s (where a network namespace can be made), which carries the KV of
+a prompt in about the time that one core takes to compute it. Prompts of 128 to 8,192 tokens, 1, 2, 4 and 8 at a time.
+Measures time to first token, time per output token, and what is left of the transfer after prefill's last step."""
+
+EPILOG = """\
+targets:
+  over TCP, streamed push against pull, p50 of time to first token: >= 1.5 x from 1,024 tokens up, never worse
+  streamed push: what is left after the last step does not grow: <= 1.1 x what a prompt of one chunk leaves
+  against stock push: >= 1.2 x from 2,048 tokens up
+
+exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer lengths and requests; writes no last-VERSION files")
+    parser.add_argument("--transport", metavar="WORD", help="only transports whose name holds WORD; as for --quick")
+    return parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Only here: --help has to work without the environment that these need.
+    import httpx
+
+    from experiments.common.client import AnswerError
+    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.common.servers import ServerError
+    from experiments.push_vs_pull.arms import TRANSPORTS
+    from experiments.push_vs_pull.network import enter
+    from experiments.push_vs_pull.report import cells, judge, plot, table_of_cells, table_of_targets
+
+    has_network = enter(sys.argv[1:])
+    asked_for = [one for one in TRANSPORTS if (options.transport or "").lower() in one.name.lower()]
+    transports = [one for one in asked_for if has_network or one.gbit_per_second is None]
+    began = datetime.datetime.now(datetime.timezone.utc)
+    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
+    narrator = Narrator(f"push against pull, vLLM {options.vllm}")
+    for one in asked_for:
+        if one not in transports:
+            narrator.say(f"{one.name}: left out, no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
+    try:
+        samples = list(_samples(options, transports, has_network, stamp, narrator))
+    except (ServerError, AnswerError, httpx.HTTPError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    finally:
+        narrator.close()
+
+    found = cells(samples)
+    verdicts = judge(found)
+    console = stdout_console()
+    console.print(table_of_cells(found, f"push against pull, vLLM {options.vllm}; milliseconds"))
+    console.print(table_of_targets(verdicts))
+    name = stamp if options.quick or options.transport else f"last-{options.vllm}"
+    plot(found, f"prefill to decode, vLLM {options.vllm}, 16 KiB of KV a token", RESULTS / f"{name}.png")
+    write_json(
+        RESULTS / f"{name}.json",
+        {
+            "began": began.isoformat(timespec="seconds"),
+            "targets": [{"target": t, "found": f, "reached": r} for t, f, r in verdicts],
+            "cells": [dataclasses.asdict(one) for one in found],
+            "samples": [dataclasses.asdict(one) for one in samples],
+        },
+    )
+    return 1 if any(not reached for _, _, reached in verdicts) else 0
+
+
+def _samples(
+    options: argparse.Namespace,
+    transports: Sequence[Transport],
+    has_network: bool,
+    stamp: str,
+    narrator: Narrator,
+) -> Iterator[Sample]:
+    from experiments.common.model import make_model
+    from experiments.push_vs_pull.arms import ARMS, FULL, MODEL, QUICK
+    from experiments.push_vs_pull.measure import measure
+    from experiments.push_vs_pull.network import limit
+
+    model = make_model(MODEL)
+    arms = [arm for arm in ARMS if options.vllm.startswith(arm.only)]
+    load = QUICK if options.quick else FULL
+
+    def enter_network(transport: Transport) -> None:
+        if has_network:
+            limit(transport.gbit_per_second)
+        narrator.say(f"over {transport.name}")
+
+    for _, same in itertools.groupby(transports, key=lambda one: dict(one.environment)):
+        yield from measure(arms, list(same), model, load, RESULTS / stamp, narrator.update, enter_network)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who moves the bytes, over what, and which prompts how many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.common.model import ModelShape
+from experiments.common.servers import SERVER_SIDE, ServerSpec
+
+HERE = Path(__file__).resolve().parent
+
+MODEL = ModelShape(
+    layers=8,
+    hidden=256,
+    heads=8,
+    kv_heads=8,
+    head_size=32,
+    intermediate=256,
+    max_positions=16384,
+    sliding_window_tokens=32,
+    full_attention_every=8,
+)
+"""16 KiB of KV a token in float32. All layers keep all of it, in one KV-cache group, because vLLM's hybrid manager is
+disabled; attention is windowed in all but one so that long prompts do not take long to compute."""
+CHUNK_TOKENS = 128
+"""Eight chunks in the shortest prompt for which streaming is to pay."""
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 8704
+NUM_BLOCKS = 2304
+"""A little more than eight of the longest prompts; 1.1 GiB."""
+KV_GIB = 2
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What carries the bytes. ``gbit_per_second``: of the link, None for as fast as the machine copies."""
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    gbit_per_second: float | None = None
+
+    @property
+    def is_tcp(self) -> bool:
+        return self.environment.get("UCX_TLS") == "tcp"
+
+
+SHARED_MEMORY = Transport("shared memory")
+TCP = Transport("TCP", {"UCX_TLS": "tcp"})
+TCP_LINK = Transport("TCP, 0.7 Gbit/s", {"UCX_TLS": "tcp"}, 0.7)
+"""A little faster than one core of a CPU makes this model's KV. A device that makes 128 KiB of KV a token, 20,000
+tokens a second, is in the same place behind 25 Gbit/s."""
+TRANSPORTS = (SHARED_MEMORY, TCP, TCP_LINK)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of handing over.
+
+    ``streamed``: both servers are asked at once, and blocks travel while prefill computes. Else decode is asked with
+    what prefill answered. ``only``: the vLLM that has it, if not all do.
+    """
+
+    name: str
+    connector: str = "NixlConnector"
+    extra: Mapping[str, object] = field(default_factory=dict)
+    kvcached: bool = True
+    streamed: bool = False
+    only: str = ""
+
+    @property
+    def servers(self) -> str:
+        """Names what its servers are; arms of one name share them."""
+        return f"{self.connector}{dict(self.extra)}{self.kvcached}"
+
+
+STOCK_PULL = Arm("stock pull", kvcached=False)
+STOCK_PUSH = Arm("stock push", "NixlPushConnector", kvcached=False, only="0.28")
+PULL = Arm("pull")
+PUSH_WHOLE = Arm("push, whole request", extra={"transfer_mode": "push"})
+PUSH_STREAMED = Arm("push, streamed", extra={"transfer_mode": "push"}, streamed=True)
+ARMS = (STOCK_PULL, STOCK_PUSH, PULL, PUSH_WHOLE, PUSH_STREAMED)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompt lengths (tokens), how many requests at a time, and how many rounds of those at most.
+
+    ``tokens``: about how many a cell computes; long prompts have fewer rounds, and some at least.
+    """
+
+    lengths: tuple[int, ...] = (128, 512, 1024, 2048, 4096, 8192)
+    at_a_time: tuple[int, ...] = (1, 2, 4, 8)
+    most_rounds: int = 6
+    tokens: int = 24_576
+
+    def rounds(self, length: int, at_a_time: int) -> int:
+        """How often a cell asks for ``at_a_time`` prompts of ``length`` tokens at once."""
+        least = {1: 3, 2: 2}
+        return max(least.get(at_a_time, 1), min(self.most_rounds, self.tokens // (length * at_a_time)))
+
+
+FULL = Load()
+QUICK = Load(lengths=(128, 1024, 4096), at_a_time=(1, 4), most_rounds=5)
+
+
+def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
+    """P and D of an arm over a transport."""
+    environment: dict[str, str] = {
+        **transport.environment,
+        "PYTHONPATH": f"{SERVER_SIDE}:{HERE / 'server_side'}",
+    }
+    if arm.kvcached:
+        environment |= {
+            "ENABLE_KVCACHED": "true",
+            "KVCACHED_CONTIGUOUS_LAYOUT": "true",
+            "KVCACHED_HOSTVMM_GIB": str(2 * KV_GIB),
+            # Pages that were mapped stay mapped, as stock memory does: the kernel clears emulated pages when they are
+            # first touched, which takes longer than the transfer, and which a device does not do. A minimum would
+            # map fresh pages beside those.
+            "KVCACHED_MIN_RESERVED_PAGES": "0",
+            "KVCACHED_MAX_RESERVED_PAGES": str(NUM_BLOCKS),
+        }
+    tag = "".join(letter if letter.isalnum() else "-" for letter in f"{arm.name.split(',')[0]}-{transport.name}")
+    return [
+        ServerSpec(
+            name=f"{tag}-{side}",
+            model=model,
+            dtype="float32",
+            kv_transfer={
+                "kv_connector": arm.connector,
+                "kv_role": "kv_both",
+                "kv_buffer_device": "cpu",
+                "kv_connector_extra_config": {"num_threads": 0, **arm.extra},
+            },
+            environment=environment,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            kv_space_gib=KV_GIB,
+            arguments=(
+                *("--worker-extension-cls", "transfer_probe.TransferProbe"),
+                *("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+            ),
+        )
+        for side in ("prefill", "decode")
+    ]

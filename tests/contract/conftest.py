@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every contract test owes the next one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from experiments.common.server_side.few_cores import wait_for_events
+
+
+@pytest.fixture(scope="session", autouse=True)
+def agents_wait_for_events() -> None:
+    wait_for_events(pytest.importorskip("nixl._bindings", reason="needs an environment: bash experiments/env.sh"))
+
+
+@pytest.fixture(autouse=True)
+def no_agent_is_left_over() -> Iterator[None]:
+    """An agent's threads live as long as it does, and a failed handshake leaves one in a cycle."""
+    yield
+    gc.collect()

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine without a model: vLLM's real scheduler and its NIXL connector in both roles, stepped by hand.
+
+Real: the scheduler, the connector, its side channel, NIXL over CPU memory. Left out: the model (every step samples the
+same token) and HTTP. What differs between the supported versions of vLLM is dealt with here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import torch
+from kvcached_memory import Geometry
+from stock_pair import Engine, build_engine, single_process_group, write_model
+from test_geometry import backend_of, spec_of, vllm_log_to
+from test_transport import until
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+GEOMETRY = Geometry(
+    era="packed", num_pools=2, num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=11
+)
+# One block is the scheduler's null block.
+USABLE = GEOMETRY.num_blocks - 1
+BLOCKS = 3
+PROMPT = BLOCKS * GEOMETRY.block_size
+# What vLLM makes of one client request id: the same on both sides, then eight random digits on each.
+PREFILL_ID, DECODE_ID = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-dddddddd"
+SAMPLED = 7
+
+
+@dataclasses.dataclass
+class Node:
+    """One engine. ``ended``: how each request ended that the engine itself ended; an abort is not among them."""
+
+    engine: Engine
+    scheduler: Scheduler
+    geometry: Geometry
+    caches: dict[str, torch.Tensor]
+    log: pytest.LogCaptureFixture
+    sent: set[str] = dataclasses.field(default_factory=set)
+    received: set[str] = dataclasses.field(default_factory=set)
+    transfer_params: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    ended: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    connector: ClassVar[str] = "NixlConnector"
+
+    @property
+    def worker(self) -> Any:
+        return self.engine.worker.connector_worker
+
+    @property
+    def connector_scheduler(self) -> Any:
+        return self.engine.scheduler.connector_scheduler
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def address(self, request_id: str) -> dict[str, Any]:
+        """What a proxy that hands a request to both sides at once tells decode of this prefill engine."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.engine.port,
+            "tp_size": 1,
+        }
+
+    def add(
+        self,
+        request_id: str,
+        params: dict[str, Any] | None,
+        max_tokens: int = 4,
+        first_token: int = 0,
+        embeddings: torch.Tensor | None = None,
+        num_tokens: int = PROMPT,
+    ) -> None:
+        request = Request(
+            request_id,
+            prompt(first_token, num_tokens) if embeddings is None else None,
+            SamplingParams(extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=max_tokens),
+            None,
+            prompt_embeds=embeddings,
+            block_hasher=get_request_block_hasher(self.geometry.block_size, sha256),
+        )
+        self.scheduler.add_request(request)
+
+    def blocks(self, request_id: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def compute(self, output: Any) -> None:
+        """What the model does with a step."""
+
+    def step(self) -> Any:
+        """What EngineCore.step does, with one token for whatever has all its tokens computed; returns the metadata."""
+        output = self.scheduler.schedule()
+        worker, metadata = self.engine.worker, output.kv_connector_metadata
+        assert metadata is not None
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)
+        self.compute(output)
+        if output.num_scheduled_tokens:
+            worker.wait_for_save()
+        sent, received = worker.get_finished(output.finished_req_ids)
+        invalid = worker.get_block_ids_with_load_errors()
+        worker.clear_connector_metadata()
+        self.sent |= sent
+        self.received |= received
+        ids = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[request_id] for request_id in ids]
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[[SAMPLED] if one.num_computed_tokens >= one.num_tokens else [] for one in requests],
+            kv_connector_output=KVConnectorOutput(
+                finished_sending=sent, finished_recving=received, invalid_block_ids=invalid
+            ),
+        )
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                if one.kv_transfer_params:
+                    self.transfer_params[one.request_id] = one.kv_transfer_params
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = str(one.finish_reason)
+        return metadata
+
+    def step_until(self, found: Callable[[], Any]) -> None:
+        until(lambda: self.step() and found())
+
+    def waits(self, request_id: str) -> bool:
+        """The request waits for KV that has not come, and holds its blocks."""
+        request = self.scheduler.requests[request_id]
+        return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and len(self.blocks(request_id)) > 0
+
+    def content(self, block_ids: list[int]) -> list[torch.Tensor]:
+        return [
+            self.geometry.block(cache, block_id).clone() for cache in self.caches.values() for block_id in block_ids
+        ]
+
+    def listen(self) -> None:
+        """Answer handshakes from now on."""
+        metadata, scheduler = self.engine.worker.get_handshake_metadata(), self.engine.scheduler
+        if hasattr(type(scheduler), "set_xfer_handshake_metadata_pp_aware"):
+            scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+        else:
+            scheduler.set_xfer_handshake_metadata({0: metadata})
+
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+def prompt(first_token: int, num_tokens: int) -> list[int]:
+    return [(first_token + n) % 500 for n in range(num_tokens)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., AnyNode]]:
+    """Makes nodes, all of whose pages are filled with the given byte, and shuts them down."""
+    made: list[AnyNode] = []
+
+    def make(
+        fill: int,
+        geometry: Geometry = GEOMETRY,
+        listening: bool = True,
+        tokens_a_step: int | None = None,
+        prefix_caching: bool = True,
+        policy: str = "fail",
+        **extra_config: Any,
+    ) -> AnyNode:
+        one = _build(kind, folder, log, geometry, tokens_a_step, prefix_caching, policy, extra_config)
+        made.append(one)
+        caches, memory = geometry.allocate()
+        for pool in memory:
+            pool.view(torch.uint8).fill_(fill)
+        one.caches.update(caches)
+        one.engine.worker.register_kv_caches(dict(caches))
+        if listening:
+            one.listen()
+        return one
+
+    try:
+        yield make
+    finally:
+        for one in made:
+            one.connector_scheduler._stop_event.set()
+        for one in made:
+            one.engine.worker.shutdown()
+            one.scheduler.shutdown()
+
+
+def _build(
+    kind: type[AnyNode],
+    folder: Path,
+    log: pytest.LogCaptureFixture,
+    geometry: Geometry,
+    tokens_a_step: int | None,
+    prefix_caching: bool,
+    policy: str,
+    extra_config: dict[str, Any],
+) -> AnyNode:
+    names, pools = geometry.layer_names(), geometry.num_pools
+    engine = build_engine(
+        write_model(folder, num_key_value_heads=geometry.num_kv_heads),
+        [(names[group * pools : (group + 1) * pools], spec_of(geometry, group, 1)) for group in range(geometry.groups)],
+        [names[pool::pools] for pool in range(pools)],
+        geometry.num_blocks,
+        geometry.block_size,
+        backend_of(geometry),
+        extra_config,
+    )
+    config = engine.config
+    if kind.connector != config.kv_transfer_config.kv_connector:
+        engine.worker.shutdown()
+        config.kv_transfer_config.kv_connector = kind.connector
+        engine.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, engine.kv_cache_config)
+    config.kv_transfer_config.kv_load_failure_policy = policy
+    config.cache_config.num_gpu_blocks = geometry.num_blocks
+    config.cache_config.enable_prefix_caching = prefix_caching
+    config.scheduler_config.max_num_scheduled_tokens = tokens_a_step
+    scheduler = Scheduler(
+        config, engine.kv_cache_config, StructuredOutputManager(config), block_size=geometry.block_size
+    )
+    # The scheduler makes its connector itself.
+    engine.scheduler = scheduler.connector
+    return kind(engine, scheduler, geometry, {}, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel_state() -> Iterator[None]:
+    init_none_hash(sha256)
+    with single_process_group():
+        yield
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level("WARNING"), vllm_log_to(caplog):
+        yield caplog

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""wire/lease.py: beats of a bounded size, both ways, and rubbish that raises nothing but Malformed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.lease import MOST_BEAT_BYTES, beats, is_beat, is_nameable, read_beat
+from kvcached_nixl.wire.push import Malformed, is_push
+
+IDS = st.lists(
+    st.one_of(st.text(min_size=1, max_size=60), st.integers(1, MOST_BEAT_BYTES - 3).map("x".__mul__))
+    .filter(is_nameable)
+    .map(PrefillRequestId),
+    max_size=100,
+)
+
+
+@given(IDS)
+def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[PrefillRequestId]) -> None:
+    """What is sent is what is read, however many notifications it takes; and two of them never fit into one."""
+    sent = list(beats(ids))
+    assert [one for notification in sent for one in read_beat(notification)] == ids
+    assert all(len(one) <= MOST_BEAT_BYTES and is_beat(one) and not is_push(one) for one in sent)
+    for one, following in zip(sent, sent[1:], strict=False):
+        assert len(one) + 1 + len(read_beat(following)[0].encode()) > MOST_BEAT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("notification", "expected"), [(b"HB:a", ["a"]), (b"HB:a,b,", ["a", "b"]), (b"HB:", []), (b"HB:,,a", ["a"])]
+)
+def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) -> None:
+    assert read_beat(notification) == expected
+
+
+@pytest.mark.parametrize("notification", [b"", b"HB", b"hb:a", b"KVNX1:", b"HB:\xff"])
+def test_what_is_no_beat_is_malformed(notification: bytes) -> None:
+    with pytest.raises(Malformed):
+        read_beat(notification)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "nameable"),
+    [
+        ("cmpl-1-0-abcdef01", True),
+        ("ü" * 2046, True),
+        ("ü" * 2047, False),
+        ("", False),
+        ("a,b", False),
+        ("x" * (MOST_BEAT_BYTES - 3), True),
+        ("x" * (MOST_BEAT_BYTES - 2), False),
+        ("\ud800", False),
+    ],
+    ids=lambda value: str(value)[:12].encode("ascii", "replace").decode(),
+)
+def test_what_a_beat_can_name(request_id: str, nameable: bool) -> None:
+    assert is_nameable(request_id) == nameable
+
+
+def test_a_hundred_thousand_mutated_beats_raise_nothing_but_malformed() -> None:
+    """Bits flipped, bytes dropped, doubled and exchanged."""
+    draw = random.Random(4)
+    read = malformed = 0
+    for _ in range(100_000):
+        mutated = bytearray(b"HB:cmpl-1-0-abcdef01,p2")
+        for _ in range(draw.randrange(1, 4)):
+            place = draw.randrange(len(mutated))
+            match draw.randrange(4):
+                case 0:
+                    mutated[place] ^= 1 << draw.randrange(8)
+                case 1:
+                    mutated[place:] = b"?"
+                case 2:
+                    mutated[place:place] = mutated[: draw.randrange(8)]
+                case _:
+                    mutated[place] = draw.randrange(256)
+        try:
+            assert all(read_beat(bytes(mutated)))
+            read += 1
+        except Malformed:
+            malformed += 1
+    assert min(read, malformed) > 10_000
