@@ -30,6 +30,10 @@ class Deadlines(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._at_seconds
 
+    def get(self, key: K) -> float | None:
+        """When ``key`` is due; None if it is not."""
+        return self._at_seconds.get(key)
+
     def set(self, key: K, at_seconds: float) -> None:
         """``key`` is due at that time and at no other."""
         self._at_seconds[key] = at_seconds

@@ -26,8 +26,7 @@ class Leases:
     def __init__(self, clock: Clock, *, extension_seconds: float) -> None:
         self._clock = clock
         self._extension_seconds = extension_seconds
-        self._ends: dict[PrefillRequestId, float] = {}
-        self._deadlines: Deadlines[PrefillRequestId] = Deadlines()
+        self._ends = Deadlines[PrefillRequestId]()
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -37,7 +36,7 @@ class Leases:
 
     def grant(self, request_id: PrefillRequestId, seconds: float) -> None:
         """The request has ended, and its blocks are kept for ``seconds`` from now on."""
-        self._set(request_id, self._clock.now_seconds() + seconds)
+        self._ends.set(request_id, self._clock.now_seconds() + seconds)
 
     def renew(self, request_ids: Iterable[PrefillRequestId]) -> None:
         """A beat came. It renews what is held; it takes nothing away, and revives nothing that is over."""
@@ -45,25 +44,17 @@ class Leases:
         for request_id in request_ids:
             ends = self._ends.get(request_id)
             if ends is not None and now < ends < now + self._extension_seconds:
-                self._set(request_id, now + self._extension_seconds)
+                self._ends.set(request_id, now + self._extension_seconds)
 
     def end(self, request_id: PrefillRequestId) -> None:
         """Everything was fetched, or nobody will fetch it. Again is harmless."""
-        self._ends.pop(request_id, None)
-        self._deadlines.discard(request_id)
+        self._ends.discard(request_id)
 
     def expire(self) -> list[PrefillRequestId]:
         """Those whose time is over, each once; their blocks are to be given back now."""
-        due = self._deadlines.take_due(self._clock.now_seconds())
-        for request_id in due:
-            del self._ends[request_id]
-        return due
+        return self._ends.take_due(self._clock.now_seconds())
 
     @property
     def next_seconds(self) -> float | None:
         """When the next one is over, if it is not renewed."""
-        return self._deadlines.first_seconds
-
-    def _set(self, request_id: PrefillRequestId, ends: float) -> None:
-        self._ends[request_id] = ends
-        self._deadlines.set(request_id, ends)
+        return self._ends.first_seconds

@@ -89,9 +89,11 @@ class PushWorker:
             submit(Refuse(transfer, reason))
         self._step = step
         self._is_idle = step.is_idle
+        self._push.engine_computes = not step.is_idle
 
     def end_step(self) -> None:
         """After the step was given to the device."""
+        self._push.engine_computes = False
         step, self._step = self._step, None
         if step is None or not step.computed:
             return

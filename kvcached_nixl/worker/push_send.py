@@ -106,6 +106,11 @@ class PushSender:
         """Whether prefill has something that decode waits for or will ask for; a WRITE in flight is part of that."""
         return bool(self._offers)
 
+    @property
+    def is_delivering(self) -> bool:
+        """Whether a WRITE of a request that has finished is in flight: decode waits for nothing else any more."""
+        return any(transfer in self._leases for transfer in self._due)
+
     # ------------------------------------------------------------------------------------ what prefill's scheduler says
 
     def offer(

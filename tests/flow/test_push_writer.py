@@ -27,7 +27,7 @@ from kvcached_nixl.worker.push_commands import (
     Stop,
     Withdraw,
 )
-from kvcached_nixl.worker.push_writer import IDLE_POLL_SECONDS, POLL_SECONDS, PROBE_SECONDS, Push
+from kvcached_nixl.worker.push_writer import BUSY_POLL_SECONDS, IDLE_POLL_SECONDS, POLL_SECONDS, PROBE_SECONDS, Push
 
 WAIT_SECONDS = 20.0
 TOKENS = 10
@@ -258,6 +258,31 @@ def test_prefill_looks_often_while_it_has_what_decode_will_ask_for(cluster: Clus
     assert prefill.push.turn() == IDLE_POLL_SECONDS
     prefill.compute("p")
     assert prefill.push.turn() == POLL_SECONDS
+
+
+def test_it_leaves_the_interpreter_to_an_engine_that_computes(cluster: Cluster) -> None:
+    """Unless a request has finished and its last WRITE is in flight: its client waits for nothing else."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    ended = threading.Event()
+    for engine in (prefill, decode):
+        engine.push.engine_computes = True
+        assert engine.push.turn() == IDLE_POLL_SECONDS
+    cluster.network.immediate = False
+    decode.register("d1", prefill)
+    prefill.compute("p1", is_computed=ended.is_set)
+
+    def deliver(writes: bool) -> None:
+        for one in [one for one in cluster.network.pending if one.is_write is writes]:
+            cluster.network.deliver(one)
+
+    cluster.until(lambda: deliver(False) or "d" in prefill.transport._peers)
+    assert (prefill.push.turn(), decode.push.turn()) == (BUSY_POLL_SECONDS, BUSY_POLL_SECONDS)
+    ended.set()
+    cluster.until(lambda: prefill.transport.posted)
+    assert prefill.push.turn() == POLL_SECONDS
+    deliver(True)
+    cluster.until(lambda: decode.look().received and prefill.look().done)
+    assert (prefill.push.turn(), decode.push.turn()) == (IDLE_POLL_SECONDS, IDLE_POLL_SECONDS)
 
 
 def test_a_request_that_decode_declines_is_let_go_when_it_ends(cluster: Cluster) -> None:

@@ -39,7 +39,7 @@ def test_it_is_a_dictionary_that_is_searched(operations: list[tuple[str, int, fl
             model = {one: when for one, when in model.items() if when > at}
         assert found.first_seconds == min(model.values(), default=None)
         assert len(found) == len(model)
-        assert all((one in found) == (one in model) for one in range(6))
+        assert all(found.get(one) == model.get(one) and (one in found) == (one in model) for one in range(6))
 
 
 @pytest.mark.parametrize("held", [1, 1000])

@@ -106,12 +106,14 @@ def test_a_write_ends(prefill: Prefill) -> None:
     prefill.registers()
     for _ in range(3):
         prefill.sender.tick()
-        assert prefill.sender.in_flight
+        assert prefill.sender.in_flight and not prefill.sender.is_delivering
     prefill.sender.finish(REQUEST)
+    prefill.sender.tick()
+    assert prefill.sender.is_delivering
     prefill.transport.stands = State.DONE
     assert prefill.sender.tick() is None
     assert prefill.sender.take_done() == [REQUEST]
-    assert not prefill.sender.in_flight
+    assert not prefill.sender.in_flight and not prefill.sender.is_delivering
     assert not len(prefill.sender)
 
 

@@ -42,6 +42,7 @@ class Writer:
         self.commands: list[Command] = []
         self.outcome = Outcome()
         self.waited_seconds: list[float] = []
+        self.engine_computes = False
         self.is_closed = False
 
     def submit(self, command: Command) -> None:
@@ -255,6 +256,16 @@ def test_a_step_that_computes_nothing_to_push_costs_no_event() -> None:
     worker.takes(wanted=[wanted()])
     worker.push.end_step()
     assert worker.device.events == []
+
+
+def test_the_writer_thread_knows_while_a_step_is_given_to_the_device() -> None:
+    """It looks less often then. A step without work takes nothing from it."""
+    worker = Worker()
+    for is_idle in (False, True):
+        worker.takes(is_idle=is_idle)
+        assert worker.writer.engine_computes is not is_idle
+        worker.push.end_step()
+        assert not worker.writer.engine_computes
 
 
 def test_a_step_that_was_not_ended_is_offered_before_the_next_begins() -> None:
