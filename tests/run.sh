@@ -49,14 +49,14 @@ environment() { # VERSION -> sets $venv
 }
 
 reports=$(mktemp -d)
-trap 'rm -rf "$reports"' EXIT
+trap 'jobs -p | xargs -r kill; rm -rf "$reports"' EXIT
 ran_pytest=0
 failed=()
 run() { # NAME COMMAND...
     local name=$1
     shift
     printf '\n=== %s\n' "$name"
-    local begun=$SECONDS
+    local begun=${since:-$SECONDS}
     if "$@"; then
         printf '=== %s: passed in %d s\n' "$name" $((SECONDS - begun))
     else
@@ -69,6 +69,24 @@ pytest() { # VERSION TIER [OPTION...]
     ran_pytest=1
     run "$2, vLLM $1" "$venv/bin/python" -m pytest -q --junitxml="$reports/$2-$1.xml" "tests/$2" "${@:3}"
 }
+follow() { # PID LOG
+    tail -n +1 -f --pid="$1" "$2"
+    wait "$1"
+}
+side_by_side() { # TIER [OPTION...]: all versions at once; each keeps about one core busy
+    local version log pids=() since=$SECONDS
+    for version in "${versions[@]}"; do
+        environment "$version"
+        log=$reports/$1-$version.log
+        "$venv/bin/python" -m pytest -q --junitxml="${log%.log}.xml" "tests/$1" "${@:2}" >"$log" 2>&1 &
+        pids+=($!)
+    done
+    ran_pytest=1
+    for version in "${versions[@]}"; do
+        run "$1, vLLM $version" follow "${pids[0]}" "$reports/$1-$version.log"
+        pids=("${pids[@]:1}")
+    done
+}
 # A warning of ours is an error; tiers that import vLLM, torch and NIXL cannot answer for theirs.
 foreign=(-W default)
 
@@ -80,8 +98,8 @@ for tier in "${tiers[@]}"; do
         run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
         ;;
     unit | flow | repo) pytest "${versions[0]}" "$tier" ;;
-    install) for version in "${versions[@]}"; do pytest "$version" install; done ;;
-    contract) for version in "${versions[@]}"; do pytest "$version" contract "${foreign[@]}"; done ;;
+    install) side_by_side install ;;
+    contract) side_by_side contract "${foreign[@]}" ;;
     e2e)
         for version in "${versions[@]}"; do
             pytest "$version" e2e "${foreign[@]}"

@@ -82,7 +82,14 @@ def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
 
 
 def specs(
-    arm: Arm, model: Path, dtype: str, pool: Mapping[str, str], block_size: int = 32, max_batched: int = 512
+    arm: Arm,
+    model: Path,
+    dtype: str,
+    pool: Mapping[str, str],
+    block_size: int = 32,
+    max_batched: int = 512,
+    *,
+    forks: bool = False,
 ) -> list[ServerSpec]:
     """Return the servers of ``arm``: one, or P and D."""
     tag = "".join(letter if letter.isalnum() else "-" for letter in arm.name).strip("-")
@@ -97,6 +104,7 @@ def specs(
             environment=environment,
             block_size=block_size,
             max_num_batched_tokens=max_batched,
+            forks=forks,
         )
         for name in names
     ]

@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--mode", metavar="M", help="only arms of one transfer mode, pull or push; as for --arm")
-    parser.add_argument("--quick", action="store_true", help="float32 only and fewer zeroed blocks")
+    parser.add_argument("--quick", action="store_true", help="float32 only, fewer zeroed blocks, forked engines")
     parser.add_argument("--arm", metavar="WORD", help="only arms whose name holds WORD; writes no last-VERSION.json")
     found = parser.parse_args(arguments)
     return Options(vllm=found.vllm, mode=found.mode, quick=found.quick, arm=found.arm)

@@ -92,7 +92,7 @@ class Harness:
                     return
 
     def _launch(self, arm: Arm, phase: Phase, model: Path) -> Running:
-        made = specs(arm, model, phase.dtype, phase.pool, BLOCK_SIZE, MAX_BATCHED_TOKENS)
+        made = specs(arm, model, phase.dtype, phase.pool, BLOCK_SIZE, MAX_BATCHED_TOKENS, forks=self.quick)
         return Running(made, self.logs, self.narrator.update)
 
     def _row(self, row: Check) -> Check:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,24 +85,49 @@ class Client:
 
         ``salt`` separates prefix caches: requests share cached blocks only if their salts are equal.
         """
+        asked = self._completion(prompt, max_tokens, salt, request_id, kv_transfer_params)
+        asked["json"] |= {"logprobs": TOP_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        reply = await self.http.post(**asked)
+        if reply.status_code != httpx.codes.OK:
+            raise AnswerError(f"{self.base_url} answered {reply.status_code} to {request_id}: {reply.text[:2000]}")
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    async def token_times(
+        self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str, kv_transfer_params: dict[str, Any]
+    ) -> list[float]:
+        """Stream one greedy completion; returns when each token came, in ``time.perf_counter()`` seconds."""
+        asked = self._completion(prompt, max_tokens, salt, request_id, kv_transfer_params)
+        asked["json"]["stream"] = True
+        arrived: list[float] = []
+        async with self.http.stream("POST", **asked) as reply:
+            if reply.status_code != httpx.codes.OK:
+                said = (await reply.aread())[:500]
+                raise AnswerError(f"{self.base_url} answered {reply.status_code} to {request_id}: {said!r}")
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    if "error" in json.loads(line.removeprefix("data: ")):
+                        raise AnswerError(f"{self.base_url} broke {request_id} off: {line[:500]}")
+                    arrived.append(time.perf_counter())
+        if not arrived:
+            raise AnswerError(f"{self.base_url} sent nothing for {request_id}")
+        return arrived
+
+    def _completion(
+        self, prompt: list[int], max_tokens: int, salt: str, request_id: str, params: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """What a greedy completion is asked with, for httpx."""
         body: dict[str, Any] = {
             "model": "model",
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,
-            "logprobs": TOP_LOGPROBS,
             "ignore_eos": True,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
             "cache_salt": salt,
         }
-        if kv_transfer_params is not None:
-            body["kv_transfer_params"] = kv_transfer_params
-        reply = await self.http.post(f"{self.base_url}/v1/completions", json=body, headers={"X-Request-Id": request_id})
-        if reply.status_code != httpx.codes.OK:
-            raise AnswerError(f"{self.base_url} answered {reply.status_code} to {request_id}: {reply.text[:2000]}")
-        answer: dict[str, Any] = reply.json()
-        return answer
+        if params is not None:
+            body["kv_transfer_params"] = params
+        return {"url": f"{self.base_url}/v1/completions", "json": body, "headers": {"X-Request-Id": request_id}}
 
     async def answer(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> Answer:
         """Complete ``prompt`` on this server alone."""

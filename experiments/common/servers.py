@@ -44,6 +44,8 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_COMPILE_DISABLE": "1",
     # Else each server keeps a core busy by doing nothing, and all compute on one (server_side/few_cores.py).
     "EXPERIMENT_FEW_CORES": "1",
+    # What vLLM keeps about the models it has seen; two versions of it would throw out each other's.
+    "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache-of-vllm"),
 }
 INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "PYTHONPATH")
 """Settings of the caller's shell that would make an arm something else than its name says."""
@@ -93,7 +95,8 @@ class ServerSpec:
     """One server: a name for its log, what it serves, and how its arm differs from the others.
 
     ``kv_transfer`` is the value of ``--kv-transfer-config`` or None for an instance without a connector.
-    ``kv_space_gib`` is vLLM's own KV budget (VLLM_CPU_KVCACHE_SPACE, whole GiB).
+    ``kv_space_gib`` is vLLM's own KV budget (VLLM_CPU_KVCACHE_SPACE, whole GiB). ``forks`` halves the time to start;
+    ``vllm serve`` itself spawns its engine on a CPU.
     """
 
     name: str
@@ -110,6 +113,7 @@ class ServerSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     executable: Path = Path(sys.prefix) / "bin" / "vllm"
+    forks: bool = False
 
     def command(self, port: int, engine_id: str) -> list[str]:
         """Return the argument list of ``vllm serve`` on ``port``; its connector calls itself ``engine_id``."""
@@ -151,6 +155,8 @@ class Server:
             "KVCACHED_IPC_NAME": self.identity,
             "KVCACHED_HOSTVMM_DEVICE": self.identity,
         }
+        if spec.forks:
+            environment["EXPERIMENT_FORK"] = "1"
         environment |= spec.environment
         command = spec.command(self.port, self.identity)
         logs.mkdir(parents=True, exist_ok=True)

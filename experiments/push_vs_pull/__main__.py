@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from experiments.common.report import Narrator
     from experiments.push_vs_pull.arms import Transport
@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
         if one not in transports:
             narrator.say(f"{one.name}: left out, no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
     try:
-        samples = list(_samples(options, transports, has_network, stamp, narrator))
+        samples = _samples(options, transports, has_network, stamp, narrator)
     except (ServerError, AnswerError, httpx.HTTPError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
@@ -103,7 +103,7 @@ def _samples(
     has_network: bool,
     stamp: str,
     narrator: Narrator,
-) -> Iterator[Sample]:
+) -> list[Sample]:
     from experiments.common.model import make_model
     from experiments.push_vs_pull.arms import ARMS, FULL, MODEL, QUICK
     from experiments.push_vs_pull.measure import measure
@@ -118,8 +118,10 @@ def _samples(
             limit(transport.gbit_per_second)
         narrator.say(f"over {transport.name}")
 
+    samples: list[Sample] = []
     for _, same in itertools.groupby(transports, key=lambda one: dict(one.environment)):
-        yield from measure(arms, list(same), model, load, RESULTS / stamp, narrator.update, enter_network)
+        samples += measure(arms, list(same), model, load, RESULTS / stamp, narrator.update, enter_network)
+    return samples
 
 
 if __name__ == "__main__":

@@ -140,6 +140,7 @@ def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=CHUNK_TOKENS,
             kv_space_gib=KV_GIB,
+            forks=True,
             arguments=(
                 *("--worker-extension-cls", "transfer_probe.TransferProbe"),
                 *("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(NUM_BLOCKS)),

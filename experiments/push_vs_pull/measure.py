@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def measure(
     logs: Path,
     say: Callable[[str], None],
     enter: Callable[[Transport], None],
-) -> Iterator[Sample]:
+) -> list[Sample]:
     """Start a pair for each kind of servers, send the load to all arms in turn, stop them.
 
     Args:
@@ -67,40 +66,33 @@ def measure(
             arm.servers: stack.enter_context(running(specs(arm, transports[0], model), logs, say))
             for arm in {arm.servers: arm for arm in arms}.values()
         }
-        enter(transports[0])
-        asyncio.run(_warm_up(_runs(arms, pairs, transports[0]), load, say))
+        return asyncio.run(_ask(arms, pairs, transports, load, say, enter))
+
+
+async def _ask(
+    arms: Sequence[Arm],
+    pairs: Mapping[str, Sequence[Server]],
+    transports: Sequence[Transport],
+    load: Load,
+    say: Callable[[str], None],
+    enter: Callable[[Transport], None],
+) -> list[Sample]:
+    samples: list[Sample] = []
+    turns = itertools.count()
+    async with http_client(max(load.at_a_time)) as http:
+        runs = [_Run(arm, *pairs[arm.servers], http) for arm in arms]
+        for run in {run.arm.servers: run for run in runs}.values():
+            # The handshake, both sides' first steps and the first touch of their memory are another experiment's.
+            say(f"warming up, {run.arm.name}")
+            await run.warm_up(load)
         for transport in transports:
             enter(transport)
-            yield from asyncio.run(_measure(_runs(arms, pairs, transport), transport, load, say))
-
-
-def _runs(arms: Sequence[Arm], pairs: Mapping[str, Sequence[Server]], transport: Transport) -> list[_Run]:
-    return [_Run(arm, transport, *pairs[arm.servers]) for arm in arms]
-
-
-async def _warm_up(runs: Sequence[_Run], load: Load, say: Callable[[str], None]) -> None:
-    """The handshake, both sides' first steps and the first touch of their memory are another experiment's."""
-    async with http_client(max(load.at_a_time)) as http:
-        for run in {run.arm.servers: run for run in runs}.values():
-            say(f"warming up, {run.arm.name}")
-            run.use(http)
-            for side in (run.prefill, run.decode):
-                await side.probe("time_transfers")
-            await run.together(max(load.lengths), max(load.at_a_time))
-
-
-async def _measure(runs: Sequence[_Run], transport: Transport, load: Load, say: Callable[[str], None]) -> list[Sample]:
-    samples: list[Sample] = []
-    async with http_client(max(load.at_a_time)) as http:
-        for run in runs:
-            run.use(http)
-        turns = itertools.count()
-        for length, at_a_time in itertools.product(load.lengths, load.at_a_time):
-            say(f"over {transport.name}: {length} tokens, {at_a_time} at a time")
-            for _ in range(load.rounds(length, at_a_time)):
-                first = next(turns) % len(runs)
-                for run in (*runs[first:], *runs[:first]):
-                    samples += await run.together(length, at_a_time)
+            for length, at_a_time in itertools.product(load.lengths, load.at_a_time):
+                say(f"over {transport.name}: {length} tokens, {at_a_time} at a time")
+                for _ in range(load.rounds(length, at_a_time)):
+                    first = next(turns) % len(runs)
+                    for run in (*runs[first:], *runs[:first]):
+                        samples += await run.together(transport, length, at_a_time)
     return samples
 
 
@@ -109,23 +101,23 @@ class _Run:
 
     names = itertools.count()
 
-    def __init__(self, arm: Arm, transport: Transport, prefill: Server, decode: Server) -> None:
+    def __init__(self, arm: Arm, prefill: Server, decode: Server, http: httpx.AsyncClient) -> None:
         self.arm = arm
-        self.transport = transport
         self.coordinates = prefill.coordinates
-        self.urls = prefill.base_url, decode.base_url
+        self.prefill, self.decode = Client(prefill.base_url, http), Client(decode.base_url, http)
 
-    def use(self, http: httpx.AsyncClient) -> None:
-        """Ask through ``http`` from now on."""
-        self.prefill, self.decode = (Client(url, http) for url in self.urls)
+    async def warm_up(self, load: Load) -> None:
+        """Ask for as much at once as any load does."""
+        for side in (self.prefill, self.decode):
+            await side.probe("time_transfers")
+        await asyncio.gather(*(self._one(max(load.lengths)) for _ in range(max(load.at_a_time))))
 
-    async def together(self, length: int, at_a_time: int) -> list[Sample]:
+    async def together(self, transport: Transport, length: int, at_a_time: int) -> list[Sample]:
         """Ask for ``at_a_time`` prompts of ``length`` tokens at once."""
         answers = await asyncio.gather(*(self._one(length) for _ in range(at_a_time)))
         exposed = await self._exposed() if at_a_time == 1 else None
         return [
-            Sample(self.arm.name, self.transport.name, length, at_a_time, first, each, exposed)
-            for first, each in answers
+            Sample(self.arm.name, transport.name, length, at_a_time, first, each, exposed) for first, each in answers
         ]
 
     async def _exposed(self) -> float:
@@ -141,13 +133,13 @@ class _Run:
         begun = time.perf_counter()
         if self.arm.streamed:
             params = {**self.coordinates, "do_remote_prefill": True, "transfer_id": name}
-            decoding = asyncio.create_task(self._stream(prompt, name, params))
+            decoding = asyncio.create_task(self._decode(prompt, name, params))
             await self._prefill(prompt, name, {"do_remote_decode": True, "transfer_id": name})
-            first, last = await decoding
+            arrived = await decoding
         else:
             offered = await self._prefill(prompt, name, {"do_remote_decode": True, "do_remote_prefill": False})
-            first, last = await self._stream(prompt, name, offered)
-        return first - begun, (last - first) / (TOKENS - 1)
+            arrived = await self._decode(prompt, name, offered)
+        return arrived[0] - begun, (arrived[-1] - arrived[0]) / (TOKENS - 1)
 
     async def _prefill(self, prompt: list[int], name: str, params: dict[str, Any]) -> dict[str, Any]:
         asked = await self.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=params)
@@ -156,28 +148,7 @@ class _Run:
             raise AnswerError(f"{name}: found no kv_transfer_params in prefill's answer; nothing was handed over.")
         return dict(offered)
 
-    async def _stream(self, prompt: list[int], name: str, params: dict[str, Any]) -> tuple[float, float]:
-        """Ask decode; returns when the first and the last token came."""
-        body = {
-            "model": "model",
-            "prompt": prompt,
-            "max_tokens": TOKENS,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "cache_salt": name,
-            "kv_transfer_params": params,
-        }
-        arrived: list[float] = []
-        url = f"{self.decode.base_url}/v1/completions"
-        async with self.decode.http.stream("POST", url, json=body, headers={"X-Request-Id": name}) as reply:
-            if reply.status_code != httpx.codes.OK:
-                raise AnswerError(f"{url} answered {reply.status_code} to {name}: {(await reply.aread())[:500]!r}")
-            async for line in reply.aiter_lines():
-                if line.startswith("data: {"):
-                    if "error" in json.loads(line.removeprefix("data: ")):
-                        raise AnswerError(f"{url} broke {name} off: {line[:500]}")
-                    arrived.append(time.perf_counter())
-        if not arrived:
-            raise AnswerError(f"{url} sent nothing for {name}")
-        return arrived[0], arrived[-1]
+    async def _decode(self, prompt: list[int], name: str, params: dict[str, Any]) -> list[float]:
+        return await self.decode.token_times(
+            prompt, max_tokens=TOKENS, salt=name, request_id=name, kv_transfer_params=params
+        )

@@ -8,16 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments.common.server_side.few_cores import wait_for_events
+from experiments.common.server_side.few_cores import use_every_core, wait_for_events
 
 
 @pytest.fixture(scope="session", autouse=True)
-def agents_wait_for_events() -> None:
+def agents_wait_for_events_and_no_thread_is_pinned() -> None:
+    # vLLM's connector would pin this process, and with it every process that a test starts, to one core.
+    use_every_core()
     wait_for_events(pytest.importorskip("nixl._bindings", reason="needs an environment: bash experiments/env.sh"))
 
 
 @pytest.fixture(autouse=True)
 def no_agent_is_left_over() -> Iterator[None]:
     """An agent's threads live as long as it does, and a failed handshake leaves one in a cycle."""
+    # What was there before is not looked at again: with vLLM imported, that takes a second each time.
+    gc.freeze()
     yield
     gc.collect()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.servers import CPU_ENVIRONMENT, UNIPROC
+from experiments.common.servers import CPU_ENVIRONMENT, SERVER_SIDE, UNIPROC
 from kvcached_nixl.hostvmm import is_hostvmm_build
 
 ROOT = Path(__file__).parents[2]
@@ -104,15 +104,17 @@ class Run:
     options: Mapping[str, int] = field(default_factory=dict)
 
 
-KVCACHED = {"ENABLE_KVCACHED": "true"}
+# Half the time to start; the engines with few pages are spawned, as vLLM does it.
+FORKED = {"PYTHONPATH": str(SERVER_SIDE), "EXPERIMENT_FORK": "1"}
+KVCACHED = {**FORKED, "ENABLE_KVCACHED": "true"}
 FEW_PAGES = {
-    **KVCACHED,
+    "ENABLE_KVCACHED": "true",
     "KVCACHED_MAX_CACHED_TOKENS": "0",
     "KVCACHED_MIN_RESERVED_PAGES": "1",
     "KVCACHED_MAX_RESERVED_PAGES": "1",
 }
 RUNS = {
-    "stock": Run({}),
+    "stock": Run(FORKED),
     "contiguous": Run({**FEW_PAGES, "KVCACHED_CONTIGUOUS_LAYOUT": "true"}),
     "non-contiguous": Run({**FEW_PAGES, "KVCACHED_CONTIGUOUS_LAYOUT": "false"}),
     "device too small": Run({**KVCACHED, "KVCACHED_HOSTVMM_GIB": "0.012"}),

@@ -61,6 +61,7 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
             kv_transfer=CONNECTOR,
             environment=environment,
             arguments=arguments,
+            forks=True,
         )
         for side in ("prefill", "decode")
     ]

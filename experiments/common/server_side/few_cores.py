@@ -8,10 +8,13 @@ measured or tested is the queue for those. With a delay, the same thread sleeps 
 vLLM's NIXL connector moves the main thread of a CPU worker to the last core of its NUMA node, away from the OpenMP
 threads that compute. Without those (``VLLM_CPU_OMP_THREADS_BIND=nobind``, one thread) it is the main thread that
 computes, and all servers of a machine would do so on one core.
+
+A start is little else than importing vLLM, and on a CPU it does so once more in every process it spawns.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from types import ModuleType
 from typing import Any
@@ -43,3 +46,8 @@ def wait_for_events(bindings: ModuleType) -> None:
 def use_every_core() -> None:
     """Threads of this process stay where the scheduler puts them."""
     os.sched_setaffinity = lambda pid, mask: None
+
+
+def fork_processes(system_utils: ModuleType) -> None:
+    """Engines and workers are forked from a process that has imported everything, where vLLM for CPUs spawns them."""
+    system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")

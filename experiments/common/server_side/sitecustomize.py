@@ -3,6 +3,11 @@
 
 import os
 
+if os.environ.get("EXPERIMENT_FORK"):
+    import few_cores
+    import wrapt
+
+    wrapt.register_post_import_hook(few_cores.fork_processes, "vllm.utils.system_utils")
 if os.environ.get("EXPERIMENT_FEW_CORES"):
     import few_cores
     import wrapt
