@@ -33,6 +33,7 @@ def spec(name: str, policy: str = "fail", environment: dict[str, str] | None = N
         dtype="float32",
         kv_transfer=connector,
         environment=KVCACHED if environment is None else environment,
+        forks=True,
     )
 
 
@@ -46,7 +47,9 @@ def test_a_stock_peer_is_refused_and_its_request_fails_or_is_recomputed(
     specs = [spec("prefill", environment={}), spec("decode", policy)]
     if groups == 2:
         arguments = ("--no-disable-hybrid-kv-cache-manager",)
-        specs = [replace(one, model=models.make_model(models.SLIDING_AND_FULL), arguments=arguments) for one in specs]
+        model = models.make_model(models.SLIDING_AND_FULL)
+        # The one pair of this tier whose engines are spawned, as `vllm serve` does it on a CPU.
+        specs = [replace(one, model=model, arguments=arguments, forks=False) for one in specs]
     with running(specs, tmp_path) as (prefill, decode):
         asyncio.run(_against_a_stock_peer(policy, prefill.base_url, decode.base_url))
         decode.check_alive()
