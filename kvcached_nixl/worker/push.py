@@ -25,9 +25,10 @@ __all__ = ["Place", "PushWorker"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-IDLE_STEP_SECONDS = 0.003
+IDLE_STEP_SECONDS = 0.001
+LONGEST_IDLE_STEP_SECONDS = 0.01
 """vLLM repeats such steps a thousand times a second, and each goes on to the API server; but a new request that comes
-meanwhile waits for this step, so it must be short."""
+meanwhile waits for this step. So the first is short, and each that follows on it is as much longer."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class PushWorker:
         self._record_event = record_event
         self._step: PushStep | None = None
         self._is_idle = False
+        self._idle_steps = 0
         self._waiting: dict[DecodeRequestId, BlockIds] = {}
         self._unusable: dict[DecodeRequestId, str] = {}
 
@@ -108,7 +110,8 @@ class PushWorker:
         The first has prefill's requests and the ids of holds; the second decode's, failed ones among them.
         """
         awaits = self._is_idle and self._waiting and not self._unusable
-        outcome = self._push.take_outcome(IDLE_STEP_SECONDS if awaits else 0.0)
+        self._idle_steps = self._idle_steps + 1 if awaits else 0
+        outcome = self._push.take_outcome(min(self._idle_steps * IDLE_STEP_SECONDS, LONGEST_IDLE_STEP_SECONDS))
         failed = outcome.failed | self._unusable
         self._unusable = {}
         invalid: set[int] = set()

@@ -211,11 +211,11 @@ def test_clients_that_go_away_and_a_prefill_that_dies(policy: str, tmp_path: Pat
         async with router(prefill, decode) as route:
             await route.succeeds("after", expected)
 
-    with running([spec("prefill"), spec("decode", policy)], tmp_path) as (prefill, decode):
+    sides = [spec("prefill"), spec("decode", policy), spec("prefill-2")]
+    with running(sides, tmp_path) as (prefill, decode, successor):
         expected = asyncio.run(alone(prefill))
         asyncio.run(until_prefill_dies(prefill, decode, expected))
-        with running([spec("prefill-2")], tmp_path) as (successor,):
-            asyncio.run(afterwards(successor, decode, expected))
+        asyncio.run(afterwards(successor, decode, expected))
         decode.check_alive()
 
 
@@ -241,11 +241,10 @@ def test_a_decode_that_dies(tmp_path: Path) -> None:
         async with router(prefill, decode) as route:
             await route.succeeds("after", expected)
 
-    with running([spec("prefill"), spec("decode")], tmp_path) as (prefill, decode):
+    with running([spec("prefill"), spec("decode"), spec("decode-2")], tmp_path) as (prefill, decode, successor):
         expected = asyncio.run(alone(prefill))
         asyncio.run(until_decode_dies(prefill, decode))
-        with running([spec("decode-2")], tmp_path) as (successor,):
-            asyncio.run(afterwards(prefill, successor, expected))
+        asyncio.run(afterwards(prefill, successor, expected))
         prefill.check_alive()
 
 

@@ -14,7 +14,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.push import Peer
 from kvcached_nixl.wire.push_step import BlockIds, Computed, PushStep, Unusable, Wanted, quiet_id
-from kvcached_nixl.worker.push import IDLE_STEP_SECONDS, Place, PushWorker
+from kvcached_nixl.worker.push import IDLE_STEP_SECONDS, LONGEST_IDLE_STEP_SECONDS, Place, PushWorker
 from kvcached_nixl.worker.push_commands import (
     Command,
     Decline,
@@ -222,6 +222,22 @@ def test_only_a_step_that_computes_nothing_waits_and_only_for_kv_that_is_awaited
     worker.writer.outcome.received.add(D1)
     assert wait_of() == IDLE_STEP_SECONDS
     assert wait_of() == 0
+
+
+def test_the_longer_nothing_comes_the_longer_is_a_step_that_waits() -> None:
+    worker = Worker()
+    worker.takes(wanted=[wanted(D1)], is_idle=False)
+    for _ in range(20):
+        worker.takes()
+        worker.push.take_ended()
+    waits = worker.writer.waited_seconds
+    assert waits[:3] == [IDLE_STEP_SECONDS, 2 * IDLE_STEP_SECONDS, 3 * IDLE_STEP_SECONDS]
+    assert waits[-2:] == [LONGEST_IDLE_STEP_SECONDS] * 2
+    worker.takes(is_idle=False)
+    worker.push.take_ended()
+    worker.takes()
+    worker.push.take_ended()
+    assert waits[-2:] == [0, IDLE_STEP_SECONDS]
 
 
 # ------------------------------------------------------------------------------------------------------------- prefill
