@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""READs that are done only if prefill still kept the request when they were (rule R3).
+
+A NIXL agent for vLLM's worker, which uses it as its own. What it posts as a READ of a request's blocks is followed by
+a READ of the request's word (`wire.lease_word`), and only then is it done, and only then is prefill told so. If there
+is no word, the transfer has failed, and vLLM fails the request or computes it anew, as kv_load_failure_policy says.
+
+Nothing is registered, and no descriptor is prepared, per request: a peer's buckets are, when it is added.
+
+Threads: as vLLM's worker uses an agent, the engine's for transfers, another for adding peers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import wrapt
+
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.lease_word import BUCKET_BYTES, BUCKETS, WORDS_PER_BUCKET, LeasedAgent, place_of
+from kvcached_nixl.worker.lease_table import Words
+
+__all__ = ["LEASE_ENDED", "VerifiedReads"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+LEASE_ENDED = "LEASE ENDED"
+"""A transfer's state, where NIXL has DONE, PROC and ERR; vLLM takes any other than the first two for a failure."""
+LANDINGS = 1024
+"""Words that are looked at at the same time; further READs wait."""
+LOOK_SECONDS = 0.0005
+"""How long the engine's thread waits for a word, which takes less; else the next step sees it."""
+_OWN = frozenset(("", "NIXL_INIT_AGENT"))
+
+
+@dataclass(eq=False)
+class _Read:
+    """A READ of blocks, and then of its request's word."""
+
+    blocks: Any
+    peer: str
+    request_id: PrefillRequestId
+    notification: bytes
+    word: Any = None
+    landing: int | None = None
+
+
+class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """See the module. Both peers need one.
+
+    Args:
+        agent: ``nixl_agent``, with host memory among what its backend can register.
+        backends: in whose memory the table is registered.
+    """
+
+    def __init__(self, agent: Any, backends: Sequence[str]) -> None:
+        super().__init__(agent)
+        self._self_memory: Words = np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
+        self._self_registered = agent.register_memory(
+            agent.get_reg_descs([(self._self_memory.ctypes.data, self._self_memory.nbytes, 0, "")], "DRAM"),
+            backends=list(backends),
+        )
+        self._self_landings = agent.prep_xfer_dlist(
+            "NIXL_INIT_AGENT", self._rows(self._self_memory[BUCKETS:].ctypes.data, LANDINGS)
+        )
+        self._self_free = list(range(LANDINGS))
+        self._self_tables: dict[str, Any] = {}
+        self._self_peers: dict[Any, str] = {}
+        self._self_ended = 0
+
+    @property
+    def table(self) -> Words:
+        """This side's own words, for `lease_table.KeptRequests`."""
+        return self._self_memory[:BUCKETS]
+
+    @property
+    def leases_ended(self) -> int:
+        """READs that found no word."""
+        return self._self_ended
+
+    def get_agent_metadata(self) -> bytes:
+        address = int(self._self_memory.ctypes.data)
+        return msgspec.msgpack.encode(LeasedAgent(bytes(self.__wrapped__.get_agent_metadata()), address))
+
+    def add_remote_agent(self, metadata: bytes) -> Any:
+        """Raises ``msgspec.DecodeError`` for a peer whose READs cannot be verified."""
+        found = msgspec.msgpack.decode(metadata, type=LeasedAgent)
+        name = self.__wrapped__.add_remote_agent(found.agent_metadata)
+        if _key(name) not in self._self_tables:
+            rows = self._rows(found.table_address, BUCKETS)
+            self._self_tables[_key(name)] = self.__wrapped__.prep_xfer_dlist(name, rows)
+        return name
+
+    def remove_remote_agent(self, name: Any) -> None:
+        table = self._self_tables.pop(_key(name), None)
+        if table is not None:
+            self.__wrapped__.release_dlist_handle(table)
+        self.__wrapped__.remove_remote_agent(name)
+
+    def prep_xfer_dlist(self, agent_name: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = self.__wrapped__.prep_xfer_dlist(agent_name, *args, **kwargs)
+        if _key(agent_name) not in _OWN:
+            self._self_peers[handle] = _key(agent_name)
+        return handle
+
+    def release_dlist_handle(self, handle: Any) -> None:
+        self._self_peers.pop(handle, None)
+        self.__wrapped__.release_dlist_handle(handle)
+
+    def make_prepped_xfer(
+        self, operation: str, local: Any, local_ids: Any, remote: Any, remote_ids: Any, notif_msg: bytes = b""
+    ) -> Any:
+        """A READ is named by its notification, ``request:ranks``, which is kept back."""
+        if operation != "READ":
+            return self.__wrapped__.make_prepped_xfer(operation, local, local_ids, remote, remote_ids, notif_msg)
+        request_id, _, ranks = notif_msg.decode().rpartition(":")
+        if not request_id or not ranks.isdecimal():
+            raise ValueError(f"found a READ that notifies {notif_msg!r}; expected its request's id and a number")
+        blocks = self.__wrapped__.make_prepped_xfer(operation, local, local_ids, remote, remote_ids)
+        return _Read(blocks, self._self_peers[remote], PrefillRequestId(request_id), notif_msg)
+
+    def transfer(self, handle: Any) -> Any:
+        return self.__wrapped__.transfer(handle.blocks if isinstance(handle, _Read) else handle)
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        """As NIXL's, but for a READ: DONE, once, when the word was found; LEASE_ENDED when it was not."""
+        if not isinstance(handle, _Read):
+            return self.__wrapped__.check_xfer_state(handle)
+        if handle.word is None:
+            state = self.__wrapped__.check_xfer_state(handle.blocks)
+            if state != "DONE":
+                return state
+            if not self._self_free:
+                return "PROC"
+            self._look(handle)
+        until = time.perf_counter() + LOOK_SECONDS
+        while (state := self.__wrapped__.check_xfer_state(handle.word)) == "PROC":
+            if time.perf_counter() > until:
+                return state
+        return self._decide(handle) if state == "DONE" else state
+
+    def get_xfer_telemetry(self, handle: Any) -> Any:
+        return self.__wrapped__.get_xfer_telemetry(handle.blocks if isinstance(handle, _Read) else handle)
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        if not isinstance(handle, _Read):
+            self.__wrapped__.release_xfer_handle(handle)
+            return
+        if handle.word is not None:
+            # Where a word may still arrive, it would be taken for another request's.
+            if handle.landing is not None and not self._is_in_flight(handle.word):
+                self._self_free.append(handle.landing)
+            self.__wrapped__.release_xfer_handle(handle.word)
+        self.__wrapped__.release_xfer_handle(handle.blocks)
+
+    def _look(self, read: _Read) -> None:
+        bucket, _ = place_of(read.request_id)
+        landing, table = self._self_free[-1], self._self_tables[read.peer]
+        read.word = self.__wrapped__.make_prepped_xfer("READ", self._self_landings, [landing], table, [bucket])
+        read.landing = self._self_free.pop()
+        self.__wrapped__.transfer(read.word)
+
+    def _decide(self, read: _Read) -> str:
+        assert read.landing is not None
+        _, word = place_of(read.request_id)
+        is_kept = bool((self._self_memory[BUCKETS + read.landing] == np.uint64(word)).any())
+        self.__wrapped__.release_xfer_handle(read.word)
+        self._self_free.append(read.landing)
+        read.word = read.landing = None
+        if is_kept:
+            self.__wrapped__.send_notif(read.peer, notif_msg=read.notification)
+            return "DONE"
+        self._self_ended += 1
+        logger.warning("Prefill does not keep request %s any more; what was read of it is not used", read.request_id)
+        return LEASE_ENDED
+
+    def _is_in_flight(self, handle: Any) -> bool:
+        try:
+            return bool(self.__wrapped__.check_xfer_state(handle) == "PROC")
+        except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error, in no common class
+            return False
+
+    def _rows(self, address: int, count: int) -> Any:
+        rows = np.zeros((count, 3), dtype=np.uint64)
+        rows[:, 0] = address + np.arange(count, dtype=np.uint64) * np.uint64(BUCKET_BYTES)
+        rows[:, 1] = BUCKET_BYTES
+        return self.__wrapped__.get_xfer_descs(rows, "DRAM")
+
+
+def _key(agent_name: Any) -> str:
+    # The bindings return bytes and accept both.
+    return agent_name.decode() if isinstance(agent_name, bytes) else str(agent_name)
