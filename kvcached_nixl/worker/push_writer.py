@@ -56,6 +56,8 @@ CLOSE_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Between two questions to a peer of which something is expected whether it lives."""
 HANDSHAKES_AT_ONCE = 8
+HANDSHAKE_TRIES = 5
+"""In a row, of a peer that listens and does not answer: one that stands still for seconds has not gone."""
 FOREIGN_KEPT = 4096
 """Notifications of other protocols that wait to be taken; the oldest go first."""
 
@@ -100,6 +102,7 @@ class Push:
         # Below: the writer thread's own.
         self._agents: dict[Peer, str] = {}
         self._asked: dict[Peer, Future[Connected]] = {}
+        self._unanswered: Counter[Peer] = Counter()
         self._probe_at_seconds: float | None = None
         self._unconnected: list[Register | Decline] = []
         self._computing: deque[Offer | Finish] = deque()
@@ -274,6 +277,12 @@ class Push:
                 connected = future.result()
                 agent = self._transport.add_peer(connected.metadata, connected.device_id)
             except Exception as cause:  # noqa: BLE001 - a handshake may fail in any way; its requests say how
+                self._unanswered[address] += 1
+                if isinstance(cause, OSError) and self._unanswered[address] < HANDSHAKE_TRIES:
+                    logger.warning("No handshake with %s yet, it is asked again: %s", address, cause)
+                    self._ask(address, again=True)
+                    continue
+                del self._unanswered[address]
                 logger.warning("No handshake with %s: %s", address, cause)
                 for waiting in [agent for agent, one in self._sender.unknown_peers().items() if one == address]:
                     self._sender.peer_lost(waiting, f"no handshake: {cause}")
@@ -281,6 +290,7 @@ class Push:
                 if known is not None and isinstance(cause, PeerGone):
                     self._forget(address, known)
                 continue
+            del self._unanswered[address]
             if known is not None and known != agent:
                 self._forget(address, known)
             self._agents[address] = agent

@@ -277,4 +277,8 @@ def test_unequal_tensor_parallel_sizes(prefill_tp: int, decode_tp: int, tmp_path
     sides = [spec("prefill", tp=prefill_tp, lease_seconds=60.0), spec("decode", tp=decode_tp, lease_seconds=60.0)]
     with running(sides, tmp_path) as (prefill, decode):
         expected = asyncio.run(alone(prefill if prefill_tp == 1 else decode))
-        asyncio.run(both_orders(prefill, decode, expected))
+        try:
+            asyncio.run(both_orders(prefill, decode, expected))
+        except AnswerError as error:
+            logs = "\n".join(f"{server.spec.name}:\n{server.tail(12)}" for server in (prefill, decode))
+            pytest.fail(f"{error}. The logs end with\n{logs}")

@@ -27,7 +27,14 @@ from kvcached_nixl.worker.push_commands import (
     Stop,
     Withdraw,
 )
-from kvcached_nixl.worker.push_writer import BUSY_POLL_SECONDS, IDLE_POLL_SECONDS, POLL_SECONDS, PROBE_SECONDS, Push
+from kvcached_nixl.worker.push_writer import (
+    BUSY_POLL_SECONDS,
+    HANDSHAKE_TRIES,
+    IDLE_POLL_SECONDS,
+    POLL_SECONDS,
+    PROBE_SECONDS,
+    Push,
+)
 
 WAIT_SECONDS = 20.0
 TOKENS = 10
@@ -73,7 +80,8 @@ class Engine:
 class Cluster:
     """Engines that find each other by name.
 
-    ``hung`` holds back the handshake with an engine; ``gone`` names those that nobody answers for.
+    ``hung`` holds back the handshake with an engine; ``gone`` names those that nobody answers for; ``silent`` says how
+    often an engine does not answer.
     """
 
     def __init__(self) -> None:
@@ -81,6 +89,7 @@ class Cluster:
         self.engines: dict[str, Engine] = {}
         self.hung: dict[str, threading.Event] = {}
         self.gone: set[str] = set()
+        self.silent: dict[str, int] = {}
 
     def engine(self, name: str) -> Engine:
         self.engines[name] = Engine(self, name)
@@ -91,6 +100,9 @@ class Cluster:
             self.hung[address.engine_id].wait(WAIT_SECONDS)
         if address.engine_id in self.gone:
             raise PeerGone(f"nobody listens at {address.host}:{address.port}")
+        if self.silent.get(address.engine_id):
+            self.silent[address.engine_id] -= 1
+            raise TimeoutError(f"{address.engine_id} does not answer")
         engine = self.engines[address.engine_id]
         return Connected(engine.transport.metadata(), 0, engine.pool.planes)
 
@@ -163,6 +175,26 @@ def test_a_request_whose_prefill_is_gone_fails(cluster: Cluster) -> None:
     decode.register("d1", prefill)
     cluster.until(lambda: decode.look().failed)
     assert "nobody listens" in decode.seen.failed[DecodeRequestId("d1")]
+
+
+@pytest.mark.parametrize("silent", ["p", "d"])
+@pytest.mark.parametrize("times", [HANDSHAKE_TRIES - 1, HANDSHAKE_TRIES])
+def test_a_peer_that_does_not_answer_at_once_is_asked_again(cluster: Cluster, silent: str, times: int) -> None:
+    """It stands still for a while, on either side; one that never answers fails the request, on both."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    cluster.silent[silent] = times
+    decode.register("d1", prefill)
+    prefill.compute("p1")
+    if times < HANDSHAKE_TRIES:
+        cluster.until(lambda: decode.look().received and prefill.look().done)
+        assert not decode.seen.failed
+    elif silent == "p":
+        cluster.until(lambda: decode.look().failed)
+        assert "does not answer" in decode.seen.failed[DecodeRequestId("d1")]
+    else:
+        # Prefill cannot write, and asks again to say so.
+        cluster.until(lambda: decode.look().failed)
+    assert cluster.silent[silent] == 0
 
 
 def test_a_request_withdrawn_before_its_handshake_is_over_at_once(cluster: Cluster) -> None:
