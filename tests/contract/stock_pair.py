@@ -8,7 +8,6 @@ connector is kept: the handshake goes over the real side channel, blocks move by
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
+from experiments.common.servers import free_ports
+
 TRANSFER_TIMEOUT_SECONDS = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Layer(AttentionLayerBase):
@@ -140,7 +135,7 @@ def build_engine(
     extra_config: Mapping[str, Any] | None = None,
 ) -> Engine:
     """An engine of the given KV-cache groups (layer names, spec), whose pools are shared by the layers named."""
-    port = free_port()
+    (port,) = free_ports(1)
     import os
 
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
@@ -185,7 +180,8 @@ def single_process_group() -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     with set_current_vllm_config(Config(device_config=DeviceConfig("cpu"))):
-        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        (port,) = free_ports(1)
+        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1)
         try:
             yield
