@@ -15,9 +15,30 @@ import numpy as np
 
 from kvcached_nixl.transport.base import Handle, Ranges, State, TransportError
 
-__all__ = ["NixlTransport"]
+__all__ = ["NixlTransport", "descriptors", "peer_name", "state_of"]
 
 _STATES = MappingProxyType({"DONE": State.DONE, "PROC": State.IN_FLIGHT})
+
+
+def peer_name(name: bytes | str) -> str:
+    """An agent's name as NIXL reports it of a sender: the bindings return bytes when it is added, and accept both."""
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0) -> Any:
+    """NIXL's descriptors of ``ranges``, in their order."""
+    rows = np.empty((len(ranges), 3), dtype=np.uint64)
+    rows[:, :2] = ranges
+    rows[:, 2] = device_id
+    return agent.get_xfer_descs(rows, memory_type)
+
+
+def state_of(agent: Any, handle: Handle) -> State:
+    """How a transfer stands."""
+    try:
+        return _STATES.get(agent.check_xfer_state(handle), State.FAILED)
+    except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
+        return State.FAILED
 
 
 class NixlTransport:
@@ -43,8 +64,7 @@ class NixlTransport:
             name = self._agent.add_remote_agent(metadata)
         except Exception as cause:
             raise TransportError(f"the peer's NIXL metadata was not accepted: {cause}") from cause
-        # The bindings return bytes and accept both; what they report of a sender is a str.
-        peer = name.decode() if isinstance(name, bytes) else str(name)
+        peer = peer_name(name)
         self._peers[peer] = device_id
         return peer
 
@@ -67,8 +87,8 @@ class NixlTransport:
         try:
             handle = self._agent.initialize_xfer(
                 "WRITE",
-                self._descriptors(local, self._device_id),
-                self._descriptors(remote, remote_device_id),
+                descriptors(self._agent, local, self._memory_type, self._device_id),
+                descriptors(self._agent, remote, self._memory_type, remote_device_id),
                 peer,
                 notification,
             )
@@ -80,10 +100,7 @@ class NixlTransport:
         return handle
 
     def state(self, handle: Handle) -> State:
-        try:
-            return _STATES.get(self._agent.check_xfer_state(handle), State.FAILED)
-        except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
-            return State.FAILED
+        return state_of(self._agent, handle)
 
     def release(self, handle: Handle) -> None:
         self._agent.release_xfer_handle(handle)
@@ -93,9 +110,3 @@ class NixlTransport:
             return self._peers[peer]
         except KeyError:
             raise TransportError(f"found no peer {peer!r}; expected one that was added") from None
-
-    def _descriptors(self, ranges: Ranges, device_id: int) -> Any:
-        rows = np.empty((len(ranges), 3), dtype=np.uint64)
-        rows[:, :2] = ranges
-        rows[:, 2] = device_id
-        return self._agent.get_xfer_descs(rows, self._memory_type)

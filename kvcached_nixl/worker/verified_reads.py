@@ -24,6 +24,8 @@ import wrapt
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.transport.agent import descriptors, peer_name, state_of
+from kvcached_nixl.transport.base import State
 from kvcached_nixl.wire.lease_word import BUCKET_BYTES, BUCKETS, WORDS_PER_BUCKET, LeasedAgent, place_of
 from kvcached_nixl.worker.lease_table import Words
 
@@ -93,21 +95,21 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
         """Raises ``msgspec.DecodeError`` for a peer whose READs cannot be verified."""
         found = msgspec.msgpack.decode(metadata, type=LeasedAgent)
         name = self.__wrapped__.add_remote_agent(found.agent_metadata)
-        if _key(name) not in self._self_tables:
+        if peer_name(name) not in self._self_tables:
             rows = self._rows(found.table_address, BUCKETS)
-            self._self_tables[_key(name)] = self.__wrapped__.prep_xfer_dlist(name, rows)
+            self._self_tables[peer_name(name)] = self.__wrapped__.prep_xfer_dlist(name, rows)
         return name
 
     def remove_remote_agent(self, name: Any) -> None:
-        table = self._self_tables.pop(_key(name), None)
+        table = self._self_tables.pop(peer_name(name), None)
         if table is not None:
             self.__wrapped__.release_dlist_handle(table)
         self.__wrapped__.remove_remote_agent(name)
 
     def prep_xfer_dlist(self, agent_name: Any, *args: Any, **kwargs: Any) -> Any:
         handle = self.__wrapped__.prep_xfer_dlist(agent_name, *args, **kwargs)
-        if _key(agent_name) not in _OWN:
-            self._self_peers[handle] = _key(agent_name)
+        if peer_name(agent_name) not in _OWN:
+            self._self_peers[handle] = peer_name(agent_name)
         return handle
 
     def release_dlist_handle(self, handle: Any) -> None:
@@ -155,7 +157,7 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
             return
         if handle.word is not None:
             # Where a word may still arrive, it would be taken for another request's.
-            if handle.landing is not None and not self._is_in_flight(handle.word):
+            if handle.landing is not None and state_of(self.__wrapped__, handle.word) is not State.IN_FLIGHT:
                 self._self_free.append(handle.landing)
             self.__wrapped__.release_xfer_handle(handle.word)
         self.__wrapped__.release_xfer_handle(handle.blocks)
@@ -181,19 +183,7 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
         logger.warning("Prefill does not keep request %s any more; what was read of it is not used", read.request_id)
         return LEASE_ENDED
 
-    def _is_in_flight(self, handle: Any) -> bool:
-        try:
-            return bool(self.__wrapped__.check_xfer_state(handle) == "PROC")
-        except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error, in no common class
-            return False
-
     def _rows(self, address: int, count: int) -> Any:
-        rows = np.zeros((count, 3), dtype=np.uint64)
-        rows[:, 0] = address + np.arange(count, dtype=np.uint64) * np.uint64(BUCKET_BYTES)
-        rows[:, 1] = BUCKET_BYTES
-        return self.__wrapped__.get_xfer_descs(rows, "DRAM")
-
-
-def _key(agent_name: Any) -> str:
-    # The bindings return bytes and accept both.
-    return agent_name.decode() if isinstance(agent_name, bytes) else str(agent_name)
+        ranges = np.full((count, 2), BUCKET_BYTES, dtype=np.int64)
+        ranges[:, 0] = address + BUCKET_BYTES * np.arange(count)
+        return descriptors(self.__wrapped__, ranges, "DRAM")
