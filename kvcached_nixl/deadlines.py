@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterator, MutableMapping
+from typing import TypeVar
 
 __all__ = ["Deadlines"]
 
 K = TypeVar("K", bound=Hashable)
 
 
-class Deadlines(Generic[K]):
-    """At most one deadline per key, in seconds of whatever clock the caller asks. Not for several threads.
+class Deadlines(MutableMapping[K, float]):
+    """Key -> when it is due, in seconds of whatever clock the caller asks; earliest first. Not for several threads.
 
     A deadline that is moved or dropped leaves its old entry in the heap until that comes up or the heap is rebuilt, so
-    each operation costs the logarithm of what is held.
+    each operation, and the first step of an iteration, costs the logarithm of what is held.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,13 @@ class Deadlines(Generic[K]):
     def __len__(self) -> int:
         return len(self._at_seconds)
 
-    def __contains__(self, key: K) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._at_seconds
 
-    def get(self, key: K) -> float | None:
-        """When ``key`` is due; None if it is not."""
-        return self._at_seconds.get(key)
+    def __getitem__(self, key: K) -> float:
+        return self._at_seconds[key]
 
-    def set(self, key: K, at_seconds: float) -> None:
+    def __setitem__(self, key: K, at_seconds: float) -> None:
         """``key`` is due at that time and at no other."""
         self._at_seconds[key] = at_seconds
         self._push(at_seconds, key)
@@ -43,9 +42,14 @@ class Deadlines(Generic[K]):
             for live, live_at_seconds in self._at_seconds.items():
                 self._push(live_at_seconds, live)
 
-    def discard(self, key: K) -> None:
-        """``key`` is not due any more, if it was."""
-        self._at_seconds.pop(key, None)
+    def __delitem__(self, key: K) -> None:
+        del self._at_seconds[key]
+
+    def __iter__(self) -> Iterator[K]:
+        if self.first_seconds is not None:
+            first = self._heap[0][2]
+            yield first
+            yield from (key for key in sorted(self._at_seconds, key=self._at_seconds.__getitem__) if key != first)
 
     def take_due(self, now_seconds: float) -> list[K]:
         """Those due at ``now_seconds`` or before, earliest first; they are dropped."""

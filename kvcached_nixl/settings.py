@@ -12,8 +12,8 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
                          "push": prefill writes into decode, while prefill still computes. Equal on both sides.
     push_registration_timeout    seconds that decode waits for prefill to have written everything, and prefill for the
                          request that decode registered for; 120 by default
-    kv_lease_duration    seconds that prefill keeps a finished request's blocks for decode, 30 by default, where the
-                         installed vLLM has leases
+    kv_lease_duration    seconds that prefill keeps a finished request's blocks without hearing of decode, 30 by
+                         default. Equal on both sides: decode's heartbeats come every sixth of it.
     host_buffer_gib      refused for now
     enforce_handshake_compat     vLLM's; must stay true: it is what tells peers apart
     enable_cross_layers_blocks   vLLM's; must stay false: it allocates KV memory past kvcached

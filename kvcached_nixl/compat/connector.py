@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, MutableSet
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
@@ -38,12 +39,18 @@ def num_kv_cache_groups(scheduler: Any) -> int:
 
 
 _PUSH = "_kvcached_nixl_push"
-_STEP = "kvcached_nixl_push_step"
+_PULL = "_kvcached_nixl_pull"
+_STEP = "kvcached_nixl_step"
 
 
 def attach_push(half: Any, push: Any) -> None:
     """Keep our half of a push on vLLM's: its NIXL scheduler or its NIXL worker, whose lifetime is the same."""
     setattr(half, _PUSH, push)
+
+
+def attach_pull(half: Any, pull: Any) -> None:
+    """The same for what runs beside a connector that pulls."""
+    setattr(half, _PULL, pull)
 
 
 def half_of(half: Any) -> Any | None:
@@ -53,10 +60,19 @@ def half_of(half: Any) -> Any | None:
 
 def push_of(connector: Any) -> Any | None:
     """Our half of the push that runs beside a NIXL connector; None if it pulls, or is another connector."""
-    for name in ("connector_scheduler", "connector_worker"):
-        half = vars(connector).get(name) if connector is not None else None
+    return _attached(connector, _PUSH)
+
+
+def pull_of(connector: Any) -> Any:
+    """What runs beside a NIXL connector that pulls; None if it pushes, is another one, or needs nothing."""
+    return _attached(connector, _PULL)
+
+
+def _attached(connector: Any, name: str) -> Any | None:
+    for side in ("connector_scheduler", "connector_worker"):
+        half = vars(connector).get(side) if connector is not None else None
         if half is not None:
-            return half_of(half)
+            return vars(half).get(name)
     return None
 
 
@@ -69,6 +85,11 @@ def attach_step(metadata: Any, step: Any) -> Any:
 def step_of(connector: Any) -> Any:
     """The step that is bound to a worker's connector."""
     return private(private(connector, "_connector_metadata"), _STEP)
+
+
+def sent_in(connector: Any) -> list[str]:
+    """Prefill's requests that the step bound to a worker's connector says have ended."""
+    return list(private(private(connector, "_connector_metadata"), "reqs_to_send"))
 
 
 @dataclasses.dataclass
@@ -160,6 +181,41 @@ class WorkerView:
     def agent(self) -> Any:
         """The NIXL agent."""
         return private(self.worker, "nixl_wrapper")
+
+    @property
+    def backends(self) -> list[str]:
+        """In whose memory the agent registers."""
+        return list(private(self.worker, "nixl_backends"))
+
+    def use(self, agent: Any, kept: MutableSet[Any], leases: MutableMapping[Any, float]) -> None:
+        """Replace the agent, the requests that decode may read, and when their leases end; nothing is in them yet."""
+        for name, replacement in (("nixl_wrapper", agent), ("_reqs_to_process", kept), ("_reqs_to_send", leases)):
+            private(self.worker, name)
+            setattr(self.worker, name, replacement)
+
+    def agents_of(self, engine_id: str) -> list[str]:
+        """The agents of another engine's ranks; none before a handshake."""
+        return list(private(self.worker, "_remote_agents").get(engine_id, {}).values())
+
+    def is_connecting(self, engine_id: str) -> bool:
+        return engine_id in private(self.worker, "_handshake_futures")
+
+    def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> None:
+        """vLLM <= 0.21: begin a handshake as the stock worker does, but for no request."""
+        lock, futures = private(self.worker, "_handshake_lock"), private(self.worker, "_handshake_futures")
+
+        def connected(future: Future[Any]) -> None:
+            with lock:
+                del futures[engine_id]
+                if future.exception() is None:
+                    private(self.worker, "_remote_agents")[engine_id] = future.result()
+
+        with lock:
+            if engine_id not in futures and not self.agents_of(engine_id):
+                handshake = private(self.worker, "_nixl_handshake")
+                executor = private(self.worker, "_handshake_initiation_executor")
+                futures[engine_id] = executor.submit(handshake, host, port, tp_size, engine_id)
+                futures[engine_id].add_done_callback(connected)
 
     @property
     def memory_type(self) -> str:

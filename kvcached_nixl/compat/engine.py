@@ -9,28 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcached_nixl.compat.connector import private, push_of
+from kvcached_nixl.compat.connector import private, pull_of, push_of
 
-__all__ = ["blocks_of", "give_back", "is_whole", "pushes", "scheduled", "take_blocks"]
+__all__ = ["blocks_of", "give_back", "halves", "is_idle", "is_whole", "scheduled", "take_blocks"]
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """How a request ends that has computed its prompt to the end."""
 
 
-def pushes(engine_scheduler: Any) -> Iterator[Any]:
-    """Our half of each push of an engine; its connector may hold others (``MultiConnector``)."""
+def halves(engine_scheduler: Any) -> Iterator[Any]:
+    """Our half of each NIXL connector of an engine; its connector may hold others (``MultiConnector``)."""
     waiting = [vars(engine_scheduler).get("connector")]
     while waiting:
         one = waiting.pop()
-        push = push_of(one)
-        if push is not None:
-            yield push
+        half = push_of(one) or pull_of(one)
+        if half is not None:
+            yield half
         waiting += vars(one).get("_connectors", ()) if one is not None else ()
 
 
 def is_whole(request: Any) -> bool:
     """Whether a request that ended has computed its prompt to the end."""
     return request.status.name in _WHOLE and request.num_computed_tokens >= request.num_prompt_tokens
+
+
+def is_idle(scheduler_output: Any) -> bool:
+    """Whether a step computes nothing."""
+    return not scheduler_output.total_num_scheduled_tokens
 
 
 def scheduled(scheduler_output: Any) -> Iterator[tuple[str, tuple[list[int], ...], bool, int]]:

@@ -93,6 +93,11 @@ class Row:
     side_channel_names_stage: bool
     provides: Mapping[Capability, Provision]
 
+    @property
+    def renews_leases(self) -> bool:
+        """Whether a connector that pulls has its leases renewed by this package."""
+        return self.provides[Capability.LEASE].origin is Origin.OURS
+
 
 KVCACHED_SUPPORTED = "==0.1.6"
 
@@ -119,9 +124,7 @@ ROWS = (
                 Capability.BLOCK_COUNT: _BLOCK_COUNT,
                 Capability.PULL: _PULL,
                 Capability.PUSH: _PUSH,
-                Capability.LEASE: Provision(
-                    Origin.NOBODY, "blocks are kept for VLLM_NIXL_ABORT_REQUEST_TIMEOUT seconds, never renewed"
-                ),
+                Capability.LEASE: Provision(Origin.OURS, "renewed by heartbeats, kv_lease_duration seconds"),
                 Capability.HOST_BUFFER: _HOST_BUFFER,
             }
         ),
@@ -138,7 +141,9 @@ ROWS = (
                 Capability.BLOCK_COUNT: _BLOCK_COUNT,
                 Capability.PULL: _PULL,
                 Capability.PUSH: _PUSH,
-                Capability.LEASE: Provision(Origin.UPSTREAM, "renewed by heartbeats, kv_lease_duration seconds"),
+                Capability.LEASE: Provision(
+                    Origin.UPSTREAM, "renewed by heartbeats, kv_lease_duration seconds; a push's by this package"
+                ),
                 Capability.HOST_BUFFER: _HOST_BUFFER,
             }
         ),

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.lease import is_nameable
+from kvcached_nixl.wire.lease import INTERVAL, is_nameable
 from kvcached_nixl.wire.params import RemotePrefill, remote_prefill
 
 __all__ = ["Renewals"]
@@ -29,12 +29,12 @@ class Renewals:
     """See the module. Once per engine; on its thread.
 
     Args:
-        interval_seconds: between two beats.
+        lease_seconds: what prefill grants.
     """
 
-    def __init__(self, clock: Clock, *, interval_seconds: float) -> None:
+    def __init__(self, clock: Clock, *, lease_seconds: float) -> None:
         self._clock = clock
-        self._interval_seconds = interval_seconds
+        self._interval_seconds = INTERVAL * lease_seconds
         self._lease_of: dict[DecodeRequestId, _Lease] = {}
         self._wanted_by: dict[RemotePrefill, dict[PrefillRequestId, set[DecodeRequestId]]] = {}
         self._new: dict[_Lease, None] = {}
@@ -45,11 +45,13 @@ class Renewals:
         """Requests whose leases are renewed."""
         return len(self._lease_of)
 
-    def begin(self, request_id: DecodeRequestId, params: Mapping[str, Any] | None) -> None:
-        """A request has arrived. One that names no KV of a prefill has no lease; again is harmless."""
+    def begin(self, request_id: DecodeRequestId, params: Mapping[str, Any] | None, theirs: object) -> None:
+        """A request has arrived; ``theirs`` is what prefill calls it.
+
+        One that names no KV of a prefill has no lease; again is harmless.
+        """
         if not params or not params.get("do_remote_prefill") or request_id in self._lease_of:
             return
-        theirs = params.get("remote_request_id")
         if not isinstance(theirs, str) or not theirs:
             return
         if not is_nameable(theirs):

@@ -8,6 +8,7 @@ was preempted, and a request of decode that was aborted while it waited.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -16,22 +17,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.idle import SHORTEST_IDLE_STEP_SECONDS
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
+from kvcached_nixl.scheduler.lease import Renewals
 from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode
-from kvcached_nixl.wire.params import RemotePrefill, prefill_params, remote_prefill, transfer_of
+from kvcached_nixl.wire.params import RemotePrefill, name_of_lease, prefill_params, remote_prefill, transfer_of
 from kvcached_nixl.wire.push_step import BlockIds, Computed, PushStep, Unusable, Wanted, hold_of
 
 __all__ = ["Progress", "PushScheduler", "pace", "start"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-PACE_SECONDS = 0.001
-
 
 def pace() -> None:
     """Between two steps with nothing to compute, as later versions of vLLM do: other threads need the interpreter."""
-    time.sleep(PACE_SECONDS)
+    time.sleep(SHORTEST_IDLE_STEP_SECONDS)
 
 
 class Request(Protocol):
@@ -76,7 +78,8 @@ def start(stock: StockScheduler) -> PushScheduler | None:
     Raises:
         SettingsError: the model's KV cache has several groups.
     """
-    if Settings.from_extra_config(stock.extra_config).transfer_mode is not TransferMode.PUSH:
+    settings = Settings.from_extra_config(stock.extra_config)
+    if settings.transfer_mode is not TransferMode.PUSH:
         return None
     if stock.num_kv_cache_groups != 1:
         raise SettingsError(
@@ -92,6 +95,7 @@ def start(stock: StockScheduler) -> PushScheduler | None:
         port=stock.port,
         tp_size=stock.tp_size,
         block_size=stock.block_size,
+        renewals=Renewals(MonotonicClock(), lease_seconds=settings.kv_lease_duration_seconds),
     )
 
 
@@ -112,11 +116,15 @@ class PushScheduler:
     Args:
         engine_id, host, port, tp_size: what a peer needs to find this engine's ranks.
         block_size: tokens in a logical block.
+        renewals: nothing of them yet.
     """
 
-    def __init__(self, *, engine_id: EngineId, host: str, port: int, tp_size: int, block_size: int) -> None:
+    def __init__(
+        self, *, engine_id: EngineId, host: str, port: int, tp_size: int, block_size: int, renewals: Renewals
+    ) -> None:
         self._own = RemotePrefill(engine_id, host, port, tp_size)
         self._block_size = block_size
+        self._renewals = renewals
         self._step = PushStep(host, port)
         self._sending: dict[PrefillRequestId, _Sending] = {}
         self._receiving: set[DecodeRequestId] = set()
@@ -133,6 +141,13 @@ class PushScheduler:
         return bool(self._receiving or self._held) or any(sending.ended for sending in self._sending.values())
 
     # ------------------------------------------------------------------------------------------------- what vLLM asks
+
+    def arrived(self, request: Request) -> None:
+        """A request has entered the engine; before it is allocated, prefill may wait longer for it than a lease."""
+        params = request.kv_transfer_params or {}
+        with contextlib.suppress(ValueError):
+            name = name_of_lease(params, request.request_id)
+            self._renewals.begin(DecodeRequestId(request.request_id), params, name)
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that prefill will write beyond those decode has, and whether that happens between steps."""
@@ -173,6 +188,7 @@ class PushScheduler:
     def take_step(self) -> PushStep:
         """What the workers have to know, once."""
         step, self._step = self._step, PushStep(self._own.host, self._own.port)
+        step.beats = self._renewals.take_beats()
         return step
 
     def is_sending(self, request_id: str) -> bool:
@@ -196,6 +212,7 @@ class PushScheduler:
         params = request.kv_transfer_params
         if not params:
             return False, None
+        self._renewals.end(DecodeRequestId(request.request_id))
         if DecodeRequestId(request.request_id) in self._receiving:
             self._step.withdrawn[DecodeRequestId(request.request_id)] = "the request is gone"
         elif params.get("do_remote_prefill"):
@@ -209,6 +226,7 @@ class PushScheduler:
         """What all ranks have reported. Removes from ``sent`` what vLLM does not know; returns the freed holds."""
         for request_id in received or ():
             self._receiving.discard(DecodeRequestId(request_id))
+            self._renewals.end(DecodeRequestId(request_id))
         freed = []
         for request_id in list(sent or ()):
             hold = hold_of(request_id)
@@ -247,6 +265,7 @@ class PushScheduler:
                 self._step.unusable.append(Unusable(request_id, str(cause), self._missing(block_ids, first_token)))
             return
         if not num_external_tokens:
+            self._renewals.end(request_id)
             self._step.unneeded.append((transfer, prefill))
             return
         self._receiving.add(request_id)

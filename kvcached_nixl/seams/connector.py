@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.connector import WorkerView, attach_step, push_of, step_of
-from kvcached_nixl.compat.engine import blocks_of, is_whole, scheduled
+from kvcached_nixl.compat.connector import WorkerView, attach_step, pull_of, push_of, sent_in, step_of
+from kvcached_nixl.compat.engine import blocks_of, is_idle, is_whole, scheduled
 from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
 from kvcached_nixl.patching import Call, Patch, Target
 from kvcached_nixl.patching.record import Process
@@ -87,13 +87,13 @@ UPDATE_STATE_AFTER_ALLOC = _push(
 
 @UPDATE_STATE_AFTER_ALLOC.around
 def update_state_after_alloc(call: Call) -> None:
-    push = push_of(call.instance)
-    if push is None:
-        call.proceed()
+    push, pull = push_of(call.instance), pull_of(call.instance)
+    request, num_external_tokens = call.argument("request"), call.argument("num_external_tokens")
+    if push is not None:
+        push.allocated(request, blocks_of(call.argument("blocks")), num_external_tokens)
     else:
-        push.allocated(
-            call.argument("request"), blocks_of(call.argument("blocks")), call.argument("num_external_tokens")
-        )
+        pull.allocated(request, num_external_tokens)
+        call.proceed()
 
 
 BUILD_CONNECTOR_META = _push(
@@ -103,11 +103,11 @@ BUILD_CONNECTOR_META = _push(
 
 @BUILD_CONNECTOR_META.around
 def build_connector_meta(call: Call) -> Any:
-    metadata = call.proceed()
+    metadata, output = call.proceed(), call.argument("scheduler_output")
     push = push_of(call.instance)
     if push is None:
-        return metadata
-    push.scheduled(Progress(*one) for one in scheduled(call.argument("scheduler_output")))
+        return attach_step(metadata, pull_of(call.instance).take_beats(is_idle=is_idle(output)))
+    push.scheduled(Progress(*one) for one in scheduled(output))
     return attach_step(metadata, push.take_step())
 
 
@@ -135,26 +135,30 @@ def request_finished_all_groups(call: Call) -> Any:
 
 
 def _finished(call: Call, block_ids: tuple[list[int], ...]) -> Any:
-    push = push_of(call.instance)
-    if push is None:
-        return call.proceed()
-    request = call.argument("request")
-    return push.finished(request, is_whole(request), block_ids)
+    push, request = push_of(call.instance), call.argument("request")
+    if push is not None:
+        return push.finished(request, is_whole(request), block_ids)
+    is_kept, params = call.proceed()
+    pull_of(call.instance).finished(request.request_id, is_kept)
+    return is_kept, params
 
 
 ON_NEW_REQUEST = _push(
     "on_new_request",
     "scheduler",
     ("request",),
-    "vLLM's heartbeats would be kept for requests that its worker never hears of.",
+    "the lease of a request that waits to be allocated would end, and prefill give its blocks to another.",
     versions=">=0.22",
 )
 
 
 @ON_NEW_REQUEST.around
 def on_new_request(call: Call) -> None:
-    if push_of(call.instance) is None:
+    push = push_of(call.instance)
+    if push is None:
         call.proceed()
+    else:
+        push.arrived(call.argument("request"))
 
 
 HAS_PENDING_PUSH_WORK = _push(
@@ -168,8 +172,8 @@ HAS_PENDING_PUSH_WORK = _push(
 
 @HAS_PENDING_PUSH_WORK.around
 def has_pending_push_work(call: Call) -> bool:
-    push = push_of(call.instance)
-    return bool(call.proceed() if push is None else push.pending)
+    half = push_of(call.instance) or pull_of(call.instance)
+    return half.pending or bool(call.proceed())
 
 
 START_LOAD_KV = _push(
@@ -183,11 +187,13 @@ START_LOAD_KV = _push(
 
 @START_LOAD_KV.around
 def start_load_kv(call: Call) -> None:
-    push = push_of(call.instance)
-    if push is None:
-        call.proceed()
-    else:
+    push, pull = push_of(call.instance), pull_of(call.instance)
+    if push is not None:
         push.begin_step(step_of(call.instance))
+    else:
+        call.proceed()
+    if pull is not None:
+        pull.begin_step(sent_in(call.instance), step_of(call.instance))
 
 
 WAIT_FOR_SAVE = _push("wait_for_save", "worker", (), "what a step computed would not be offered.")

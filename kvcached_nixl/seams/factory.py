@@ -122,6 +122,14 @@ def _require_mode(cls: type, config: Any) -> None:
             remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} on '
             "both sides.",
         )
+    if _request_ids_are_clients():
+        raise SettingsError(
+            found="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
+            expected="request ids that vLLM makes unique, as it does by default",
+            consequence="A request whose id comes again would be taken for its predecessor, and decode would use KV "
+            "whose blocks have been given to another.",
+            remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
+        )
     host_buffer = row.provides[Capability.HOST_BUFFER]
     device = _device_type()
     if host_buffer.refused and config.kv_buffer_device == "cpu" and device != "cpu":
@@ -131,6 +139,12 @@ def _require_mode(cls: type, config: Any) -> None:
             consequence=f"{host_buffer.note}.",
             remedy=f'Remove kv_buffer_device from --kv-transfer-config, or set it to "{device}".',
         )
+
+
+def _request_ids_are_clients() -> bool:
+    from vllm import envs
+
+    return bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)
 
 
 def _device_type() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcached_nixl.compat.connector import num_kv_cache_groups
-from kvcached_nixl.compat.engine import give_back, pushes, take_blocks
+from kvcached_nixl.compat.engine import give_back, halves, take_blocks
 from kvcached_nixl.compat.locate import ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler import load_failures
@@ -79,9 +79,9 @@ PREEMPT_REQUEST = Patch(
 @PREEMPT_REQUEST.around
 def preempt_request(call: Call) -> None:
     request_id = call.argument("request").request_id
-    for push in pushes(call.instance):
-        if push.is_sending(request_id):
-            push.preempted(request_id, take_blocks(call.instance, request_id))
+    for half in halves(call.instance):
+        if half.is_sending(request_id):
+            half.preempted(request_id, take_blocks(call.instance, request_id))
     call.proceed()
 
 
@@ -100,8 +100,8 @@ UPDATE_FROM_KV_XFER_FINISHED = Patch(
 @UPDATE_FROM_KV_XFER_FINISHED.around
 def update_from_kv_xfer_finished(call: Call) -> Any:
     output = call.argument("kv_connector_output")
-    for push in pushes(call.instance):
-        for blocks in push.ended(output.finished_sending, output.finished_recving):
+    for half in halves(call.instance):
+        for blocks in half.ended(output.finished_sending, output.finished_recving):
             give_back(call.instance, blocks)
     return call.proceed()
 
@@ -123,10 +123,30 @@ HAS_REQUESTS = Patch(
 def has_requests(call: Call) -> bool:
     if call.proceed():
         return True
-    pending = any(push.pending for push in pushes(call.instance))
+    pending = any(half.pending for half in halves(call.instance))
     if pending:
         push_scheduler.pace()
     return pending
+
+
+ADD_REQUEST = Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="add_request",
+    process="scheduler",
+    parameters=("self", "request"),
+    versions="<0.22",
+    needs="lease",
+    why="the lease of a request that waits to be allocated would end, and prefill give its blocks to another.",
+    upstream="vllm#41383; vLLM 0.22 tells the connector (on_new_request)",
+    remove_when="vLLM 0.21 is no longer supported",
+)
+
+
+@ADD_REQUEST.around
+def add_request(call: Call) -> None:
+    for half in halves(call.instance):
+        half.arrived(call.argument("request"))
+    call.proceed()
 
 
 SEAMS = (
@@ -135,4 +155,5 @@ SEAMS = (
     preempt_request,
     update_from_kv_xfer_finished,
     has_requests,
+    add_request,
 )

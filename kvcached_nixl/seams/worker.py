@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
-from kvcached_nixl.compat.connector import WorkerView, attach_push, half_of
+from kvcached_nixl.compat.connector import WorkerView, attach_pull, attach_push, half_of
 from kvcached_nixl.compat.locate import WORKER
 from kvcached_nixl.compat.side_channel import side_channel
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import Settings, TransferMode
-from kvcached_nixl.worker import handshake, load_failures, push_start, registration
+from kvcached_nixl.worker import handshake, load_failures, pull, push_start, registration
 
 REGISTER_KV_CACHES = Patch(
     target=WORKER,
@@ -32,16 +32,18 @@ REGISTER_KV_CACHES = Patch(
 
 @REGISTER_KV_CACHES.around
 def register_kv_caches(call: Call) -> None:
-    worker = WorkerView(call.instance)
+    worker, clock = WorkerView(call.instance), MonotonicClock()
+    settings = Settings.from_extra_config(worker.extra_config)
+    if settings.transfer_mode is TransferMode.PULL:
+        attach_pull(call.instance, pull.start(worker, settings, clock, renews=installed_row().renews_leases))
     layout = registration.register(
         worker,
         call.argument("kv_caches"),
         lambda offered: call.proceed(kv_caches=offered),
     )
-    settings = Settings.from_extra_config(worker.extra_config)
     if settings.transfer_mode is TransferMode.PUSH:
         query = side_channel(installed_row().side_channel_names_stage)
-        attach_push(call.instance, push_start.start(worker, layout, settings, query, MonotonicClock()))
+        attach_push(call.instance, push_start.start(worker, layout, settings, query, clock))
     else:
         registration.sign(worker, layout)
     call.note(

@@ -5,6 +5,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
 
     1: kvcached geometry: blocks narrowed to the planned ones, contiguous or non-contiguous, equal splits on both sides.
     2: the tag names who moves the bytes, pull or push; push offers `PushHandshake` in place of vLLM's own metadata.
+    3: pull: each rank keeps a word per request for decode to look at (`lease_word`), in front of the agent's metadata.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.planes import Planes
 
-PROTOCOL = 2
+PROTOCOL = 3
 _NAME = "kvcached_nixl"
 
 

@@ -7,11 +7,28 @@ HB:id,id,...   ids as prefill's engine knows them; a prefill that does not know 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.push import Malformed
 
-__all__ = ["MOST_BEAT_BYTES", "beats", "is_beat", "is_nameable", "read_beat"]
+__all__ = [
+    "EXTENSION",
+    "INTERVAL",
+    "MOST_BEAT_BYTES",
+    "Beats",
+    "beats",
+    "is_beat",
+    "is_nameable",
+    "read_beat",
+]
+
+Beats: TypeAlias = list[tuple[RemotePrefill, list[PrefillRequestId]]]
+"""Requests to renew, and where."""
+
+INTERVAL, EXTENSION = 1 / 6, 2 / 3
+"""Of a lease: between two beats, and what a lease lasts from a beat on, at least. vLLM's own proportions."""
 
 MOST_BEAT_BYTES = 4096
 """No beat is larger. About eighty of vLLM's ids fit."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["RemotePrefill", "prefill_params", "remote_prefill", "transfer_of"]
+__all__ = ["RemotePrefill", "name_of_lease", "prefill_params", "remote_prefill", "transfer_of"]
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
@@ -68,6 +68,16 @@ def prefill_params(
         "remote_block_ids": [list(group) for group in block_ids],
         **msgspec.to_builtins(prefill),
     }
+
+
+def name_of_lease(params: Mapping[str, Any], request_id: str) -> str:
+    """What a decode request's heartbeats call it: prefill's id for it, where decode was told that, else its transfer.
+
+    Raises:
+        ValueError: as `transfer_of`.
+    """
+    theirs = params.get("remote_request_id")
+    return theirs if isinstance(theirs, str) and _RANDOM_SUFFIX.search(theirs) else transfer_of(params, request_id)
 
 
 def transfer_of(params: Mapping[str, Any], request_id: str) -> str:

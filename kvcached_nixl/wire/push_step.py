@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
+from kvcached_nixl.wire.lease import Beats
 from kvcached_nixl.wire.params import RemotePrefill
 
 __all__ = ["BlockIds", "Computed", "PushStep", "Unusable", "Wanted", "hold_of", "quiet_id"]
@@ -65,6 +66,7 @@ class PushStep(msgspec.Struct):
 
     Attributes:
         host, port: where this engine's side channel listens.
+        beats: leases that decode renews.
         unneeded: transfers of which decode needs nothing, and who offers them.
         withdrawn: decode's requests that are gone, and why.
         preempted: prefill's requests that lost their blocks, and the number under which those are held.
@@ -76,6 +78,7 @@ class PushStep(msgspec.Struct):
 
     host: str
     port: int
+    beats: Beats = msgspec.field(default_factory=list)
     wanted: list[Wanted] = msgspec.field(default_factory=list)
     unusable: list[Unusable] = msgspec.field(default_factory=list)
     unneeded: list[tuple[str, RemotePrefill]] = msgspec.field(default_factory=list)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill's leases: a request that ends is granted one, decode's beats renew it, and what is not renewed expires.
 
-The stock worker keeps them in a dictionary and looks at its first entry only, so a renewed lease shelters expired ones
-behind it (vLLM 0.22 to 0.30). Nothing here blocks, sleeps, sends or starts a thread.
+In place of the stock worker's dictionary, of which it looks at the first entry only: there, a renewed lease shelters
+the expired ones behind it (vLLM up to 0.30), and here the first entry is the one that ends first. Nothing here blocks,
+sleeps, sends or starts a thread.
 """
 
 from __future__ import annotations
@@ -12,49 +13,31 @@ from collections.abc import Iterable
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.lease import EXTENSION
 
 __all__ = ["Leases"]
 
 
-class Leases:
-    """See the module. Once per worker.
+class Leases(Deadlines[PrefillRequestId]):
+    """When each lease ends, in the clock's seconds. Once per worker.
 
     Args:
-        extension_seconds: how long a beat lets a lease last from then on, at least.
+        lease_seconds: how long a request's blocks are kept for decode when it has ended.
     """
 
-    def __init__(self, clock: Clock, *, extension_seconds: float) -> None:
+    def __init__(self, clock: Clock, *, lease_seconds: float) -> None:
+        super().__init__()
         self._clock = clock
-        self._extension_seconds = extension_seconds
-        self._ends = Deadlines[PrefillRequestId]()
+        self._lease_seconds = lease_seconds
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __contains__(self, request_id: PrefillRequestId) -> bool:
-        return request_id in self._ends
-
-    def grant(self, request_id: PrefillRequestId, seconds: float) -> None:
-        """The request has ended, and its blocks are kept for ``seconds`` from now on."""
-        self._ends.set(request_id, self._clock.now_seconds() + seconds)
+    def grant(self, request_id: PrefillRequestId) -> None:
+        """The request has ended."""
+        self[request_id] = self._clock.now_seconds() + self._lease_seconds
 
     def renew(self, request_ids: Iterable[PrefillRequestId]) -> None:
         """A beat came. It renews what is held; it takes nothing away, and revives nothing that is over."""
         now = self._clock.now_seconds()
+        extended = now + EXTENSION * self._lease_seconds
         for request_id in request_ids:
-            ends = self._ends.get(request_id)
-            if ends is not None and now < ends < now + self._extension_seconds:
-                self._ends.set(request_id, now + self._extension_seconds)
-
-    def end(self, request_id: PrefillRequestId) -> None:
-        """Everything was fetched, or nobody will fetch it. Again is harmless."""
-        self._ends.discard(request_id)
-
-    def expire(self) -> list[PrefillRequestId]:
-        """Those whose time is over, each once; their blocks are to be given back now."""
-        return self._ends.take_due(self._clock.now_seconds())
-
-    @property
-    def next_seconds(self) -> float | None:
-        """When the next one is over, if it is not renewed."""
-        return self._ends.first_seconds
+            if now < self.get(request_id, now) < extended:
+                self[request_id] = extended

@@ -8,27 +8,24 @@ step that computes nothing, while KV is awaited, waits for that.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.idle import idle_step_seconds
+from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.push import Peer, Registration, draw_attempt
 from kvcached_nixl.wire.push_step import BlockIds, PushStep, Wanted, quiet_id
-from kvcached_nixl.worker.push_commands import Decline, Finish, Offer, Refuse, Register, Restart, Stop, Withdraw
+from kvcached_nixl.worker.push_commands import Decline, Finish, Offer, Refuse, Register, Renew, Restart, Stop, Withdraw
 from kvcached_nixl.worker.push_handshake import contributors
 from kvcached_nixl.worker.push_writer import Push
 
 __all__ = ["Place", "PushWorker"]
 
 logger = logging.getLogger(SERVER_LOGGER)
-
-IDLE_STEP_SECONDS = 0.001
-LONGEST_IDLE_STEP_SECONDS = 0.01
-"""vLLM repeats such steps a thousand times a second, and each goes on to the API server; but a new request that comes
-meanwhile waits for this step. So the first is short, and each that follows on it is as much longer."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,8 @@ class PushWorker:
         # A step that was not ended was given to the device all the same.
         self.end_step()
         submit = self._push.submit
+        for prefill, names in step.beats:
+            self._renew(prefill, names)
         for wanted in step.wanted:
             self._register(step, wanted)
         for unusable in step.unusable:
@@ -111,7 +110,7 @@ class PushWorker:
         """
         awaits = self._is_idle and self._waiting and not self._unusable
         self._idle_steps = self._idle_steps + 1 if awaits else 0
-        outcome = self._push.take_outcome(min(self._idle_steps * IDLE_STEP_SECONDS, LONGEST_IDLE_STEP_SECONDS))
+        outcome = self._push.take_outcome(idle_step_seconds(self._idle_steps))
         failed = outcome.failed | self._unusable
         self._unusable = {}
         invalid: set[int] = set()
@@ -127,12 +126,20 @@ class PushWorker:
         """Stop the writer thread."""
         self._push.close()
 
+    def _renew(self, prefill: RemotePrefill, names: list[PrefillRequestId]) -> None:
+        # Who cannot be a contributor is refused in words when the request is registered.
+        with contextlib.suppress(ValueError):
+            writers, others = self._contributors(prefill)
+            self._push.submit(Renew(names, self._ranks(prefill, (*writers, *others))))
+
+    def _contributors(self, prefill: RemotePrefill) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        place = self._place
+        return contributors(prefill, tp_rank=place.tp_rank, tp_size=place.tp_size, is_latent=place.is_latent)
+
     def _register(self, step: PushStep, wanted: Wanted) -> None:
         place = self._place
         try:
-            writers, others = contributors(
-                wanted.prefill, tp_rank=place.tp_rank, tp_size=place.tp_size, is_latent=place.is_latent
-            )
+            writers, others = self._contributors(wanted.prefill)
         except ValueError as cause:
             self._fail(wanted.request_id, wanted.block_ids, str(cause))
             return

@@ -21,6 +21,7 @@ __all__ = [
     "PeerGone",
     "Refuse",
     "Register",
+    "Renew",
     "Restart",
     "Stop",
     "Withdraw",
@@ -52,6 +53,14 @@ class Decline:
     """Decode: nothing of this transfer is needed."""
 
     transfer: str
+    contributors: tuple[Peer, ...]
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Decode: ``contributors`` are to keep these requests, as they call them."""
+
+    names: Sequence[PrefillRequestId]
     contributors: tuple[Peer, ...]
 
 
@@ -97,7 +106,7 @@ class Refuse:
     reason: str
 
 
-Command: TypeAlias = Register | Withdraw | Decline | Offer | Finish | Stop | Restart | Refuse
+Command: TypeAlias = Register | Withdraw | Decline | Renew | Offer | Finish | Stop | Restart | Refuse
 
 
 @dataclass(frozen=True)

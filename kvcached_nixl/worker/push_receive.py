@@ -21,8 +21,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvcached_nixl.clock import Clock
-from kvcached_nixl.ids import DecodeRequestId
+from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.transport.base import Transport, TransportError
+from kvcached_nixl.wire.lease import beats
 from kvcached_nixl.wire.push import (
     AttemptKey,
     Declined,
@@ -132,6 +133,16 @@ class PushReceiver:
                 self._transport.send(peer, encode(Declined(transfer)))
             except TransportError:
                 self.dropped["decline not sent"] += 1
+
+    def renew(self, names: Iterable[PrefillRequestId], peers: Iterable[str]) -> None:
+        """Tell prefill that these requests are still wanted. The next beat makes up for one that does not arrive."""
+        sent = list(beats(names))
+        for peer in peers:
+            try:
+                for beat in sent:
+                    self._transport.send(peer, beat)
+            except TransportError:
+                self.dropped["beat not sent"] += 1
 
     def withdraw(self, request_id: DecodeRequestId, reason: str) -> None:
         """The request is gone: ask the contributors to stop. It ends as failed when they have. Again is harmless."""

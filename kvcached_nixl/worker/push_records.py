@@ -23,7 +23,7 @@ class Offer:
 
     Attributes:
         ready_tokens: how many of its tokens are in ``block_ids`` (per group).
-        expires_at_seconds: when nobody needs to be waited for any more; None while prefill still computes.
+        finished: prefill computes no more of it.
         settled: ranks of decode that need nothing more of it, of ``awaited_ranks`` once that is known.
         draining: it was preempted, and the blocks of these holds may still be read.
     """
@@ -32,15 +32,11 @@ class Offer:
     transfer: str
     block_ids: tuple[Sequence[int], ...] = ()
     ready_tokens: int = 0
-    expires_at_seconds: float | None = None
+    finished: bool = False
     stopped: str = ""
     settled: set[int] = field(default_factory=set)
     awaited_ranks: int | None = None
     draining: list[int] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        return self.expires_at_seconds is not None
 
 
 class Memory(Generic[T]):

@@ -21,7 +21,7 @@ Nothing here blocks, sleeps or starts a thread. Owned by the writer thread; othe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
@@ -39,6 +39,7 @@ from kvcached_nixl.wire.push import (
     Withdrawn,
     encode,
 )
+from kvcached_nixl.worker.lease import Leases
 from kvcached_nixl.worker.push_attempt import Attempt
 from kvcached_nixl.worker.push_records import Memory, Offer
 
@@ -51,7 +52,7 @@ class PushSender:
     Args:
         local: where this rank keeps its KV.
         tp_rank, tp_size: this rank's place among prefill's.
-        lease_seconds: how long a finished request's blocks wait for decode.
+        lease_seconds: how long a finished request's blocks wait for decode, unless it renews that.
         unmatched_seconds: how long a registration waits for prefill's request to appear.
 
     Attributes:
@@ -74,7 +75,6 @@ class PushSender:
         self._local = local
         self._tp_rank = tp_rank
         self._tp_size = tp_size
-        self._lease_seconds = lease_seconds
         self._unmatched_seconds = unmatched_seconds
         self._offers: dict[str, Offer] = {}
         self._transfers: dict[PrefillRequestId, str] = {}
@@ -83,7 +83,7 @@ class PushSender:
         self._declined = Memory[str]()
         self._ended_transfers = Memory[str]()
         self._due: dict[str, None] = {}
-        self._leases = Deadlines[str]()
+        self._leases = Leases(clock, lease_seconds=lease_seconds)
         self._unmatched = Deadlines[AttemptKey]()
         self._peers: dict[str, Planes] = {}
         self._strangers: dict[str, Peer] = {}
@@ -109,7 +109,7 @@ class PushSender:
     @property
     def is_delivering(self) -> bool:
         """Whether a WRITE of a request that has finished is in flight: decode waits for nothing else any more."""
-        return any(transfer in self._leases for transfer in self._due)
+        return any(transfer in self._offers and self._offers[transfer].finished for transfer in self._due)
 
     # ------------------------------------------------------------------------------------ what prefill's scheduler says
 
@@ -129,7 +129,7 @@ class PushSender:
             if transfer in self._declined:
                 offer.awaited_ranks = 0
             for attempt in self._attempts_of(transfer):
-                self._unmatched.discard(attempt.registration.key)
+                self._unmatched.pop(attempt.registration.key, None)
         self._due[transfer] = None
         if offer.request_id != request_id:
             self.dropped["ambiguous offer"] += 1
@@ -143,9 +143,13 @@ class PushSender:
         if offer is None:
             self._done.append(request_id)
         else:
-            offer.expires_at_seconds = self._clock.now_seconds() + self._lease_seconds
-            self._leases.set(offer.transfer, offer.expires_at_seconds)
+            offer.finished = True
+            self._leases.grant(request_id)
             self._due[offer.transfer] = None
+
+    def renew(self, names: Iterable[PrefillRequestId]) -> None:
+        """Decode still wants these requests. It may know the name of the transfer only."""
+        self._leases.renew(self._offers[name].request_id if name in self._offers else name for name in names)
 
     def stop(self, request_id: PrefillRequestId, reason: str) -> None:
         """The request is gone: nothing more is posted. :meth:`take_done` names it when nothing is in flight."""
@@ -221,11 +225,11 @@ class PushSender:
         Returns: when to call again at the latest, in the clock's seconds; None if only a message can change anything.
         """
         now = self._clock.now_seconds()
-        self._due |= dict.fromkeys(self._leases.take_due(now))
+        self._due |= dict.fromkeys(self._transfers[request_id] for request_id in self._leases.take_due(now))
         self._due |= dict.fromkeys(key[0] for key in self._unmatched.take_due(now))
         due, self._due = self._due, {}
         for transfer in due:
-            self._advance(transfer, now)
+            self._advance(transfer)
         deadlines = (self._leases.first_seconds, self._unmatched.first_seconds)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -239,7 +243,7 @@ class PushSender:
         quiet, self._quiet = self._quiet, []
         return quiet
 
-    def _advance(self, transfer: str, now: float) -> None:
+    def _advance(self, transfer: str) -> None:
         for attempt in self._attempts_of(transfer):
             attempt.look_after(self._transport)
             self._make_writes(attempt)
@@ -249,8 +253,7 @@ class PushSender:
         offer = self._offers.get(transfer)
         if offer is not None:
             # Whoever is being written to has come in time.
-            has_expired = offer.expires_at_seconds is not None and offer.expires_at_seconds <= now
-            if has_expired and not self._attempts_of(transfer):
+            if offer.finished and offer.request_id not in self._leases and not self._attempts_of(transfer):
                 self._stop_offer(offer, "its lease ended")
             self._settle(offer)
         if any(attempt.reading for attempt in self._attempts_of(transfer)):
@@ -273,7 +276,7 @@ class PushSender:
         self._attempts.setdefault(transfer, {})[registration.attempt] = attempt
         self._due[transfer] = None
         if transfer not in self._offers:
-            self._unmatched.set(registration.key, attempt.unmatched_at_seconds)
+            self._unmatched[registration.key] = attempt.unmatched_at_seconds
         if peer not in self._peers:
             self._strangers[peer] = registration.decode
 
@@ -328,7 +331,7 @@ class PushSender:
         del siblings[registration.attempt]
         if not siblings:
             del self._attempts[registration.transfer]
-        self._unmatched.discard(key)
+        self._unmatched.pop(key, None)
         self._over.add(key)
         if attempt.withdrawn:
             self._answer(attempt.peer, registration.decode, Withdrawn(*key, self._tp_rank, self._tp_size))
@@ -355,7 +358,7 @@ class PushSender:
         satisfied = offer.awaited_ranks is not None and len(offer.settled) >= offer.awaited_ranks
         if offer.finished and (satisfied or offer.stopped) and not attempts:
             del self._offers[offer.transfer], self._transfers[offer.request_id]
-            self._leases.discard(offer.transfer)
+            self._leases.pop(offer.request_id, None)
             self._declined.discard(offer.transfer)
             if not satisfied:
                 # Of one that was served, who registers now means a later request of this name.

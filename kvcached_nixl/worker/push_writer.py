@@ -26,7 +26,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport
-from kvcached_nixl.wire.push import Declined, Malformed, Peer, Registration, Withdrawal, decode, is_push
+from kvcached_nixl.wire.lease import is_beat, read_beat
+from kvcached_nixl.wire.push import Declined, Malformed, Peer, Registration, Withdrawal, decode
 from kvcached_nixl.worker.push_commands import (
     Command,
     Connected,
@@ -37,6 +38,7 @@ from kvcached_nixl.worker.push_commands import (
     PeerGone,
     Refuse,
     Register,
+    Renew,
     Restart,
     Withdraw,
 )
@@ -58,8 +60,6 @@ PROBE_SECONDS = 5.0
 HANDSHAKES_AT_ONCE = 8
 HANDSHAKE_TRIES = 5
 """In a row, of a peer that listens and does not answer: one that stands still for seconds has not gone."""
-FOREIGN_KEPT = 4096
-"""Notifications of other protocols that wait to be taken; the oldest go first."""
 
 
 class Push:
@@ -95,7 +95,6 @@ class Push:
         self._lock = threading.Lock()
         self._outcome = Outcome()
         self._ended = threading.Event()
-        self._foreign: deque[tuple[str, bytes]] = deque(maxlen=FOREIGN_KEPT)
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(HANDSHAKES_AT_ONCE, thread_name_prefix="kvcached-nixl-handshake")
@@ -104,7 +103,7 @@ class Push:
         self._asked: dict[Peer, Future[Connected]] = {}
         self._unanswered: Counter[Peer] = Counter()
         self._probe_at_seconds: float | None = None
-        self._unconnected: list[Register | Decline] = []
+        self._unconnected: list[Register | Decline | Renew] = []
         self._computing: deque[Offer | Finish] = deque()
         self._malformed = 0
 
@@ -142,10 +141,6 @@ class Push:
             self._ended.clear()
             outcome, self._outcome = self._outcome, Outcome()
         return outcome
-
-    def take_foreign(self) -> list[tuple[str, bytes]]:
-        """(peer, notification) of other protocols, in order: this thread is the only one that reads notifications."""
-        return [self._foreign.popleft() for _ in range(len(self._foreign))]
 
     def close(self) -> None:
         """Stop the thread, after what is in flight has ended or CLOSE_SECONDS have passed."""
@@ -197,7 +192,7 @@ class Push:
         return max(0.0, min([IDLE_POLL_SECONDS, *(deadline - now for deadline in deadlines if deadline is not None)]))
 
     def _take(self, command: Command) -> None:
-        if isinstance(command, (Register, Decline)):
+        if isinstance(command, (Register, Decline, Renew)):
             for address in command.contributors:
                 self._ask(address)
             self._unconnected.append(command)
@@ -240,10 +235,10 @@ class Push:
             self._computing.popleft()
 
     def _take_notification(self, peer: str, notification: bytes) -> None:
-        if not is_push(notification):
-            self._foreign.append((peer, notification))
-            return
         try:
+            if is_beat(notification):
+                self._sender.renew(read_beat(notification))
+                return
             message = decode(notification)
         except Malformed:
             self._malformed += 1
@@ -312,6 +307,8 @@ class Push:
             named = [(address.tp_rank, self._agents[address]) for address in command.contributors]
             if isinstance(command, Decline):
                 self._receiver.decline(command.transfer, [agent for _, agent in named])
+            elif isinstance(command, Renew):
+                self._receiver.renew(command.names, [agent for _, agent in named])
             else:
                 self._receiver.register(command.registration, named)
 

@@ -13,8 +13,9 @@ Threads: as vLLM's worker uses an agent, the engine's for transfers, another for
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.agent import descriptors, peer_name, state_of
 from kvcached_nixl.transport.base import State
+from kvcached_nixl.wire.lease import beats, is_beat, read_beat
 from kvcached_nixl.wire.lease_word import BUCKET_BYTES, BUCKETS, WORDS_PER_BUCKET, LeasedAgent, place_of
 from kvcached_nixl.worker.lease_table import Words
 
@@ -39,6 +41,8 @@ LANDINGS = 1024
 """Words that are looked at at the same time; further READs wait."""
 LOOK_SECONDS = 0.0005
 """How long the engine's thread waits for a word, which takes less; else the next step sees it."""
+_READ = re.compile(r".+:[1-9][0-9]{0,4}", re.DOTALL)
+"""What a READ notifies: the request, and how many ranks of decode read it."""
 _OWN = frozenset(("", "NIXL_INIT_AGENT"))
 
 
@@ -60,9 +64,15 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
     Args:
         agent: ``nixl_agent``, with host memory among what its backend can register.
         backends: in whose memory the table is registered.
+        renew: takes heartbeats in, where vLLM's worker does not.
     """
 
-    def __init__(self, agent: Any, backends: Sequence[str]) -> None:
+    def __init__(
+        self,
+        agent: Any,
+        backends: Sequence[str],
+        renew: Callable[[list[PrefillRequestId]], None] | None = None,
+    ) -> None:
         super().__init__(agent)
         self._self_memory: Words = np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
         self._self_registered = agent.register_memory(
@@ -76,6 +86,8 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_tables: dict[str, Any] = {}
         self._self_peers: dict[Any, str] = {}
         self._self_ended = 0
+        self._self_malformed = 0
+        self._self_renew = renew
 
     @property
     def table(self) -> Words:
@@ -86,6 +98,21 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def leases_ended(self) -> int:
         """READs that found no word."""
         return self._self_ended
+
+    @property
+    def malformed(self) -> int:
+        """Notifications that were dropped, because vLLM's worker would not survive them."""
+        return self._self_malformed
+
+    def send_notif(self, agent_name: Any, notif_msg: bytes, *args: Any, **kwargs: Any) -> None:
+        """As NIXL's; vLLM names all requests of a prefill in one heartbeat, however many there are."""
+        for part in beats(read_beat(notif_msg)) if is_beat(notif_msg) else (notif_msg,):
+            self.__wrapped__.send_notif(agent_name, part, *args, **kwargs)
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        """As NIXL's, but for what vLLM's worker cannot read."""
+        heard: dict[str, list[bytes]] = self.__wrapped__.get_new_notifs()
+        return {peer: [one for one in some if self._is_for_vllm(peer, one)] for peer, some in heard.items()}
 
     def get_agent_metadata(self) -> bytes:
         address = int(self._self_memory.ctypes.data)
@@ -122,9 +149,10 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
         """A READ is named by its notification, ``request:ranks``, which is kept back."""
         if operation != "READ":
             return self.__wrapped__.make_prepped_xfer(operation, local, local_ids, remote, remote_ids, notif_msg)
-        request_id, _, ranks = notif_msg.decode().rpartition(":")
-        if not request_id or not ranks.isdecimal():
+        said = notif_msg.decode()
+        if not _READ.fullmatch(said):
             raise ValueError(f"found a READ that notifies {notif_msg!r}; expected its request's id and a number")
+        request_id = said.rpartition(":")[0]
         blocks = self.__wrapped__.make_prepped_xfer(operation, local, local_ids, remote, remote_ids)
         return _Read(blocks, self._self_peers[remote], PrefillRequestId(request_id), notif_msg)
 
@@ -161,6 +189,22 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
                 self._self_free.append(handle.landing)
             self.__wrapped__.release_xfer_handle(handle.word)
         self.__wrapped__.release_xfer_handle(handle.blocks)
+
+    def _is_for_vllm(self, peer: str, notification: bytes) -> bool:
+        try:
+            if is_beat(notification):
+                names = read_beat(notification)
+                if self._self_renew is not None:
+                    self._self_renew(names)
+                return self._self_renew is None
+            if _READ.fullmatch(notification.decode()):
+                return True
+        except ValueError:
+            pass
+        if not self._self_malformed:
+            logger.warning("Dropped what %s says, and whatever like it follows: %.80r", peer, notification)
+        self._self_malformed += 1
+        return False
 
     def _look(self, read: _Read) -> None:
         bucket, _ = place_of(read.request_id)

@@ -67,9 +67,13 @@ class Engine:
     def read(
         self, request_id: str, local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]], peer: Engine
     ) -> set[int]:
-        """Receive ``remote`` blocks of ``peer`` into ``local`` ones, per group; returns the blocks reported invalid."""
+        """Receive ``remote`` blocks of ``peer`` into ``local`` ones, per group; returns the blocks reported invalid.
+
+        The peer keeps them: it has computed them in a step for a request that decode is to read.
+        """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+        peer.worker.connector_worker._reqs_to_process.add(f"{request_id}-prefill")
         metadata: KVConnectorMetadata = _metadata_type()()
         metadata.add_new_req_to_recv(
             request_id,

@@ -178,10 +178,10 @@ def test_a_read_that_names_no_request_is_refused(ranks: tuple[Rank, Rank]) -> No
 def test_everything_else_is_the_agents_own(ranks: tuple[Rank, Rank]) -> None:
     prefill, decode = ranks
     decode.blocks[5] = 7
-    handle = decode.agent.make_prepped_xfer("WRITE", decode.local, [5], decode.remote, [5], notif_msg=b"written")
+    handle = decode.agent.make_prepped_xfer("WRITE", decode.local, [5], decode.remote, [5], notif_msg=b"written:1")
     decode.agent.transfer(handle)
     assert decode.end_of(handle) == "DONE"
-    assert until(prefill.heard) == [b"written"]
+    assert until(prefill.heard) == [b"written:1"]
     assert (prefill.blocks[5] == 7).all()
     decode.agent.release_xfer_handle(handle)
 

@@ -55,7 +55,7 @@ def test_a_stock_peer_is_refused_and_its_request_fails_or_is_recomputed(
         decode.check_alive()
         log = decode.log.read_text(errors="replace")
     assert "no block is read from it" in log
-    assert "kvcached_nixl/2 pull [contiguous" in log
+    assert "kvcached_nixl/3 pull [contiguous" in log
 
 
 async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) -> None:

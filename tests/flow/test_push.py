@@ -175,6 +175,21 @@ def test_a_registration_that_nobody_answers_fails_after_its_timeout(pair: Pair) 
     pair.assert_nothing_is_left()
 
 
+def test_a_lease_that_is_renewed_lasts_and_one_that_is_not_is_not_sheltered_by_it(pair: Pair) -> None:
+    renewed, left = (pair.prefill.start(name, 1, TOKENS, name) for name in ("p1", "p2"))
+    for request in (renewed, left):
+        pair.prefill.compute(request, TOKENS)
+    for _ in range(10):
+        pair.clock.advance(LEASE_SECONDS / 3)
+        pair.prefill.sender.renew([renewed])
+        pair.settle()
+    assert renewed in pair.prefill.requests and left not in pair.prefill.requests
+    pair.decode.register("d", 1, TOKENS, "p1")
+    pair.settle()
+    assert pair.decode.outcome.received == [DecodeRequestId("d")]
+    pair.assert_nothing_is_left()
+
+
 def test_blocks_that_decode_never_asks_for_are_free_after_the_lease(pair: Pair) -> None:
     request = pair.prefill.start("p", 1, TOKENS, "t")
     pair.prefill.compute(request, TOKENS)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from push_pair import BLOCK_SIZE, TIMEOUT_SECONDS, Pool, make_receiver, make_sender
+from push_pair import BLOCK_SIZE, LEASE_SECONDS, TIMEOUT_SECONDS, Pool, make_receiver, make_sender
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.transport.memory import MemoryTransport, Network
+from kvcached_nixl.wire.lease import EXTENSION
 from kvcached_nixl.wire.push import Peer, Registration, draw_attempt
 from kvcached_nixl.worker.push_commands import (
     Connected,
@@ -23,6 +24,7 @@ from kvcached_nixl.worker.push_commands import (
     Outcome,
     PeerGone,
     Register,
+    Renew,
     Restart,
     Stop,
     Withdraw,
@@ -324,15 +326,39 @@ def test_a_request_that_decode_declines_is_let_go_when_it_ends(cluster: Cluster)
     cluster.until(lambda: prefill.look().done)
 
 
-def test_notifications_of_other_protocols_are_handed_on_and_rubbish_is_counted(cluster: Cluster) -> None:
+def test_rubbish_and_what_vllm_says_to_those_that_pull_is_counted(cluster: Cluster) -> None:
     prefill, decode = cluster.engine("p"), cluster.engine("d")
     decode.transport.add_peer(b"p")
-    for notification in (b"HB:a,b", b"KVNX1:rubbish", b"req:1"):
+    for notification in (b"HB:a,b", b"HB:\xff", b"KVNX1:rubbish", b"req:1"):
         decode.transport.send("p", notification)
     prefill.push.turn()
-    assert prefill.push.take_foreign() == [("d", b"HB:a,b"), ("d", b"req:1")]
-    assert prefill.push.take_foreign() == []
-    assert prefill.push.dropped == {"malformed": 1}
+    assert prefill.push.dropped == {"malformed": 3}
+
+
+@pytest.mark.parametrize("name", ["p1", "t"], ids=["prefill's id for it", "the transfer's name"])
+def test_a_beat_keeps_what_waits_for_decode(name: str, cluster: Cluster) -> None:
+    """It goes out when the handshake is done, and a request that nobody names is let go."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    prefill.compute("p1", "t")
+    prefill.compute("p2", "another")
+    prefill.push.turn()
+    cluster.clock.advance(LEASE_SECONDS - 1)
+    decode.push.submit(Renew([PrefillRequestId(name), PrefillRequestId("unknown")], (prefill.address,)))
+    cluster.until(lambda: prefill.push._sender._leases[PrefillRequestId("p1")] > LEASE_SECONDS)
+    cluster.clock.advance(1)
+    cluster.until(lambda: prefill.look().done)
+    assert prefill.look().done == {"p2"}
+    cluster.clock.advance(EXTENSION * LEASE_SECONDS - 1)
+    cluster.until(lambda: prefill.look().done == {"p1", "p2"})
+
+
+def test_beats_to_a_prefill_that_does_not_answer_are_dropped(cluster: Cluster) -> None:
+    decode = cluster.engine("d")
+    address = Peer(EngineId("p"), "127.0.0.1", 1, 1, 0)
+    cluster.gone.add("p")
+    decode.push.submit(Renew([PrefillRequestId("p1")], (address,)))
+    cluster.until(lambda: not decode.push._unconnected and not decode.push._asked)
+    assert decode.look() == Outcome()
 
 
 def test_a_defect_of_the_thread_is_raised_where_the_engine_can_see_it(

@@ -101,6 +101,10 @@ SKELETON = {
             for plugin in entry_points(group="vllm.general_plugins"):
                 plugin.load()()
     """,
+    "vllm.envs": """
+        import os
+        VLLM_DISABLE_REQUEST_ID_RANDOMIZATION = os.getenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION") == "1"
+    """,
     "vllm.platforms": """
         import types
         current_platform = types.SimpleNamespace(device_type="cpu")

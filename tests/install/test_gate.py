@@ -182,6 +182,18 @@ def test_the_push_connector_of_vllm_is_refused_and_the_remedy_is_ours(
     assert '"kv_connector": "NixlConnector"' in remedy and '"transfer_mode": "push"' in remedy
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_request_ids_that_may_come_again_are_refused(
+    with_wheel: Environment, tree: Callable[..., Path], mode: str
+) -> None:
+    """What decode asks prefill's memory about a request would be answered of its successor."""
+    action = f'create=NixlConnector{{"transfer_mode": "{mode}"}}'
+    variable = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON, **variable)["created"]
+    assert created.startswith("SettingsError") and "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION" in created
+    assert "Unset" in created.partition("remedy:")[2]
+
+
 def test_seams_that_cannot_be_loaded_are_refused(
     with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
 ) -> None:

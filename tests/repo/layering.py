@@ -9,12 +9,13 @@ from pathlib import Path
 
 PACKAGE = "kvcached_nixl"
 
-BASICS = {"errors", "ids", "clock", "deadlines"}
+BASICS = {"errors", "ids", "clock", "deadlines", "idle"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ids": set(),
     "clock": set(),
     "deadlines": set(),
+    "idle": set(),
     "settings": {"errors"},
     "wire": BASICS,
     "patching": {"errors"},

@@ -27,19 +27,19 @@ def test_it_is_a_dictionary_that_is_searched(operations: list[tuple[str, int, fl
     found, model = Deadlines[int](), dict[int, float]()
     for operation, key, at in operations:
         if operation == "set":
-            found.set(key, at)
+            found[key] = at
             model[key] = at
         elif operation == "discard":
-            found.discard(key)
-            model.pop(key, None)
+            assert found.pop(key, None) == model.pop(key, None)
         else:
             due = found.take_due(at)
             assert sorted(due) == sorted(one for one, when in model.items() if when <= at)
             assert [model[one] for one in due] == sorted(model[one] for one in due)
             model = {one: when for one, when in model.items() if when > at}
         assert found.first_seconds == min(model.values(), default=None)
-        assert len(found) == len(model)
-        assert all(found.get(one) == model.get(one) and (one in found) == (one in model) for one in range(6))
+        assert found == model and len(found) == len(model)
+        assert [found[one] for one in found] == sorted(model.values())
+        assert all((one in found) == (one in model) for one in range(6))
 
 
 @pytest.mark.parametrize("held", [1, 1000])
@@ -48,5 +48,5 @@ def test_what_is_moved_again_and_again_takes_no_more_room(held: int) -> None:
     found = Deadlines[int]()
     for turn in range(50):
         for key in range(held):
-            found.set(key, float(turn))
+            found[key] = float(turn)
     assert len(found._heap) <= 2 * held + 17

@@ -12,8 +12,8 @@ from kvcached_nixl.compat.connector import attach_push, num_kv_cache_groups
 from kvcached_nixl.compat.engine import (
     blocks_of,
     give_back,
+    halves,
     is_whole,
-    pushes,
     scheduled,
     take_blocks,
 )
@@ -97,10 +97,10 @@ def engine(connector: Any) -> SimpleNamespace:
 def test_the_pushes_of_an_engine_are_those_of_its_connectors_however_deep() -> None:
     """``MultiConnector`` holds others, which may hold others; most of them push nothing."""
     pulls, stock, other = nixl(None), SimpleNamespace(connector_scheduler=SimpleNamespace()), SimpleNamespace()
-    assert list(pushes(engine(nixl("one")))) == ["one"]
+    assert list(halves(engine(nixl("one")))) == ["one"]
     inner = SimpleNamespace(_connectors=[other, nixl("two")])
     multi = SimpleNamespace(_connectors=[pulls, nixl("one"), stock, inner])
-    assert sorted(pushes(engine(multi))) == ["one", "two"]
+    assert sorted(halves(engine(multi))) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_pushes_of_an_engine_are_those_of_its_connectors_however_deep() -> N
 )
 def test_an_engine_without_a_push_has_none(scheduler: SimpleNamespace) -> None:
     """Also one whose scheduler does not have a connector at all."""
-    assert list(pushes(scheduler)) == []
+    assert list(halves(scheduler)) == []
 
 
 class Pool:

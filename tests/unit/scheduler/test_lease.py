@@ -27,7 +27,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def renewals(clock: ManualClock) -> Renewals:
-    made = Renewals(clock, interval_seconds=INTERVAL)
+    made = Renewals(clock, lease_seconds=6 * INTERVAL)
     made.take_beats()
     return made
 
@@ -45,7 +45,7 @@ def params(theirs: object, prefill: RemotePrefill = HERE, **others: Any) -> dict
 
 
 def begin(renewals: Renewals, ours: str, theirs: str, prefill: RemotePrefill = HERE) -> None:
-    renewals.begin(DecodeRequestId(ours), params(theirs, prefill))
+    renewals.begin(DecodeRequestId(ours), params(theirs, prefill), theirs)
 
 
 def end(renewals: Renewals, ours: str) -> None:
@@ -118,7 +118,7 @@ def test_a_request_that_comes_and_goes_between_two_steps(renewals: Renewals) -> 
 def test_a_request_without_somebody_elses_kv_has_no_lease(
     renewals: Renewals, given_params: dict[str, Any] | None
 ) -> None:
-    renewals.begin(DecodeRequestId("d1"), given_params)
+    renewals.begin(DecodeRequestId("d1"), given_params, (given_params or {}).get("remote_request_id"))
     end(renewals, "d1")
     assert renewals.take_beats() == []
 
@@ -148,7 +148,7 @@ EVENTS = st.lists(
 def test_what_is_wanted_is_never_without_a_beat_for_longer_than_an_interval(events: list[tuple[str, int, int]]) -> None:
     """And nothing else is renewed."""
     clock = ManualClock()
-    renewals = Renewals(clock, interval_seconds=INTERVAL)
+    renewals = Renewals(clock, lease_seconds=6 * INTERVAL)
     wanted: dict[str, str] = {}
     beaten: dict[str, float] = {}
     for event, ours, number in [*events, ("step", 0, 0)]:

@@ -15,14 +15,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.idle import SHORTEST_IDLE_STEP_SECONDS
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
-from kvcached_nixl.scheduler.push import PACE_SECONDS, Progress, PushScheduler, pace, start
+from kvcached_nixl.scheduler.lease import Renewals
+from kvcached_nixl.scheduler.push import Progress, PushScheduler, pace, start
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill, transfer_of
 from kvcached_nixl.wire.push_step import BlockIds, Computed, PushStep, Unusable, Wanted, quiet_id
 
 BLOCK_SIZE = 4
+LEASE = 30.0
 TOKENS = 10
 BLOCKS = ([7, 3, 9],)
 HOST, PORT = "10.0.0.1", 5600
@@ -50,7 +54,14 @@ def of_decode(name: str = "d1", **params: Any) -> Asked:
 
 @pytest.fixture
 def push() -> PushScheduler:
-    made = PushScheduler(engine_id=EngineId("e"), host=HOST, port=PORT, tp_size=2, block_size=BLOCK_SIZE)
+    made = PushScheduler(
+        engine_id=EngineId("e"),
+        host=HOST,
+        port=PORT,
+        tp_size=2,
+        block_size=BLOCK_SIZE,
+        renewals=Renewals(ManualClock(), lease_seconds=LEASE),
+    )
     made._numbers = itertools.count()
     return made
 
@@ -286,7 +297,14 @@ def test_a_hold_is_freed_when_it_is_named_and_no_other(push: PushScheduler) -> N
 
 def test_holds_of_other_connectors_are_left_to_them(push: PushScheduler) -> None:
     """An engine may have several that push, and vLLM reports to all of them in one set."""
-    others = PushScheduler(engine_id=EngineId("e"), host=HOST, port=PORT, tp_size=2, block_size=BLOCK_SIZE)
+    others = PushScheduler(
+        engine_id=EngineId("e"),
+        host=HOST,
+        port=PORT,
+        tp_size=2,
+        block_size=BLOCK_SIZE,
+        renewals=Renewals(ManualClock(), lease_seconds=LEASE),
+    )
     for one, name in ((push, "p1"), (others, "p2")):
         started(one, of_prefill(name, transfer_id=name))
         one.preempted(name, name)
@@ -418,7 +436,7 @@ def test_an_idle_engine_leaves_the_interpreter_to_others(monkeypatch: pytest.Mon
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     pace()
-    assert slept == [PACE_SECONDS] and 0 < PACE_SECONDS <= 0.01
+    assert slept == [SHORTEST_IDLE_STEP_SECONDS] and 0 < SHORTEST_IDLE_STEP_SECONDS <= 0.01
 
 
 # ----------------------------------------------------------------------------------------------- anything, in any order
@@ -442,7 +460,14 @@ class Engine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.push = PushScheduler(engine_id=EngineId("e"), host=HOST, port=PORT, tp_size=1, block_size=BLOCK_SIZE)
+        self.push = PushScheduler(
+            engine_id=EngineId("e"),
+            host=HOST,
+            port=PORT,
+            tp_size=1,
+            block_size=BLOCK_SIZE,
+            renewals=Renewals(ManualClock(), lease_seconds=LEASE),
+        )
         self.push._numbers = itertools.count()
         self.number = 0
         self.free = set(range(40))

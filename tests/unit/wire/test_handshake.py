@@ -34,14 +34,14 @@ PUSH_TAG = PushTag(num_planes=16, cell_bytes=128, kv_cache_dtype="auto")
 OTHER_PUSH = {"num_planes": 32, "cell_bytes": 64, "kv_cache_dtype": "fp8"}
 
 
-def test_the_tags_of_protocol_2_are_these_bytes() -> None:
+def test_the_tags_of_protocol_3_are_these_bytes() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 2
+    assert PROTOCOL == 3
     assert TAG.sign("abc123") == (
-        "kvcached_nixl/2 pull [contiguous; NHD 2@0x32@1x4@2x32@3 auto; 32 tokens a block; 1 regions of 65536 bytes a "
+        "kvcached_nixl/3 pull [contiguous; NHD 2@0x32@1x4@2x32@3 auto; 32 tokens a block; 1 regions of 65536 bytes a "
         "block; tensor parallel 1] abc123"
     )
-    assert PUSH_TAG.sign("abc123") == "kvcached_nixl/2 push [auto; 16 planes of cells of 128 bytes] abc123"
+    assert PUSH_TAG.sign("abc123") == "kvcached_nixl/3 push [auto; 16 planes of cells of 128 bytes] abc123"
 
 
 @pytest.mark.parametrize("field", sorted(OTHER))

@@ -19,7 +19,7 @@ from kvcached_nixl.worker.push_handshake import Query, connector, contributors
 
 MAX_RANKS = 12
 MAX_HEADS = 24
-OURS = "kvcached_nixl/2 push [auto; 2 planes of cells of 2 bytes] abc"
+OURS = "kvcached_nixl/3 push [auto; 2 planes of cells of 2 bytes] abc"
 PLANES = Planes((4096, 8192), 8, 2, 2, 2, 16, 4, 1)
 PEER = Peer(EngineId("p"), "10.0.0.2", 5601, 2, 1)
 HANDSHAKE = PushHandshake(EngineId("p"), 2, 1, b"\x00agent", 3, PLANES)

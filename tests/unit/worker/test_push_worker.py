@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import pytest
 
+from kvcached_nixl.idle import LONGEST_IDLE_STEP_SECONDS, SHORTEST_IDLE_STEP_SECONDS
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.push import Peer
 from kvcached_nixl.wire.push_step import BlockIds, Computed, PushStep, Unusable, Wanted, quiet_id
-from kvcached_nixl.worker.push import IDLE_STEP_SECONDS, LONGEST_IDLE_STEP_SECONDS, Place, PushWorker
+from kvcached_nixl.worker.push import Place, PushWorker
 from kvcached_nixl.worker.push_commands import (
     Command,
     Decline,
@@ -23,6 +24,7 @@ from kvcached_nixl.worker.push_commands import (
     Outcome,
     Refuse,
     Register,
+    Renew,
     Restart,
     Stop,
     Withdraw,
@@ -103,6 +105,20 @@ def of(command: Command) -> Register:
 
 
 # -------------------------------------------------------------------------------------------------------------- decode
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "is_latent", "heard"), [(1, False, (0,)), (2, False, (1,)), (4, False, (2, 3)), (4, True, (2, 3))]
+)
+def test_beats_go_to_every_rank_that_has_something_for_this_one(
+    tp_size: int, is_latent: bool, heard: tuple[int, ...]
+) -> None:
+    worker = Worker(tp_size=2, tp_rank=1, is_latent=is_latent)
+    assert worker.takes(beats=[(prefill(tp_size), [P1, P2])]) == [Renew([P1, P2], ranks(tp_size, *heard))]
+
+
+def test_a_prefill_of_which_nothing_can_come_gets_no_beat() -> None:
+    assert Worker(tp_size=2).takes(beats=[(prefill(3), [P1])]) == []
 
 
 @pytest.mark.parametrize(
@@ -217,10 +233,10 @@ def test_only_a_step_that_computes_nothing_waits_and_only_for_kv_that_is_awaited
     assert wait_of() == 0
     assert wait_of(wanted=[wanted(D1)], is_idle=False) == 0
     assert wait_of(is_idle=False) == 0
-    assert wait_of() == IDLE_STEP_SECONDS
+    assert wait_of() == SHORTEST_IDLE_STEP_SECONDS
     assert wait_of(unusable=[Unusable(D2, "no such port", ([7],))]) == 0
     worker.writer.outcome.received.add(D1)
-    assert wait_of() == IDLE_STEP_SECONDS
+    assert wait_of() == SHORTEST_IDLE_STEP_SECONDS
     assert wait_of() == 0
 
 
@@ -231,13 +247,13 @@ def test_the_longer_nothing_comes_the_longer_is_a_step_that_waits() -> None:
         worker.takes()
         worker.push.take_ended()
     waits = worker.writer.waited_seconds
-    assert waits[:3] == [IDLE_STEP_SECONDS, 2 * IDLE_STEP_SECONDS, 3 * IDLE_STEP_SECONDS]
+    assert waits[:3] == [SHORTEST_IDLE_STEP_SECONDS, 2 * SHORTEST_IDLE_STEP_SECONDS, 3 * SHORTEST_IDLE_STEP_SECONDS]
     assert waits[-2:] == [LONGEST_IDLE_STEP_SECONDS] * 2
     worker.takes(is_idle=False)
     worker.push.take_ended()
     worker.takes()
     worker.push.take_ended()
-    assert waits[-2:] == [0, IDLE_STEP_SECONDS]
+    assert waits[-2:] == [0, SHORTEST_IDLE_STEP_SECONDS]
 
 
 # ------------------------------------------------------------------------------------------------------------- prefill
