@@ -12,7 +12,8 @@ LONGEST_IDLE_STEP_SECONDS = 0.01
 def idle_step_seconds(steps: int) -> float:
     """For the last of so many such steps in a row; 0 for none.
 
-    vLLM repeats them a thousand times a second, and each goes on to the API server; but a new request that comes
-    meanwhile waits for this step. So the first is short, and each that follows on it is as much longer.
+    vLLM repeats them a thousand times a second, and each goes on to the API server, which with few cores may then do
+    nothing but take them in: an answer waited a minute, until the lease that prefill stepped for had ended. But a new
+    request that comes meanwhile waits for this step. So the first is short, and each that follows is as much longer.
     """
     return min(steps * SHORTEST_IDLE_STEP_SECONDS, LONGEST_IDLE_STEP_SECONDS)

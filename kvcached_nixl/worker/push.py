@@ -3,7 +3,7 @@
 
 What a step computed is offered when the step has been given to the device, with an event that tells the writer thread
 when the device has got there; nothing waits for it on this thread. Everything here returns at once but for one thing: a
-step that computes nothing, while KV is awaited, waits for that.
+step that computes nothing waits for something to end.
 """
 
 from __future__ import annotations
@@ -108,8 +108,7 @@ class PushWorker:
 
         The first has prefill's requests and the ids of holds; the second decode's, failed ones among them.
         """
-        awaits = self._is_idle and self._waiting and not self._unusable
-        self._idle_steps = self._idle_steps + 1 if awaits else 0
+        self._idle_steps = self._idle_steps + 1 if self._is_idle and not self._unusable else 0
         outcome = self._push.take_outcome(idle_step_seconds(self._idle_steps))
         failed = outcome.failed | self._unusable
         self._unusable = {}

@@ -221,8 +221,8 @@ def test_a_request_may_be_received_again_under_its_id() -> None:
     assert worker.push.take_ended() == (set(), {"d1"}, {8, 9})
 
 
-def test_only_a_step_that_computes_nothing_waits_and_only_for_kv_that_is_awaited() -> None:
-    """Other requests decode meanwhile, and what is over already is not held up."""
+def test_only_a_step_that_computes_nothing_waits_for_something_to_end() -> None:
+    """Decode's and prefill's: engines take such steps only while something is owed. What is over is not held up."""
     worker = Worker()
 
     def wait_of(**step: Any) -> float:
@@ -230,14 +230,14 @@ def test_only_a_step_that_computes_nothing_waits_and_only_for_kv_that_is_awaited
         worker.push.take_ended()
         return worker.writer.waited_seconds[-1]
 
-    assert wait_of() == 0
     assert wait_of(wanted=[wanted(D1)], is_idle=False) == 0
     assert wait_of(is_idle=False) == 0
     assert wait_of() == SHORTEST_IDLE_STEP_SECONDS
     assert wait_of(unusable=[Unusable(D2, "no such port", ([7],))]) == 0
     worker.writer.outcome.received.add(D1)
     assert wait_of() == SHORTEST_IDLE_STEP_SECONDS
-    assert wait_of() == 0
+    assert wait_of(is_idle=False, finished=[P1]) == 0
+    assert wait_of() == SHORTEST_IDLE_STEP_SECONDS
 
 
 def test_the_longer_nothing_comes_the_longer_is_a_step_that_waits() -> None:
