@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, MutableMapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import TypeVar
 
 __all__ = ["Deadlines"]
@@ -16,7 +16,8 @@ class Deadlines(MutableMapping[K, float]):
     """Key -> when it is due, in seconds of whatever clock the caller asks; earliest first. Not for several threads.
 
     A deadline that is moved or dropped leaves its old entry in the heap until that comes up or the heap is rebuilt, so
-    each operation, and the first step of an iteration, costs the logarithm of what is held.
+    each operation, and the first step of an iteration, costs the logarithm of what is held; moving most of them at once
+    costs no more than what is held.
     """
 
     def __init__(self) -> None:
@@ -35,12 +36,20 @@ class Deadlines(MutableMapping[K, float]):
 
     def __setitem__(self, key: K, at_seconds: float) -> None:
         """``key`` is due at that time and at no other."""
-        self._at_seconds[key] = at_seconds
-        self._push(at_seconds, key)
-        if len(self._heap) > 2 * len(self._at_seconds) + 16:
-            self._heap = []
-            for live, live_at_seconds in self._at_seconds.items():
-                self._push(live_at_seconds, live)
+        self.move({key: at_seconds})
+
+    def move(self, at_seconds: Mapping[K, float]) -> None:
+        """Each of these keys is due at its time and at no other."""
+        self._at_seconds.update(at_seconds)
+        if len(self._heap) + len(at_seconds) > 2 * len(self._at_seconds) + 16:
+            self._heap = [(at, place, key) for place, (key, at) in enumerate(self._at_seconds.items())]
+            self._pushed = len(self._heap)
+            heapq.heapify(self._heap)
+            return
+        for key, at in at_seconds.items():
+            # The number keeps keys that are due at once in order, and keeps them from being compared.
+            heapq.heappush(self._heap, (at, self._pushed, key))
+            self._pushed += 1
 
     def __delitem__(self, key: K) -> None:
         del self._at_seconds[key]
@@ -66,8 +75,3 @@ class Deadlines(MutableMapping[K, float]):
         while self._heap and self._at_seconds.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
-
-    def _push(self, at_seconds: float, key: K) -> None:
-        # The number keeps keys that are due at once in order, and keeps them from being compared.
-        self._pushed += 1
-        heapq.heappush(self._heap, (at_seconds, self._pushed, key))

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -134,11 +134,15 @@ class ServerSpec:
 
 
 class Server:
-    """A running ``vllm serve``; made by :func:`running`. Not for several threads."""
+    """A running ``vllm serve``; made by :func:`running`. Not for several threads.
 
-    def __init__(self, spec: ServerSpec, logs: Path) -> None:
+    Args:
+        ports: of HTTP and of the side channel, if it is to listen where another did.
+    """
+
+    def __init__(self, spec: ServerSpec, logs: Path, ports: tuple[int, int] | None = None) -> None:
         self.spec = spec
-        self.port, self.side_channel_port = free_ports(2)
+        self.port, self.side_channel_port = ports or free_ports(2)
         self.identity = f"kvx{uuid.uuid4().hex[:10]}"
         self.log = logs / f"{spec.name}.log"
         self.base_url = f"http://{HOST}:{self.port}"
@@ -205,10 +209,20 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
 
+    def stand_still(self) -> None:
+        """Stop every process where it is, as a debugger or a frozen container does, until :meth:`go_on`."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After :meth:`stand_still`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGCONT)
+
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the whole session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
+        self.go_on()
 
     def stop(self) -> None:
         """End the whole session: first by SIGTERM, after a bounded wait by SIGKILL; then remove what it left."""
@@ -276,6 +290,16 @@ class Running:
                 self.on_wait(f"starting {names}: {seconds:.0f} s")
             time.sleep(0.5)
         return self.servers
+
+    def replace(self, index: int) -> Server:
+        """Start another server in place of the one at ``index``, which is dead, on the same ports; not ready yet."""
+        dead = self.servers[index]
+        # What it left in shared memory is nobody's now.
+        dead.stop()
+        generation = int(dead.spec.name.partition("+")[2] or 0) + 1
+        spec = replace(dead.spec, name=f"{dead.spec.name.partition('+')[0]}+{generation}")
+        self.servers[index] = Server(spec, self.logs, (dead.port, dead.side_channel_port))
+        return self.servers[index]
 
     def stop(self) -> None:
         """Stop all servers; again is harmless."""

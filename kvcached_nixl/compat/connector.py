@@ -337,6 +337,13 @@ class WorkerView:
         else:
             invalid.update(block_ids)
 
+    def report_failed_receives(self, count: int, block_ids: set[int]) -> None:
+        """Add to vLLM's metric of failed transfers, and to the block ids that are reported as not loaded."""
+        self.report_invalid_blocks(block_ids)
+        stats = private(self.worker, "xfer_stats")
+        for _ in range(count):
+            stats.record_failed_transfer()
+
     @property
     def failed_receives(self) -> set[str]:
         """vLLM <= 0.21: ids of receives that failed before a transfer was posted; any thread adds to it."""

@@ -222,10 +222,10 @@ def get_finished(call: Call) -> tuple[set[str], set[str]]:
     if push is None:
         found: tuple[set[str], set[str]] = call.proceed()
         return found
-    sent, received, invalid = push.take_ended()
-    if invalid:
-        WorkerView(call.instance.connector_worker).report_invalid_blocks(invalid)
-    return sent, received
+    ended = push.take_ended()
+    if ended.failed:
+        WorkerView(call.instance.connector_worker).report_failed_receives(len(ended.failed), ended.invalid)
+    return ended.sent, ended.received
 
 
 SEAMS = (

@@ -47,17 +47,16 @@ def is_nameable(request_id: str) -> bool:
 
 
 def beats(request_ids: Iterable[PrefillRequestId]) -> Iterator[bytes]:
-    """As few notifications as it takes. Each id must be one that `is_nameable`."""
-    names, size = list[bytes](), 0
-    for request_id in request_ids:
-        name = request_id.encode()
-        if names and size + 1 + len(name) > MOST_BEAT_BYTES:
-            yield _BEAT + b",".join(names)
-            names, size = [], 0
-        size = size + 1 + len(name) if names else len(_BEAT) + len(name)
-        names.append(name)
-    if names:
-        yield _BEAT + b",".join(names)
+    """As few notifications as it takes; an id that is larger than one is left out."""
+    names, begin, room = ",".join(request_ids).encode(), 0, MOST_BEAT_BYTES - len(_BEAT)
+    while begin < len(names):
+        # The comma right behind the last name that fits.
+        end = len(names) if len(names) - begin <= room else names.rfind(b",", begin, begin + room + 1)
+        if end >= 0:
+            yield _BEAT + names[begin:end]
+        else:
+            end = names.find(b",", begin) % (len(names) + 1)
+        begin = end + 1
 
 
 def is_beat(notification: bytes) -> bool:

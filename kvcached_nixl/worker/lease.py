@@ -38,6 +38,5 @@ class Leases(Deadlines[PrefillRequestId]):
         """A beat came. It renews what is held; it takes nothing away, and revives nothing that is over."""
         now = self._clock.now_seconds()
         extended = now + EXTENSION * self._lease_seconds
-        for request_id in request_ids:
-            if now < self.get(request_id, now) < extended:
-                self[request_id] = extended
+        ends = self._at_seconds.get
+        self.move({request_id: extended for request_id in request_ids if now < ends(request_id, now) < extended})

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcached_nixl.idle import idle_step_seconds
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
@@ -23,7 +24,7 @@ from kvcached_nixl.worker.push_commands import Decline, Finish, Offer, Refuse, R
 from kvcached_nixl.worker.push_handshake import contributors
 from kvcached_nixl.worker.push_writer import Push
 
-__all__ = ["Place", "PushWorker"]
+__all__ = ["Ended", "Place", "PushWorker"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -44,6 +45,21 @@ class Place:
     block_size: int
     kernel_blocks_per_block: int
     is_latent: bool
+
+
+class Ended(NamedTuple):
+    """What vLLM is told.
+
+    Attributes:
+        sent: prefill's requests, and ids of holds, whose blocks are free.
+        received: decode's requests that wait no more, ``failed`` ones among them.
+        invalid: blocks that hold no KV.
+    """
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+    invalid: set[int]
 
 
 class PushWorker:
@@ -103,11 +119,8 @@ class PushWorker:
             blocks = self._kernel_blocks(one.block_ids)
             self._push.submit(Offer(one.transfer, one.request_id, blocks, one.ready_tokens, is_computed))
 
-    def take_ended(self) -> tuple[set[str], set[str], set[int]]:
-        """Since the last call: ids whose blocks are free, ids that wait no more, and blocks that hold no KV.
-
-        The first has prefill's requests and the ids of holds; the second decode's, failed ones among them.
-        """
+    def take_ended(self) -> Ended:
+        """What ended since the last call."""
         self._idle_steps = self._idle_steps + 1 if self._is_idle and not self._unusable else 0
         outcome = self._push.take_outcome(idle_step_seconds(self._idle_steps))
         failed = outcome.failed | self._unusable
@@ -119,7 +132,7 @@ class PushWorker:
         received = outcome.received | failed.keys()
         for request_id in received:
             del self._waiting[request_id]
-        return {*outcome.done, *map(quiet_id, outcome.quiet)}, set(received), invalid
+        return Ended({*outcome.done, *map(quiet_id, outcome.quiet)}, set(received), set(failed), invalid)
 
     def close(self) -> None:
         """Stop the writer thread."""

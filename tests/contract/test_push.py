@@ -231,6 +231,7 @@ def ends_by_policy(policy: str, decode: Node, *others: Node) -> None:
         until(lambda: step() and decode.status(DECODE_ID) == RequestStatus.RUNNING)
         assert decode.holds(decode.blocks(DECODE_ID))
     until(lambda: step() and DECODE_ID in decode.ended)
+    assert decode.worker.xfer_stats.data["num_failed_transfers"]
     assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
     rest(decode, *others)
 

@@ -31,6 +31,14 @@ def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[Prefil
         assert len(one) + 1 + len(read_beat(following)[0].encode()) > MOST_BEAT_BYTES
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_id_that_fits_into_no_beat_keeps_no_other_from_being_named(place: int) -> None:
+    """vLLM's own worker would send it."""
+    ids = [PrefillRequestId("a"), PrefillRequestId("b")]
+    ids.insert(place, PrefillRequestId("x" * MOST_BEAT_BYTES))
+    assert [one for notification in beats(ids) for one in read_beat(notification)] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("notification", "expected"), [(b"HB:a", ["a"]), (b"HB:a,b,", ["a", "b"]), (b"HB:", []), (b"HB:,,a", ["a"])]
 )

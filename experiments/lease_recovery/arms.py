@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pairs are put through it, and what they are asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from experiments.common.model import ModelShape, make_model
+from experiments.common.servers import ServerSpec
+
+LEASE_SECONDS = 3.0
+HEARTBEAT_SECONDS = LEASE_SECONDS / 6
+BLOCK_SIZE = 32
+NUM_BLOCKS = 96
+TOKENS = 12
+PROMPT_TOKENS = (200, 640)
+# A page group of kvcached holds 16 blocks of it, so that the pool has six.
+MODEL = ModelShape(kv_heads=8, head_size=128)
+KVCACHED: Mapping[str, str] = {
+    "ENABLE_KVCACHED": "true",
+    "KVCACHED_CONTIGUOUS_LAYOUT": "true",
+    "KVCACHED_HOSTVMM_GIB": "1",
+    # Pages are given back as soon as they are empty, so that one that is kept shows.
+    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+    "KVCACHED_MIN_RESERVED_PAGES": "0",
+    "KVCACHED_MAX_RESERVED_PAGES": "0",
+    "KVCACHED_MAX_CACHED_TOKENS": "0",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A prefill and a decode server."""
+
+    name: str
+    mode: str
+    kvcached: bool = True
+
+    def specs(self, policy: str, lease_seconds: float = LEASE_SECONDS) -> list[ServerSpec]:
+        """P and D; ``policy`` is ``kv_load_failure_policy``."""
+        # The stock 0.19 has a timeout in place of a lease; without the same time it keeps blocks for eight minutes.
+        environment = dict(KVCACHED) if self.kvcached else {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(int(lease_seconds))}
+        extra = {"num_threads": 0, "kv_lease_duration": int(lease_seconds) if lease_seconds >= 1 else lease_seconds}
+        if self.kvcached:
+            extra |= {"transfer_mode": self.mode}
+        return [
+            ServerSpec(
+                name=f"{self.name.replace(' ', '-')}-{side}",
+                model=make_model(MODEL),
+                dtype="float32",
+                kv_transfer={
+                    "kv_connector": "NixlConnector",
+                    "kv_role": "kv_both",
+                    "kv_buffer_device": "cpu",
+                    "kv_load_failure_policy": policy,
+                    "kv_connector_extra_config": extra,
+                },
+                environment=environment,
+                block_size=BLOCK_SIZE,
+                max_model_len=1024,
+                arguments=("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+                forks=True,
+            )
+            for side in ("prefill", "decode")
+        ]
+
+
+PULL, PUSH = Arm("pull", "pull"), Arm("push", "push")
+STOCK = Arm("stock pull", "pull", kvcached=False)
+ARMS = (PULL, PUSH, STOCK)
+
+
+def prompts(count: int, seed: int = 5) -> list[list[int]]:
+    """Different prompts, each of some blocks and a part of one."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 500) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(count)]

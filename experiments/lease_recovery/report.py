@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what clients got and how long each fault took, and whether that is what was promised."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
+from experiments.lease_recovery.chaos import Recovery
+from experiments.lease_recovery.traffic import Ended
+
+LEAST_REQUESTS = 300
+MEMORY_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS
+VERDICTS = ("right", "wrong", "error", "no connection", "went away", "hangs")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an arm went through. ``ours``: whether the targets are for it."""
+
+    arm: str
+    ours: bool
+    ended: Sequence[Ended]
+    recoveries: Sequence[Recovery]
+
+
+def judge(outcome: Outcome) -> list[tuple[str, str, bool]]:
+    """(target, found, reached) of an arm."""
+    verdicts = Counter(one.verdict for one in outcome.ended)
+    right = max((_seconds(one.right_seconds) for one in outcome.recoveries), default=math.inf)
+    memory = max((_seconds(one.memory_seconds) for one in outcome.recoveries), default=math.inf)
+    stale = Counter(one.verdict for one in outcome.ended if one.fault == "stale parameters")
+    return [
+        (
+            f"{outcome.arm}: at least {LEAST_REQUESTS} requests",
+            f"{len(outcome.ended)}",
+            len(outcome.ended) >= LEAST_REQUESTS,
+        ),
+        (f"{outcome.arm}: no wrong token with HTTP 200", f"{verdicts['wrong']}", not verdicts["wrong"]),
+        (f"{outcome.arm}: stale parameters, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]),
+        (f"{outcome.arm}: no request without an end", f"{verdicts['hangs']}", not verdicts["hangs"]),
+        (f"{outcome.arm}: every fault is followed by a right answer", _said([right]), right < math.inf),
+        (
+            f"{outcome.arm}: memory is back within {MEMORY_BACK_SECONDS:.1f} s (a lease and two heartbeats)",
+            _said([memory]),
+            memory <= MEMORY_BACK_SECONDS,
+        ),
+    ]
+
+
+def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
+    """A row per arm and kind of fault; seconds are medians and the longest."""
+    table = Table(title=title)
+    for column in ("servers", "fault", "times", *VERDICTS, "until a right answer (s)", "until memory is back (s)"):
+        table.add_column(column, justify="left" if column in ("servers", "fault") else "right")
+    for outcome in outcomes:
+        for fault in [*dict.fromkeys(one.fault for one in outcome.recoveries), "none"]:
+            times = [one for one in outcome.recoveries if one.fault == fault]
+            verdicts = Counter(one.verdict for one in outcome.ended if one.fault == fault)
+            table.add_row(
+                outcome.arm,
+                fault,
+                str(len(times)) if times else "",
+                *(str(verdicts[verdict] or "") for verdict in VERDICTS),
+                _said([_seconds(one.right_seconds) for one in times]),
+                _said([_seconds(one.memory_seconds) for one in times]),
+            )
+        table.add_section()
+    return table
+
+
+def table_of_targets(verdicts: Sequence[tuple[str, str, bool]]) -> Table:
+    table = Table(title="targets")
+    for column in ("target", "found", ""):
+        table.add_column(column)
+    for target, found, reached in verdicts:
+        table.add_row(target, found, "[green]reached[/green]" if reached else "[red]missed[/red]")
+    return table
+
+
+def _seconds(measured: float | None) -> float:
+    return math.inf if measured is None else measured
+
+
+def _said(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return ""
+    longest, median = max(seconds), statistics.median(seconds)
+    word = "never" if longest == math.inf else f"{longest:.1f}"
+    return word if len(seconds) == 1 else f"{'never' if median == math.inf else f'{median:.1f}'}, at most {word}"

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experiment's verdicts: each target on both sides of its limit, and what a client's request counts as."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Sequence
+from typing import Any, cast
+
+import httpx
+import pytest
+from rich.console import Console
+
+from experiments.common.client import AnswerError, Client
+from experiments.lease_recovery.arms import PULL, PUSH, STOCK, prompts
+from experiments.lease_recovery.chaos import Recovery
+from experiments.lease_recovery.report import (
+    LEAST_REQUESTS,
+    MEMORY_BACK_SECONDS,
+    Outcome,
+    judge,
+    table_of_faults,
+    table_of_targets,
+)
+from experiments.lease_recovery.traffic import Ended, Traffic, Verdict
+
+FINE = Recovery("decode is killed", 20.0, 1.0, MEMORY_BACK_SECONDS)
+RIGHT = Ended("right", "none", 0.0, 1.0)
+
+
+def reached(ended: Sequence[Ended], *recoveries: Recovery) -> list[bool]:
+    return [verdict for _, _, verdict in judge(Outcome("pull", True, ended, recoveries))]
+
+
+def test_everything_as_promised_is_reached() -> None:
+    assert reached([RIGHT] * LEAST_REQUESTS, FINE) == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("ended", "recovery", "missed"),
+    [
+        ([RIGHT] * (LEAST_REQUESTS - 1), FINE, 0),
+        ([*[RIGHT] * LEAST_REQUESTS, Ended("wrong", "none", 0.0, 1.0)], FINE, 1),
+        ([*[RIGHT] * LEAST_REQUESTS, Ended("hangs", "none", 0.0, 1.0)], FINE, 3),
+        ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, None, 1.0), 4),
+        ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, 1.0, MEMORY_BACK_SECONDS + 0.01), 5),
+        ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, 1.0, None), 5),
+    ],
+    ids=["too few", "wrong", "hangs", "no answer any more", "memory late", "memory never"],
+)
+def test_each_target_can_be_missed(ended: list[Ended], recovery: Recovery, missed: int) -> None:
+    assert [number for number, one in enumerate(reached(ended, FINE, recovery)) if not one] == [missed]
+
+
+def test_a_wrong_stale_answer_is_counted_as_both() -> None:
+    ended = [*[RIGHT] * LEAST_REQUESTS, Ended("wrong", "stale parameters", 0.0, 1.0)]
+    assert [number for number, one in enumerate(reached(ended, FINE)) if not one] == [1, 2]
+
+
+def test_the_tables_say_it() -> None:
+    console = Console(width=220, record=True, file=io.StringIO())
+    recoveries = [FINE, Recovery("decode is killed", 21.0, 3.0, None)]
+    outcome = Outcome("pull", True, [RIGHT, Ended("error", "decode is killed", 0.0, 1.0)], recoveries)
+    console.print(table_of_faults([outcome], "faults"))
+    console.print(table_of_targets(judge(outcome)))
+    said = console.export_text()
+    assert "2.0, at most 3.0" in said and "never" in said and "missed" in said and "reached" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ([1, 2], "right"),
+        ([1, 3], "wrong"),
+        (AnswerError("500"), "error"),
+        (httpx.ConnectError("refused"), "no connection"),
+    ],
+)
+def test_what_an_answer_counts_as(answer: Any, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.lease_recovery.traffic.TOKENS", 2)
+
+    class Server:
+        async def complete(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            if isinstance(answer, Exception):
+                raise answer
+            logprobs = {"token_logprobs": [0.0, 0.0], "top_logprobs": [{}, {}]}
+            return {"choices": [{"token_ids": answer, "logprobs": logprobs}]}
+
+    traffic = Traffic((), "pull", [[3]], [[1, 2]])
+    found, detail = asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}))
+    assert found == verdict and bool(detail) is (verdict != "right")
+
+
+def test_the_stock_arm_differs_in_nothing_but_the_memory() -> None:
+    """And in what the stock 0.19 has in place of a lease."""
+    ours, stock = PULL.specs("fail"), STOCK.specs("fail")
+    assert all("ENABLE_KVCACHED" in one.environment for one in [*ours, *PUSH.specs("fail")])
+    assert [one.environment for one in stock] == [{"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "3"}] * 2
+    assert [one.arguments for one in ours] == [one.arguments for one in stock]
+    assert all("transfer_mode" not in str(one.kv_transfer) for one in stock)
+    assert prompts(3) == prompts(3) and len({tuple(one) for one in prompts(12)}) == 12
