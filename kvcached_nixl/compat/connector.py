@@ -339,10 +339,15 @@ class WorkerView:
 
     def report_failed_receives(self, count: int, block_ids: set[int]) -> None:
         """Add to vLLM's metric of failed transfers, and to the block ids that are reported as not loaded."""
-        self.report_invalid_blocks(block_ids)
-        stats = private(self.worker, "xfer_stats")
+        if block_ids:
+            self.report_invalid_blocks(block_ids)
         for _ in range(count):
-            stats.record_failed_transfer()
+            private(self.worker, "xfer_stats").record_failed_transfer()
+
+    def count_expired(self, count: int) -> None:
+        """Add to vLLM's metric of requests whose lease has ended."""
+        for _ in range(count):
+            private(self.worker, "xfer_stats").record_kv_expired_req()
 
     @property
     def failed_receives(self) -> set[str]:

@@ -223,8 +223,9 @@ def get_finished(call: Call) -> tuple[set[str], set[str]]:
         found: tuple[set[str], set[str]] = call.proceed()
         return found
     ended = push.take_ended()
-    if ended.failed:
-        WorkerView(call.instance.connector_worker).report_failed_receives(len(ended.failed), ended.invalid)
+    worker = WorkerView(call.instance.connector_worker)
+    worker.report_failed_receives(len(ended.failed), ended.invalid)
+    worker.count_expired(len(ended.expired))
     return ended.sent, ended.received
 
 

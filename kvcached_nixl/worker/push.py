@@ -54,12 +54,14 @@ class Ended(NamedTuple):
         sent: prefill's requests, and ids of holds, whose blocks are free.
         received: decode's requests that wait no more, ``failed`` ones among them.
         invalid: blocks that hold no KV.
+        expired: those of ``sent`` that nobody has fetched in time.
     """
 
     sent: set[str]
     received: set[str]
     failed: set[str]
     invalid: set[int]
+    expired: set[str]
 
 
 class PushWorker:
@@ -129,10 +131,13 @@ class PushWorker:
         for request_id, reason in failed.items():
             invalid.update(block_id for group in self._waiting[request_id] for block_id in group)
             logger.warning("The KV of request %s was not received: %s", request_id, reason)
+        for prefill_request_id in outcome.expired:
+            logger.warning("The lease of request %s has ended; decode has not registered for it", prefill_request_id)
         received = outcome.received | failed.keys()
         for request_id in received:
             del self._waiting[request_id]
-        return Ended({*outcome.done, *map(quiet_id, outcome.quiet)}, set(received), set(failed), invalid)
+        sent = {*outcome.done, *map(quiet_id, outcome.quiet)}
+        return Ended(sent, set(received), set(failed), invalid, set(outcome.expired))
 
     def close(self) -> None:
         """Stop the writer thread."""

@@ -126,3 +126,4 @@ class Outcome:
     failed: dict[DecodeRequestId, str] = field(default_factory=dict)
     done: set[PrefillRequestId] = field(default_factory=set)
     quiet: set[int] = field(default_factory=set)
+    expired: set[PrefillRequestId] = field(default_factory=set)

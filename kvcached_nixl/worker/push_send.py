@@ -90,6 +90,7 @@ class PushSender:
         self._unanswered: dict[str, list[Message]] = {}
         self._done: list[PrefillRequestId] = []
         self._quiet: list[int] = []
+        self._expired: list[PrefillRequestId] = []
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -243,6 +244,11 @@ class PushSender:
         quiet, self._quiet = self._quiet, []
         return quiet
 
+    def take_expired(self) -> list[PrefillRequestId]:
+        """Requests whose lease has ended, each once; they are among those that are done, too."""
+        expired, self._expired = self._expired, []
+        return expired
+
     def _advance(self, transfer: str) -> None:
         for attempt in self._attempts_of(transfer):
             attempt.look_after(self._transport)
@@ -254,6 +260,7 @@ class PushSender:
         if offer is not None:
             # Whoever is being written to has come in time.
             if offer.finished and offer.request_id not in self._leases and not self._attempts_of(transfer):
+                self._expired.append(offer.request_id)
                 self._stop_offer(offer, "its lease ended")
             self._settle(offer)
         if any(attempt.reading for attempt in self._attempts_of(transfer)):

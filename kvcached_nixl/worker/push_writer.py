@@ -336,4 +336,5 @@ class Push:
                     self._outcome.received.add(one.request_id)
             self._outcome.done.update(done)
             self._outcome.quiet.update(quiet)
+            self._outcome.expired.update(self._sender.take_expired())
             self._ended.set()

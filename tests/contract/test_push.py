@@ -716,6 +716,7 @@ def test_an_engine_steps_exactly_while_something_is_owed(node: Callable[..., Nod
         assert prefill.pending and prefill.scheduler.has_requests() and prefill.free_blocks == USABLE - BLOCKS
     rest(prefill)
     assert PREFILL_ID in prefill.sent
+    assert prefill.worker.xfer_stats.data["num_kv_expired_reqs"] == [1]
     decode.abort(DECODE_ID)
     assert decode.pending
     rest(decode)

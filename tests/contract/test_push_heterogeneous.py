@@ -224,7 +224,7 @@ class Rank:
 
     def look(self) -> bool:
         """Take what was reported; whether decode's request is part of it."""
-        done, received, _, invalid = self.worker.take_ended()
+        done, received, _, invalid, _ = self.worker.take_ended()
         self.done += done
         self.received += received
         self.invalid |= invalid

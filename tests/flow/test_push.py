@@ -184,6 +184,7 @@ def test_a_lease_that_is_renewed_lasts_and_one_that_is_not_is_not_sheltered_by_i
         pair.prefill.sender.renew([renewed])
         pair.settle()
     assert renewed in pair.prefill.requests and left not in pair.prefill.requests
+    assert pair.prefill.sender.take_expired() == [left]
     pair.decode.register("d", 1, TOKENS, "p1")
     pair.settle()
     assert pair.decode.outcome.received == [DecodeRequestId("d")]

@@ -182,20 +182,20 @@ def test_sizes_that_do_not_divide_fail_the_request_and_nothing_else(caplog: pyte
     commands = worker.takes(wanted=[wanted(D1, ([5, 3],), tp_size=3), wanted(D2, ([6],), tp_size=2)])
     assert [of(command).registration.decode_request_id for command in commands] == ["d2"]
     with caplog.at_level(logging.WARNING, SERVER_LOGGER):
-        assert worker.push.take_ended() == (set(), {"d1"}, {"d1"}, {5, 3})
+        assert worker.push.take_ended() == (set(), {"d1"}, {"d1"}, {5, 3}, set())
     assert "d1" in caplog.text and "size 3 and decode's 2" in caplog.text
-    assert worker.push.take_ended() == (set(), set(), set(), set())
+    assert worker.push.take_ended() == (set(), set(), set(), set(), set())
     worker.writer.outcome.received.add(D2)
-    assert worker.push.take_ended() == (set(), {"d2"}, set(), set())
+    assert worker.push.take_ended() == (set(), {"d2"}, set(), set(), set())
 
 
 def test_a_request_that_nobody_can_fill_fails_once_with_its_blocks(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker(ratio=2)
     assert worker.takes(unusable=[Unusable(D1, "no such port", ([5, 3], [9]))]) == []
     with caplog.at_level(logging.WARNING, SERVER_LOGGER):
-        assert worker.push.take_ended() == (set(), {"d1"}, {"d1"}, {3, 5, 9})
+        assert worker.push.take_ended() == (set(), {"d1"}, {"d1"}, {3, 5, 9}, set())
     assert "d1" in caplog.text and "no such port" in caplog.text
-    assert worker.push.take_ended() == (set(), set(), set(), set())
+    assert worker.push.take_ended() == (set(), set(), set(), set(), set())
 
 
 def test_a_failed_request_is_received_without_its_kv(caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +204,7 @@ def test_a_failed_request_is_received_without_its_kv(caplog: pytest.LogCaptureFi
     worker.takes(wanted=[wanted(D1, ([5, 3],)), wanted(D2, ([6, 7],))])
     worker.writer.outcome = Outcome(received={D2}, failed={D1: "prefill is gone"})
     with caplog.at_level(logging.WARNING, SERVER_LOGGER):
-        assert worker.push.take_ended() == (set(), {"d1", "d2"}, {"d1"}, {5, 3})
+        assert worker.push.take_ended() == (set(), {"d1", "d2"}, {"d1"}, {5, 3}, set())
     assert len(caplog.messages) == 1
     assert "d1" in caplog.text and "prefill is gone" in caplog.text
     assert worker.push._waiting == {}
@@ -218,7 +218,7 @@ def test_a_request_may_be_received_again_under_its_id() -> None:
     worker.push.take_ended()
     worker.takes(wanted=[wanted(D1, ([8, 9],))])
     worker.writer.outcome.failed[D1] = "no"
-    assert worker.push.take_ended() == (set(), {"d1"}, {"d1"}, {8, 9})
+    assert worker.push.take_ended() == (set(), {"d1"}, {"d1"}, {8, 9}, set())
 
 
 def test_only_a_step_that_computes_nothing_waits_for_something_to_end() -> None:
@@ -259,11 +259,20 @@ def test_the_longer_nothing_comes_the_longer_is_a_step_that_waits() -> None:
 # ------------------------------------------------------------------------------------------------------------- prefill
 
 
+def test_a_lease_that_ended_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    worker.writer.outcome = Outcome(done={P1, P2}, expired={P2})
+    with caplog.at_level(logging.WARNING, SERVER_LOGGER):
+        ended = worker.push.take_ended()
+    assert (ended.sent, ended.expired) == ({"p1", "p2"}, {"p2"})
+    assert len(caplog.messages) == 1 and "p2" in caplog.text
+
+
 def test_what_is_free_is_reported_by_its_request_or_by_its_hold() -> None:
     worker = Worker()
     worker.writer.outcome = Outcome(done={P1}, quiet={0, 7})
-    assert worker.push.take_ended() == ({"p1", quiet_id(0), quiet_id(7)}, set(), set(), set())
-    assert worker.push.take_ended() == (set(), set(), set(), set())
+    assert worker.push.take_ended() == ({"p1", quiet_id(0), quiet_id(7)}, set(), set(), set(), set())
+    assert worker.push.take_ended() == (set(), set(), set(), set(), set())
 
 
 def test_a_step_is_offered_when_it_was_given_to_the_device() -> None:
