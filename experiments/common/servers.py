@@ -260,6 +260,8 @@ class Running:
         self.servers: list[Server] = []
 
     def __enter__(self) -> Running:
+        # Else a terminated experiment leaves its servers, which are in sessions of their own.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             for spec in self.specs:
                 self.servers.append(Server(spec, self.logs))

@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="how often each fault is inflicted (%(default)s)")
-    parser.add_argument("--arm", metavar="WORD", help="only arms whose name holds WORD; writes no last-VERSION file")
+    parser.add_argument("--arm", metavar="NAME", help='only "pull", "push" or "stock pull"; no last-VERSION file')
     parser.add_argument(
         "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
     )
@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
     from experiments.lease_recovery.arms import ARMS
     from experiments.lease_recovery.report import judge, table_of_faults, table_of_targets
 
-    arms = [arm for arm in ARMS if (options.arm or "") in arm.name]
+    arms = [arm for arm in ARMS if options.arm in (None, arm.name)]
     began = datetime.datetime.now(datetime.timezone.utc)
     stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
     narrator = Narrator(f"faults and recovery, vLLM {options.vllm}")

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import httpx
 
@@ -48,6 +49,13 @@ class Recovery:
     memory_seconds: float | None
 
 
+class Held(NamedTuple):
+    """What a server holds: a share of its blocks, and bytes that kvcached has mapped."""
+
+    blocks: float
+    bytes: int
+
+
 class Chaos:
     """See the module.
 
@@ -63,7 +71,7 @@ class Chaos:
         self.draw = random.Random(seed)
         self.recoveries: list[Recovery] = []
         self._asking = asyncio.Event()
-        self._idle_bytes = [mapped_bytes(server) for server in running.servers]
+        self._idle: list[Held] = []
 
     def faults(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Each kind by its name."""
@@ -83,6 +91,10 @@ class Chaos:
 
     async def run(self, rounds: int, least_requests: int) -> None:
         """Every fault ``rounds`` times in an order that is drawn, and at least so many requests in all."""
+        # A pool's first page stays mapped once it was used, and its null block counts as used.
+        await self.traffic.one()
+        await asyncio.sleep(GIVE_UP_SECONDS)
+        self._idle = await self._held()
         async with self._clients():
             for turn in range(rounds):
                 kinds = list(self.faults().items())
@@ -144,14 +156,19 @@ class Chaos:
     async def _memory_seconds(self) -> float | None:
         """How long both sides take to hold no block of a request, and no page beyond what they hold at rest."""
         began = time.monotonic()
-        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
-            while time.monotonic() - began < GIVE_UP_SECONDS:
-                held = [await _held(http, server) for server in self.running.servers]
-                mapped = [mapped_bytes(server) for server in self.running.servers]
-                if not any(held) and all(now <= idle for now, idle in zip(mapped, self._idle_bytes, strict=True)):
-                    return time.monotonic() - began
-                await asyncio.sleep(LOOK_SECONDS)
+        while time.monotonic() - began < GIVE_UP_SECONDS:
+            held = await self._held()
+            if all(
+                now.blocks <= idle.blocks and now.bytes <= idle.bytes
+                for now, idle in zip(held, self._idle, strict=True)
+            ):
+                return time.monotonic() - began
+            await asyncio.sleep(LOOK_SECONDS)
         return None
+
+    async def _held(self) -> list[Held]:
+        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
+            return [Held(await _usage(http, server), mapped_bytes(server)) for server in self.running.servers]
 
     # ------------------------------------------------------------------------------------------------------ the faults
 
@@ -163,7 +180,6 @@ class Chaos:
             if time.monotonic() > deadline:
                 raise ServerError(f"{server.spec.name} is not ready after {READY_SECONDS:.0f} s:\n{server.tail()}")
             await asyncio.sleep(10 * LOOK_SECONDS)
-        self._idle_bytes[side] = mapped_bytes(server)
 
     async def _stand_still(self, side: int, seconds: float) -> None:
         server = self.running.servers[side]
@@ -190,12 +206,12 @@ def mapped_bytes(server: Server) -> int:
     return PageWatch(server.identity).mapped_bytes() or 0
 
 
-async def _held(http: httpx.AsyncClient, server: Server) -> bool:
-    """Whether requests hold blocks of a server."""
+async def _usage(http: httpx.AsyncClient, server: Server) -> float:
+    """The share of a server's blocks that is in use."""
     found = _USAGE.findall((await http.get(f"{server.base_url}/metrics")).text)
     if not found:
         raise ServerError(f"{server.spec.name} has no metric of its blocks in use")
-    return any(float(usage) > 0 for usage in found)
+    return max(map(float, found))
 
 
 def _said(traffic: Traffic) -> str:
