@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import datetime
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ targets, for the arms over kvcached:
   blocks and kvcached's mapped pages are back at their idle level within a lease and two heartbeats, on both sides
 
 exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
-Results: tables; results/last-VERSION.json with every request, versions and hardware."""
+Results: tables; results/last-VERSION.json, with what every wrong answer and every error said."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -87,7 +88,11 @@ def main(options: argparse.Namespace) -> int:
                 {
                     "arm": one.arm,
                     "recoveries": [dataclasses.asdict(recovery) for recovery in one.recoveries],
-                    "requests": [dataclasses.asdict(ended) for ended in one.ended],
+                    "requests": [
+                        {"fault": fault, "verdict": verdict, "count": count}
+                        for (fault, verdict), count in Counter((e.fault, e.verdict) for e in one.ended).items()
+                    ],
+                    "unlike a right answer": [e.detail for e in one.ended if e.verdict in ("wrong", "error", "hangs")],
                 }
                 for one in outcomes
             ],

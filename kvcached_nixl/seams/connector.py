@@ -193,7 +193,8 @@ def start_load_kv(call: Call) -> None:
     else:
         call.proceed()
     if pull is not None:
-        pull.begin_step(sent_in(call.instance), step_of(call.instance))
+        worker = WorkerView(call.instance.connector_worker)
+        pull.begin_step(worker, sent_in(call.instance), step_of(call.instance))
 
 
 WAIT_FOR_SAVE = _push("wait_for_save", "worker", (), "what a step computed would not be offered.")

@@ -46,22 +46,25 @@ def start(worker: StockWorker, settings: Settings, clock: Clock, *, renews: bool
     leases = Leases(clock, lease_seconds=settings.kv_lease_duration_seconds)
     agent = VerifiedReads(worker.agent, worker.backends, renew=leases.renew if renews else None)
     worker.use(agent, KeptRequests(agent.table), leases)
-    return PullWorker(worker, agent, leases) if renews else None
+    return PullWorker(leases) if renews else None
 
 
 class PullWorker:
-    """Leases that vLLM's worker does not renew by itself; it expires them."""
+    """Leases that vLLM's worker does not renew by itself; it expires them.
 
-    def __init__(self, worker: StockWorker, agent: VerifiedReads, leases: Leases) -> None:
-        self._worker = worker
-        self._agent = agent
+    It does not hold that worker, which holds it: an agent in a cycle is gone before the worker has released its
+    handles, and that aborts the process.
+    """
+
+    def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self._unsent: dict[RemotePrefill, dict[PrefillRequestId, None]] = {}
 
-    def begin_step(self, sent: Iterable[str], renewed: Beats) -> None:
+    def begin_step(self, worker: StockWorker, sent: Iterable[str], renewed: Beats) -> None:
         """After the stock worker has begun it.
 
         Args:
+            worker: the stock one.
             sent: prefill's requests that have ended, to which it has given its own time.
             renewed: decode's leases.
         """
@@ -71,17 +74,18 @@ class PullWorker:
                 self._leases.grant(request_id)
         for prefill, names in renewed:
             self._unsent.setdefault(prefill, {}).update(dict.fromkeys(names))
-            if not self._worker.agents_of(prefill.engine_id):
-                self._worker.connect(prefill.engine_id, prefill.host, prefill.port, prefill.tp_size)
+            if not worker.agents_of(prefill.engine_id):
+                worker.connect(prefill.engine_id, prefill.host, prefill.port, prefill.tp_size)
         for prefill in list(self._unsent):
             # Where the handshake has failed, the next beat begins another.
-            if not self._worker.is_connecting(prefill.engine_id):
-                self._send(self._worker.agents_of(prefill.engine_id), self._unsent.pop(prefill))
+            if not worker.is_connecting(prefill.engine_id):
+                self._send(worker, worker.agents_of(prefill.engine_id), self._unsent.pop(prefill))
 
-    def _send(self, agents: Iterable[str], names: Iterable[PrefillRequestId]) -> None:
+    @staticmethod
+    def _send(worker: StockWorker, agents: Iterable[str], names: Iterable[PrefillRequestId]) -> None:
         for beat in beats(names):
             for agent in agents:
                 try:
-                    self._agent.send_notif(agent, beat)
+                    worker.agent.send_notif(agent, beat)
                 except Exception as cause:  # noqa: BLE001 - NIXL's; prefill is gone, or the next beat makes up for it
                     logger.warning("A heartbeat did not reach prefill's %s: %s", agent, cause)

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from experiments.common.servers import free_ports
+from kvcached_nixl.compat.connector import attach_step
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 
@@ -74,7 +75,7 @@ class Engine:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
         peer.worker.connector_worker._reqs_to_process.add(f"{request_id}-prefill")
-        metadata: KVConnectorMetadata = _metadata_type()()
+        metadata: KVConnectorMetadata = _empty_metadata()
         metadata.add_new_req_to_recv(
             request_id,
             tuple(list(group) for group in local),
@@ -93,12 +94,17 @@ class Engine:
             self.worker.bind_connector_metadata(metadata)
             self.worker.start_load_kv(None)
             self.worker.clear_connector_metadata()
-            metadata = _metadata_type()()
+            metadata = _empty_metadata()
             _, received = self.worker.get_finished(set())
             invalid |= self.worker.get_block_ids_with_load_errors()
             if received and request_id in received:
                 return invalid
         raise TimeoutError(f"{request_id} was neither received nor failed in {TRANSFER_TIMEOUT_SECONDS} s")
+
+
+def _empty_metadata() -> Any:
+    """What a scheduler that pulls makes of a step in which there is nothing to do."""
+    return attach_step(_metadata_type()(), [])
 
 
 def _metadata_type() -> type:

@@ -7,6 +7,7 @@ The engines are those of ``test_push.py``; every byte of a request's KV is known
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,12 @@ def test_no_heartbeat_is_larger_than_is_said(node: Callable[..., Node], monkeypa
     decode.step_until(lambda: b"".join(sent).count(b"aaaaaaaa") >= 300)
     beats = [one for one in sent if one.startswith(b"HB:")]
     assert len(beats) > 1 and max(map(len, beats)) <= MOST_BEAT_BYTES
+
+
+def test_an_engine_that_nobody_holds_is_gone_without_a_collection(node: Callable[..., Node]) -> None:
+    """In a cycle, its agent may be gone before the worker has released its handles, which aborts the process."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    served(prefill, decode)
+    for worker in (prefill.worker, decode.worker):
+        cyclic = [one for one in gc.get_referrers(worker) if type(one).__module__.startswith("kvcached_nixl")]
+        assert cyclic == []

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,6 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.worker.lease import Leases
 from kvcached_nixl.worker.pull import PullWorker
-from kvcached_nixl.worker.verified_reads import VerifiedReads
 
 PREFILL = RemotePrefill("p", "10.0.0.2", 5601, 2)
 P1, P2 = PrefillRequestId("p1"), PrefillRequestId("p2")
@@ -30,6 +29,17 @@ class Stock:
         self.asked: list[tuple[Any, ...]] = []
         self.sent: list[tuple[str, bytes]] = []
         self.unreachable: set[str] = set()
+
+    @property
+    def agent(self) -> Stock:
+        return self
+
+    @property
+    def backends(self) -> list[str]:
+        return ["UCX"]
+
+    def use(self, *replacements: Any) -> None:
+        raise AssertionError
 
     def agents_of(self, engine_id: str) -> list[str]:
         return self.agents.get(engine_id, [])
@@ -58,38 +68,40 @@ def leases() -> Leases:
 
 
 @pytest.fixture
-def pull(stock: Stock, leases: Leases) -> PullWorker:
-    return PullWorker(cast(Any, stock), cast(VerifiedReads, stock), leases)
+def pull(leases: Leases) -> PullWorker:
+    return PullWorker(leases)
 
 
-def test_a_request_that_has_ended_is_granted_a_lease_in_place_of_vllms_own(pull: PullWorker, leases: Leases) -> None:
+def test_a_request_that_has_ended_is_granted_a_lease_in_place_of_vllms_own(
+    pull: PullWorker, stock: Stock, leases: Leases
+) -> None:
     """One that decode has read by then has none."""
     leases[P1] = STOCK
-    pull.begin_step([P1, P2], [])
+    pull.begin_step(stock, [P1, P2], [])
     assert dict(leases) == {P1: LEASE}
 
 
 def test_the_first_beat_waits_for_the_handshake_and_goes_to_every_rank(pull: PullWorker, stock: Stock) -> None:
-    pull.begin_step([], [(PREFILL, [P1])])
+    pull.begin_step(stock, [], [(PREFILL, [P1])])
     assert stock.asked == [("p", "10.0.0.2", 5601, 2)]
-    pull.begin_step([], [(PREFILL, [P2])])
+    pull.begin_step(stock, [], [(PREFILL, [P2])])
     assert stock.sent == []
     stock.connecting.clear()
     stock.agents["p"] = ["rank 0", "rank 1"]
-    pull.begin_step([], [])
-    pull.begin_step([], [])
+    pull.begin_step(stock, [], [])
+    pull.begin_step(stock, [], [])
     assert stock.sent == [("rank 0", b"HB:p1,p2"), ("rank 1", b"HB:p1,p2")]
-    pull.begin_step([], [(PREFILL, [P1])])
+    pull.begin_step(stock, [], [(PREFILL, [P1])])
     assert stock.sent[2:] == [("rank 0", b"HB:p1"), ("rank 1", b"HB:p1")]
 
 
 def test_a_handshake_that_failed_is_begun_again_with_the_next_beat(pull: PullWorker, stock: Stock) -> None:
     """And not with every step."""
     for _ in range(2):
-        pull.begin_step([], [(PREFILL, [P1])])
+        pull.begin_step(stock, [], [(PREFILL, [P1])])
         stock.connecting.clear()
-        pull.begin_step([], [])
-        pull.begin_step([], [])
+        pull.begin_step(stock, [], [])
+        pull.begin_step(stock, [], [])
     assert len(stock.asked) == 2 and stock.sent == []
 
 
@@ -99,6 +111,6 @@ def test_a_rank_that_cannot_be_reached_keeps_no_beat_from_the_others(
     stock.agents["p"] = ["rank 0", "rank 1"]
     stock.unreachable.add("rank 0")
     with caplog.at_level(logging.WARNING, SERVER_LOGGER):
-        pull.begin_step([], [(PREFILL, [P1])])
+        pull.begin_step(stock, [], [(PREFILL, [P1])])
     assert stock.sent == [("rank 1", b"HB:p1")]
     assert "rank 0" in caplog.text
