@@ -218,6 +218,29 @@ class WorkerView:
                 futures[engine_id].add_done_callback(connected)
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether a transfer is in flight that this worker posted."""
+        return bool(private(self.worker, "_recving_transfers"))
+
+    @property
+    def engines(self) -> list[str]:
+        """Other engines with whom there was a handshake."""
+        return list(private(self.worker, "_remote_agents"))
+
+    def forget_engine(self, engine_id: str) -> None:
+        """Let go of another engine as the stock worker does when it shuts down; what is read next needs a handshake."""
+        clean_up = getattr(self.worker, "_cleanup_remote_engine", None)  # vLLM >= 0.24
+        if clean_up is not None:
+            clean_up(engine_id, log_eviction=False)
+            return
+        for handle in private(self.worker, "dst_xfer_side_handles").pop(engine_id).values():
+            self.agent.release_dlist_handle(handle)
+        for agent in private(self.worker, "_remote_agents").pop(engine_id).values():
+            self.agent.remove_remote_agent(agent)
+        for name in ("kv_caches_base_addr", "dst_num_blocks"):
+            del private(self.worker, name)[engine_id]
+
+    @property
     def memory_type(self) -> str:
         """NIXL's word for where the KV cache is."""
         return str(private(self.worker, "nixl_memory_type"))

@@ -187,14 +187,14 @@ START_LOAD_KV = _push(
 
 @START_LOAD_KV.around
 def start_load_kv(call: Call) -> None:
-    push, pull = push_of(call.instance), pull_of(call.instance)
+    push = push_of(call.instance)
     if push is not None:
         push.begin_step(step_of(call.instance))
-    else:
-        call.proceed()
-    if pull is not None:
-        worker = WorkerView(call.instance.connector_worker)
-        pull.begin_step(worker, sent_in(call.instance), step_of(call.instance))
+        return
+    pull, worker = pull_of(call.instance), WorkerView(call.instance.connector_worker)
+    pull.forget_lost_peers(worker)
+    call.proceed()
+    pull.begin_step(worker, sent_in(call.instance), step_of(call.instance))
 
 
 WAIT_FOR_SAVE = _push("wait_for_save", "worker", (), "what a step computed would not be offered.")

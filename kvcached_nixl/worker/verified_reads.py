@@ -12,10 +12,11 @@ Threads: as vLLM's worker uses an agent, the engine's for transfers, another for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,7 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_ended = 0
         self._self_malformed = 0
         self._self_renew = renew
+        self._self_lost: set[str] = set()
 
     @property
     def table(self) -> Words:
@@ -103,6 +105,11 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def malformed(self) -> int:
         """Notifications that were dropped, because vLLM's worker would not survive them."""
         return self._self_malformed
+
+    def take_lost(self) -> set[str]:
+        """Peers of whom a READ has failed since the last call; NIXL does not connect to them again by itself."""
+        lost, self._self_lost = self._self_lost, set()
+        return lost
 
     def send_notif(self, agent_name: Any, notif_msg: bytes, *args: Any, **kwargs: Any) -> None:
         """As NIXL's; vLLM names all requests of a prefill in one heartbeat, however many there are."""
@@ -152,17 +159,28 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
         said = notif_msg.decode()
         if not _READ.fullmatch(said):
             raise ValueError(f"found a READ that notifies {notif_msg!r}; expected its request's id and a number")
-        request_id = said.rpartition(":")[0]
-        blocks = self.__wrapped__.make_prepped_xfer(operation, local, local_ids, remote, remote_ids)
-        return _Read(blocks, self._self_peers[remote], PrefillRequestId(request_id), notif_msg)
+        peer, request_id = self._self_peers[remote], PrefillRequestId(said.rpartition(":")[0])
+        with self._loses(peer):
+            blocks = self.__wrapped__.make_prepped_xfer(operation, local, local_ids, remote, remote_ids)
+        return _Read(blocks, peer, request_id, notif_msg)
 
     def transfer(self, handle: Any) -> Any:
-        return self.__wrapped__.transfer(handle.blocks if isinstance(handle, _Read) else handle)
+        if not isinstance(handle, _Read):
+            return self.__wrapped__.transfer(handle)
+        with self._loses(handle.peer):
+            return self.__wrapped__.transfer(handle.blocks)
 
     def check_xfer_state(self, handle: Any) -> Any:
         """As NIXL's, but for a READ: DONE, once, when the word was found; LEASE_ENDED when it was not."""
         if not isinstance(handle, _Read):
             return self.__wrapped__.check_xfer_state(handle)
+        with self._loses(handle.peer):
+            state = self._state_of(handle)
+        if state not in ("DONE", "PROC", LEASE_ENDED):
+            self._self_lost.add(handle.peer)
+        return state
+
+    def _state_of(self, handle: _Read) -> Any:
         if handle.word is None:
             state = self.__wrapped__.check_xfer_state(handle.blocks)
             if state != "DONE":
@@ -205,6 +223,14 @@ class VerifiedReads(wrapt.ObjectProxy):  # type: ignore[type-arg]
             logger.warning("Dropped what %s says, and whatever like it follows: %.80r", peer, notification)
         self._self_malformed += 1
         return False
+
+    @contextlib.contextmanager
+    def _loses(self, peer: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._self_lost.add(peer)
+            raise
 
     def _look(self, read: _Read) -> None:
         bucket, _ = place_of(read.request_id)

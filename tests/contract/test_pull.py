@@ -24,6 +24,7 @@ from test_transport import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.patching import Registry
+from kvcached_nixl.transport.agent import peer_name
 from kvcached_nixl.wire.lease import EXTENSION, MOST_BEAT_BYTES
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
@@ -225,3 +226,37 @@ def test_an_engine_that_nobody_holds_is_gone_without_a_collection(node: Callable
     for worker in (prefill.worker, decode.worker):
         cyclic = [one for one in gc.get_referrers(worker) if type(one).__module__.startswith("kvcached_nixl")]
         assert cyclic == []
+
+
+@pytest.mark.parametrize("when", ["it is posted", "it is read", "its word is read", "NIXL has let go of the peer"])
+def test_a_connection_that_was_lost_is_made_anew(
+    when: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines live; without another handshake every READ would fail from now on."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    served(prefill, decode)
+    agent = decode.agent.__wrapped__
+    met: list[bytes] = []
+    add = agent.add_remote_agent
+    monkeypatch.setattr(agent, "add_remote_agent", lambda metadata: met.append(metadata) or add(metadata))
+    params = prefilled(prefill)
+    with monkeypatch.context() as planted:
+
+        def lost(*args: Any) -> Any:
+            raise ConnectionError("planted")
+
+        if when == "it is posted":
+            planted.setattr(agent, "transfer", lost)
+        elif when == "it is read":
+            planted.setattr(agent, "check_xfer_state", lost)
+        elif when == "its word is read":
+            planted.setattr(decode.agent, "_look", lost)
+        else:
+            ((peer,),) = [list(map(peer_name, ranks.values())) for ranks in decode.worker._remote_agents.values()]
+            agent.remove_remote_agent(peer)
+        decode.add(DECODE_ID, params)
+        decode.step_until(lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == "error" and decode.agent.leases_ended == 0
+    prefill.lease_ends(PREFILL_ID)
+    served(prefill, decode, 8)
+    assert len(met) == 1

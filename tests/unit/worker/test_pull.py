@@ -29,6 +29,8 @@ class Stock:
         self.asked: list[tuple[Any, ...]] = []
         self.sent: list[tuple[str, bytes]] = []
         self.unreachable: set[str] = set()
+        self.lost: set[str] = set()
+        self.receives = False
 
     @property
     def agent(self) -> Stock:
@@ -40,6 +42,21 @@ class Stock:
 
     def use(self, *replacements: Any) -> None:
         raise AssertionError
+
+    @property
+    def is_receiving(self) -> bool:
+        return self.receives
+
+    @property
+    def engines(self) -> list[str]:
+        return list(self.agents)
+
+    def forget_engine(self, engine_id: str) -> None:
+        del self.agents[engine_id]
+
+    def take_lost(self) -> set[str]:
+        lost, self.lost = self.lost, set()
+        return lost
 
     def agents_of(self, engine_id: str) -> list[str]:
         return self.agents.get(engine_id, [])
@@ -114,3 +131,20 @@ def test_a_rank_that_cannot_be_reached_keeps_no_beat_from_the_others(
         pull.begin_step(stock, [], [(PREFILL, [P1])])
     assert stock.sent == [("rank 1", b"HB:p1")]
     assert "rank 0" in caplog.text
+
+
+def test_who_was_lost_is_forgotten_when_nothing_is_in_flight(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
+    """And nobody else; also where vLLM has leases."""
+    pull = PullWorker(None)
+    stock.agents = {"p": ["rank 0", "rank 1"], "q": ["rank 2"]}
+    pull.forget_lost_peers(stock)
+    stock.lost, stock.receives = {"rank 1"}, True
+    pull.forget_lost_peers(stock)
+    assert list(stock.agents) == ["p", "q"]
+    stock.receives = False
+    with caplog.at_level(logging.WARNING, SERVER_LOGGER):
+        pull.forget_lost_peers(stock)
+        pull.begin_step(stock, ["p1"], [])
+        pull.forget_lost_peers(stock)
+    assert list(stock.agents) == ["q"]
+    assert len(caplog.messages) == 1 and "engine p" in caplog.text
