@@ -105,6 +105,7 @@ class MemoryTransport:
         self.posted: list[Operation] = []
         self.refuse_writes = False
         self._peers: set[str] = set()
+        self._lost: set[str] = set()
 
     def metadata(self) -> bytes:
         return self.name.encode()
@@ -114,10 +115,17 @@ class MemoryTransport:
         if name not in self.network.agents:
             raise TransportError(f"found no agent {name!r}")
         self._peers.add(name)
+        self._lost.discard(name)
         return name
 
     def remove_peer(self, peer: str) -> None:
         self._peers.discard(peer)
+        for operation in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
+            self.network.fail(operation)
+
+    def lose(self, peer: str) -> None:
+        """The connection is gone and both agents live: nothing reaches the peer until it is added again."""
+        self._lost.add(peer)
         for operation in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
             self.network.fail(operation)
 
@@ -154,5 +162,5 @@ class MemoryTransport:
         return [operation for operation in self.posted if not operation.released]
 
     def _require(self, peer: str) -> None:
-        if peer not in self._peers or peer not in self.network.agents:
+        if peer not in self._peers - self._lost or peer not in self.network.agents:
             raise TransportError(f"found no way to {peer!r}")

@@ -97,6 +97,7 @@ class PushReceiver:
         self._waiting: dict[DecodeRequestId, _Waiting] = {}
         self._attempts: dict[AttemptKey, DecodeRequestId] = {}
         self._ended: list[Ended] = []
+        self._lost: set[str] = set()
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -118,31 +119,28 @@ class PushReceiver:
         self._attempts[registration.key] = request_id
         notification = encode(registration)
         for rank, contributor in found.items():
-            try:
-                self._transport.send(contributor.peer, notification)
-            except TransportError as cause:
+            cause = self._send(contributor.peer, notification)
+            if cause is not None:
                 # It was not told, so it will not write.
                 contributor.gave_up = True
                 self._fail(waiting, f"rank {rank} of prefill was not reached: {cause}")
         self._settle(request_id)
 
+    def take_lost(self) -> set[str]:
+        """Agents whom something did not reach since the last call."""
+        lost, self._lost = self._lost, set()
+        return lost
+
     def decline(self, transfer: str, peers: Iterable[str]) -> None:
         """Tell prefill that nothing is needed. If it does not hear that, its lease ends the matter."""
         for peer in peers:
-            try:
-                self._transport.send(peer, encode(Declined(transfer)))
-            except TransportError:
-                self.dropped["decline not sent"] += 1
+            self.dropped["decline not sent"] += self._send(peer, encode(Declined(transfer))) is not None
 
     def renew(self, names: Iterable[PrefillRequestId], peers: Iterable[str]) -> None:
         """Tell prefill that these requests are still wanted. The next beat makes up for one that does not arrive."""
         sent = list(beats(names))
         for peer in peers:
-            try:
-                for beat in sent:
-                    self._transport.send(peer, beat)
-            except TransportError:
-                self.dropped["beat not sent"] += 1
+            self.dropped["beat not sent"] += sum(self._send(peer, beat) is not None for beat in sent)
 
     def withdraw(self, request_id: DecodeRequestId, reason: str) -> None:
         """The request is gone: ask the contributors to stop. It ends as failed when they have. Again is harmless."""
@@ -234,10 +232,16 @@ class PushReceiver:
         withdrawal = encode(Withdrawal(registration.transfer, registration.attempt, registration.decode))
         for contributor in waiting.contributors.values():
             if not contributor.stopped:
-                try:
-                    self._transport.send(contributor.peer, withdrawal)
-                except TransportError:
-                    self.dropped["withdrawal not sent"] += 1
+                self.dropped["withdrawal not sent"] += self._send(contributor.peer, withdrawal) is not None
+
+    def _send(self, peer: str, notification: bytes) -> TransportError | None:
+        """Returns what kept it from being sent."""
+        try:
+            self._transport.send(peer, notification)
+        except TransportError as cause:
+            self._lost.add(peer)
+            return cause
+        return None
 
     def _settle(self, request_id: DecodeRequestId) -> None:
         waiting = self._waiting.get(request_id)

@@ -203,7 +203,8 @@ class PushSender:
         self._peers[peer] = planes
         self._strangers.pop(peer, None)
         for message in self._unanswered.pop(peer, ()):
-            self._send(peer, message)
+            # Decode asks again, or is gone.
+            self.dropped["answer not sent"] += not self._has_sent(peer, message)
         for attempt in self._all():
             if attempt.peer == peer:
                 self._due[attempt.registration.transfer] = None
@@ -393,14 +394,16 @@ class PushSender:
 
     def _answer(self, peer: str, address: Peer, message: Message) -> None:
         if peer in self._peers:
-            self._send(peer, message)
-        else:
-            self._strangers[peer] = address
-            self._unanswered.setdefault(peer, []).append(message)
+            if self._has_sent(peer, message):
+                return
+            # It may live; its attempts go on when it is known again.
+            del self._peers[peer]
+        self._strangers[peer] = address
+        self._unanswered.setdefault(peer, []).append(message)
 
-    def _send(self, peer: str, message: Message) -> None:
+    def _has_sent(self, peer: str, message: Message) -> bool:
         try:
             self._transport.send(peer, encode(message))
         except TransportError:
-            # Decode asks again, or is gone.
-            self.dropped["answer not sent"] += 1
+            return False
+        return True

@@ -101,6 +101,7 @@ class Push:
         # Below: the writer thread's own.
         self._agents: dict[Peer, str] = {}
         self._asked: dict[Peer, Future[Connected]] = {}
+        self._lost: set[Peer] = set()
         self._unanswered: Counter[Peer] = Counter()
         self._probe_at_seconds: float | None = None
         self._unconnected: list[Register | Decline | Renew] = []
@@ -178,9 +179,15 @@ class Push:
         for peer, notification in self._transport.received():
             self._take_notification(peer, notification)
         for agent, address in self._sender.unknown_peers().items():
+            if self._agents.get(address) == agent:
+                self._connect_again(address)
+                continue
             self._ask(address)
-            if address in self._agents and self._agents[address] != agent:
+            if address in self._agents:
                 self._sender.peer_lost(agent, "another engine answers at its address")
+        lost = self._receiver.take_lost()
+        for address in [address for address, agent in self._agents.items() if agent in lost]:
+            self._connect_again(address)
         self._take_connected()
         self._go_on_unconnected()
         deadlines = [self._sender.tick(), self._receiver.tick()]
@@ -251,6 +258,13 @@ class Push:
             self._asked[address] = self._pool.submit(self._connect, address)
             self._asked[address].add_done_callback(lambda _: self._wake.set())
 
+    def _connect_again(self, address: Peer) -> None:
+        """The connection was lost; NIXL makes no other one while it knows the agent."""
+        if address not in self._asked:
+            self._transport.remove_peer(self._agents[address])
+            self._ask(address, again=True)
+            self._lost.add(address)
+
     def _probe(self) -> None:
         """Ask contributors for another handshake from time to time: it shows whether they still live."""
         silent = self._receiver.silent_peers()
@@ -278,6 +292,7 @@ class Push:
                     self._ask(address, again=True)
                     continue
                 del self._unanswered[address]
+                self._lost.discard(address)
                 logger.warning("No handshake with %s: %s", address, cause)
                 for waiting in [agent for agent, one in self._sender.unknown_peers().items() if one == address]:
                     self._sender.peer_lost(waiting, f"no handshake: {cause}")
@@ -286,6 +301,7 @@ class Push:
                     self._forget(address, known)
                 continue
             del self._unanswered[address]
+            self._lost.discard(address)
             if known is not None and known != agent:
                 self._forget(address, known)
             self._agents[address] = agent
@@ -300,8 +316,7 @@ class Push:
 
     def _go_on_unconnected(self) -> None:
         for command in list(self._unconnected):
-            agents = [self._agents.get(address) for address in command.contributors]
-            if None in agents:
+            if any(address not in self._agents or address in self._lost for address in command.contributors):
                 continue
             self._unconnected.remove(command)
             named = [(address.tp_rank, self._agents[address]) for address in command.contributors]

@@ -779,3 +779,21 @@ def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
     counted(prefill, by_decode, to_prefill, encode(registration), "doubled or late registration")
     assert decode.are_filled(local, ANOTHER_REQUESTS)
     served(prefill, decode)
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_a_connection_that_nixl_has_let_go_of_is_made_anew(side: str, node: Callable[..., Node]) -> None:
+    """Both engines live: one request fails, well before its timeout, and the next ones are served."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    served(prefill, decode)
+    one = prefill if side == "prefill" else decode
+    (peer,) = one.pushing._agents.values()
+    if side == "prefill":
+        ask(decode, prefill)
+        one.agent.remove_remote_agent(peer)
+        prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
+    else:
+        one.agent.remove_remote_agent(peer)
+        decode.add(DECODE_ID, {**prefill.address(""), **NAME})
+    ends_by_policy("fail", decode, prefill)
+    served(prefill, decode)

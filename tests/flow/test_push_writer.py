@@ -23,6 +23,7 @@ from kvcached_nixl.worker.push_commands import (
     Offer,
     Outcome,
     PeerGone,
+    Refuse,
     Register,
     Renew,
     Restart,
@@ -403,3 +404,27 @@ def test_who_waits_for_an_outcome_has_it_as_soon_as_there_is_one(cluster: Cluste
     assert awaited(prefill).done == {"p"}
     assert time.monotonic() - begun < WAIT_SECONDS
     assert decode.push.take_outcome(POLL_SECONDS) == Outcome()
+
+
+@pytest.mark.parametrize("side", ["decode's registration", "prefill's answer"])
+def test_a_connection_that_was_lost_is_made_anew(side: str, cluster: Cluster) -> None:
+    """Both engines live: one request fails, and it is said so at once; the next ones are served."""
+    prefill, decode = cluster.engine("p"), cluster.engine("d")
+    decode.register("d1", prefill)
+    prefill.compute("p1")
+    cluster.until(lambda: decode.look().received and prefill.look().done)
+    if side == "decode's registration":
+        decode.transport.lose("p")
+        decode.register("d2", prefill, "again")
+    else:
+        # Prefill's request ends before it was computed: decode is told.
+        decode.register("d2", prefill, "again")
+        cluster.until(lambda: len(prefill.push._sender))
+        prefill.transport.lose("d")
+        prefill.push.submit(Refuse("again", "gone"))
+    cluster.until(lambda: "d2" in decode.look().failed)
+    cluster.until(lambda: not (prefill.push._asked or decode.push._asked))
+    blocks = decode.register("d3", prefill, "third")
+    prefill.compute("p3", "third")
+    cluster.until(lambda: "d3" in decode.look().received)
+    assert decode.pool.holds(1, blocks, 0, TOKENS)
