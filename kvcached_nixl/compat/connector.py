@@ -40,7 +40,8 @@ def num_kv_cache_groups(scheduler: Any) -> int:
 
 _PUSH = "_kvcached_nixl_push"
 _PULL = "_kvcached_nixl_pull"
-_STEP = "kvcached_nixl_step"
+_STEP = "kvcached_nixl_push_step"
+_BEATS = "kvcached_nixl_beats"
 
 
 def attach_push(half: Any, push: Any) -> None:
@@ -85,6 +86,17 @@ def attach_step(metadata: Any, step: Any) -> Any:
 def step_of(connector: Any) -> Any:
     """The step that is bound to a worker's connector."""
     return private(private(connector, "_connector_metadata"), _STEP)
+
+
+def attach_beats(metadata: Any, beats: Any) -> Any:
+    """The same for the leases that a connector that pulls renews."""
+    setattr(metadata, _BEATS, beats)
+    return metadata
+
+
+def beats_of(connector: Any) -> Any:
+    """The leases to renew in the step that is bound to a worker's connector."""
+    return private(private(connector, "_connector_metadata"), _BEATS)
 
 
 def sent_in(connector: Any) -> list[str]:

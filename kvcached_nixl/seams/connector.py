@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.connector import WorkerView, attach_step, pull_of, push_of, sent_in, step_of
+from kvcached_nixl.compat.connector import (
+    WorkerView,
+    attach_beats,
+    attach_step,
+    beats_of,
+    pull_of,
+    push_of,
+    sent_in,
+    step_of,
+)
 from kvcached_nixl.compat.engine import blocks_of, is_idle, is_whole, scheduled
 from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
 from kvcached_nixl.patching import Call, Patch, Target
@@ -106,7 +115,7 @@ def build_connector_meta(call: Call) -> Any:
     metadata, output = call.proceed(), call.argument("scheduler_output")
     push = push_of(call.instance)
     if push is None:
-        return attach_step(metadata, pull_of(call.instance).take_beats(is_idle=is_idle(output)))
+        return attach_beats(metadata, pull_of(call.instance).take_beats(is_idle=is_idle(output)))
     push.scheduled(Progress(*one) for one in scheduled(output))
     return attach_step(metadata, push.take_step())
 
@@ -194,7 +203,7 @@ def start_load_kv(call: Call) -> None:
     pull, worker = pull_of(call.instance), WorkerView(call.instance.connector_worker)
     pull.forget_lost_peers(worker)
     call.proceed()
-    pull.begin_step(worker, sent_in(call.instance), step_of(call.instance))
+    pull.begin_step(worker, sent_in(call.instance), beats_of(call.instance))
 
 
 WAIT_FOR_SAVE = _push("wait_for_save", "worker", (), "what a step computed would not be offered.")

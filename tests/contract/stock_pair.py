@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.compat.connector import attach_step
+from kvcached_nixl.compat.connector import attach_beats
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 
@@ -104,7 +104,7 @@ class Engine:
 
 def _empty_metadata() -> Any:
     """What a scheduler that pulls makes of a step in which there is nothing to do."""
-    return attach_step(_metadata_type()(), [])
+    return attach_beats(_metadata_type()(), [])
 
 
 def _metadata_type() -> type:

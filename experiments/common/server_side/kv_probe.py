@@ -275,6 +275,8 @@ class KvProbe:
         connector = get_kv_transfer_group()
         if not isinstance(getattr(connector.get_finished, "__self__", None), Recorder):
             agent = connector.connector_worker.nixl_wrapper
+            # What is around it would be called by what replaces its method.
+            agent = getattr(agent, "__wrapped__", agent)
             recorder = Recorder(
                 self._kv_probe_groups(),
                 connector,
