@@ -19,7 +19,7 @@ from typing import NamedTuple
 import httpx
 
 from experiments.common.pages import PageWatch
-from experiments.common.servers import READY_SECONDS, Running, Server, ServerError
+from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
 from experiments.lease_recovery.traffic import HANG_SECONDS, Ended, Traffic
 
@@ -174,12 +174,8 @@ class Chaos:
 
     async def _kill(self, side: int) -> None:
         self.running.servers[side].kill()
-        server = self.running.replace(side)
-        deadline = time.monotonic() + READY_SECONDS
-        while not await asyncio.to_thread(server.is_ready):
-            if time.monotonic() > deadline:
-                raise ServerError(f"{server.spec.name} is not ready after {READY_SECONDS:.0f} s:\n{server.tail()}")
-            await asyncio.sleep(10 * LOOK_SECONDS)
+        self.running.replace(side)
+        await asyncio.to_thread(self.running.ready)
 
     async def _stand_still(self, side: int, seconds: float) -> None:
         server = self.running.servers[side]

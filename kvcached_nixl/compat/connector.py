@@ -65,7 +65,7 @@ def push_of(connector: Any) -> Any | None:
 
 
 def pull_of(connector: Any) -> Any:
-    """What runs beside a NIXL connector that pulls; None if it pushes, is another one, or needs nothing."""
+    """What runs beside a NIXL connector that pulls; None if it pushes, or is another connector."""
     return _attached(connector, _PULL)
 
 

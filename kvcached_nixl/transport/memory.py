@@ -120,14 +120,12 @@ class MemoryTransport:
 
     def remove_peer(self, peer: str) -> None:
         self._peers.discard(peer)
-        for operation in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
-            self.network.fail(operation)
+        self._fail_pending(peer)
 
     def lose(self, peer: str) -> None:
         """The connection is gone and both agents live: nothing reaches the peer until it is added again."""
         self._lost.add(peer)
-        for operation in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
-            self.network.fail(operation)
+        self._fail_pending(peer)
 
     def send(self, peer: str, notification: bytes) -> None:
         self._require(peer)
@@ -160,6 +158,10 @@ class MemoryTransport:
     def unreleased(self) -> list[Operation]:
         """WRITEs whose handles were not given back."""
         return [operation for operation in self.posted if not operation.released]
+
+    def _fail_pending(self, peer: str) -> None:
+        for operation in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
+            self.network.fail(operation)
 
     def _require(self, peer: str) -> None:
         if peer not in self._peers - self._lost or peer not in self.network.agents:

@@ -16,7 +16,7 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 
 from experiments.common.client import Client, Pair, http_client, read_answer
-from experiments.common.servers import READY_SECONDS, Running, Server
+from experiments.common.servers import Running, Server
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, PULL, PUSH, TOKENS, Arm, prompts
 from experiments.lease_recovery.chaos import mapped_bytes
 from experiments.lease_recovery.traffic import Ended, Traffic
@@ -26,15 +26,11 @@ STALE = 50
 MEMORY_COMES_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS + 20.0
 
 
-def started_again(running: Running, side: int) -> Server:
+def start_again(running: Running, side: int) -> None:
     """The server is killed, and another one listens where it did."""
     running.servers[side].kill()
-    server = running.replace(side)
-    deadline = time.monotonic() + READY_SECONDS
-    while not server.is_ready():
-        assert time.monotonic() < deadline, server.tail()
-        time.sleep(0.2)
-    return server
+    running.replace(side)
+    running.ready()
 
 
 def all_right(ended: list[Ended]) -> bool:
@@ -86,7 +82,7 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, tmp_path: Pa
             return
         asyncio.run(shrunk(traffic, prefill, decode))
         assert "Prefill does not keep request" in decode.log.read_text()
-        started_again(running, 0)
+        start_again(running, 0)
         asyncio.run(afterwards(traffic))
         deadline = time.monotonic() + MEMORY_COMES_BACK_SECONDS
         while mapped_bytes(decode) > rest:
