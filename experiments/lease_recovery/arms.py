@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import ServerSpec
+from kvcached_nixl.wire.lease import INTERVAL
 
 LEASE_SECONDS = 3.0
-HEARTBEAT_SECONDS = LEASE_SECONDS / 6
+HEARTBEAT_SECONDS = INTERVAL * LEASE_SECONDS
 BLOCK_SIZE = 32
 NUM_BLOCKS = 96
 TOKENS = 12
@@ -38,11 +39,11 @@ class Arm:
     mode: str
     kvcached: bool = True
 
-    def specs(self, policy: str, lease_seconds: float = LEASE_SECONDS) -> list[ServerSpec]:
+    def specs(self, policy: str) -> list[ServerSpec]:
         """P and D; ``policy`` is ``kv_load_failure_policy``."""
         # The stock 0.19 has a timeout in place of a lease; without the same time it keeps blocks for eight minutes.
-        environment = dict(KVCACHED) if self.kvcached else {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(int(lease_seconds))}
-        extra = {"num_threads": 0, "kv_lease_duration": int(lease_seconds) if lease_seconds >= 1 else lease_seconds}
+        environment = dict(KVCACHED) if self.kvcached else {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(int(LEASE_SECONDS))}
+        extra = {"num_threads": 0, "kv_lease_duration": int(LEASE_SECONDS)}
         if self.kvcached:
             extra |= {"transfer_mode": self.mode}
         return [

@@ -69,6 +69,11 @@ def pull_of(connector: Any) -> Any:
     return _attached(connector, _PULL)
 
 
+def ours_of(connector: Any) -> Any:
+    """Whichever of the two runs beside a NIXL connector; None beside another one."""
+    return push_of(connector) or pull_of(connector)
+
+
 def _attached(connector: Any, name: str) -> Any | None:
     for side in ("connector_scheduler", "connector_worker"):
         half = vars(connector).get(side) if connector is not None else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcached_nixl.compat.connector import private, pull_of, push_of
+from kvcached_nixl.compat.connector import ours_of, private
 
 __all__ = ["blocks_of", "give_back", "halves", "is_idle", "is_whole", "scheduled", "take_blocks"]
 
@@ -22,7 +22,7 @@ def halves(engine_scheduler: Any) -> Iterator[Any]:
     waiting = [vars(engine_scheduler).get("connector")]
     while waiting:
         one = waiting.pop()
-        half = push_of(one) or pull_of(one)
+        half = ours_of(one)
         if half is not None:
             yield half
         waiting += vars(one).get("_connectors", ()) if one is not None else ()

@@ -16,6 +16,7 @@ from kvcached_nixl.compat.connector import (
     attach_beats,
     attach_step,
     beats_of,
+    ours_of,
     pull_of,
     push_of,
     sent_in,
@@ -181,8 +182,7 @@ HAS_PENDING_PUSH_WORK = _push(
 
 @HAS_PENDING_PUSH_WORK.around
 def has_pending_push_work(call: Call) -> bool:
-    half = push_of(call.instance) or pull_of(call.instance)
-    return half.pending or bool(call.proceed())
+    return ours_of(call.instance).pending or bool(call.proceed())
 
 
 START_LOAD_KV = _push(

@@ -52,16 +52,20 @@ def of_decode(name: str = "d1", **params: Any) -> Asked:
     return Asked(name, {"do_remote_prefill": True, "transfer_id": "t", **COORDINATES, **params})
 
 
-@pytest.fixture
-def push() -> PushScheduler:
-    made = PushScheduler(
+def scheduler_of_engine(tp_size: int = 2) -> PushScheduler:
+    return PushScheduler(
         engine_id=EngineId("e"),
         host=HOST,
         port=PORT,
-        tp_size=2,
+        tp_size=tp_size,
         block_size=BLOCK_SIZE,
         renewals=Renewals(ManualClock(), lease_seconds=LEASE),
     )
+
+
+@pytest.fixture
+def push() -> PushScheduler:
+    made = scheduler_of_engine()
     made._numbers = itertools.count()
     return made
 
@@ -297,14 +301,7 @@ def test_a_hold_is_freed_when_it_is_named_and_no_other(push: PushScheduler) -> N
 
 def test_holds_of_other_connectors_are_left_to_them(push: PushScheduler) -> None:
     """An engine may have several that push, and vLLM reports to all of them in one set."""
-    others = PushScheduler(
-        engine_id=EngineId("e"),
-        host=HOST,
-        port=PORT,
-        tp_size=2,
-        block_size=BLOCK_SIZE,
-        renewals=Renewals(ManualClock(), lease_seconds=LEASE),
-    )
+    others = scheduler_of_engine()
     for one, name in ((push, "p1"), (others, "p2")):
         started(one, of_prefill(name, transfer_id=name))
         one.preempted(name, name)
@@ -460,14 +457,7 @@ class Engine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.push = PushScheduler(
-            engine_id=EngineId("e"),
-            host=HOST,
-            port=PORT,
-            tp_size=1,
-            block_size=BLOCK_SIZE,
-            renewals=Renewals(ManualClock(), lease_seconds=LEASE),
-        )
+        self.push = scheduler_of_engine(tp_size=1)
         self.push._numbers = itertools.count()
         self.number = 0
         self.free = set(range(40))
