@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.pages import PageWatch
 from experiments.common.servers import Running, Server, ServerError
@@ -29,7 +29,11 @@ PAUSE_SECONDS = 0.1
 LOOK_SECONDS = 0.05
 GIVE_UP_SECONDS = 4 * (LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 STALE_REQUESTS = 50
-_USAGE = re.compile(r"^vllm:(?:gpu|kv)_cache_usage_perc\{[^}]*\} (\S+)$", re.MULTILINE)
+# A lease outlives a heartbeat that is late by half of it.
+_SHORTER_SECONDS, _LONGER_SECONDS = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
+SHORTER, LONGER = f"{_SHORTER_SECONDS:.2f} s", f"{_LONGER_SECONDS:.0f} s"
+_USAGE = "vllm:kv_cache_usage_perc"
+_LEASES_ENDED = "vllm:nixl_num_kv_expired_reqs_total"
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class Recovery:
         right_seconds: from then until the first request that began afterwards was answered rightly; None if none was.
         memory_seconds: from the end of the last request until both sides held what they hold at rest; None if they
             did not within GIVE_UP_SECONDS.
+        leases_ended: of prefill's, from the beginning until then; None if it was another prefill in between.
     """
 
     fault: str
     lasted_seconds: float
     right_seconds: float | None
     memory_seconds: float | None
+    leases_ended: int | None = None
 
 
 class Held(NamedTuple):
@@ -75,15 +81,13 @@ class Chaos:
 
     def faults(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Each kind by its name."""
-        # A lease outlives a heartbeat that is late by half of it.
-        shorter, longer = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
         return {
             "prefill is killed": lambda: self._kill(0),
             "decode is killed": lambda: self._kill(1),
-            f"prefill stands still, {shorter:.2f} s": lambda: self._stand_still(0, shorter),
-            f"prefill stands still, {longer:.0f} s": lambda: self._stand_still(0, longer),
-            f"decode stands still, {shorter:.2f} s": lambda: self._stand_still(1, shorter),
-            f"decode stands still, {longer:.0f} s": lambda: self._stand_still(1, longer),
+            f"prefill stands still, {SHORTER}": lambda: self._stand_still(0, _SHORTER_SECONDS),
+            f"prefill stands still, {LONGER}": lambda: self._stand_still(0, _LONGER_SECONDS),
+            f"decode stands still, {SHORTER}": lambda: self._stand_still(1, _SHORTER_SECONDS),
+            f"decode stands still, {LONGER}": lambda: self._stand_still(1, _LONGER_SECONDS),
             "clients go away": self._clients_go_away,
             "clients go away while they wait": self._clients_of_a_burst_go_away,
             "stale parameters": self._stale,
@@ -111,6 +115,8 @@ class Chaos:
     async def _one(self, name: str, inflict: Callable[[], Awaitable[None]]) -> None:
         traffic = self.traffic
         traffic.fault = name
+        prefill = self.running.servers[0]
+        ended = await _leases_ended(prefill)
         self._asking.set()
         await asyncio.sleep(self.draw.uniform(0.2, 2.0))
         began = time.monotonic()
@@ -126,8 +132,15 @@ class Chaos:
         while self._under_way:
             await asyncio.sleep(LOOK_SECONDS)
         memory = await self._memory_seconds()
+        same = prefill is self.running.servers[0]
         self.recoveries.append(
-            Recovery(name, over - began, None if right is None else right.ended_seconds - over, memory)
+            Recovery(
+                fault=name,
+                lasted_seconds=over - began,
+                right_seconds=None if right is None else right.ended_seconds - over,
+                memory_seconds=memory,
+                leases_ended=await _leases_ended(prefill) - ended if same else None,
+            )
         )
 
     @contextlib.asynccontextmanager
@@ -167,8 +180,7 @@ class Chaos:
         return None
 
     async def _held(self) -> list[Held]:
-        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
-            return [Held(await _usage(http, server), mapped_bytes(server)) for server in self.running.servers]
+        return [Held(max(await _metric(server, _USAGE)), mapped_bytes(server)) for server in self.running.servers]
 
     # ------------------------------------------------------------------------------------------------------ the faults
 
@@ -202,12 +214,20 @@ def mapped_bytes(server: Server) -> int:
     return PageWatch(server.identity).mapped_bytes() or 0
 
 
-async def _usage(http: httpx.AsyncClient, server: Server) -> float:
-    """The share of a server's blocks that is in use."""
-    found = _USAGE.findall((await http.get(f"{server.base_url}/metrics")).text)
+async def _leases_ended(prefill: Server) -> int:
+    """How many leases have ended since it started."""
+    return round(sum(await _metric(prefill, _LEASES_ENDED)))
+
+
+async def _metric(server: Server, name: str) -> list[float]:
+    """What a server says of itself, a value for each of its engines."""
+    async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
+        said = (await http.get(f"{server.base_url}/metrics")).text
+    samples = (sample for family in text_string_to_metric_families(said) for sample in family.samples)
+    found = [sample.value for sample in samples if sample.name == name]
     if not found:
-        raise ServerError(f"{server.spec.name} has no metric of its blocks in use")
-    return max(map(float, found))
+        raise ServerError(f"{server.spec.name} has no metric {name}; its kind changed. Nothing can be said of it.")
+    return found
 
 
 def _said(traffic: Traffic) -> str:

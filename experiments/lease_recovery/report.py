@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.chaos import Recovery
-from experiments.lease_recovery.traffic import Ended
+from experiments.lease_recovery.chaos import SHORTER, Recovery
+from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended
 
 LEAST_REQUESTS = 300
 MEMORY_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS
@@ -35,7 +35,9 @@ def judge(outcome: Outcome) -> list[tuple[str, str, bool]]:
     verdicts = Counter(one.verdict for one in outcome.ended)
     right = max((_seconds(one.right_seconds) for one in outcome.recoveries), default=math.inf)
     memory = max((_seconds(one.memory_seconds) for one in outcome.recoveries), default=math.inf)
-    stale = Counter(one.verdict for one in outcome.ended if one.fault == "stale parameters")
+    outlived = [one for one in outcome.recoveries if one.fault.endswith(SHORTER)]
+    ended = sum(one.leases_ended or 0 for one in outlived)
+    stale = Counter(one.verdict for one in outcome.ended if one.fault == OUT_OF_DATE)
     return [
         (
             f"{outcome.arm}: at least {LEAST_REQUESTS} requests",
@@ -43,7 +45,7 @@ def judge(outcome: Outcome) -> list[tuple[str, str, bool]]:
             len(outcome.ended) >= LEAST_REQUESTS,
         ),
         (f"{outcome.arm}: no wrong token with HTTP 200", f"{verdicts['wrong']}", not verdicts["wrong"]),
-        (f"{outcome.arm}: stale parameters, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]),
+        (f"{outcome.arm}: {OUT_OF_DATE}, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]),
         (f"{outcome.arm}: no request without an end", f"{verdicts['hangs']}", not verdicts["hangs"]),
         (f"{outcome.arm}: every fault is followed by a right answer", _said([right]), right < math.inf),
         (
@@ -51,16 +53,29 @@ def judge(outcome: Outcome) -> list[tuple[str, str, bool]]:
             _said([memory]),
             memory <= MEMORY_BACK_SECONDS,
         ),
+        (
+            f"{outcome.arm}: no lease ends while a server stands still for {SHORTER}",
+            f"{ended} in {len(outlived)}",
+            bool(outlived) and not ended,
+        ),
     ]
 
 
 def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
     """A row per arm and kind of fault; seconds are medians and the longest."""
     table = Table(title=title)
-    for column in ("servers", "fault", "times", *VERDICTS, "until a right answer (s)", "until memory is back (s)"):
+    for column in (
+        "servers",
+        "fault",
+        "times",
+        *VERDICTS,
+        "leases ended",
+        "until a right answer (s)",
+        "until memory is back (s)",
+    ):
         table.add_column(column, justify="left" if column in ("servers", "fault") else "right")
     for outcome in outcomes:
-        for fault in [*dict.fromkeys(one.fault for one in outcome.recoveries), "none"]:
+        for fault in [*dict.fromkeys(one.fault for one in outcome.recoveries), OUT_OF_DATE, "none"]:
             times = [one for one in outcome.recoveries if one.fault == fault]
             verdicts = Counter(one.verdict for one in outcome.ended if one.fault == fault)
             table.add_row(
@@ -68,6 +83,7 @@ def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
                 fault,
                 str(len(times)) if times else "",
                 *(str(verdicts[verdict] or "") for verdict in VERDICTS),
+                str(sum(one.leases_ended or 0 for one in times) or ""),
                 _said([_seconds(one.right_seconds) for one in times]),
                 _said([_seconds(one.memory_seconds) for one in times]),
             )

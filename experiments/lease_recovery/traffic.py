@@ -18,6 +18,8 @@ from experiments.common.servers import Server
 from experiments.lease_recovery.arms import TOKENS
 
 Verdict = Literal["right", "wrong", "error", "no connection", "went away", "hangs"]
+OUT_OF_DATE = "parameters out of date"
+"""What was going on for a request whose decode comes too late; others are asked meanwhile."""
 HANG_SECONDS = 90.0
 """Longer than anything here may take, a handshake that is tried again among it, on a busy machine."""
 
@@ -88,7 +90,7 @@ class Traffic:
             for name, n, params in zip(names, which, held, strict=True):
                 began = time.monotonic()
                 verdict, detail = await self._decode(decode, name, n, params)
-                self.ended.append(Ended(verdict, "stale parameters", began, time.monotonic(), detail))
+                self.ended.append(Ended(verdict, OUT_OF_DATE, began, time.monotonic(), detail))
         return self.ended[first:]
 
     async def _ask(self, number: int) -> tuple[Verdict, str]:

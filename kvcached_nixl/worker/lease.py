@@ -35,8 +35,11 @@ class Leases(Deadlines[PrefillRequestId]):
         self[request_id] = self._clock.now_seconds() + self._lease_seconds
 
     def renew(self, request_ids: Iterable[PrefillRequestId]) -> None:
-        """A beat came. It renews what is held; it takes nothing away, and revives nothing that is over."""
-        now = self._clock.now_seconds()
-        extended = now + EXTENSION * self._lease_seconds
+        """A beat was read. It renews what is held; it takes nothing away, and revives nothing that is gone.
+
+        What nobody has looked for is held even if its time is over: beats are read before anyone looks, so a step of
+        prefill's may be as long as it likes if decode has beaten meanwhile.
+        """
+        extended = self._clock.now_seconds() + EXTENSION * self._lease_seconds
         ends = self._at_seconds.get
-        self.move({request_id: extended for request_id in request_ids if now < ends(request_id, now) < extended})
+        self.move({request_id: extended for request_id in request_ids if ends(request_id, extended) < extended})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,29 @@ def test_a_request_that_waits_for_room_keeps_its_lease_and_others_end(node: Call
     until_both(prefill, decode, lambda: prefill.worker._reqs_to_send[PREFILL_ID] > begun + 2 * EXTENSION)
     assert decode.scheduler.requests[DECODE_ID].status == RequestStatus.WAITING and prefill.holds(blocks)
     assert PREFILL_ID not in prefill.sent
+    pool.free_blocks(taken)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(decode.blocks(DECODE_ID))
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("whose", ["decode", "prefill"])
+def test_a_lease_outlives_a_long_step(whose: str, node: Callable[..., Node]) -> None:
+    """Decode's may last half of the lease less its way; prefill's as long as it likes, if decode beats meanwhile."""
+    lease_seconds = 2 * LEASE_SECONDS
+    prefill, decode = (node(filling, kv_lease_duration=lease_seconds) for filling in (PREFILL_FILLING, DECODE_FILLING))
+    served(prefill, decode)
+    pool = decode.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(USABLE - 1)
+    params = prefilled(prefill)
+    decode.add(DECODE_ID, params)
+    begun = prefill.worker._reqs_to_send[PREFILL_ID]
+    until_both(prefill, decode, lambda: prefill.worker._reqs_to_send[PREFILL_ID] > begun)
+    other, lasts_seconds = (prefill, 0.4) if whose == "decode" else (decode, 1.2)
+    over = time.monotonic() + lasts_seconds * lease_seconds
+    until(lambda: other.step() and time.monotonic() > over)
+    until_both(prefill, decode, lambda: True)
+    assert PREFILL_ID not in prefill.sent and prefill.holds(prefill.blocks(PREFILL_ID))
     pool.free_blocks(taken)
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     assert decode.holds(decode.blocks(DECODE_ID))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from experiments.common.client import AnswerError, Client
 from experiments.lease_recovery.arms import PULL, PUSH, STOCK, prompts
-from experiments.lease_recovery.chaos import Recovery
+from experiments.lease_recovery.chaos import SHORTER, Recovery
 from experiments.lease_recovery.report import (
     LEAST_REQUESTS,
     MEMORY_BACK_SECONDS,
@@ -23,9 +23,12 @@ from experiments.lease_recovery.report import (
     table_of_faults,
     table_of_targets,
 )
-from experiments.lease_recovery.traffic import Ended, Traffic, Verdict
+from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended, Traffic, Verdict
 
-FINE = Recovery("decode is killed", 20.0, 1.0, MEMORY_BACK_SECONDS)
+STOOD = f"prefill stands still, {SHORTER}"
+KILLED = Recovery("decode is killed", 20.0, 1.0, MEMORY_BACK_SECONDS)
+OUTLIVED = Recovery(STOOD, 1.0, 1.0, 0.1, 0)
+FINE = KILLED, OUTLIVED
 RIGHT = Ended("right", "none", 0.0, 1.0)
 
 
@@ -34,33 +37,38 @@ def reached(ended: Sequence[Ended], *recoveries: Recovery) -> list[bool]:
 
 
 def test_everything_as_promised_is_reached() -> None:
-    assert reached([RIGHT] * LEAST_REQUESTS, FINE) == [True] * 6
+    assert reached([RIGHT] * LEAST_REQUESTS, *FINE) == [True] * 7
 
 
 @pytest.mark.parametrize(
     ("ended", "recovery", "missed"),
     [
-        ([RIGHT] * (LEAST_REQUESTS - 1), FINE, 0),
-        ([*[RIGHT] * LEAST_REQUESTS, Ended("wrong", "none", 0.0, 1.0)], FINE, 1),
-        ([*[RIGHT] * LEAST_REQUESTS, Ended("hangs", "none", 0.0, 1.0)], FINE, 3),
+        ([RIGHT] * (LEAST_REQUESTS - 1), KILLED, 0),
+        ([*[RIGHT] * LEAST_REQUESTS, Ended("wrong", "none", 0.0, 1.0)], KILLED, 1),
+        ([*[RIGHT] * LEAST_REQUESTS, Ended("hangs", "none", 0.0, 1.0)], KILLED, 3),
         ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, None, 1.0), 4),
         ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, 1.0, MEMORY_BACK_SECONDS + 0.01), 5),
         ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, 1.0, None), 5),
+        ([RIGHT] * LEAST_REQUESTS, Recovery(STOOD, 1.0, 1.0, 0.1, 1), 6),
     ],
-    ids=["too few", "wrong", "hangs", "no answer any more", "memory late", "memory never"],
+    ids=["too few", "wrong", "hangs", "no answer any more", "memory late", "memory never", "a lease ends"],
 )
 def test_each_target_can_be_missed(ended: list[Ended], recovery: Recovery, missed: int) -> None:
-    assert [number for number, one in enumerate(reached(ended, FINE, recovery)) if not one] == [missed]
+    assert [number for number, one in enumerate(reached(ended, *FINE, recovery)) if not one] == [missed]
+
+
+def test_a_target_that_was_not_tried_is_missed() -> None:
+    assert [number for number, one in enumerate(reached([RIGHT] * LEAST_REQUESTS, KILLED)) if not one] == [6]
 
 
 def test_a_wrong_stale_answer_is_counted_as_both() -> None:
-    ended = [*[RIGHT] * LEAST_REQUESTS, Ended("wrong", "stale parameters", 0.0, 1.0)]
-    assert [number for number, one in enumerate(reached(ended, FINE)) if not one] == [1, 2]
+    ended = [*[RIGHT] * LEAST_REQUESTS, Ended("wrong", OUT_OF_DATE, 0.0, 1.0)]
+    assert [number for number, one in enumerate(reached(ended, *FINE)) if not one] == [1, 2]
 
 
 def test_the_tables_say_it() -> None:
     console = Console(width=220, record=True, file=io.StringIO())
-    recoveries = [FINE, Recovery("decode is killed", 21.0, 3.0, None)]
+    recoveries = [*FINE, Recovery("decode is killed", 21.0, 3.0, None)]
     outcome = Outcome("pull", True, [RIGHT, Ended("error", "decode is killed", 0.0, 1.0)], recoveries)
     console.print(table_of_faults([outcome], "faults"))
     console.print(table_of_targets(judge(outcome)))

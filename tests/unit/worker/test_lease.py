@@ -48,11 +48,13 @@ def test_a_beat_adds_two_thirds_from_then_on_and_never_takes_away(clock: ManualC
     assert leases.take_due(clock.now_seconds()) == [P1]
 
 
-def test_a_late_beat_revives_nothing(clock: ManualClock, leases: Leases) -> None:
-    """Also one that comes when the time is over and nobody has looked yet: which of the two is first is chance."""
+def test_a_late_beat_renews_what_nobody_has_looked_for(clock: ManualClock, leases: Leases) -> None:
+    """It may have waited for a long step of prefill's to end. It revives nothing."""
     leases.grant(P1)
-    clock.advance(LEASE)
+    clock.advance(2 * LEASE)
     leases.renew([P1])
+    assert leases.take_due(clock.now_seconds()) == []
+    clock.advance(EXTENSION)
     assert leases.take_due(clock.now_seconds()) == [P1]
     leases.renew([P1])
     assert P1 not in leases
@@ -118,7 +120,7 @@ def test_they_are_a_dictionary_that_is_searched(operations: list[tuple[str, Any,
                 ends[what] = now + LEASE
             case "renew":
                 leases.renew(what)
-                ends |= {one: max(ends[one], now + EXTENSION) for one in what if ends.get(one, now) > now}
+                ends |= {one: max(ends[one], now + EXTENSION) for one in what if one in ends}
             case "end":
                 assert leases.pop(what, None) == ends.pop(what, None)
             case "advance":

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lease between decode, which beats once a step at most, and prefill, which reads once a step: how long may steps be?
+
+Each on a clock of its own, as on two hosts.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
+from kvcached_nixl.scheduler.lease import Renewals
+from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, beats, read_beat
+from kvcached_nixl.worker.lease import Leases
+
+LEASE_SECONDS = 30.0
+LONGEST_STEP_SECONDS = (EXTENSION - INTERVAL) * LEASE_SECONDS
+THEIRS = PrefillRequestId("cmpl-1-0-aaaaaaaa")
+PARAMS = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "prefill",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+
+
+class Lease:
+    """One request: prefill has ended it, and decode waits with it."""
+
+    def __init__(self) -> None:
+        self._clocks = ManualClock(-5e6), ManualClock(7e3)
+        self._leases = Leases(self._clocks[0], lease_seconds=LEASE_SECONDS)
+        self._renewals = Renewals(self._clocks[1], lease_seconds=LEASE_SECONDS)
+        self._under_way: list[bytes] = []
+        self._leases.grant(THEIRS)
+        self._renewals.begin(DecodeRequestId("d"), PARAMS, THEIRS)
+
+    def pass_time(self, seconds: float) -> None:
+        for clock in self._clocks:
+            clock.advance(seconds)
+
+    def decode_steps(self) -> None:
+        for _, names in self._renewals.take_beats():
+            self._under_way += beats(names)
+
+    def prefill_steps(self) -> bool:
+        """Whether it still holds the request's blocks afterwards."""
+        for beat in self._under_way:
+            self._leases.renew(read_beat(beat))
+        self._under_way.clear()
+        self._leases.take_due(self._clocks[0].now_seconds())
+        return THEIRS in self._leases
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.0, LONGEST_STEP_SECONDS, exclude_max=True),
+            st.lists(st.floats(0.0, 1.0), max_size=3, unique=True).map(sorted),
+        ),
+        max_size=30,
+    )
+)
+def test_it_outlives_every_step_of_decode_of_less_than_half_of_it(steps: list[tuple[float, list[float]]]) -> None:
+    """And prefill's of any length: each of decode's steps comes with the moments in it at which prefill's end."""
+    lease = Lease()
+    for seconds, ends_of_prefills in steps:
+        lease.decode_steps()
+        passed = 0.0
+        for end in ends_of_prefills:
+            lease.pass_time(seconds * end - passed)
+            passed = seconds * end
+            assert lease.prefill_steps()
+        lease.pass_time(seconds - passed)
+
+
+@pytest.mark.parametrize(("step_seconds", "holds"), [(LONGEST_STEP_SECONDS - 0.1, True), (20.1, False)])
+def test_when_it_ends_while_decode_computes(step_seconds: float, holds: bool) -> None:
+    lease = Lease()
+    lease.pass_time(LEASE_SECONDS - 1.0)
+    lease.decode_steps()
+    assert lease.prefill_steps()
+    lease.pass_time(step_seconds)
+    assert lease.prefill_steps() is holds
+
+
+def test_what_prefill_reads_late_counts_from_then() -> None:
+    """Its clock alone decides: how long a beat was under way, it cannot know."""
+    lease = Lease()
+    lease.decode_steps()
+    lease.pass_time(2 * LEASE_SECONDS)
+    assert lease.prefill_steps()
+    lease.pass_time(EXTENSION * LEASE_SECONDS - 0.1)
+    assert lease.prefill_steps()
+    lease.pass_time(0.2)
+    assert not lease.prefill_steps()
