@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcached_nixl.compat.connector import ours_of, private
+from kvcached_nixl.compat.attached import ours_of
+from kvcached_nixl.compat.connector import private
 
 __all__ = ["blocks_of", "give_back", "halves", "is_idle", "is_whole", "scheduled", "take_blocks"]
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.connector import (
-    WorkerView,
+from kvcached_nixl.compat.attached import (
     attach_beats,
     attach_step,
     beats_of,
@@ -22,6 +21,7 @@ from kvcached_nixl.compat.connector import (
     sent_in,
     step_of,
 )
+from kvcached_nixl.compat.connector import WorkerView
 from kvcached_nixl.compat.engine import blocks_of, is_idle, is_whole, scheduled
 from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
 from kvcached_nixl.patching import Call, Patch, Target

@@ -6,7 +6,8 @@ Runs in: the engine-core process. Logic lives in ``kvcached_nixl.scheduler``.
 
 from __future__ import annotations
 
-from kvcached_nixl.compat.connector import SchedulerView, attach_pull, attach_push
+from kvcached_nixl.compat.attached import attach_pull, attach_push
+from kvcached_nixl.compat.connector import SchedulerView
 from kvcached_nixl.compat.locate import SCHEDULER
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch

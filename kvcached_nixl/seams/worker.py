@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
-from kvcached_nixl.compat.connector import WorkerView, attach_pull, attach_push, half_of
+from kvcached_nixl.compat.attached import attach_pull, attach_push, half_of
+from kvcached_nixl.compat.connector import WorkerView
 from kvcached_nixl.compat.locate import WORKER
 from kvcached_nixl.compat.side_channel import side_channel
 from kvcached_nixl.compat.versions import installed_row

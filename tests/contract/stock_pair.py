@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.compat.connector import attach_beats
+from kvcached_nixl.compat.attached import attach_beats
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 

@@ -25,7 +25,7 @@ from test_geometry import ERAS
 from test_transport import nixl_side, until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.connector import push_of
+from kvcached_nixl.compat.attached import push_of
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.wire.push import PREFIX, Withdrawal, Written, encode
 

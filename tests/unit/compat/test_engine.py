@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat.connector import attach_push, num_kv_cache_groups
+from kvcached_nixl.compat.attached import attach_push
+from kvcached_nixl.compat.connector import num_kv_cache_groups
 from kvcached_nixl.compat.engine import (
     blocks_of,
     give_back,
