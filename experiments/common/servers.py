@@ -116,7 +116,11 @@ class ServerSpec:
     forks: bool = False
 
     def command(self, port: int, engine_id: str) -> list[str]:
-        """Return the argument list of ``vllm serve`` on ``port``; its connector calls itself ``engine_id``."""
+        """Return the argument list of ``vllm serve`` on ``port``.
+
+        Args:
+            engine_id: what its connector calls itself, unless ``kv_transfer`` says so.
+        """
         command = [
             *(str(self.executable), "serve", str(self.model), "--host", HOST, "--port", str(port)),
             *("--served-model-name", "model", "--dtype", self.dtype, "--enforce-eager", "--seed", "0"),
@@ -129,7 +133,7 @@ class ServerSpec:
             *("--uvicorn-log-level", "warning"),
         ]
         if self.kv_transfer is not None:
-            command += ["--kv-transfer-config", json.dumps({**self.kv_transfer, "engine_id": engine_id})]
+            command += ["--kv-transfer-config", json.dumps({"engine_id": engine_id, **self.kv_transfer})]
         return [*command, *self.arguments]
 
 
@@ -176,7 +180,7 @@ class Server:
     def coordinates(self) -> dict[str, object]:
         """Where a decode server finds this one, in ``kv_transfer_params``."""
         return {
-            "remote_engine_id": self.identity,
+            "remote_engine_id": (self.spec.kv_transfer or {}).get("engine_id", self.identity),
             "remote_host": HOST,
             "remote_port": self.side_channel_port,
             "tp_size": self.spec.tensor_parallel_size,
@@ -293,13 +297,17 @@ class Running:
             time.sleep(0.5)
         return self.servers
 
-    def replace(self, index: int) -> Server:
-        """Start another server in place of the one at ``index``, which is dead, on the same ports; not ready yet."""
+    def replace(self, index: int, spec: ServerSpec | None = None) -> Server:
+        """Start another server in place of the one at ``index``, which is dead, on the same ports; not ready yet.
+
+        Args:
+            spec: of the other one, if it is not like the dead one.
+        """
         dead = self.servers[index]
         # What it left in shared memory is nobody's now.
         dead.stop()
         generation = int(dead.spec.name.partition("+")[2] or 0) + 1
-        spec = replace(dead.spec, name=f"{dead.spec.name.partition('+')[0]}+{generation}")
+        spec = replace(spec or dead.spec, name=f"{dead.spec.name.partition('+')[0]}+{generation}")
         self.servers[index] = Server(spec, self.logs, (dead.port, dead.side_channel_port))
         return self.servers[index]
 

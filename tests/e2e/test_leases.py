@@ -7,7 +7,9 @@ The long run of this, with every kind of fault, is experiments/lease_recovery.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 
 from experiments.common.client import Client, Pair, http_client, read_answer
-from experiments.common.servers import Running, Server
+from experiments.common.servers import Running, Server, ServerSpec
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, PULL, PUSH, TOKENS, Arm, prompts
 from experiments.lease_recovery.chaos import mapped_bytes
 from experiments.lease_recovery.traffic import Ended, Traffic
@@ -26,11 +28,8 @@ STALE = 50
 MEMORY_COMES_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS + 20.0
 
 
-def start_again(running: Running, side: int) -> None:
-    """The server is killed, and another one listens where it did."""
-    running.servers[side].kill()
-    running.replace(side)
-    running.ready()
+def named(spec: ServerSpec, engine_id: str) -> ServerSpec:
+    return dataclasses.replace(spec, kv_transfer={**(spec.kv_transfer or {}), "engine_id": engine_id})
 
 
 def all_right(ended: list[Ended]) -> bool:
@@ -39,17 +38,34 @@ def all_right(ended: list[Ended]) -> bool:
     return bool(ended)
 
 
-@pytest.mark.parametrize("arm", [PULL, PUSH], ids=lambda arm: arm.name)
-def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, tmp_path: Path) -> None:
-    """Every answer is HTTP 200 with the right tokens."""
+@pytest.mark.parametrize(
+    ("arm", "successors"), [(PULL, ("a prefill", "another")), (PUSH, ("a prefill",))], ids=["pull", "push"]
+)
+def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: Sequence[str], tmp_path: Path) -> None:
+    """Every answer is HTTP 200 with the right tokens, also when prefill has died and another one listens where it did.
+
+    ``successors``: what those are called, one after the other. The first prefill is called like its successor.
+    """
 
     async def before(traffic: Traffic) -> None:
         await traffic.learn()
         assert all_right(await asyncio.gather(*(traffic.one() for _ in range(8))))
         assert all_right(await traffic.stale(STALE, LEASE_SECONDS + 2 * HEARTBEAT_SECONDS))
 
-    async def afterwards(traffic: Traffic) -> None:
-        # Decode knows a prefill of another name at these ports, which is gone.
+    async def restarted(traffic: Traffic, name: str) -> None:
+        """Decode knows the one that is gone, and one of its requests."""
+        async with http_client(1) as http:
+            pair = Pair(*(Client(server.base_url, http) for server in running.servers))
+            offer = await pair.prefill_only(traffic.prompts[0], salt=name, request_id=name)
+            running.servers[0].kill()
+            running.replace(0, named(running.specs[0], name))
+            running.ready()
+            # A prefill that is pushed from cannot know that it never had this request: decode waits out its timeout.
+            if arm is PULL:
+                late = await pair.decode_offered(
+                    offer, traffic.prompts[0], max_tokens=TOKENS, salt=name, request_id=name
+                )
+                assert late.answer.token_ids == traffic.expected[0]
         assert all_right(await asyncio.gather(*(traffic.one() for _ in range(8))))
 
     async def shrunk(traffic: Traffic, prefill: Server, decode: Server) -> None:
@@ -72,18 +88,17 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, tmp_path: Pa
             assert all_right(await asyncio.gather(*others))
             assert update_kv_cache_limit(prefill.identity, before.total_size) is not None
 
-    with Running(arm.specs("recompute"), tmp_path) as running:
+    specs = arm.specs("recompute")
+    with Running([named(specs[0], successors[0]), specs[1]], tmp_path) as running:
         prefill, decode = running.ready()
         rest = mapped_bytes(decode)
         traffic = Traffic(running.servers, arm.mode, prompts(12))
         asyncio.run(before(traffic))
-        if arm is PUSH:
-            # Who dies while it pushes is test_push.py's.
-            return
-        asyncio.run(shrunk(traffic, prefill, decode))
-        assert "Prefill does not keep request" in decode.log.read_text()
-        start_again(running, 0)
-        asyncio.run(afterwards(traffic))
+        if arm is PULL:
+            asyncio.run(shrunk(traffic, prefill, decode))
+            assert "Prefill does not keep request" in decode.log.read_text()
+        for name in successors:
+            asyncio.run(restarted(traffic, name))
         deadline = time.monotonic() + MEMORY_COMES_BACK_SECONDS
         while mapped_bytes(decode) > rest:
             assert time.monotonic() < deadline, "decode keeps memory of requests that have ended"
