@@ -31,6 +31,14 @@ def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[Prefil
         assert len(one) + 1 + len(read_beat(following)[0].encode()) > MOST_BEAT_BYTES
 
 
+@pytest.mark.parametrize("behind", [[], ["b"]])
+@pytest.mark.parametrize(("length", "fits"), [(MOST_BEAT_BYTES - 5, True), (MOST_BEAT_BYTES - 4, False)])
+def test_a_beat_is_full_before_the_next_begins(length: int, fits: bool, behind: list[str]) -> None:
+    first, *others = beats([PrefillRequestId(name) for name in ["a", "x" * length, *behind]])
+    assert (len(first) == MOST_BEAT_BYTES) is fits
+    assert len(others) == (not fits) + len(behind)
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_id_that_fits_into_no_beat_keeps_no_other_from_being_named(place: int) -> None:
     """vLLM's own worker would send it."""

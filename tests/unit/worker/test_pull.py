@@ -148,3 +148,7 @@ def test_who_was_lost_is_forgotten_when_nothing_is_in_flight(stock: Stock, caplo
         pull.forget_lost_peers(stock)
     assert list(stock.agents) == ["q"]
     assert len(caplog.messages) == 1 and "engine p" in caplog.text
+    # It is met anew, under the names that it had.
+    stock.agents["p"] = ["rank 0", "rank 1"]
+    pull.forget_lost_peers(stock)
+    assert "p" in stock.agents
