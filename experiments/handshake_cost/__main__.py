@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+
 if TYPE_CHECKING:
     from experiments.handshake_cost.measure import Sample
 
@@ -57,7 +59,7 @@ def cold_quartiles(samples: list[Sample], arm: str, gib: int) -> list[float]:
     )
 
 
-def judge(samples: list[Sample], ours: list[str], stock: str) -> list[tuple[str, str, bool]]:
+def judge(samples: list[Sample], ours: list[str], stock: str) -> list[Verdict]:
     """Rows of (target, figure, reached)."""
     rows = []
     for arm in ours:
@@ -73,7 +75,7 @@ def judge(samples: list[Sample], ours: list[str], stock: str) -> list[tuple[str,
             (f"{arm}: memory, 60 GiB against 1 GiB (<= 64 MiB)", f"{growth / 2**20:+.0f} MiB", growth <= 64 * 2**20),
             (f"{arm}: wrappers of a decode step (< 1 %)", f"{share:.2%}", share < 0.01),
         ]
-    return rows
+    return [Verdict(*row) for row in rows]
 
 
 def main(options: argparse.Namespace) -> int:
@@ -145,25 +147,19 @@ def main(options: argparse.Namespace) -> int:
             f"{cell('wrapper_seconds') * 1e6:.1f}",
         )
     verdicts = judge(samples, [arm.name for arm in arms if arm.ours], STOCK.name)
-    targets = Table(title="targets")
-    for column in ("target", "found", ""):
-        targets.add_column(column)
-    for target, found, reached in verdicts:
-        targets.add_row(target, found, "reached" if reached else "MISSED")
     console = stdout_console()
     console.print(table)
-    console.print(targets)
-    missed = any(not reached for _, _, reached in verdicts)
+    console.print(table_of_targets(verdicts))
     write_json(
         RESULTS / f"last-{options.vllm}.json",
         {
             "began": began.isoformat(timespec="seconds"),
             "rounds": rounds,
-            "targets": [{"target": t, "found": f, "reached": r} for t, f, r in verdicts],
+            "targets": as_json(verdicts),
             "samples": [dataclasses.asdict(sample) for sample in samples],
         },
     )
-    return 1 if missed else 0
+    return exit_status(verdicts)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+
 RESULTS = Path(__file__).resolve().parent / "results"
 WAITING = (10, 100, 1_000, 10_000)
 ROUNDS = 30
@@ -83,24 +85,23 @@ def main(options: argparse.Namespace) -> int:
             str(one.largest_bytes),
         )
     console.print(table)
-    for target, found, reached in verdicts:
-        console.print(f"{'reached' if reached else 'missed'}: {target}: {found}")
+    console.print(table_of_targets(verdicts))
     write_json(
         RESULTS / f"last-{options.vllm}.json",
         {
-            "targets": [{"target": t, "found": f, "reached": r} for t, f, r in verdicts],
+            "targets": as_json(verdicts),
             "costs": [vars(one) for one in costs],
         },
     )
-    return 1 if any(not reached for _, _, reached in verdicts) else 0
+    return exit_status(verdicts)
 
 
-def judge(costs: list[Cost]) -> list[tuple[str, str, bool]]:
-    """(target, found, reached)."""
+def judge(costs: list[Cost]) -> list[Verdict]:
+    """Of what was measured."""
     from kvcached_nixl.wire.lease import MOST_BEAT_BYTES
 
     largest = max(one.largest_bytes for one in costs)
-    found = [("no notification is larger than is said", f"{largest} bytes", largest <= MOST_BEAT_BYTES)]
+    found = [Verdict("no notification is larger than is said", f"{largest} bytes", largest <= MOST_BEAT_BYTES)]
     for one in costs:
         if one.waiting == OF_REQUESTS:
             sides = {
@@ -110,7 +111,7 @@ def judge(costs: list[Cost]) -> list[tuple[str, str, bool]]:
             }
             for side, spent_ms in sides.items():
                 target = f"{side}: {one.waiting:,} waiting requests cost a step less than {MOST_MILLISECONDS:.0f} ms"
-                found.append((target, f"{spent_ms:.3f} ms", spent_ms < MOST_MILLISECONDS))
+                found.append(Verdict(target, f"{spent_ms:.3f} ms", spent_ms < MOST_MILLISECONDS))
     return found
 
 

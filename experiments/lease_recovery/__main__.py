@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.targets import as_json, exit_status, table_of_targets
+
 if TYPE_CHECKING:
     from experiments.common.report import Narrator
     from experiments.lease_recovery.arms import Arm
@@ -60,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
     from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.common.servers import ServerError
     from experiments.lease_recovery.arms import ARMS
-    from experiments.lease_recovery.report import judge, table_of_faults, table_of_targets
+    from experiments.lease_recovery.report import judge, table_of_faults
 
     arms = [arm for arm in ARMS if options.arm in (None, arm.name)]
     began = datetime.datetime.now(datetime.timezone.utc)
@@ -83,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
         {
             "began": began.isoformat(timespec="seconds"),
             "policy": options.policy,
-            "targets": [{"target": t, "found": f, "reached": r} for t, f, r in verdicts],
+            "targets": as_json(verdicts),
             "arms": [
                 {
                     "arm": one.arm,
@@ -98,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
             ],
         },
     )
-    return 1 if any(not reached for _, _, reached in verdicts) else 0
+    return exit_status(verdicts)
 
 
 def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrator) -> Outcome:

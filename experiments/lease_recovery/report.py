@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from experiments.common.targets import Verdict
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
 from experiments.lease_recovery.chaos import SHORTER, Recovery
 from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended
@@ -30,8 +31,8 @@ class Outcome:
     recoveries: Sequence[Recovery]
 
 
-def judge(outcome: Outcome) -> list[tuple[str, str, bool]]:
-    """(target, found, reached) of an arm."""
+def judge(outcome: Outcome) -> list[Verdict]:
+    """Of an arm."""
     verdicts = Counter(one.verdict for one in outcome.ended)
     right = max((_seconds(one.right_seconds) for one in outcome.recoveries), default=math.inf)
     memory = max((_seconds(one.memory_seconds) for one in outcome.recoveries), default=math.inf)
@@ -39,21 +40,23 @@ def judge(outcome: Outcome) -> list[tuple[str, str, bool]]:
     ended = sum(one.leases_ended or 0 for one in outlived)
     stale = Counter(one.verdict for one in outcome.ended if one.fault == OUT_OF_DATE)
     return [
-        (
+        Verdict(
             f"{outcome.arm}: at least {LEAST_REQUESTS} requests",
             f"{len(outcome.ended)}",
             len(outcome.ended) >= LEAST_REQUESTS,
         ),
-        (f"{outcome.arm}: no wrong token with HTTP 200", f"{verdicts['wrong']}", not verdicts["wrong"]),
-        (f"{outcome.arm}: {OUT_OF_DATE}, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]),
-        (f"{outcome.arm}: no request without an end", f"{verdicts['hangs']}", not verdicts["hangs"]),
-        (f"{outcome.arm}: every fault is followed by a right answer", _said([right]), right < math.inf),
-        (
+        Verdict(f"{outcome.arm}: no wrong token with HTTP 200", f"{verdicts['wrong']}", not verdicts["wrong"]),
+        Verdict(
+            f"{outcome.arm}: {OUT_OF_DATE}, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]
+        ),
+        Verdict(f"{outcome.arm}: no request without an end", f"{verdicts['hangs']}", not verdicts["hangs"]),
+        Verdict(f"{outcome.arm}: every fault is followed by a right answer", _said([right]), right < math.inf),
+        Verdict(
             f"{outcome.arm}: memory is back within {MEMORY_BACK_SECONDS:.1f} s (a lease and two heartbeats)",
             _said([memory]),
             memory <= MEMORY_BACK_SECONDS,
         ),
-        (
+        Verdict(
             f"{outcome.arm}: no lease ends while a server stands still for {SHORTER}",
             f"{ended} in {len(outlived)}",
             bool(outlived) and not ended,
@@ -88,15 +91,6 @@ def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
                 _said([_seconds(one.memory_seconds) for one in times]),
             )
         table.add_section()
-    return table
-
-
-def table_of_targets(verdicts: Sequence[tuple[str, str, bool]]) -> Table:
-    table = Table(title="targets")
-    for column in ("target", "found", ""):
-        table.add_column(column)
-    for target, found, reached in verdicts:
-        table.add_row(target, found, "[green]reached[/green]" if reached else "[red]missed[/red]")
     return table
 
 

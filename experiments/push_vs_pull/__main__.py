@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.targets import as_json, exit_status, table_of_targets
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -59,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
     from experiments.common.servers import ServerError
     from experiments.push_vs_pull.arms import TRANSPORTS
     from experiments.push_vs_pull.network import enter
-    from experiments.push_vs_pull.report import cells, judge, plot, table_of_cells, table_of_targets
+    from experiments.push_vs_pull.report import cells, judge, plot, table_of_cells
 
     has_network = enter(sys.argv[1:])
     asked_for = [one for one in TRANSPORTS if (options.transport or "").lower() in one.name.lower()]
@@ -89,12 +91,12 @@ def main(options: argparse.Namespace) -> int:
         RESULTS / f"{name}.json",
         {
             "began": began.isoformat(timespec="seconds"),
-            "targets": [{"target": t, "found": f, "reached": r} for t, f, r in verdicts],
+            "targets": as_json(verdicts),
             "cells": [dataclasses.asdict(one) for one in found],
             "samples": [dataclasses.asdict(one) for one in samples],
         },
     )
-    return 1 if any(not reached for _, _, reached in verdicts) else 0
+    return exit_status(verdicts)
 
 
 def _samples(

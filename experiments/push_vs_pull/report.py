@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from experiments.common.targets import Verdict
 from experiments.push_vs_pull.arms import ARMS, CHUNK_TOKENS, PULL, PUSH_STREAMED, STOCK_PUSH, TRANSPORTS
 from experiments.push_vs_pull.measure import Sample
 
@@ -70,10 +71,10 @@ def cells(samples: Sequence[Sample]) -> list[Cell]:
     return found
 
 
-def judge(found: Sequence[Cell]) -> list[tuple[str, str, bool]]:
-    """Rows of (target, figure, reached)."""
+def judge(found: Sequence[Cell]) -> list[Verdict]:
+    """Of all cells."""
     table = {(one.arm, one.transport, one.prompt_tokens, one.at_a_time): one for one in found}
-    rows: list[tuple[str, str, bool]] = []
+    rows: list[Verdict] = []
     for (arm, transport, length, at_a_time), pull in table.items():
         streamed = table.get((PUSH_STREAMED.name, transport, length, at_a_time))
         if arm != PULL.name or transport not in TCP_NAMES or streamed is None:
@@ -81,7 +82,7 @@ def judge(found: Sequence[Cell]) -> list[tuple[str, str, bool]]:
         gain = pull.first_token_p50 / streamed.first_token_p50
         least = 1.5 if length >= 1024 else 1.0
         rows.append(
-            (
+            Verdict(
                 f"{transport}, {length} tokens, {at_a_time} at a time: first token, pull / streamed push (>= {least})",
                 f"{gain:.2f} x",
                 gain >= least,
@@ -94,7 +95,7 @@ def judge(found: Sequence[Cell]) -> list[tuple[str, str, bool]]:
         if arm == STOCK_PUSH.name and streamed is not None and length >= 2048:
             gain = stock.first_token_p50 / streamed.first_token_p50
             rows.append(
-                (
+                Verdict(
                     f"{transport}, {length} tokens, {at_a_time} at a time: stock push / streamed push (>= 1.2)",
                     f"{gain:.2f} x",
                     gain >= 1.2,
@@ -103,7 +104,7 @@ def judge(found: Sequence[Cell]) -> list[tuple[str, str, bool]]:
     return rows
 
 
-def _hidden(table: dict[tuple[str, str, int, int], Cell], transport: str) -> list[tuple[str, str, bool]]:
+def _hidden(table: dict[tuple[str, str, int, int], Cell], transport: str) -> list[Verdict]:
     """What a streamed push leaves to do after the last step, against a prompt that is one chunk."""
     rows = []
     chunk = table.get((PUSH_STREAMED.name, transport, CHUNK_TOKENS, 1))
@@ -112,7 +113,7 @@ def _hidden(table: dict[tuple[str, str, int, int], Cell], transport: str) -> lis
             continue
         assert streamed.exposed_p50 is not None and chunk.exposed_p50 is not None
         rows.append(
-            (
+            Verdict(
                 f"{transport}, {length} tokens: left after the last step, against a prompt of one chunk (<= 1.1 x)",
                 f"{streamed.exposed_p50 * 1e3:.0f} ms of {chunk.exposed_p50 * 1e3:.0f} ms",
                 streamed.exposed_p50 <= 1.1 * chunk.exposed_p50,
@@ -140,15 +141,6 @@ def table_of_cells(found: Sequence[Cell], title: str) -> Table:
             *(f"{seconds * 1e3:.1f}" for seconds in each),
             "" if one.exposed_p50 is None else f"{one.exposed_p50 * 1e3:.0f}",
         )
-    return table
-
-
-def table_of_targets(verdicts: Sequence[tuple[str, str, bool]]) -> Table:
-    table = Table(title="targets")
-    for column in ("target", "found", ""):
-        table.add_column(column)
-    for target, figure, reached in verdicts:
-        table.add_row(target, figure, "reached" if reached else "MISSED")
     return table
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from experiments.common.client import AnswerError, Client
+from experiments.common.targets import table_of_targets
 from experiments.lease_recovery.arms import PULL, PUSH, STOCK, prompts
 from experiments.lease_recovery.chaos import SHORTER, Recovery
 from experiments.lease_recovery.report import (
@@ -21,7 +22,6 @@ from experiments.lease_recovery.report import (
     Outcome,
     judge,
     table_of_faults,
-    table_of_targets,
 )
 from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended, Traffic, Verdict
 
@@ -73,7 +73,7 @@ def test_the_tables_say_it() -> None:
     console.print(table_of_faults([outcome], "faults"))
     console.print(table_of_targets(judge(outcome)))
     said = console.export_text()
-    assert "2.0, at most 3.0" in said and "never" in said and "missed" in said and "reached" in said
+    assert "2.0, at most 3.0" in said and "never" in said and "MISSED" in said and "reached" in said
 
 
 @pytest.mark.parametrize(
