@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.transport.base import Transport, TransportError
+from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.push import (
     AttemptKey,
@@ -37,10 +37,10 @@ from kvcached_nixl.wire.push import (
     Registration,
     Withdrawal,
     Withdrawn,
-    encode,
 )
 from kvcached_nixl.worker.lease import Leases
 from kvcached_nixl.worker.push_attempt import Attempt
+from kvcached_nixl.worker.push_peers import Peers
 from kvcached_nixl.worker.push_records import Memory, Offer
 
 __all__ = ["PushSender"]
@@ -85,17 +85,15 @@ class PushSender:
         self._due: dict[str, None] = {}
         self._leases = Leases(clock, lease_seconds=lease_seconds)
         self._unmatched = Deadlines[AttemptKey]()
-        self._peers: dict[str, Planes] = {}
-        self._strangers: dict[str, Peer] = {}
-        self._unanswered: dict[str, list[Message]] = {}
         self._done: list[PrefillRequestId] = []
         self._quiet: list[int] = []
         self._expired: list[PrefillRequestId] = []
         self.dropped: Counter[str] = Counter()
+        self._peers = Peers(transport, self.dropped)
 
     def __len__(self) -> int:
         """Offers, attempts and answers that are not over."""
-        return len(self._offers) + len(self._all()) + sum(map(len, self._unanswered.values()))
+        return len(self._offers) + len(self._all()) + len(self._peers)
 
     @property
     def in_flight(self) -> bool:
@@ -196,24 +194,18 @@ class PushSender:
 
     def unknown_peers(self) -> dict[str, Peer]:
         """Agents that wait for a WRITE or an answer and whose memory is not known yet, and where to ask for it."""
-        return dict(self._strangers)
+        return self._peers.strangers
 
     def peer_known(self, peer: str, planes: Planes) -> None:
         """The handshake with a rank of decode is done, and the transport knows it."""
-        self._peers[peer] = planes
-        self._strangers.pop(peer, None)
-        for message in self._unanswered.pop(peer, ()):
-            # Decode asks again, or is gone.
-            self.dropped["answer not sent"] += not self._has_sent(peer, message)
+        self._peers.known(peer, planes)
         for attempt in self._all():
             if attempt.peer == peer:
                 self._due[attempt.registration.transfer] = None
 
     def peer_lost(self, peer: str, reason: str) -> None:
         """The handshake failed, or the peer is gone: its attempts fail, and it is not answered."""
-        self._peers.pop(peer, None)
-        self._strangers.pop(peer, None)
-        self.dropped["answer not sent"] += len(self._unanswered.pop(peer, ()))
+        self._peers.lost(peer)
         for attempt in self._all():
             if attempt.peer == peer:
                 attempt.stop(reason)
@@ -285,8 +277,7 @@ class PushSender:
         self._due[transfer] = None
         if transfer not in self._offers:
             self._unmatched[registration.key] = attempt.unmatched_at_seconds
-        if peer not in self._peers:
-            self._strangers[peer] = registration.decode
+        self._peers.heard(peer, registration.decode)
 
     def _withdraw(self, peer: str, message: Withdrawal) -> None:
         attempt = self._attempts.get(message.transfer, {}).get(message.attempt)
@@ -296,7 +287,7 @@ class PushSender:
                 self._settled(message.transfer, message.decode)
             self._over.add(message.key)
             answer = Withdrawn(*message.key, self._tp_rank, self._tp_size)
-            self._answer(peer, message.decode, answer)
+            self._peers.answer(peer, message.decode, answer)
         elif attempt.peer == peer:
             attempt.stop("withdrawn")
             attempt.withdrawn = True
@@ -307,7 +298,7 @@ class PushSender:
     def _make_writes(self, attempt: Attempt) -> None:
         """Make WRITEs of the tokens that are ready and in none yet, up to a boundary that both sides' blocks share."""
         registration = attempt.registration
-        offer, remote = self._offers.get(registration.transfer), self._peers.get(attempt.peer)
+        offer, remote = self._offers.get(registration.transfer), self._peers.memory_of(attempt.peer)
         if offer is None:
             if attempt.unmatched_at_seconds <= self._clock.now_seconds():
                 attempt.stop("prefill has no such request")
@@ -342,10 +333,10 @@ class PushSender:
         self._unmatched.pop(key, None)
         self._over.add(key)
         if attempt.withdrawn:
-            self._answer(attempt.peer, registration.decode, Withdrawn(*key, self._tp_rank, self._tp_size))
+            self._peers.answer(attempt.peer, registration.decode, Withdrawn(*key, self._tp_rank, self._tp_size))
         elif attempt.stopping:
             failed = Failed(*key, self._tp_rank, self._tp_size, attempt.stopping)
-            self._answer(attempt.peer, registration.decode, failed)
+            self._peers.answer(attempt.peer, registration.decode, failed)
         self._settled(registration.transfer, registration.decode)
 
     def _settled(self, transfer: str, decode: Peer) -> None:
@@ -391,19 +382,3 @@ class PushSender:
     def _offer_of(self, request_id: PrefillRequestId) -> Offer | None:
         transfer = self._transfers.get(request_id)
         return None if transfer is None else self._offers.get(transfer)
-
-    def _answer(self, peer: str, address: Peer, message: Message) -> None:
-        if peer in self._peers:
-            if self._has_sent(peer, message):
-                return
-            # It may live; its attempts go on when it is known again.
-            del self._peers[peer]
-        self._strangers[peer] = address
-        self._unanswered.setdefault(peer, []).append(message)
-
-    def _has_sent(self, peer: str, message: Message) -> bool:
-        try:
-            self._transport.send(peer, encode(message))
-        except TransportError:
-            return False
-        return True
