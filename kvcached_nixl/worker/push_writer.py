@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The writer thread: everything of push that touches the NIXL agent happens on it. One per worker.
 
-    owns          the transport (registrations, notifications, WRITEs), both halves of the push, the table of peers
+    owns          the transport (registrations, notifications, WRITEs), both halves of the push, the connections
     inboxes       `Push.submit`: what the engine's thread wants, in order; futures of the handshakes under way
     wakes on      both inboxes; the next deadline; and, because NIXL has no event for what arrives or ends, every
                   POLL_SECONDS while something is awaited, every BUSY_POLL_SECONDS while the engine's thread computes
@@ -21,7 +21,6 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -35,13 +34,13 @@ from kvcached_nixl.worker.push_commands import (
     Finish,
     Offer,
     Outcome,
-    PeerGone,
     Refuse,
     Register,
     Renew,
     Restart,
     Withdraw,
 )
+from kvcached_nixl.worker.push_connections import Connections, Made
 from kvcached_nixl.worker.push_receive import PushReceiver
 from kvcached_nixl.worker.push_send import PushSender
 
@@ -57,9 +56,6 @@ IDLE_POLL_SECONDS = 0.1
 CLOSE_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Between two questions to a peer of which something is expected whether it lives."""
-HANDSHAKES_AT_ONCE = 8
-HANDSHAKE_TRIES = 5
-"""In a row, of a peer that listens and does not answer: one that stands still for seconds has not gone."""
 
 
 class Push:
@@ -67,8 +63,7 @@ class Push:
 
     Args:
         transport: used by the writer thread only, once it has started.
-        connect: asks a rank of the other side for what `Connected` holds; blocks, on a thread of the pool. Raises
-            `PeerGone` if the rank is gone for good, anything else if that is not known.
+        connect: asks a rank of the other side, as `Connections` says.
 
     Attributes:
         engine_computes: set by the engine's thread while it gives a step to the device.
@@ -87,7 +82,6 @@ class Push:
         self._clock = clock
         self._sender = sender
         self._receiver = receiver
-        self._connect = connect
         self.engine_computes = False
         self._inbox: deque[Command] = deque()
         self._wake = threading.Event()
@@ -97,12 +91,8 @@ class Push:
         self._ended = threading.Event()
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._pool = ThreadPoolExecutor(HANDSHAKES_AT_ONCE, thread_name_prefix="kvcached-nixl-handshake")
         # Below: the writer thread's own.
-        self._agents: dict[Peer, str] = {}
-        self._asked: dict[Peer, Future[Connected]] = {}
-        self._lost: set[Peer] = set()
-        self._unanswered: Counter[Peer] = Counter()
+        self._connections = Connections(transport, connect, self._wake.set)
         self._probe_at_seconds: float | None = None
         self._unconnected: list[Register | Decline | Renew] = []
         self._computing: deque[Offer | Finish] = deque()
@@ -149,7 +139,7 @@ class Push:
         self._wake.set()
         if self._thread is not None:
             self._thread.join(2 * CLOSE_SECONDS)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._connections.close()
 
     def _raise_defect(self) -> None:
         if self._defect is not None:
@@ -179,21 +169,21 @@ class Push:
         for peer, notification in self._transport.received():
             self._take_notification(peer, notification)
         for agent, address in self._sender.unknown_peers().items():
-            if self._agents.get(address) == agent:
-                self._connect_again(address)
+            known = self._connections.agent_at(address)
+            if known == agent:
+                self._connections.make_anew(address)
                 continue
-            self._ask(address)
-            if address in self._agents:
+            self._connections.ask(address)
+            if known is not None:
                 self._sender.peer_lost(agent, "another engine answers at its address")
-        lost = self._receiver.take_lost()
-        for address in [address for address, agent in self._agents.items() if agent in lost]:
-            self._connect_again(address)
+        for address in self._connections.addresses_of(self._receiver.take_lost()):
+            self._connections.make_anew(address)
         self._take_connected()
         self._go_on_unconnected()
         deadlines = [self._sender.tick(), self._receiver.tick()]
         self._probe()
         self._report()
-        if self._sender.is_owing or self._computing or len(self._receiver) or self._asked:
+        if self._sender.is_owing or self._computing or len(self._receiver) or self._connections.is_asking:
             return BUSY_POLL_SECONDS if self.engine_computes and not self._sender.is_delivering else POLL_SECONDS
         now = self._clock.now_seconds()
         return max(0.0, min([IDLE_POLL_SECONDS, *(deadline - now for deadline in deadlines if deadline is not None)]))
@@ -201,7 +191,7 @@ class Push:
     def _take(self, command: Command) -> None:
         if isinstance(command, (Register, Decline, Renew)):
             for address in command.contributors:
-                self._ask(address)
+                self._connections.ask(address)
             self._unconnected.append(command)
         elif isinstance(command, (Offer, Finish)):
             self._computing.append(command)
@@ -253,25 +243,13 @@ class Push:
         half = self._sender if isinstance(message, (Registration, Withdrawal, Declined)) else self._receiver
         half.handle(peer, message)
 
-    def _ask(self, address: Peer, again: bool = False) -> None:
-        if (again or address not in self._agents) and address not in self._asked:
-            self._asked[address] = self._pool.submit(self._connect, address)
-            self._asked[address].add_done_callback(lambda _: self._wake.set())
-
-    def _connect_again(self, address: Peer) -> None:
-        """The connection was lost; NIXL makes no other one while it knows the agent."""
-        if address not in self._asked:
-            self._transport.remove_peer(self._agents[address])
-            self._ask(address, again=True)
-            self._lost.add(address)
-
     def _probe(self) -> None:
         """Ask contributors for another handshake from time to time: it shows whether they still live."""
         silent = self._receiver.silent_peers()
         now = self._clock.now_seconds()
         if self._probe_at_seconds is not None and silent and now >= self._probe_at_seconds:
-            for address in [address for address, agent in self._agents.items() if agent in silent]:
-                self._ask(address, again=True)
+            for address in self._connections.addresses_of(silent):
+                self._connections.ask(address, again=True)
             self._probe_at_seconds = None
         if not silent:
             self._probe_at_seconds = None
@@ -279,53 +257,30 @@ class Push:
             self._probe_at_seconds = now + PROBE_SECONDS
 
     def _take_connected(self) -> None:
-        for address, future in [(address, future) for address, future in self._asked.items() if future.done()]:
-            del self._asked[address]
-            known = self._agents.get(address)
-            try:
-                connected = future.result()
-                agent = self._transport.add_peer(connected.metadata, connected.device_id)
-            except Exception as cause:  # noqa: BLE001 - a handshake may fail in any way; its requests say how
-                self._unanswered[address] += 1
-                if isinstance(cause, OSError) and self._unanswered[address] < HANDSHAKE_TRIES:
-                    logger.warning("No handshake with %s yet, it is asked again: %s", address, cause)
-                    self._ask(address, again=True)
-                    continue
-                del self._unanswered[address]
-                self._lost.discard(address)
-                logger.warning("No handshake with %s: %s", address, cause)
-                for waiting in [agent for agent, one in self._sender.unknown_peers().items() if one == address]:
-                    self._sender.peer_lost(waiting, f"no handshake: {cause}")
-                self._fail_unconnected(address, cause)
-                if known is not None and isinstance(cause, PeerGone):
-                    self._forget(address, known)
-                continue
-            del self._unanswered[address]
-            self._lost.discard(address)
-            if known is not None and known != agent:
-                self._forget(address, known)
-            self._agents[address] = agent
-            self._sender.peer_known(agent, connected.planes)
-
-    def _forget(self, address: Peer, agent: str) -> None:
-        """The agent that was known at an address is gone for good."""
-        del self._agents[address]
-        self._transport.remove_peer(agent)
-        self._sender.peer_lost(agent, "the peer is gone")
-        self._receiver.peer_gone(agent)
+        for ended in self._connections.take_ended():
+            if not isinstance(ended, Made):
+                for waiting in [agent for agent, at in self._sender.unknown_peers().items() if at == ended.address]:
+                    self._sender.peer_lost(waiting, f"no handshake: {ended.cause}")
+                self._fail_unconnected(ended.address, ended.cause)
+            if ended.gone is not None:
+                self._sender.peer_lost(ended.gone, "the peer is gone")
+                self._receiver.peer_gone(ended.gone)
+            if isinstance(ended, Made):
+                self._sender.peer_known(ended.agent, ended.planes)
 
     def _go_on_unconnected(self) -> None:
         for command in list(self._unconnected):
-            if any(address not in self._agents or address in self._lost for address in command.contributors):
+            agents = self._connections.agents_at(command.contributors)
+            if agents is None:
                 continue
             self._unconnected.remove(command)
-            named = [(address.tp_rank, self._agents[address]) for address in command.contributors]
             if isinstance(command, Decline):
-                self._receiver.decline(command.transfer, [agent for _, agent in named])
+                self._receiver.decline(command.transfer, agents)
             elif isinstance(command, Renew):
-                self._receiver.renew(command.names, [agent for _, agent in named])
+                self._receiver.renew(command.names, agents)
             else:
-                self._receiver.register(command.registration, named)
+                ranks = [address.tp_rank for address in command.contributors]
+                self._receiver.register(command.registration, list(zip(ranks, agents, strict=True)))
 
     def _fail_unconnected(self, address: Peer, cause: Exception) -> None:
         for command in [one for one in self._unconnected if address in one.contributors]:

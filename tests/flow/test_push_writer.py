@@ -30,9 +30,9 @@ from kvcached_nixl.worker.push_commands import (
     Stop,
     Withdraw,
 )
+from kvcached_nixl.worker.push_connections import HANDSHAKE_TRIES
 from kvcached_nixl.worker.push_writer import (
     BUSY_POLL_SECONDS,
-    HANDSHAKE_TRIES,
     IDLE_POLL_SECONDS,
     POLL_SECONDS,
     PROBE_SECONDS,
@@ -211,7 +211,7 @@ def test_a_request_withdrawn_before_its_handshake_is_over_at_once(cluster: Clust
     assert decode.look().failed == {"d1": "aborted"}
     cluster.hung["p"].set()
     prefill.compute("p1")
-    cluster.until(lambda: not decode.push._asked)
+    cluster.until(lambda: not decode.push._connections.is_asking)
     assert prefill.transport.posted == []
 
 
@@ -358,7 +358,7 @@ def test_beats_to_a_prefill_that_does_not_answer_are_dropped(cluster: Cluster) -
     address = Peer(EngineId("p"), "127.0.0.1", 1, 1, 0)
     cluster.gone.add("p")
     decode.push.submit(Renew([PrefillRequestId("p1")], (address,)))
-    cluster.until(lambda: not decode.push._unconnected and not decode.push._asked)
+    cluster.until(lambda: not decode.push._unconnected and not decode.push._connections.is_asking)
     assert decode.look() == Outcome()
 
 
@@ -423,7 +423,7 @@ def test_a_connection_that_was_lost_is_made_anew(side: str, cluster: Cluster) ->
         prefill.transport.lose("d")
         prefill.push.submit(Refuse("again", "gone"))
     cluster.until(lambda: "d2" in decode.look().failed)
-    cluster.until(lambda: not (prefill.push._asked or decode.push._asked))
+    cluster.until(lambda: not (prefill.push._connections.is_asking or decode.push._connections.is_asking))
     blocks = decode.register("d3", prefill, "third")
     prefill.compute("p3", "third")
     cluster.until(lambda: "d3" in decode.look().received)
