@@ -14,8 +14,9 @@ import engine_node
 import test_geometry
 import test_pull
 import zmq
+from engine_node import DECODE_ID, PREFILL_ID
 from test_pull import Node, served
-from test_push import PREFILL_FILLING, RESERVED
+from test_push import DECODE_FILLING, PREFILL_FILLING, RESERVED
 from test_transport import until
 
 from kvcached_nixl.compat.side_channel import side_channel
@@ -44,6 +45,14 @@ def test_what_one_peer_asks_in_a_wrong_way_ends_no_handshake(pair: tuple[Node, N
         say(prefill, question, lambda number=number: prefill.log.text.count("Dropped a message") == number)
     said, _ = side_channel(installed_row().side_channel_names_stage)("127.0.0.1", prefill.engine.port, 3)
     assert "no rank" in said and "3" in said and "tp_size" in said
+    served(prefill, decode)
+
+
+def test_a_decode_that_is_told_a_wrong_tp_size_holds_up_no_other(node: Callable[..., Node]) -> None:
+    prefill, misled, decode = node(PREFILL_FILLING), node(DECODE_FILLING), node(DECODE_FILLING)
+    misled.add(DECODE_ID, {**prefill.address(PREFILL_ID), "remote_block_ids": ([1, 2, 3],), "tp_size": 2})
+    misled.step_until(lambda: DECODE_ID in misled.ended)
+    assert misled.ended[DECODE_ID] == "error"
     served(prefill, decode)
 
 
