@@ -731,7 +731,7 @@ def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
     (attempts,) = prefill.pushing._sender._attempts.values()
     (attempt,) = attempts.values()
     registration, to_decode = attempt.registration, attempt.peer
-    (to_prefill,) = decode.pushing._agents.values()
+    (to_prefill,) = decode.pushing._connections._agents.values()
     stranger = nixl_side()
     for one in (prefill, decode):
         stranger.transport.add_peer(one.agent.get_agent_metadata())
@@ -787,7 +787,7 @@ def test_a_connection_that_nixl_has_let_go_of_is_made_anew(side: str, node: Call
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     served(prefill, decode)
     one = prefill if side == "prefill" else decode
-    (peer,) = one.pushing._agents.values()
+    (peer,) = one.pushing._connections._agents.values()
     if side == "prefill":
         ask(decode, prefill)
         one.agent.remove_remote_agent(peer)
