@@ -115,15 +115,15 @@ class MemoryTransport:
         if name not in self.network.agents:
             raise TransportError(f"found no agent {name!r}")
         self._peers.add(name)
-        self._lost.discard(name)
         return name
 
     def remove_peer(self, peer: str) -> None:
         self._peers.discard(peer)
+        self._lost.discard(peer)
         self._fail_pending(peer)
 
     def lose(self, peer: str) -> None:
-        """The connection is gone and both agents live: nothing reaches the peer until it is added again."""
+        """The connection is gone and both agents live: nothing reaches the peer until it is removed and added again."""
         self._lost.add(peer)
         self._fail_pending(peer)
 
