@@ -23,8 +23,9 @@ MODEL = ModelShape(
     sliding_window_tokens=32,
     full_attention_every=8,
 )
-"""16 KiB of KV a token in float32. All layers keep all of it, in one KV-cache group, because vLLM's hybrid manager is
+"""KV_BYTES_PER_TOKEN in float32. All layers keep all of it, in one KV-cache group, because vLLM's hybrid manager is
 disabled; attention is windowed in all but one so that long prompts do not take long to compute."""
+KV_BYTES_PER_TOKEN = 16 * 1024
 CHUNK_TOKENS = 128
 """Eight chunks in the shortest prompt for which streaming is to pay."""
 BLOCK_SIZE = 32
@@ -36,11 +37,12 @@ KV_GIB = 2
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries the bytes. ``gbit_per_second``: of the link, None for as fast as the machine copies."""
+    """What carries the bytes. ``of_prefill``: its rate, as a multiple of that at which prefill makes KV of one prompt;
+    None for as fast as the machine copies."""
 
     name: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    gbit_per_second: float | None = None
+    of_prefill: float | None = None
 
     @property
     def is_tcp(self) -> bool:
@@ -49,9 +51,9 @@ class Transport:
 
 SHARED_MEMORY = Transport("shared memory")
 TCP = Transport("TCP", {"UCX_TLS": "tcp"})
-TCP_LINK = Transport("TCP, 0.7 Gbit/s", {"UCX_TLS": "tcp"}, 0.7)
-"""A little faster than one core of a CPU makes this model's KV. A device that makes 128 KiB of KV a token, 20,000
-tokens a second, is in the same place behind 25 Gbit/s."""
+TCP_LINK = Transport("TCP, a link", {"UCX_TLS": "tcp"}, 1.2)
+"""A little faster than prefill makes KV, however fast this machine is just now. A device that makes 128 KiB of KV a
+token, 20,000 tokens a second, is in the same place behind 25 Gbit/s."""
 TRANSPORTS = (SHARED_MEMORY, TCP, TCP_LINK)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,13 +53,13 @@ def measure(
     load: Load,
     logs: Path,
     say: Callable[[str], None],
-    enter: Callable[[Transport], None],
+    enter: Callable[[Transport, float], None],
 ) -> list[Sample]:
     """Start a pair for each kind of servers, send the load to all arms in turn, stop them.
 
     Args:
         transports: of one environment, so that the same servers serve them all.
-        enter: makes the network into that transport's.
+        enter: makes the network into that transport's; told how many tokens prefill computes in a second.
     """
     with contextlib.ExitStack() as stack:
         pairs = {
@@ -75,7 +76,7 @@ async def _ask(
     transports: Sequence[Transport],
     load: Load,
     say: Callable[[str], None],
-    enter: Callable[[Transport], None],
+    enter: Callable[[Transport, float], None],
 ) -> list[Sample]:
     samples: list[Sample] = []
     turns = itertools.count()
@@ -86,7 +87,7 @@ async def _ask(
             say(f"warming up, {run.arm.name}")
             await run.warm_up(load)
         for transport in transports:
-            enter(transport)
+            enter(transport, await runs[0].prefill_tokens_per_second(load))
             for length, at_a_time in itertools.product(load.lengths, load.at_a_time):
                 say(f"over {transport.name}: {length} tokens, {at_a_time} at a time")
                 for _ in range(load.rounds(length, at_a_time)):
@@ -111,6 +112,16 @@ class _Run:
         for side in (self.prefill, self.decode):
             await side.probe("time_transfers")
         await asyncio.gather(*(self._one(max(load.lengths)) for _ in range(max(load.at_a_time))))
+
+    async def prefill_tokens_per_second(self, load: Load) -> float:
+        """Of the longest prompt, nobody else asking; the median of three."""
+        prompt, seconds = [2] * max(load.lengths), []
+        for number in range(3):
+            name = f"speed-{next(self.names)}-{number}"
+            begun = time.perf_counter()
+            await self.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name)
+            seconds.append(time.perf_counter() - begun)
+        return len(prompt) / statistics.median(seconds)
 
     async def together(self, transport: Transport, length: int, at_a_time: int) -> list[Sample]:
         """Ask for ``at_a_time`` prompts of ``length`` tokens at once."""
