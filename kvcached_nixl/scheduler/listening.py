@@ -29,7 +29,7 @@ class Answers(dict[Any, bytes]):
     """
 
     def __missing__(self, rank: object) -> bytes:
-        said = f"no rank {rank!r:.60}: this engine has {sorted(self)}; correct tp_size in the router's kv_transfer_params"
+        said = f"no rank {rank!r:.60}: this engine has {sorted(self)}; correct the router's tp_size"
         return msgspec.msgpack.encode({"compatibility_hash": said, "agent_metadata_bytes": b""})
 
 
