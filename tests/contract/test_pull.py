@@ -40,9 +40,15 @@ class Node(test_push.Node):
         return bool(self.scheduler.has_requests())
 
     def lease_ends(self, request_id: str) -> None:
-        """As if its time were over."""
-        self.worker._reqs_to_send[request_id] = 0.0
-        self.step_until(lambda: request_id in self.sent)
+        """As if its time were over; a beat of decode's may still be under way, and renews it once more."""
+
+        def is_over() -> bool:
+            if request_id in self.worker._reqs_to_send:
+                self.worker._reqs_to_send[request_id] = 0.0
+            return request_id in self.sent
+
+        is_over()
+        self.step_until(is_over)
 
 
 @pytest.fixture
