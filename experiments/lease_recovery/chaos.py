@@ -180,7 +180,10 @@ class Chaos:
         return None
 
     async def _held(self) -> list[Held]:
-        return [Held(max(await _metric(server, _USAGE)), mapped_bytes(server)) for server in self.running.servers]
+        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
+            return [
+                Held(max(await _metric(http, server, _USAGE)), mapped_bytes(server)) for server in self.running.servers
+            ]
 
     # ------------------------------------------------------------------------------------------------------ the faults
 
@@ -216,13 +219,13 @@ def mapped_bytes(server: Server) -> int:
 
 async def _leases_ended(prefill: Server) -> int:
     """How many leases have ended since it started."""
-    return round(sum(await _metric(prefill, _LEASES_ENDED)))
-
-
-async def _metric(server: Server, name: str) -> list[float]:
-    """What a server says of itself, a value for each of its engines."""
     async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
-        said = (await http.get(f"{server.base_url}/metrics")).text
+        return round(sum(await _metric(http, prefill, _LEASES_ENDED)))
+
+
+async def _metric(http: httpx.AsyncClient, server: Server, name: str) -> list[float]:
+    """What a server says of itself, a value for each of its engines."""
+    said = (await http.get(f"{server.base_url}/metrics")).text
     samples = (sample for family in text_string_to_metric_families(said) for sample in family.samples)
     found = [sample.value for sample in samples if sample.name == name]
     if not found:

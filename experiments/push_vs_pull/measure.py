@@ -116,8 +116,8 @@ class _Run:
     async def prefill_tokens_per_second(self, load: Load) -> float:
         """Of the longest prompt, nobody else asking; the median of three."""
         prompt, seconds = [2] * max(load.lengths), []
-        for number in range(3):
-            name = f"speed-{next(self.names)}-{number}"
+        for _ in range(3):
+            name = f"speed-{next(self.names)}"
             begun = time.perf_counter()
             await self.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name)
             seconds.append(time.perf_counter() - begun)
