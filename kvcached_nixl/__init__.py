@@ -2,21 +2,21 @@
 """vLLM's NixlConnector on kvcached's elastic KV memory.
 
 Importing this package changes nothing and imports neither vLLM, torch nor NIXL. `install` does the work. When
-ENABLE_KVCACHED is on, it is called at interpreter start by ``kvcached_nixl.pth`` or by the ``sitecustomize`` folder,
-and again by vLLM's plugin loader. Calling it more than once changes nothing more.
+ENABLE_KVCACHED is on, ``kvcached_nixl.pth`` or the ``sitecustomize`` folder has it called when vLLM is imported, and
+vLLM's plugin loader calls it again. Calling it more than once changes nothing more.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from kvcached_nixl.version import __version__
 
+# As typing has it; importing typing would be most of what an interpreter start with the gate open costs.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from kvcached_nixl.bootstrap import Installation
     from kvcached_nixl.report import Report
 
 __all__ = ["__version__", "install", "status", "uninstall"]
-
-__version__ = "0.1.0"
 
 
 def install() -> Installation | None:
@@ -46,4 +46,5 @@ def status() -> Report:
     """What is in place in this process now. Imports nothing that is not imported."""
     from kvcached_nixl import bootstrap, report
 
-    return report.make(bootstrap.current())
+    installation = bootstrap.current()
+    return report.make(installation.registry if installation is not None else None)

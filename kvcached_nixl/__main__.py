@@ -11,11 +11,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvcached_nixl import __version__, install, report, status
+from kvcached_nixl import install, report, status
 from kvcached_nixl.compat.versions import found_version, import_vllm
 from kvcached_nixl.errors import MissingDependency, Refused
 from kvcached_nixl.report import Report
 from kvcached_nixl.settings import SERVER_LOGGER, Gate, read_gate
+from kvcached_nixl.version import __version__
 
 _DESCRIPTION = """\
 Shows the versions of vLLM, kvcached, NIXL and torch in this environment, what each patch of

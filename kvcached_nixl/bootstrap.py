@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the first moment of an interpreter to patches in place.
 
-    interpreter start   install(): hooks on the import of vLLM and of kvcached's own patch; imports no seam, no torch
-    import vllm         the seams are loaded and hook the modules they target, the gate first
+    interpreter start   start.watch(): one entry on sys.meta_path; nothing more of this package is imported
+    import vllm begins  (or kvcached's part for it) install(): hooks on both imports; no seam, no torch
+    import vllm ends    the seams are loaded and hook the modules they target, the gate first
     import of a target  its patches are decided
     construction        seams/factory.py decides what is left, and stops a NIXL connector if anything was refused
 
-Nothing here raises. A .pth line that raises is skipped with a traceback nobody reads, and a post-import hook that
-raises is dropped by wrapt; in both cases vLLM would go on unpatched. Refusals are recorded and raised by the gate. If
-not even the gate can be loaded, a barrier stands in its place: the NIXL connector cannot be imported any more.
+A script may call install() itself, and vLLM's plugin loader does so again; the order does not matter.
+
+Nothing here raises. A post-import hook that raises is dropped by wrapt, and vLLM would go on unpatched. Refusals are
+recorded and raised by the gate. If not even the gate can be loaded, a barrier stands in its place: the NIXL connector
+cannot be imported any more.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import logging
 import os
-import sys
 import threading
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcached_nixl.compat.names import NIXL_PREFIX, ROOTS
-from kvcached_nixl.errors import Refused
+from kvcached_nixl.compat.names import ROOTS
+from kvcached_nixl.errors import Refused, not_importable
+from kvcached_nixl.finders import lift, raise_barrier
 from kvcached_nixl.settings import SERVER_LOGGER, Gate, read_gate
 
 if TYPE_CHECKING:
-    from kvcached_nixl.hostvmm import Activation
+    from kvcached_nixl.hostvmm.activation import Activation
     from kvcached_nixl.patching import Patch, Registry
 
 __all__ = ["Installation", "current", "install", "uninstall"]
@@ -61,9 +61,9 @@ class Installation:
         try:
             from kvcached_nixl.seams import PATCHES
         except Exception as cause:  # noqa: BLE001 - turned into a refusal at the import of the connector
-            refusal = _broken("the patches of kvcached_nixl cannot be loaded", cause)
+            refusal = not_importable("the patches of kvcached_nixl cannot be loaded", cause)
             self.registry.refuse("seams", refusal)
-            _raise_barrier(refusal)
+            raise_barrier(refusal)
             return
         self.registry.add(PATCHES)
 
@@ -94,7 +94,7 @@ def install() -> Installation | None:
             try:
                 _Holder.installation = _start()
             except Exception as cause:  # noqa: BLE001 - turned into a refusal at the import of the connector
-                _raise_barrier(_broken("kvcached_nixl cannot be started", cause))
+                raise_barrier(not_importable("kvcached_nixl cannot be started", cause))
                 return None
             if refusal is not None:
                 _Holder.installation.registry.refuse("settings", refusal)
@@ -105,7 +105,7 @@ def uninstall() -> tuple[str, ...]:
     """See `kvcached_nixl.uninstall`."""
     with _Holder.lock:
         installation, _Holder.installation = _Holder.installation, None
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Barrier)]
+    lift()
     return installation.registry.uninstall() if installation is not None else ()
 
 
@@ -118,12 +118,21 @@ def _start() -> Installation:
     for root in ROOTS:
         wrapt.register_post_import_hook(installation.on_root_import, root)
     try:
-        from kvcached_nixl.hostvmm import activate
-
-        installation.hostvmm = activate()
+        installation.hostvmm = _host_memory()
     except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which the gate raises
-        installation.registry.refuse("hostvmm", _broken("kvcached on host memory cannot be activated", cause))
+        installation.registry.refuse("hostvmm", not_importable("kvcached on host memory cannot be activated", cause))
     return installation
+
+
+def _host_memory() -> Activation | None:
+    """What kvcached on host memory needs. With any other kvcached nothing of it is imported, so it can stop no GPU."""
+    from kvcached_nixl.hostvmm.recognition import is_hostvmm_build
+
+    if not is_hostvmm_build():
+        return None
+    from kvcached_nixl.hostvmm.activation import activate
+
+    return activate()
 
 
 def _judge(patch: Patch) -> str | None:
@@ -144,37 +153,4 @@ def _announce(registry: Registry) -> None:
         for name, cause in installation.hostvmm.refusals():
             registry.refuse(name, cause)
     level = logging.ERROR if registry.refusals() else logging.INFO
-    logging.getLogger(SERVER_LOGGER).log(level, "%s", report.render(report.make(current())))
-
-
-class _Barrier(importlib.abc.MetaPathFinder):
-    """Stands where the patches should be: the NIXL connector cannot be imported past it. Other modules can."""
-
-    def __init__(self, refusal: Refused) -> None:
-        self._refusal = refusal
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.startswith(NIXL_PREFIX):
-            raise ImportError(str(self._refusal)) from self._refusal
-        return None
-
-
-def _raise_barrier(refusal: Refused) -> None:
-    for name in [name for name in sys.modules if name.startswith(NIXL_PREFIX)]:
-        # vLLM's factory imports the connector by name each time, so the next construction meets the barrier.
-        del sys.modules[name]
-    if not any(isinstance(finder, _Barrier) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Barrier(refusal))
-
-
-def _broken(found: str, cause: Exception) -> Refused:
-    refusal = Refused(
-        found=f"{found}: {type(cause).__name__}: {cause}",
-        expected="the package and its dependencies (wrapt, packaging, msgspec) to be importable",
-        consequence="NixlConnector is not started without its patches.",
-        remedy="pip install kvcached-nixl in this environment, or set KVCACHED_NIXL=0 to run without it.",
-    )
-    refusal.__cause__ = cause
-    return refusal
+    logging.getLogger(SERVER_LOGGER).log(level, "%s", report.render(report.make(registry)))

@@ -60,10 +60,14 @@ class Deadlines(MutableMapping[K, float]):
             yield first
             yield from (key for key in sorted(self._at_seconds, key=self._at_seconds.__getitem__) if key != first)
 
-    def take_due(self, now_seconds: float) -> list[K]:
+    def take_due(self, now_seconds: float, at_most: int | None = None) -> list[K]:
         """Those due at ``now_seconds`` or before, earliest first; they are dropped."""
         due: list[K] = []
-        while (first := self.first_seconds) is not None and first <= now_seconds:
+        while (
+            (at_most is None or len(due) < at_most)
+            and (first := self.first_seconds) is not None
+            and first <= now_seconds
+        ):
             key = heapq.heappop(self._heap)[2]
             del self._at_seconds[key]
             due.append(key)

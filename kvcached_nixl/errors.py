@@ -7,7 +7,6 @@
     ├── MissingDependency   something that the connector cannot work without is not installed
     ├── SettingsError       an environment variable or a kv_connector_extra_config key has an unusable value
     ├── LayoutRefused       the KV memory does not have a shape whose bytes can be described exactly
-    ├── PeerRefused         the other side speaks another protocol or has another geometry
     └── StartRefused        the sum of all of the above, raised where vLLM constructs the connector
 
 Each carries four sentences: what was found, what was expected, what would have happened, what to do.
@@ -21,11 +20,11 @@ __all__ = [
     "ContractChanged",
     "LayoutRefused",
     "MissingDependency",
-    "PeerRefused",
     "Refused",
     "SettingsError",
     "StartRefused",
     "UnsupportedVersion",
+    "not_importable",
 ]
 
 
@@ -92,10 +91,6 @@ class LayoutRefused(Refused):
     """The KV memory does not have a shape whose bytes can be described exactly."""
 
 
-class PeerRefused(Refused):
-    """The other side speaks another protocol or has another geometry."""
-
-
 class StartRefused(Refused):
     """All refusals of this process, raised where vLLM constructs the connector."""
 
@@ -118,3 +113,15 @@ class StartRefused(Refused):
             + "".join(f"\n    {n}. {cause.consequence}" for n, (_, cause) in numbered),
             remedy="".join(f"\n    {n}. {cause.remedy}" for n, (_, cause) in numbered),
         )
+
+
+def not_importable(found: str, cause: Exception) -> Refused:
+    """The refusal for a part of this package that cannot be loaded: its patches are not there, so nothing starts."""
+    refusal = Refused(
+        found=f"{found}: {type(cause).__name__}: {cause}",
+        expected="the package and its dependencies (wrapt, packaging, msgspec) to be importable",
+        consequence="NixlConnector is not started without its patches.",
+        remedy="pip install kvcached-nixl in this environment, or set KVCACHED_NIXL=0 to run without it.",
+    )
+    refusal.__cause__ = cause
+    return refusal

@@ -7,16 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvcached_nixl import __version__
 from kvcached_nixl.compat.versions import Capability, Provision, environment_refusals, found_version, row_of
 from kvcached_nixl.errors import Refused
-from kvcached_nixl.patching import Outcome, State
+from kvcached_nixl.patching import Outcome, Registry, State
 from kvcached_nixl.settings import read_gate
-
-if TYPE_CHECKING:
-    from kvcached_nixl.bootstrap import Installation
+from kvcached_nixl.version import __version__
 
 __all__ = ["Report", "make", "render", "to_json"]
 
@@ -46,19 +43,19 @@ class Report:
         return bool(self.refusals)
 
 
-def make(installation: Installation | None) -> Report:
-    """Take stock. Imports none of the libraries it reports on."""
+def make(registry: Registry | None) -> Report:
+    """Take stock; ``registry`` is None if nothing is installed. Imports none of the libraries it reports on."""
     try:
         gate = read_gate(os.environ).value
     except Refused as cause:
         gate = f"unclear: {cause.found}"
     versions = {library: found_version(library) for library in ("vllm", "kvcached", "nixl", "torch")}
     row = row_of(versions["vllm"])
-    refusals = dict(installation.registry.refusals() if installation is not None else ())
+    refusals = dict(registry.refusals() if registry is not None else ())
     return Report(
         gate=gate,
         versions=versions,
-        outcomes=installation.registry.outcomes() if installation is not None else (),
+        outcomes=registry.outcomes() if registry is not None else (),
         capabilities=row.provides if row is not None else {},
         refusals=tuple({**dict(environment_refusals()), **refusals}.items()),
     )

@@ -10,10 +10,12 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
 
     transfer_mode        "pull": decode reads from prefill, when prefill has ended. The default.
                          "push": prefill writes into decode, while prefill still computes. Equal on both sides.
-    push_registration_timeout    seconds that decode waits for prefill to have written everything, and prefill for the
-                         request that decode registered for; 120 by default
+    handover_timeout     seconds, 120 by default: after which decode's request fails or is computed anew, whatever its
+                         KV waits for; and how long a registration of decode's waits for prefill's request
+    push_registration_timeout    vLLM's name for the same
     kv_lease_duration    seconds that prefill keeps a finished request's blocks without hearing of decode, 30 by
                          default. Equal on both sides: decode's heartbeats come every sixth of it.
+    bidirectional_kv_xfer    vLLM's; must stay false: what decode computes is not handed back
     host_buffer_gib      refused for now
     enforce_handshake_compat     vLLM's; must stay true: it is what tells peers apart
     enable_cross_layers_blocks   vLLM's; must stay false: it allocates KV memory past kvcached
@@ -35,7 +37,7 @@ SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""
 
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
-DEFAULT_PUSH_REGISTRATION_TIMEOUT_SECONDS = 120.0
+DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
 
 
 class Gate(Enum):
@@ -81,12 +83,12 @@ class Settings:
     Attributes:
         transfer_mode: who moves the bytes.
         kv_lease_duration_seconds: how long prefill keeps blocks without hearing from decode.
-        push_registration_timeout_seconds: after which a registration that was not served fails, on either side.
+        handover_timeout_seconds: after which a hand-over that has not ended fails.
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
     kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
-    push_registration_timeout_seconds: float = DEFAULT_PUSH_REGISTRATION_TIMEOUT_SECONDS
+    handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -115,6 +117,12 @@ class Settings:
             "vLLM would allocate the KV cache itself, and kvcached would wait for tensors that never come. kvcached's "
             "contiguous layout already moves all layers of a block as one.",
         )
+        _require(
+            extra_config,
+            "bidirectional_kv_xfer",
+            False,
+            "A request would be both prefill's and decode's, and wait for KV that nobody sends.",
+        )
         return cls(
             transfer_mode=_transfer_mode(extra_config),
             kv_lease_duration_seconds=_seconds(
@@ -123,12 +131,7 @@ class Settings:
                 DEFAULT_LEASE_DURATION_SECONDS,
                 "Blocks would be reused while decode still reads them, or never be given back.",
             ),
-            push_registration_timeout_seconds=_seconds(
-                extra_config,
-                "push_registration_timeout",
-                DEFAULT_PUSH_REGISTRATION_TIMEOUT_SECONDS,
-                "Requests would fail before prefill can serve them, or wait for ever.",
-            ),
+            handover_timeout_seconds=_handover_timeout(extra_config),
         )
 
 
@@ -137,6 +140,18 @@ def _require(extra_config: Mapping[str, Any], key: str, only: bool, consequence:
     value = extra_config.get(key, only)
     if str(value).lower() != str(only).lower():
         raise _bad(key, value, f"{str(only).lower()} while kvcached is on", consequence)
+
+
+def _handover_timeout(extra_config: Mapping[str, Any]) -> float:
+    consequence = "Requests would fail before prefill can serve them, or wait for ever."
+    own, stock = "handover_timeout", "push_registration_timeout"
+    seconds = _seconds(extra_config, own, DEFAULT_HANDOVER_TIMEOUT_SECONDS, consequence)
+    if stock not in extra_config:
+        return seconds
+    theirs = _seconds(extra_config, stock, seconds, consequence)
+    if own in extra_config and theirs != seconds:
+        raise _bad(stock, extra_config[stock], f"{seconds:g}, as {own}, or nothing", consequence)
+    return theirs
 
 
 def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:

@@ -8,7 +8,12 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
+
+# A time on the wall says nothing of code on a busy machine.
+hypothesis.settings.register_profile("default without deadline", deadline=None)
+hypothesis.settings.load_profile("default without deadline")
 
 
 @pytest.fixture

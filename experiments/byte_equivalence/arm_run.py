@@ -121,12 +121,9 @@ class PairRun:
         request_id: str,
         *,
         max_tokens: int = MAX_TOKENS,
-        decode_salt: str | None = None,
     ) -> HandOver:
         hand_over = self.pair.hand_over if self.order == "P first" else self.pair.decode_first
-        return await hand_over(
-            list(prompt.token_ids), max_tokens=max_tokens, salt=salt, decode_salt=decode_salt, request_id=request_id
-        )
+        return await hand_over(list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
     async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
         """Hand the prompts over one at a time, in order."""
@@ -204,19 +201,17 @@ class PairRun:
     async def dependence(self, prompt: Prompt, block_size: int, every: int, run: str, progress: Progress) -> Dependence:
         """Zero every ``every``-th received block alone, and the last one, and measure how the output answers.
 
-        P keeps the prompt cached; D never does, so that all blocks travel each time.
+        Neither side has the prompt cached, so all blocks travel each time.
         """
         blocks = prompt.blocks(block_size)
 
         async def answer(name: str) -> Answer:
-            handed = await self._one(prompt, run, f"{run}-{name}", max_tokens=8, decode_salt=f"{run}-{name}")
+            handed = await self._one(prompt, f"{run}-{name}", f"{run}-{name}", max_tokens=8)
             (seen,) = await self._observe([handed])
             if seen.record is None or [len(group) for group in seen.record["digests"]] != [blocks]:
                 raise AnswerError(f"{name}: found a transfer of another size; expected all {blocks} blocks to travel.")
             return handed.answer
 
-        # The first hand-over computes the whole prompt on P, later ones its uncached rest: the second is the measure.
-        await answer("first")
         clean = await answer("clean")
         control_gap = largest_logprob_gap(clean, await answer("control"))
         gaps = {}

@@ -38,7 +38,6 @@ def _connector(**extra: object) -> dict[str, object]:
     return {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
-        "kv_buffer_device": "cpu",
         # With NIXL's four threads per agent, servers on few cores mostly wait for each other.
         "kv_connector_extra_config": {"num_threads": 0, **extra},
     }

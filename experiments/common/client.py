@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvcached_nixl.wire.params import transfer_of
+from kvcached_nixl.wire.params import MANIFEST_KEY, name_of
 
 REQUEST_TIMEOUT_SECONDS = 180.0
 LOOK_SECONDS = 0.02
@@ -63,6 +63,14 @@ class Offer:
 def per_group(block_ids: list[Any]) -> list[list[int]]:
     """Return block ids per group; a flat list is one group."""
     return [list(block_ids)] if block_ids and isinstance(block_ids[0], int) else [list(group) for group in block_ids]
+
+
+def offered_blocks(params: Mapping[str, Any]) -> list[list[int]]:
+    """Return the block ids in P's answer, per group: of the manifest or, on a stock server, vLLM's own."""
+    manifest = params.get(MANIFEST_KEY)
+    if manifest is not None:
+        return [list(group["block_ids"]) for group in manifest["groups"]]
+    return per_group(params.get("remote_block_ids") or [])
 
 
 class Client:
@@ -190,12 +198,12 @@ class Pair:
             prompt, max_tokens=1, salt=salt, request_id=request_id, kv_transfer_params=asked
         )
         offered = prefilled.get("kv_transfer_params")
-        if not offered or not offered.get("remote_block_ids"):
+        block_ids = offered_blocks(offered or {})
+        if not offered or not block_ids:
             raise AnswerError(
                 f"{request_id}: found no blocks in P's answer ({offered!r}); expected kv_transfer_params with "
-                "remote_block_ids. D would silently compute the prompt itself. See P's log."
+                "a manifest or remote_block_ids. D would silently compute the prompt itself. See P's log."
             )
-        block_ids = per_group(offered["remote_block_ids"])
         return Offer(offered, block_ids, (await self.prefill.probe("digests", block_ids))["digests"])
 
     async def decode_offered(
@@ -207,35 +215,29 @@ class Pair:
         )
         return HandOver(
             answer=read_answer(decoded, max_tokens),
-            transfer=transfer_of(offer.params, "") if offer.is_pushed else offer.params["remote_request_id"],
+            transfer=name_of(offer.params, "") if offer.is_pushed else offer.params["remote_request_id"],
             sent_block_ids=offer.block_ids,
             sent_digests=offer.digests,
         )
 
-    async def hand_over(
-        self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str, decode_salt: str | None = None
-    ) -> HandOver:
-        """Prefill on P, then decode on D at once. ``decode_salt`` gives D another prefix cache than P."""
+    async def hand_over(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
+        """Prefill on P, then decode on D at once."""
         offer = await self.prefill_only(prompt, salt=salt, request_id=request_id)
-        return await self.decode_offered(
-            offer, prompt, max_tokens=max_tokens, salt=decode_salt or salt, request_id=request_id
-        )
+        return await self.decode_offered(offer, prompt, max_tokens=max_tokens, salt=salt, request_id=request_id)
 
-    async def decode_first(
-        self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str, decode_salt: str | None = None
-    ) -> HandOver:
+    async def decode_first(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
         """Ask D, wait until its connector has registered the request, and only then ask P."""
         transfer = {"transfer_id": request_id}
         decoding = asyncio.create_task(
             self.decode.complete(
                 prompt,
                 max_tokens=max_tokens,
-                salt=decode_salt or salt,
+                salt=salt,
                 request_id=f"{request_id}-decode",
                 kv_transfer_params={**self.coordinates, **transfer, "do_remote_prefill": True},
             )
         )
-        name = transfer_of(transfer, "")
+        name = name_of(transfer, "")
         try:
             while name not in (await self.decode.probe("pending"))["pending"]:
                 if decoding.done():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from experiments.common.client import AnswerError, Client, Pair, http_client
+from experiments.common.client import AnswerError, Client, Pair, http_client, offered_blocks
 from experiments.common.servers import SERVER_SIDE, Server, ServerSpec, running
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,6 @@ TIMED_CALLS = 2000
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
     "kv_connector_extra_config": {"num_threads": 0},
 }
 
@@ -147,7 +146,7 @@ async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server)
         resident_bytes=resident,
         peak_resident_bytes=peak,
         descriptors=registration["descriptors"],
-        descriptors_per_block=registration["descriptors"] // registration["num_blocks"],
+        descriptors_per_block=registration["a_block"],
         step_seconds=step_seconds,
         wrapper_seconds=max(0.0, per_call["wrapped"] - per_call["stock"]),
     )
@@ -158,7 +157,7 @@ async def _first_token_seconds(pair: Pair, prompt: list[int], turn: int) -> floa
     name = f"turn-{turn}"
     prefilled = await pair.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=asked)
     offered = prefilled.get("kv_transfer_params")
-    if not offered or not offered.get("remote_block_ids"):
+    if not offered or not offered_blocks(offered):
         raise AnswerError(f"{name}: found no blocks in prefill's answer; expected a hand-over. See prefill's log.")
     begun = time.perf_counter()
     await pair.decode.complete(prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=offered)

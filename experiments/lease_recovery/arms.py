@@ -54,7 +54,6 @@ class Arm:
                 kv_transfer={
                     "kv_connector": "NixlConnector",
                     "kv_role": "kv_both",
-                    "kv_buffer_device": "cpu",
                     "kv_load_failure_policy": policy,
                     "kv_connector_extra_config": extra,
                 },

@@ -134,7 +134,6 @@ def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
             kv_transfer={
                 "kv_connector": arm.connector,
                 "kv_role": "kv_both",
-                "kv_buffer_device": "cpu",
                 "kv_connector_extra_config": {"num_threads": 0, **arm.extra},
             },
             environment=environment,

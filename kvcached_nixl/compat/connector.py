@@ -2,85 +2,178 @@
 """Named access to the private state of vLLM's NIXL connector.
 
 Every name here is checked when it is used: a name that is gone is a refusal, not a default.
-Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.28).
+Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` and ``base_scheduler.py`` (0.24 to 0.28).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import queue
-from collections.abc import Callable, Mapping, MutableMapping, MutableSet
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kvcached_nixl.errors import ContractChanged, LayoutRefused
+from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.private import first_module, private
+from kvcached_nixl.compat.versions import found_version
+from kvcached_nixl.errors import LayoutRefused
+
+__all__ = ["SchedulerView", "WorkerView"]
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
 """Numbers that no other dimension of a cache has, so that their places in a shape tell what it counts."""
 
 
-def private(owner: Any, name: str) -> Any:
-    """Read a private attribute of vLLM's, or refuse by its name."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        raise ContractChanged(
-            found=f"{type(owner).__module__}.{type(owner).__qualname__} without {name!r}",
-            expected=f"the attribute {name!r} that this package reads",
-            consequence="its geometry cannot be known; the engine stops before any transfer",
-            remedy="use a vLLM version that `python -m kvcached_nixl` lists as supported",
-        ) from error
+def _specs(kv_cache_spec: Any) -> list[Any]:
+    """The specs of a KV-cache group's layers."""
+    if type(kv_cache_spec).__name__ == "UniformTypeKVCacheSpecs":
+        return list(kv_cache_spec.kv_cache_specs.values())
+    return [kv_cache_spec]
 
 
-def num_kv_cache_groups(scheduler: Any) -> int:
-    """KV-cache groups of vLLM's scheduler, or of its NIXL scheduler."""
-    return len(private(scheduler, "kv_cache_config").kv_cache_groups)
+def _keeps_all_tokens(spec: Any) -> bool:
+    """Whether vLLM's manager of such layers keeps every block until the request ends."""
+    return any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__) and type(spec).__name__ != "RSWASpec"
 
 
-@dataclasses.dataclass
+@dataclass(frozen=True)
 class SchedulerView:
-    """The stock NIXL scheduler as the push sees it."""
+    """What the engine's half of a NIXL connector is constructed with."""
 
-    scheduler: Any
+    config: Any
+    kv_cache_config: Any
 
     @property
     def engine_id(self) -> str:
-        return str(private(self.scheduler, "engine_id"))
+        return str(self.config.kv_transfer_config.engine_id)
 
     @property
     def host(self) -> str:
-        return str(private(self.scheduler, "side_channel_host"))
+        """Of the side channel; vLLM's setting."""
+        return str(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
 
     @property
     def port(self) -> int:
-        return int(private(self.scheduler, "side_channel_port"))
+        """Of the side channel; each data-parallel engine has its own."""
+        index = private(self.config.parallel_config, "data_parallel_index")
+        return int(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
 
     @property
     def tp_size(self) -> int:
-        return int(private(self.scheduler, "vllm_config").parallel_config.tensor_parallel_size)
+        return int(self.config.parallel_config.tensor_parallel_size)
 
     @property
     def block_size(self) -> int:
         """Tokens in a block of the scheduler."""
-        return int(private(self.scheduler, "block_size"))
+        return int(self.config.cache_config.block_size)
 
     @property
-    def num_kv_cache_groups(self) -> int:
-        return num_kv_cache_groups(self.scheduler)
+    def dropping_groups(self) -> list[str]:
+        """KV-cache groups that let go of blocks while they compute, by the name of their kind."""
+        return [
+            type(spec).__name__
+            for group in self.kv_cache_config.kv_cache_groups
+            for spec in _specs(group.kv_cache_spec)
+            if not _keeps_all_tokens(spec)
+        ]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a request whose KV has not come is computed anew, and does not fail."""
+        return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")
 
     @property
     def extra_config(self) -> Mapping[str, Any]:
         """``kv_connector_extra_config``."""
-        found: Mapping[str, Any] = private(self.scheduler, "vllm_config").kv_transfer_config.kv_connector_extra_config
+        found: Mapping[str, Any] = self.config.kv_transfer_config.kv_connector_extra_config
         return found
 
 
-@dataclasses.dataclass
-class WorkerView:
-    """The stock worker as the geometry sees it."""
+def _envs() -> Any:
+    from vllm import envs
 
-    worker: Any
+    return envs
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """A worker's half of a NIXL connector."""
+
+    connector: Any
+
+    @property
+    def worker(self) -> Any:
+        return private(self.connector, "connector_worker")
+
+    @property
+    def _config(self) -> Any:
+        return private(self.worker, "vllm_config")
+
+    # -------------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def engine_id(self) -> str:
+        return str(private(self.worker, "engine_id"))
+
+    @property
+    def tp_size(self) -> int:
+        return int(private(self.worker, "world_size"))
+
+    @property
+    def tp_rank(self) -> int:
+        return int(private(self.worker, "tp_rank"))
+
+    @property
+    def extra_config(self) -> Mapping[str, Any]:
+        """``kv_connector_extra_config``."""
+        found: Mapping[str, Any] = private(self.worker, "kv_transfer_config").kv_connector_extra_config
+        return found
+
+    @property
+    def unserved(self) -> Sequence[tuple[str, str]]:
+        """What of this engine's configuration no peer could make sense of: (what it is, what it should be)."""
+        parallel = self._config.parallel_config
+        found = [
+            (name, getattr(parallel, name.replace("-", "_")))
+            for name in ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
+        ]
+        refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
+        sizes = {spec.block_size for group in self._groups for spec in _specs(group.kv_cache_spec)}
+        own = self._config.cache_config.block_size
+        if sizes != {own}:
+            shown = ", ".join(map(str, sorted(sizes)))
+            refused.append((f"KV-cache groups with blocks of {shown} tokens", f"blocks of {own} tokens in every group"))
+        # Scales of an fp8 cache that each engine computes for itself; vLLM 0.28 does not have them any more.
+        if getattr(self._config.cache_config, "calculate_kv_scales", False):
+            refused.append(("--calculate-kv-scales", "scales that come with the model"))
+        return refused
+
+    @property
+    def _groups(self) -> Any:
+        return private(self.worker, "kv_cache_config").kv_cache_groups
+
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What the bytes of KV follow from, as far as vLLM knows; equal on both sides, or they mean something else."""
+        model, cache = private(self.worker, "model_config"), self._config.cache_config
+        speculative = self._config.speculative_config
+        overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
+        facts = {
+            "vLLM": found_version("vllm"),
+            "model": model.model,
+            "revision": model.revision or "-",
+            "dtype": model.dtype,
+            "cache dtype": cache.cache_dtype,
+            "heads": f"{model.get_total_num_kv_heads()} of {model.get_head_size()}",
+            "layers": model.get_total_num_hidden_layers(),
+            "attention": private(self.worker, "backend_name"),
+            "quantization": model.quantization or "-",
+            "overrides": sorted(overrides.items()) or "-",
+            "speculative": "-" if speculative is None else f"{speculative.method} {speculative.model}",
+            "groups": len(self._groups),
+        }
+        return tuple((name, str(value)) for name, value in facts.items())
+
+    # ---------------------------------------------------------------------------------------------------- its memory
 
     @property
     def num_blocks(self) -> int:
@@ -97,94 +190,14 @@ class WorkerView:
         return bool(private(self.worker, "use_mla"))
 
     @property
-    def block_size(self) -> int:
-        """Tokens in a block of the attention kernel."""
-        return int(private(self.worker, "block_size"))
-
-    @property
     def kernel_blocks_per_block(self) -> int:
         """Blocks of the attention kernel in a block of the scheduler."""
         return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
 
     @property
-    def engine_id(self) -> str:
-        return str(private(self.worker, "engine_id"))
-
-    @property
-    def tp_size(self) -> int:
-        return int(private(self.worker, "world_size"))
-
-    @property
-    def tp_rank(self) -> int:
-        return int(private(self.worker, "tp_rank"))
-
-    @property
     def total_kv_heads(self) -> int:
         """KV heads of the model, over all ranks."""
         return int(private(self.worker, "model_config").get_total_num_kv_heads())
-
-    @property
-    def agent(self) -> Any:
-        """The NIXL agent."""
-        return private(self.worker, "nixl_wrapper")
-
-    @property
-    def backends(self) -> list[str]:
-        """In whose memory the agent registers."""
-        return list(private(self.worker, "nixl_backends"))
-
-    def use(self, agent: Any, kept: MutableSet[Any], leases: MutableMapping[Any, float]) -> None:
-        """Replace the agent, the requests that decode may read, and when their leases end; nothing is in them yet."""
-        for name, replacement in (("nixl_wrapper", agent), ("_reqs_to_process", kept), ("_reqs_to_send", leases)):
-            private(self.worker, name)
-            setattr(self.worker, name, replacement)
-
-    def agents_of(self, engine_id: str) -> list[str]:
-        """The agents of another engine's ranks; none before a handshake."""
-        return list(private(self.worker, "_remote_agents").get(engine_id, {}).values())
-
-    def is_connecting(self, engine_id: str) -> bool:
-        return engine_id in private(self.worker, "_handshake_futures")
-
-    def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> None:
-        """vLLM <= 0.21: begin a handshake as the stock worker does, but for no request."""
-        lock, futures = private(self.worker, "_handshake_lock"), private(self.worker, "_handshake_futures")
-
-        def connected(future: Future[Any]) -> None:
-            with lock:
-                del futures[engine_id]
-                if future.exception() is None:
-                    private(self.worker, "_remote_agents")[engine_id] = future.result()
-
-        with lock:
-            if engine_id not in futures and not self.agents_of(engine_id):
-                handshake = private(self.worker, "_nixl_handshake")
-                executor = private(self.worker, "_handshake_initiation_executor")
-                futures[engine_id] = executor.submit(handshake, host, port, tp_size, engine_id)
-                futures[engine_id].add_done_callback(connected)
-
-    @property
-    def is_receiving(self) -> bool:
-        """Whether a transfer is in flight that this worker posted."""
-        return bool(private(self.worker, "_recving_transfers"))
-
-    @property
-    def engines(self) -> list[str]:
-        """Other engines with whom there was a handshake."""
-        return list(private(self.worker, "_remote_agents"))
-
-    def forget_engine(self, engine_id: str) -> None:
-        """Let go of another engine as the stock worker does when it shuts down; what is read next needs a handshake."""
-        clean_up = getattr(self.worker, "_cleanup_remote_engine", None)  # vLLM >= 0.24
-        if clean_up is not None:
-            clean_up(engine_id, log_eviction=False)
-            return
-        for handle in private(self.worker, "dst_xfer_side_handles").pop(engine_id).values():
-            self.agent.release_dlist_handle(handle)
-        for agent in private(self.worker, "_remote_agents").pop(engine_id).values():
-            self.agent.remove_remote_agent(agent)
-        for name in ("kv_caches_base_addr", "dst_num_blocks"):
-            del private(self.worker, name)[engine_id]
 
     @property
     def memory_type(self) -> str:
@@ -194,24 +207,6 @@ class WorkerView:
     @property
     def device_id(self) -> int:
         return int(private(self.worker, "device_id"))
-
-    @property
-    def extra_config(self) -> Mapping[str, Any]:
-        """``kv_connector_extra_config``."""
-        found: Mapping[str, Any] = private(self.worker, "kv_transfer_config").kv_connector_extra_config
-        return found
-
-    @property
-    def memory_order(self) -> str:
-        return str(private(self.worker, "kv_cache_layout"))
-
-    @property
-    def kv_cache_dtype(self) -> str:
-        return str(private(self.worker, "vllm_config").cache_config.cache_dtype)
-
-    @property
-    def pipeline_parallel_size(self) -> int:
-        return int(private(self.worker, "vllm_config").parallel_config.pipeline_parallel_size)
 
     def page_bytes(self) -> dict[str, int]:
         """Layer name -> bytes of one kernel block in that layer (K and V, or the latent)."""
@@ -240,90 +235,43 @@ class WorkerView:
         )
         return tuple(shape), _PROBED
 
-    def tell_kv_first(self) -> None:
-        """Make this worker's connector register K and V apart although its backend keeps blocks first.
-
-        Only this worker's list of backends changes; the attention layers keep the real class (vllm#42095).
-        """
-        stock = private(self.worker, "attn_backends")[0]
-
-        def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-            num_blocks, halves, *inner = stock.get_kv_cache_shape(*args, **kwargs)
-            return (halves, num_blocks, *inner)
-
-        kv_first = type(f"KVFirst{stock.__name__}", (stock,), {"get_kv_cache_shape": staticmethod(get_kv_cache_shape)})
-        self.worker.attn_backends = [kv_first, *private(self.worker, "attn_backends")[1:]]
-
-    def set_device_kv_caches(self, device_views: dict[str, Any]) -> None:
-        """Give back to the worker the views attention uses, for its host copies and post-processing."""
-        private(self.worker, "device_kv_caches")
-        self.worker.device_kv_caches = device_views
-
-    def registered_regions(self) -> list[tuple[int, int]]:
-        """What the stock worker made of the offered tensors: (address, block bytes) per region."""
-        addresses = private(self.worker, "kv_caches_base_addr")[private(self.worker, "engine_id")]
-        return list(
-            zip(addresses[private(self.worker, "tp_rank")], private(self.worker, "block_len_per_layer"), strict=True)
-        )
-
-    def offer_handshake(self, metadata: bytes) -> None:
-        """Replace what this worker tells peers that ask, behind the compatibility string."""
-        self.worker.xfer_handshake_metadata = dataclasses.replace(
-            private(self.worker, "xfer_handshake_metadata"), agent_metadata_bytes=metadata
-        )
-
-    def sign_compatibility(self, sign: Callable[[str], str]) -> str:
-        """Replace the compatibility string this worker compares with and offers; returns the new one."""
-        signed = sign(private(self.worker, "compat_hash"))
-        self.worker.compat_hash = signed
-        self.worker.xfer_handshake_metadata = dataclasses.replace(
-            private(self.worker, "xfer_handshake_metadata"), compatibility_hash=signed
-        )
-        return signed
+    # ----------------------------------------------------------------------------------------------------- its agent
 
     @property
-    def compatibility(self) -> str:
-        """The string this worker compares with a peer's."""
-        return str(private(self.worker, "compat_hash"))
-
-    def receiving_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Local block ids, per group, of a request whose KV is being received; empty if there is none."""
-        meta = private(self.worker, "_recving_metadata").get(request_id)
-        return () if meta is None else tuple(meta.local_block_ids)
-
-    def end_receive(self, request_id: str) -> None:
-        """Forget what is known of a receive that posted no transfer."""
-        private(self.worker, "_recving_metadata").pop(request_id, None)
-
-    def report_invalid_blocks(self, block_ids: set[int]) -> None:
-        """Add to the block ids the worker reports as not loaded.
-
-        On vLLM <= 0.21 only on the engine's thread: they are a plain set there.
-        """
-        invalid = private(self.worker, "_invalid_block_ids")
-        if isinstance(invalid, queue.Queue):
-            invalid.put(block_ids)
-        else:
-            invalid.update(block_ids)
-
-    def report_failed_receives(self, count: int, block_ids: set[int]) -> None:
-        """Add to vLLM's metric of failed transfers, and to the block ids that are reported as not loaded."""
-        if block_ids:
-            self.report_invalid_blocks(block_ids)
-        for _ in range(count):
-            private(self.worker, "xfer_stats").record_failed_transfer()
-
-    def count_expired(self, count: int) -> None:
-        """Add to vLLM's metric of requests whose lease has ended."""
-        for _ in range(count):
-            private(self.worker, "xfer_stats").record_kv_expired_req()
+    def agent(self) -> Any:
+        """The NIXL agent."""
+        return private(self.worker, "nixl_wrapper")
 
     @property
-    def failed_receives(self) -> set[str]:
-        """vLLM <= 0.21: ids of receives that failed before a transfer was posted; any thread adds to it."""
-        found: set[str] = private(self.worker, "_failed_recv_reqs")
-        return found
+    def backends(self) -> list[str]:
+        """In whose memory the agent registers."""
+        return list(private(self.worker, "nixl_backends"))
 
-    @failed_receives.setter
-    def failed_receives(self, replacement: set[str]) -> None:
-        self.worker._failed_recv_reqs = replacement
+    def register_memory(self, extents: Sequence[tuple[int, int]], device_id: int) -> None:
+        """Register KV memory, (address, bytes) each, with the agent."""
+        self.worker.device_id = device_id
+        rows = [(address, length, device_id, "") for address, length in extents]
+        descriptors = self.agent.get_reg_descs(rows, self.memory_type)
+        self.agent.register_memory(descriptors, backends=self.backends)
+        self.keep_registered(descriptors)
+
+    def keep_registered(self, descriptors: Any) -> None:
+        """The stock worker deregisters them when it shuts down."""
+        private(self.worker, "_registered_descs").append(descriptors)
+
+    def offer_handshake(self, compatibility: str, metadata: bytes) -> None:
+        """What this rank tells peers that ask, in vLLM's own envelope."""
+        envelope = private(first_module(METADATA_MODULES), "NixlHandshakePayload")
+        private(self.worker, "xfer_handshake_metadata")
+        self.worker.xfer_handshake_metadata = envelope(compatibility_hash=compatibility, agent_metadata_bytes=metadata)
+
+    # --------------------------------------------------------------------------------------------------- its metrics
+
+    def use_stats(self, stats: Any) -> None:
+        """Count in these from now on; vLLM takes them with each step."""
+        private(self.worker, "xfer_stats")
+        self.worker.xfer_stats = stats
+
+    @property
+    def stats(self) -> Any:
+        return private(self.worker, "xfer_stats")

@@ -1,42 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to vLLM's scheduler and to what it hands the connector.
+"""Named access to vLLM's scheduler, its requests and its loop.
 
-Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/single_type_kv_cache_manager.py``.
+Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/single_type_kv_cache_manager.py``,
+``v1/engine/core.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.compat.attached import ours_of
-from kvcached_nixl.compat.connector import private
+from kvcached_nixl.compat.attached import side_of, sides
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.wire.digest import digest_of
 
-__all__ = ["blocks_of", "give_back", "halves", "is_idle", "is_whole", "scheduled", "take_blocks"]
+__all__ = [
+    "EngineBlocks",
+    "Reports",
+    "RequestView",
+    "blocks_of",
+    "bound_sides",
+    "is_whole",
+    "let_load_fail",
+    "reports_of",
+    "rest",
+    "scheduled",
+    "tell_finished",
+    "wake_of",
+    "with_reports",
+]
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """How a request ends that has computed its prompt to the end."""
 
 
-def halves(engine_scheduler: Any) -> Iterator[Any]:
-    """Our half of each NIXL connector of an engine; its connector may hold others (``MultiConnector``)."""
-    waiting = [vars(engine_scheduler).get("connector")]
-    while waiting:
-        one = waiting.pop()
-        half = ours_of(one)
-        if half is not None:
-            yield half
-        waiting += vars(one).get("_connectors", ()) if one is not None else ()
+@dataclass(frozen=True)
+class RequestView:
+    """A request as our scheduler sees it."""
+
+    request: Any
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def params(self) -> Mapping[str, Any] | None:
+        """``kv_transfer_params``; what is no mapping is none, and was refused by the API server or passed on by it."""
+        found = self.request.kv_transfer_params
+        return found if isinstance(found, Mapping) else None
+
+    def digest(self, num_tokens: int) -> str:
+        """Of its first tokens, and of all that their KV follows from."""
+        request = self.request
+        embeddings = b""
+        if request.prompt_embeds is not None:
+            import torch
+
+            # numpy knows no bfloat16.
+            embeds = request.prompt_embeds[:num_tokens].detach().contiguous().cpu()
+            embeddings = f"{embeds.dtype} ".encode() + embeds.view(torch.uint8).numpy().tobytes()
+        return digest_of(
+            request.prompt_token_ids,
+            num_tokens,
+            embeddings=embeddings,
+            features=[
+                (str(one.identifier), int(one.mm_position.offset), int(one.mm_position.length))
+                for one in request.mm_features
+            ],
+            lora="" if request.lora_request is None else str(request.lora_request.lora_name),
+            salt=request.cache_salt or "",
+        )
+
+
+@dataclass(frozen=True)
+class EngineBlocks:
+    """The KV-cache blocks of an engine."""
+
+    engine_scheduler: Any
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether another connector may load KV into them, which may turn out to be no good (``MultiConnector``)."""
+        return side_of(private(self.engine_scheduler, "connector")) is None
+
+    def take(self, request_id: str) -> list[Any]:
+        """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request.
+
+        vLLM's own reference count does not serve: kvcached counts none without prefix caching.
+        """
+        taken: list[Any] = []
+        for manager in self._managers():
+            taken += reversed(private(manager, "req_to_blocks").pop(request_id, []))
+            private(manager, "num_cached_block").pop(request_id, None)
+        return [block for block in taken if not block.is_null]
+
+    def give_back(self, blocks: list[Any]) -> None:
+        """Free what was taken."""
+        private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool").free_blocks(blocks)
+
+    def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        """Per KV-cache group, the first token whose block is kept when so many are computed; it starts a block."""
+        return tuple(
+            manager.get_num_skipped_tokens(num_tokens) // manager.block_size * manager.block_size
+            for manager in self._managers()
+        )
+
+    def _managers(self) -> Any:
+        return private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers
+
+
+def bound_sides(engine_scheduler: Any) -> Iterator[Any]:
+    """Our side of each NIXL connector of an engine; each knows whose blocks these are."""
+    for side in sides(private(engine_scheduler, "connector")):
+        side.bind(EngineBlocks(engine_scheduler))
+        yield side
+
+
+def tell_finished(engine_scheduler: Any, request: Any) -> Any:
+    """Tell the connector that a request has ended; blocks that have left its window are still its own."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+    connector = private(engine_scheduler, "connector")
+    block_ids = private(engine_scheduler, "kv_cache_manager").get_block_ids(request.request_id)
+    # vLLM 0.19's MultiConnector knows one KV-cache group.
+    if isinstance(connector, SupportsHMA):
+        return connector.request_finished_all_groups(request, block_ids)
+    return connector.request_finished(request, block_ids[0])
 
 
 def is_whole(request: Any) -> bool:
     """Whether a request that ended has computed its prompt to the end."""
     return request.status.name in _WHOLE and request.num_computed_tokens >= request.num_prompt_tokens
-
-
-def is_idle(scheduler_output: Any) -> bool:
-    """Whether a step computes nothing."""
-    return not scheduler_output.total_num_scheduled_tokens
 
 
 def scheduled(scheduler_output: Any) -> Iterator[tuple[str, tuple[list[int], ...], bool, int]]:
@@ -58,18 +159,90 @@ def blocks_of(blocks: Any) -> tuple[list[int], ...]:
     return found
 
 
-def take_blocks(engine_scheduler: Any, request_id: str) -> list[Any]:
-    """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request.
+@dataclass
+class Reports:
+    """What vLLM has summed up of its workers after a step: sets of request ids, and of blocks that hold no KV."""
 
-    vLLM's own reference count does not serve: kvcached counts none without prefix caching.
+    sent: set[str]
+    received: set[str]
+    invalid: set[int]
+
+
+def reports_of(model_runner_output: Any) -> Reports:
+    """The reports of a step."""
+    found = model_runner_output.kv_connector_output
+    if found is None:
+        return Reports(set(), set(), set())
+    return Reports(set(found.finished_sending or ()), set(found.finished_recving or ()), set(found.invalid_block_ids))
+
+
+def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Reports) -> Any:
+    """The output of a step with these reports in place of its own; vLLM shares one output among all empty steps."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    before = model_runner_output.kv_connector_output
+    if before is None and not (reports.sent or reports.received or reports.invalid):
+        return model_runner_output
+    requests = private(engine_scheduler, "requests")
+    found = KVConnectorOutput() if before is None else copy.copy(before)
+    # vLLM ends at an id that it does not know.
+    found.finished_sending = {one for one in reports.sent if one in requests}
+    found.finished_recving = {one for one in reports.received if one in requests}
+    found.invalid_block_ids = reports.invalid
+    output = copy.copy(model_runner_output)
+    output.kv_connector_output = found
+    return output
+
+
+def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
+    """Have requests whose KV has not come fail or be computed anew, as ``kv_load_failure_policy`` says.
+
+    They have no token that counts as computed, so vLLM frees what blocks they still have and starts them again.
+
+    Returns: those that vLLM has to end with an error.
     """
-    taken: list[Any] = []
-    for manager in private(private(engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers:
-        taken += reversed(private(manager, "req_to_blocks").pop(request_id, []))
-        private(manager, "num_cached_block").pop(request_id, None)
-    return taken
+    requests = private(engine_scheduler, "requests")
+    ours = {request_id for request_id in request_ids if request_id in requests}
+    for request_id in ours:
+        requests[request_id].num_computed_tokens = 0
+    if private(engine_scheduler, "recompute_kv_load_failures"):
+        private(engine_scheduler, "failed_recving_kv_req_ids").update(ours)
+        return set()
+    for request_id in ours:
+        # vLLM <= 0.19 counts cached tokens, -1 until a request is scheduled, and its metrics raise on that.
+        counted = vars(requests[request_id]).get("num_cached_tokens", 0)
+        if counted < 0:
+            requests[request_id].num_cached_tokens = 0
+    return ours
 
 
-def give_back(engine_scheduler: Any, blocks: list[Any]) -> None:
-    """Free what `take_blocks` took."""
-    private(private(engine_scheduler, "kv_cache_manager"), "block_pool").free_blocks(blocks)
+def rest(core: Any, longest_seconds: float) -> None:
+    """Wait, on the engine's thread, while it has nothing to do but to hear of what our side waits for.
+
+    vLLM steps a thousand times a second then, and each step goes on to the API server. Whatever enters the engine ends
+    the wait at once: a request, an abort, a word of a worker. No wait where ranks step together (data parallel).
+    """
+    queue, side = core.input_queue, side_of(core.scheduler.connector)
+    if side is None or not _only_waits(core, side):
+        return
+    with queue.not_empty:
+        if not queue._qsize():
+            queue.not_empty.wait(longest_seconds)
+
+
+def wake_of(core: Any) -> Any:
+    """What ends `rest`, and vLLM's own wait for requests; any thread may call it."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def _only_waits(core: Any, side: Any) -> bool:
+    scheduler = core.scheduler
+    waiting, kept = side.num_waiting, side.num_kept
+    if side.pending or not (waiting or kept) or core.batch_queue or scheduler.finished_req_ids:
+        return False
+    if private(core, "engines_running") or core.vllm_config.parallel_config.data_parallel_size > 1:
+        return False
+    # Whoever else waits for something may have to be looked after in every step.
+    return scheduler.get_num_unfinished_requests() == waiting and len(scheduler.requests) <= waiting + kept

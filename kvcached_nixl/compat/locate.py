@@ -15,20 +15,17 @@ from kvcached_nixl.compat.names import KV_TRANSFER, KVCACHED_NIXL_COMPAT, NIXL_P
 from kvcached_nixl.patching import Place, Target
 
 __all__ = [
-    "COMPATIBILITY_HASH_ALSO_BOUND_IN",
+    "ENGINE_CORE",
     "ENGINE_SCHEDULER",
     "ENGINE_SCHEDULER_INTERFACE",
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
     "KVCACHED_PATCH",
-    "METADATA",
+    "METADATA_MODULES",
     "PULL_FACADE",
-    "PULL_SCHEDULER",
-    "PULL_WORKER",
     "PUSH_CLASS_NAMES",
-    "SCHEDULER",
-    "TOPOLOGY",
+    "STATS_MODULES",
     "WORKER",
 ]
 
@@ -60,27 +57,6 @@ PULL_FACADE = Target(
 FACADE_CLASS_NAMES = frozenset({"NixlBaseConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"})
 PUSH_CLASS_NAMES = frozenset({"NixlPushConnector"})
 
-SCHEDULER = Target(
-    name="scheduler",
-    places=(
-        Place(f"{_PACKAGE}.base_scheduler", "NixlBaseConnectorScheduler"),
-        Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
-        Place(_FILE, "NixlConnectorScheduler"),
-    ),
-    scope=NIXL_PREFIX,
-)
-"""The scheduler side common to pull and push."""
-
-PULL_SCHEDULER = Target(
-    name="pull scheduler",
-    places=(
-        Place(f"{_PACKAGE}.pull_scheduler", "NixlPullConnectorScheduler"),
-        Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
-        Place(_FILE, "NixlConnectorScheduler"),
-    ),
-    scope=NIXL_PREFIX,
-)
-
 WORKER = Target(
     name="worker",
     places=(
@@ -90,40 +66,24 @@ WORKER = Target(
     ),
     scope=NIXL_PREFIX,
 )
-"""The worker side common to pull and push."""
+"""Its worker half, which kvcached's own patch changes."""
 
-PULL_WORKER = Target(
-    name="pull worker",
-    places=(
-        Place(f"{_PACKAGE}.pull_worker", "NixlPullConnectorWorker"),
-        Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
-        Place(_FILE, "NixlConnectorWorker"),
-    ),
-    scope=NIXL_PREFIX,
-)
+METADATA_MODULES = (f"{_PACKAGE}.metadata", _FILE)
+"""Where the envelope of its handshake is."""
 
-METADATA = Target(name="metadata", places=(Place(f"{_PACKAGE}.metadata"), Place(_FILE)))
-"""The module of the wire messages and of ``compute_nixl_compatibility_hash``."""
-
-COMPATIBILITY_HASH_ALSO_BOUND_IN = (_PACKAGE, f"{_PACKAGE}.base_worker", f"{_PACKAGE}.worker")
-"""Modules that take ``compute_nixl_compatibility_hash`` over with ``from metadata import``."""
-
-TOPOLOGY = Target(
-    name="topology",
-    places=(
-        Place(f"{KV_TRANSFER}.utils", "TransferTopology"),
-        Place(f"{KV_TRANSFER}.utils", "TpKVTopology"),
-    ),
-)
-"""The class that says how a KV tensor is cut into regions. ``TpKVTopology`` up to 0.19."""
+STATS_MODULES = (f"{_PACKAGE}.stats", _FILE)
+"""Where the classes of its metrics are."""
 
 ENGINE_SCHEDULER = Target(name="engine scheduler", places=(Place("vllm.v1.core.sched.scheduler", "Scheduler"),))
-"""vLLM's own scheduler, which handles KV that could not be loaded."""
+"""vLLM's own scheduler."""
 
 ENGINE_SCHEDULER_INTERFACE = Target(
     name="engine scheduler interface", places=(Place("vllm.v1.core.sched.interface", "SchedulerInterface"),)
 )
 """Its base, which asked nobody else whether there is work up to 0.23."""
+
+ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
+"""The loop around the scheduler."""
 
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
 

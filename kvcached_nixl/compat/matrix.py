@@ -14,7 +14,7 @@ __all__ = ["markdown"]
 _BOTH = "both layouts"
 _REFUSED = "refused"
 _PULL_ONLY = "both layouts to pull; refused to push"
-_PUSH_ONLY = "push: served, one size a multiple of the other; pull: refused"
+_MULTIPLES = "one a multiple of the other"
 
 # What the geometry serves, by era of the KV tensors; every "refused" is an error at start or at the handshake.
 _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
@@ -22,7 +22,7 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "multi-head, grouped-query, multi-query attention": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
         "multi-latent attention (MLA)": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
         "odd number of layers": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
-        "several KV-cache groups (sliding window and full attention)": {
+        "sliding window, alone or beside full attention": {
             Era.KV_FIRST: _PULL_ONLY,
             Era.PACKED: _PULL_ONLY,
         },
@@ -31,12 +31,13 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
             Era.PACKED: "both layouts; contiguous MLA is refused",
         },
         "state-space or linear-attention layers": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "peers with different tensor-parallel sizes": {Era.KV_FIRST: _PUSH_ONLY, Era.PACKED: _PUSH_ONLY},
-        "peers with different block sizes": {Era.KV_FIRST: _PUSH_ONLY, Era.PACKED: _PUSH_ONLY},
+        "peers with different tensor-parallel sizes": {Era.KV_FIRST: _MULTIPLES, Era.PACKED: _MULTIPLES},
+        "peers with different block sizes": {Era.KV_FIRST: _MULTIPLES, Era.PACKED: _MULTIPLES},
         "peers with different layouts": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
         "a peer that pulls and one that pushes": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
         "peer without this package": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "pipeline parallelism": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
+        "pipeline and context parallelism": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
+        "fp8 scales that an engine computes": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
     }
 )
 

@@ -93,17 +93,13 @@ class Row:
     side_channel_names_stage: bool
     provides: Mapping[Capability, Provision]
 
-    @property
-    def renews_leases(self) -> bool:
-        """Whether a connector that pulls has its leases renewed by this package."""
-        return self.provides[Capability.LEASE].origin is Origin.OURS
-
 
 KVCACHED_SUPPORTED = "==0.1.6"
 
 _LAYOUT = Provision(Origin.OURS, "kvcached's memory is described to NIXL as it lies")
 _BLOCK_COUNT = Provision(Origin.OURS, "views are narrowed to the blocks vLLM planned")
-_PULL = Provision(Origin.UPSTREAM, "vLLM's READ path, over the geometry of this package")
+_PULL = Provision(Origin.OURS, "decode READs what a manifest names, and a word that attests it")
+_LEASE = Provision(Origin.OURS, "renewed by heartbeats, kv_lease_duration seconds")
 _PUSH = Provision(Origin.OURS, 'streamed WRITEs, "transfer_mode": "push" on NixlConnector')
 _HOST_BUFFER = Provision(
     Origin.NOBODY,
@@ -124,7 +120,7 @@ ROWS = (
                 Capability.BLOCK_COUNT: _BLOCK_COUNT,
                 Capability.PULL: _PULL,
                 Capability.PUSH: _PUSH,
-                Capability.LEASE: Provision(Origin.OURS, "renewed by heartbeats, kv_lease_duration seconds"),
+                Capability.LEASE: _LEASE,
                 Capability.HOST_BUFFER: _HOST_BUFFER,
             }
         ),
@@ -141,9 +137,7 @@ ROWS = (
                 Capability.BLOCK_COUNT: _BLOCK_COUNT,
                 Capability.PULL: _PULL,
                 Capability.PUSH: _PUSH,
-                Capability.LEASE: Provision(
-                    Origin.UPSTREAM, "renewed by heartbeats, kv_lease_duration seconds; a push's by this package"
-                ),
+                Capability.LEASE: _LEASE,
                 Capability.HOST_BUFFER: _HOST_BUFFER,
             }
         ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from inspect import BoundArguments, signature
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import wrapt
@@ -33,7 +33,7 @@ class HostCuda:
         return SimpleNamespace(name=f"kvcached on host memory ({device})", total_memory=capacity_bytes())
 
 
-class TorchWithHostCuda(wrapt.ObjectProxy[ModuleType]):
+class TorchWithHostCuda(wrapt.ObjectProxy):  # type: ignore[type-arg]  # old ones cannot be subscripted
     """The torch module with `cuda` replaced, for one importing module only."""
 
     _self_cuda = HostCuda()

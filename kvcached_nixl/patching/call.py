@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from kvcached_nixl.patching.registry import Registry
+from kvcached_nixl.errors import Refused
 
-__all__ = ["Call"]
+__all__ = ["Call", "Decisions"]
+
+
+class Decisions(Protocol):
+    """What a wrapper may ask of the registry that applied it."""
+
+    def complete(self) -> None:
+        """Decide every patch. Never raises."""
+
+    def refusals(self) -> tuple[tuple[str, Refused], ...]:
+        """Everything that was refused, by name."""
 
 
 class Call:
@@ -33,7 +42,7 @@ class Call:
         *,
         name: str = "",
         signature: inspect.Signature | None = None,
-        registry: Registry | None = None,
+        registry: Decisions | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         """Args: ``wrapped`` is the bound original, ``signature`` its signature without ``self``, read if not given."""
@@ -80,7 +89,7 @@ class Call:
             self._note(text)
 
     @property
-    def registry(self) -> Registry:
+    def registry(self) -> Decisions:
         """The registry that applied the patch.
 
         Raises:

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from kvcached_nixl.errors import Refused
-    from kvcached_nixl.patching.call import Call
+from kvcached_nixl.errors import Refused
+from kvcached_nixl.patching.call import Call
 
 __all__ = ["ANY_PARAMETERS", "Kind", "Outcome", "Patch", "Place", "Process", "Seam", "State", "Target"]
 

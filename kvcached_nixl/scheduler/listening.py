@@ -1,49 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side channel goes on listening: what one peer asks in a wrong way ends no handshake of another's.
-
-The stock listener takes a question apart and looks the rank up without a thought that either may fail; its thread would
-be gone, and every handshake that follows would wait in vain. A rank that is not there, which is what a router's wrong
-``tp_size`` asks for, is answered in words. Once per engine, on the listener's thread.
-"""
+"""What an engine's side channel answers: the handshakes of its ranks, with the start of the engine. Once per engine."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 
-from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.handshake import Answer
 
-__all__ = ["Answers", "keep_listening"]
-
-logger = logging.getLogger(SERVER_LOGGER)
+__all__ = ["answers_of"]
 
 
-class Answers(dict[Any, bytes]):
-    """What is answered to whom asks for a rank.
+class Envelope(Protocol):
+    """What a worker offers, in vLLM's own envelope."""
 
-    Whoever asks for one that is not here gets an answer whose compatibility string equals nobody's and says why, so
-    the peer refuses it and shows it.
-    """
-
-    def __missing__(self, rank: object) -> bytes:
-        said = f"no rank {rank!r:.60}: this engine has {sorted(self)}; correct the router's tp_size"
-        return msgspec.msgpack.encode({"compatibility_hash": said, "agent_metadata_bytes": b""})
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
 
 
-def keep_listening(listen: Callable[[], object], is_listening: Callable[[], bool]) -> None:
-    """Run ``listen``, which binds and returns when it is told to stop; again, when a message has ended it.
+def answers_of(metadata: Mapping[Any, Envelope], start: str) -> dict[int, tuple[str, bytes]]:
+    """Rank -> (compatibility string, metadata), from what vLLM has collected.
 
     Args:
-        is_listening: whether it has bound; what fails before that is no peer's doing, and is raised.
+        metadata: by rank or, since vLLM 0.26, by (pipeline stage, rank); there is one stage.
+        start: drawn when this engine started.
     """
-    while True:
-        try:
-            listen()
-            return
-        except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as cause:
-            if not is_listening():
-                raise
-            logger.warning("Dropped a message to the side channel that cannot be read: %s", cause)
+    return {
+        key if isinstance(key, int) else key[-1]: (
+            one.compatibility_hash,
+            msgspec.msgpack.encode(Answer(start, one.agent_metadata_bytes)),
+        )
+        for key, one in metadata.items()
+    }

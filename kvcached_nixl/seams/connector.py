@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM calls its NIXL connector: the layout it asks for, and everything of a push.
+"""Where vLLM calls its NIXL connector. Behind the public methods, the hand-over is ours.
 
-A connector that pushes has a half of ours beside each of its own (``push_of``), and each method below asks that one
-instead. A connector that pulls has none, and goes on as it is.
+The stock connector is still constructed: it brings the NIXL agent, the side channel's address and what vLLM knows of
+the model. None of its own methods sees a request.
 
 Runs in: the configuration's methods in every process; the others in the engine core (scheduler) or the worker.
 """
@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.attached import (
-    attach_beats,
-    attach_step,
-    beats_of,
-    ours_of,
-    pull_of,
-    push_of,
-    sent_in,
-    step_of,
-)
+from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.compat import metrics
+from kvcached_nixl.compat.attached import attach, attach_step, side_of, step_of
 from kvcached_nixl.compat.connector import WorkerView
-from kvcached_nixl.compat.engine import blocks_of, is_idle, is_whole, scheduled
+from kvcached_nixl.compat.engine import RequestView, blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
+from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch, Target
-from kvcached_nixl.patching.record import Process
-from kvcached_nixl.scheduler.push import Progress
+from kvcached_nixl.patching.record import Kind, Process
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.listening import answers_of
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transport.side_channel import Listener, SideChannel
+from kvcached_nixl.worker import registration
+from kvcached_nixl.worker.handover import start
 from kvcached_nixl.worker.memory_order import required_memory_order
 
 REQUIRED_LAYOUT = Patch(
@@ -49,7 +48,7 @@ def get_required_kvcache_layout(call: Call) -> str | None:
     return required_memory_order(call.proceed())
 
 
-def _push(
+def _of_connector(
     attribute: str,
     process: Process,
     parameters: tuple[str, ...],
@@ -57,121 +56,100 @@ def _push(
     *,
     target: Target = FACADE,
     versions: str = "",
+    kind: Kind = "method",
 ) -> Patch:
     return Patch(
         target=target,
         attribute=attribute,
+        kind=kind,
         process=process,
-        parameters=("self", *parameters),
+        parameters=("cls" if kind == "classmethod" else "self", *parameters),
         versions=versions,
-        needs="push",
+        needs="pull",
         why=why,
-        upstream="vllm#45168 and vllm#48633 (push); vllm/distributed/kv_transfer/kv_connector/v1/base.py",
-        remove_when="vLLM's own push streams, fails requests that are not served, and keeps blocks in flight",
+        upstream="vllm/distributed/kv_transfer/kv_connector/v1/base.py; vllm#50558, vllm#48633, vllm#52234",
+        remove_when="vLLM's own hand-over says what it is, and checks it",
     )
 
 
-GET_NUM_NEW_MATCHED_TOKENS = _push(
+# ------------------------------------------------------------------------------------------------------- in the engine
+
+GET_NUM_NEW_MATCHED_TOKENS = _of_connector(
     "get_num_new_matched_tokens",
     "scheduler",
     ("request", "num_computed_tokens"),
-    "decode would not wait for what prefill writes.",
+    "what a client sends would decide which blocks are read.",
 )
 
 
 @GET_NUM_NEW_MATCHED_TOKENS.around
 def get_num_new_matched_tokens(call: Call) -> Any:
-    push = push_of(call.instance)
-    if push is None:
-        return call.proceed()
-    return push.matched(call.argument("request"), call.argument("num_computed_tokens"))
+    request = RequestView(call.argument("request"))
+    return side_of(call.instance).matched(request, call.argument("num_computed_tokens"))
 
 
-UPDATE_STATE_AFTER_ALLOC = _push(
+UPDATE_STATE_AFTER_ALLOC = _of_connector(
     "update_state_after_alloc",
     "scheduler",
     ("request", "blocks", "num_external_tokens"),
-    "decode's blocks would be pulled into, and prefill would not know what to write.",
+    "decode's blocks would be paired with prefill's by counting them.",
 )
 
 
 @UPDATE_STATE_AFTER_ALLOC.around
 def update_state_after_alloc(call: Call) -> None:
-    push, pull = push_of(call.instance), pull_of(call.instance)
-    request, num_external_tokens = call.argument("request"), call.argument("num_external_tokens")
-    if push is not None:
-        push.allocated(request, blocks_of(call.argument("blocks")), num_external_tokens)
-    else:
-        pull.allocated(request, num_external_tokens)
-        call.proceed()
+    request, blocks = RequestView(call.argument("request")), blocks_of(call.argument("blocks"))
+    side_of(call.instance).allocated(request, blocks, call.argument("num_external_tokens"))
 
 
-BUILD_CONNECTOR_META = _push(
-    "build_connector_meta", "scheduler", ("scheduler_output",), "the workers would hear nothing of a push."
+BUILD_CONNECTOR_META = _of_connector(
+    "build_connector_meta", "scheduler", ("scheduler_output",), "the workers would hear nothing."
 )
 
 
 @BUILD_CONNECTOR_META.around
 def build_connector_meta(call: Call) -> Any:
-    metadata, output = call.proceed(), call.argument("scheduler_output")
-    push = push_of(call.instance)
-    if push is None:
-        return attach_beats(metadata, pull_of(call.instance).take_beats(is_idle=is_idle(output)))
-    push.scheduled(Progress(*one) for one in scheduled(output))
-    return attach_step(metadata, push.take_step())
+    progress = (Progress(*one) for one in scheduled(call.argument("scheduler_output")))
+    return attach_step(call.proceed(), side_of(call.instance).take_step(progress))
 
 
-REQUEST_FINISHED = _push(
-    "request_finished", "scheduler", ("request", "block_ids"), "blocks would be reused while a WRITE reads them."
+REQUEST_FINISHED = _of_connector(
+    "request_finished", "scheduler", ("request", "block_ids"), "blocks would be reused while they are read."
 )
 
 
 @REQUEST_FINISHED.around
 def request_finished(call: Call) -> Any:
-    return _finished(call, (call.argument("block_ids"),))
+    request = call.argument("request")
+    return side_of(call.instance).finished(RequestView(request), is_whole(request), (call.argument("block_ids"),))
 
 
-REQUEST_FINISHED_ALL_GROUPS = _push(
-    "request_finished_all_groups",
-    "scheduler",
-    ("request", "block_ids"),
-    "blocks would be reused while a WRITE reads them.",
+REQUEST_FINISHED_ALL_GROUPS = _of_connector(
+    "request_finished_all_groups", "scheduler", ("request", "block_ids"), "blocks would be reused while they are read."
 )
 
 
 @REQUEST_FINISHED_ALL_GROUPS.around
 def request_finished_all_groups(call: Call) -> Any:
-    return _finished(call, call.argument("block_ids"))
+    request = call.argument("request")
+    return side_of(call.instance).finished(RequestView(request), is_whole(request), call.argument("block_ids"))
 
 
-def _finished(call: Call, block_ids: tuple[list[int], ...]) -> Any:
-    push, request = push_of(call.instance), call.argument("request")
-    if push is not None:
-        return push.finished(request, is_whole(request), block_ids)
-    is_kept, params = call.proceed()
-    pull_of(call.instance).finished(request.request_id, is_kept)
-    return is_kept, params
-
-
-ON_NEW_REQUEST = _push(
+ON_NEW_REQUEST = _of_connector(
     "on_new_request",
     "scheduler",
     ("request",),
-    "the lease of a request that waits to be allocated would end, and prefill give its blocks to another.",
+    "vLLM's own worker would renew leases that it knows nothing of.",
     versions=">=0.22",
 )
 
 
 @ON_NEW_REQUEST.around
 def on_new_request(call: Call) -> None:
-    push = push_of(call.instance)
-    if push is None:
-        call.proceed()
-    else:
-        push.arrived(call.argument("request"))
+    """Our patch of the engine's scheduler hears of it on every version."""
 
 
-HAS_PENDING_PUSH_WORK = _push(
+HAS_PENDING_PUSH_WORK = _of_connector(
     "has_pending_push_work",
     "scheduler",
     (),
@@ -182,61 +160,154 @@ HAS_PENDING_PUSH_WORK = _push(
 
 @HAS_PENDING_PUSH_WORK.around
 def has_pending_push_work(call: Call) -> bool:
-    return ours_of(call.instance).pending or bool(call.proceed())
+    return bool(side_of(call.instance).pending)
 
 
-START_LOAD_KV = _push(
+def _handshake_metadata(attribute: str, versions: str) -> Patch:
+    return _of_connector(
+        attribute,
+        "scheduler",
+        ("metadata",),
+        "one question that cannot be answered would end vLLM's listener, and every later handshake wait in vain.",
+        versions=versions,
+    )
+
+
+SET_HANDSHAKE = _handshake_metadata("set_xfer_handshake_metadata", "<0.26")
+
+
+@SET_HANDSHAKE.around
+def set_xfer_handshake_metadata(call: Call) -> None:
+    _listen(call)
+
+
+SET_HANDSHAKE_BY_STAGE = _handshake_metadata("set_xfer_handshake_metadata_pp_aware", ">=0.26")
+
+
+@SET_HANDSHAKE_BY_STAGE.around
+def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
+    _listen(call)
+
+
+def _listen(call: Call) -> None:
+    side = side_of(call.instance)
+    answers = answers_of(call.argument("metadata"), side.start)
+    side.listen(Listener(side.own.host, side.own.port, answers, side.woken, side.wake_key))
+
+
+# ------------------------------------------------------------------------------------------------------- in the worker
+
+REGISTER_KV_CACHES = _of_connector(
+    "register_kv_caches",
+    "worker",
+    ("kv_caches",),
+    "kvcached reserves more blocks than vLLM planned and keeps K, V or layers apart where the stock worker takes them "
+    "for dense; it would move other blocks' bytes.",
+)
+
+
+@REGISTER_KV_CACHES.around
+def register_kv_caches(call: Call) -> None:
+    view = WorkerView(call.instance)
+    settings = Settings.from_extra_config(view.extra_config)
+    layout = registration.register(view, call.argument("kv_caches"))
+    channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
+    view.use_stats(metrics.stats())
+    attach(call.instance, start.start(view, layout, settings, channel, MonotonicClock()))
+    call.note(
+        f"{layout.arrangement.value}, {layout.num_blocks} blocks, {layout.descriptors_per_block} descriptors a block"
+    )
+
+
+START_LOAD_KV = _of_connector(
     "start_load_kv",
     "worker",
     ("forward_context", "kwargs"),
-    "registrations would not be sent.",
+    "the transfer thread would hear nothing.",
     target=PULL_FACADE,
 )
 
 
 @START_LOAD_KV.around
 def start_load_kv(call: Call) -> None:
-    push = push_of(call.instance)
-    if push is not None:
-        push.begin_step(step_of(call.instance))
-        return
-    pull, worker = pull_of(call.instance), WorkerView(call.instance.connector_worker)
-    pull.forget_lost_peers(worker)
-    call.proceed()
-    pull.begin_step(worker, sent_in(call.instance), beats_of(call.instance))
+    side_of(call.instance).begin_step(step_of(call.instance))
 
 
-WAIT_FOR_SAVE = _push("wait_for_save", "worker", (), "what a step computed would not be offered.")
+WAIT_FOR_SAVE = _of_connector("wait_for_save", "worker", (), "what a step computed would not be offered.")
 
 
 @WAIT_FOR_SAVE.around
 def wait_for_save(call: Call) -> None:
-    push = push_of(call.instance)
-    if push is None:
-        call.proceed()
-    else:
-        push.end_step()
+    side_of(call.instance).end_step()
 
 
-GET_FINISHED = _push(
+GET_FINISHED = _of_connector(
     "get_finished",
     "worker",
     ("finished_req_ids",),
-    "the stock worker would take the writer thread's notifications, and requests would wait for ever.",
+    "the stock worker would take the transfer thread's notifications, and requests would wait for ever.",
 )
 
 
 @GET_FINISHED.around
 def get_finished(call: Call) -> tuple[set[str], set[str]]:
-    push = push_of(call.instance)
-    if push is None:
-        found: tuple[set[str], set[str]] = call.proceed()
-        return found
-    ended = push.take_ended()
-    worker = WorkerView(call.instance.connector_worker)
-    worker.report_failed_receives(len(ended.failed), ended.invalid)
-    worker.count_expired(len(ended.expired))
+    side = side_of(call.instance)
+    ended = side.take_ended()
+    metrics.record(WorkerView(call.instance).stats, side.take_counted())
     return ended.sent, ended.received
+
+
+GET_LOAD_ERRORS = _of_connector(
+    "get_block_ids_with_load_errors", "worker", (), "a hand-over that has failed would be taken for one that is there."
+)
+
+
+@GET_LOAD_ERRORS.around
+def get_block_ids_with_load_errors(call: Call) -> set[int]:
+    marks: set[int] = side_of(call.instance).take_marks()
+    return marks
+
+
+SHUTDOWN = _of_connector("shutdown", "every", (), "the transfer thread would use an agent that is gone.")
+
+
+@SHUTDOWN.around
+def shutdown(call: Call) -> None:
+    side = side_of(call.instance)
+    if side is not None:
+        side.close()
+    call.proceed()
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+BUILD_STATS = _of_connector(
+    "build_kv_connector_stats",
+    "every",
+    ("data",),
+    "our figures would not fit vLLM's account.",
+    kind="classmethod",
+)
+
+
+@BUILD_STATS.around
+def build_kv_connector_stats(call: Call) -> Any:
+    return metrics.stats(call.argument("data"))
+
+
+BUILD_METRICS = _of_connector(
+    "build_prom_metrics",
+    "every",
+    ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    "why hand-overs bring no KV would be in no metric.",
+    kind="classmethod",
+)
+
+
+@BUILD_METRICS.around
+def build_prom_metrics(call: Call) -> Any:
+    names = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
+    return metrics.prom_metrics(*map(call.argument, names))
 
 
 SEAMS = (
@@ -248,7 +319,14 @@ SEAMS = (
     request_finished_all_groups,
     on_new_request,
     has_pending_push_work,
+    set_xfer_handshake_metadata,
+    set_xfer_handshake_metadata_pp_aware,
+    register_kv_caches,
     start_load_kv,
     wait_for_save,
     get_finished,
+    get_block_ids_with_load_errors,
+    shutdown,
+    build_kv_connector_stats,
+    build_prom_metrics,
 )

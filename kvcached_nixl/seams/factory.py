@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: where vLLM constructs a connector, a NIXL one is stopped unless every patch is in place.
+"""The gate: where vLLM constructs a connector, a NIXL one is stopped unless every patch is in place, and gets our side.
 
 Runs in: the engine core and every worker process. There are two doors to a connector, and both are watched:
 ``KVConnectorFactory.create_connector``, and the constructor of the NIXL connector itself, because ``MultiConnector``
@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.compat.attached import attach
+from kvcached_nixl.compat.connector import SchedulerView
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.versions import Capability, installed_row
 from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
-from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
+from kvcached_nixl.scheduler import start
 from kvcached_nixl.settings import Settings
 
 __all__ = ["GATES", "require_complete"]
@@ -65,12 +69,15 @@ def construct(call: Call) -> None:
     Settings.from_extra_config(config.kv_connector_extra_config)
     _require_mode(cls, config)
     call.proceed()
+    if call.argument("role").name == "SCHEDULER":
+        view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
+        attach(call.instance, start.start(view, MonotonicClock()))
 
 
 GATES = (create_connector, construct)
 
 
-def require_complete(registry: Registry, connector: str) -> None:
+def require_complete(registry: Decisions, connector: str) -> None:
     """Decide every patch, and go on only if none was refused.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's scheduler handles KV that could not be loaded, and blocks that are still being written from.
+"""Where vLLM's scheduler and its loop tell a connector nothing: a request's arrival, its preemption, its failure.
 
 Runs in: the engine-core process. Logic lives in ``kvcached_nixl.scheduler``.
 """
@@ -8,37 +8,62 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.connector import num_kv_cache_groups
-from kvcached_nixl.compat.engine import give_back, halves, take_blocks
-from kvcached_nixl.compat.locate import ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
+from kvcached_nixl.compat.attached import sides
+from kvcached_nixl.compat.engine import (
+    RequestView,
+    bound_sides,
+    let_load_fail,
+    reports_of,
+    rest,
+    tell_finished,
+    wake_of,
+    with_reports,
+)
+from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.scheduler import load_failures
-from kvcached_nixl.scheduler import push as push_scheduler
+from kvcached_nixl.wire.step import FAILING
 
-INVALID_BLOCKS = Patch(
+REST_SECONDS = 0.1
+"""An engine that only waits looks around as often, should nobody wake it."""
+
+ADD_REQUEST = Patch(
     target=ENGINE_SCHEDULER,
-    attribute="_update_requests_with_invalid_blocks",
+    attribute="add_request",
     process="scheduler",
-    parameters=("self", "requests", "invalid_block_ids", "num_scheduled_tokens", "evict_blocks"),
-    needs="layout",
-    why="with several KV-cache groups the stock method unpacks one group and raises, so the connector does not report "
-    "failed receives at all and the client gets wrong tokens.",
-    upstream="vllm#52234",
-    remove_when="vLLM's scheduler handles invalid blocks of several groups",
+    parameters=("self", "request"),
+    needs="lease",
+    why="the lease of a request that waits to be allocated would end, and prefill give its blocks to another.",
+    upstream="vllm#41383, vllm#38027; vLLM 0.22 tells the connector (on_new_request)",
+    remove_when="every supported vLLM tells the connector of a request's arrival, and of the scheduler",
 )
 
 
-@INVALID_BLOCKS.around
-def update_requests_with_invalid_blocks(call: Call) -> Any:
-    if num_kv_cache_groups(call.instance) == 1:
-        return call.proceed()
-    return load_failures.restart_affected(
-        call.argument("requests"),
-        call.argument("invalid_block_ids"),
-        call.argument("num_scheduled_tokens"),
-        call.instance.kv_cache_manager.get_block_ids,
-        call.argument("evict_blocks"),
-    )
+@ADD_REQUEST.around
+def add_request(call: Call) -> None:
+    for side in bound_sides(call.instance):
+        side.arrived(RequestView(call.argument("request")))
+    call.proceed()
+
+
+UPDATE_FROM_OUTPUT = Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="update_from_output",
+    process="scheduler",
+    parameters=("self", "scheduler_output", "model_runner_output"),
+    needs="pull",
+    why="vLLM would take our words for request ids and blocks, and a hand-over that has failed for one that is there.",
+    upstream="vllm#52234 (failed receives of several KV-cache groups); vllm/v1/core/sched/scheduler.py",
+    remove_when="vLLM's connectors may end a receive without its blocks",
+)
+
+
+@UPDATE_FROM_OUTPUT.around
+def update_from_output(call: Call) -> Any:
+    output = call.argument("model_runner_output")
+    reports = reports_of(output)
+    for side in bound_sides(call.instance):
+        side.collect(reports)
+    return call.proceed(model_runner_output=with_reports(call.instance, output, reports))
 
 
 HANDLE_INVALID_BLOCKS = Patch(
@@ -46,19 +71,19 @@ HANDLE_INVALID_BLOCKS = Patch(
     attribute="_handle_invalid_blocks",
     process="scheduler",
     parameters=("self", "invalid_block_ids", "num_scheduled_tokens"),
-    versions="<0.20",
-    needs="layout",
-    why="a request that fails before it was scheduled reports -1 cached tokens; the metrics counter raises on it and "
-    "the whole server dies with one refused peer.",
-    upstream="vllm/v1/metrics/loggers.py counts EngineCoreOutput.num_cached_tokens; later versions do not send it",
-    remove_when="vLLM 0.19 is no longer supported",
+    needs="pull",
+    why="a hand-over that has failed would be taken for one that is there.",
+    upstream="vllm#52234: the stock method unpacks one KV-cache group and raises for more",
+    remove_when="vLLM's connectors name requests whose load has failed",
 )
 
 
 @HANDLE_INVALID_BLOCKS.around
 def handle_invalid_blocks(call: Call) -> Any:
-    failed = call.proceed()
-    load_failures.count_no_cached_tokens(call.instance.requests[request_id] for request_id in failed)
+    others = call.argument("invalid_block_ids") - {FAILING}
+    failed = set(call.proceed(invalid_block_ids=others)) if others else set()
+    for side in sides(call.instance.connector):
+        failed |= let_load_fail(call.instance, side.take_failed())
     return failed
 
 
@@ -78,31 +103,29 @@ PREEMPT_REQUEST = Patch(
 
 @PREEMPT_REQUEST.around
 def preempt_request(call: Call) -> None:
-    request_id = call.argument("request").request_id
-    for half in halves(call.instance):
-        if half.is_sending(request_id):
-            half.preempted(request_id, take_blocks(call.instance, request_id))
+    for side in sides(call.instance.connector):
+        side.preempted(call.argument("request").request_id)
     call.proceed()
 
 
-UPDATE_FROM_KV_XFER_FINISHED = Patch(
+CONNECTOR_FINISHED = Patch(
     target=ENGINE_SCHEDULER,
-    attribute="_update_from_kv_xfer_finished",
+    attribute="_connector_finished",
     process="scheduler",
-    parameters=("self", "kv_connector_output"),
-    needs="push",
-    why="blocks of preempted requests would never be given back.",
-    upstream="vllm/v1/core/sched/scheduler.py frees by request, and a preempted request lives on",
-    remove_when="the patch of _preempt_request goes",
+    parameters=("self", "request"),
+    needs="pull",
+    why="vLLM frees what has left a sliding window first: decode's blocks while they are written, and prefill's that "
+    "decode was told of.",
+    upstream="vllm/v1/core/sched/scheduler.py: remove_skipped_blocks counts tokens that were generated",
+    remove_when="vLLM tells its connector before it frees any block of a request",
 )
 
 
-@UPDATE_FROM_KV_XFER_FINISHED.around
-def update_from_kv_xfer_finished(call: Call) -> Any:
-    output = call.argument("kv_connector_output")
-    for half in halves(call.instance):
-        for blocks in half.ended(output.finished_sending, output.finished_recving):
-            give_back(call.instance, blocks)
+@CONNECTOR_FINISHED.around
+def connector_finished(call: Call) -> Any:
+    request = call.argument("request")
+    if any(side.spares(request.request_id) for side in sides(call.instance.connector)):
+        return tell_finished(call.instance, request)
     return call.proceed()
 
 
@@ -112,7 +135,7 @@ HAS_REQUESTS = Patch(
     process="scheduler",
     parameters=("self",),
     versions="<0.24",
-    needs="push",
+    needs="pull",
     why="an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
     upstream="vLLM 0.24 asks the connector (has_pending_push_work)",
     remove_when="vLLM 0.23 is no longer supported",
@@ -121,39 +144,36 @@ HAS_REQUESTS = Patch(
 
 @HAS_REQUESTS.around
 def has_requests(call: Call) -> bool:
-    if call.proceed():
-        return True
-    pending = any(half.pending for half in halves(call.instance))
-    if pending:
-        push_scheduler.pace()
-    return pending
+    return call.proceed() or any(side.pending for side in sides(call.instance.connector))
 
 
-ADD_REQUEST = Patch(
-    target=ENGINE_SCHEDULER,
-    attribute="add_request",
+PROCESS_INPUT_QUEUE = Patch(
+    target=ENGINE_CORE,
+    attribute="_process_input_queue",
     process="scheduler",
-    parameters=("self", "request"),
-    versions="<0.22",
-    needs="lease",
-    why="the lease of a request that waits to be allocated would end, and prefill give its blocks to another.",
-    upstream="vllm#41383; vLLM 0.22 tells the connector (on_new_request)",
-    remove_when="vLLM 0.21 is no longer supported",
+    parameters=("self",),
+    needs="pull",
+    why="an engine that sleeps would not hear that its workers have let go of blocks, and one that waits for KV would "
+    "step a thousand times a second.",
+    upstream="vllm#45168; vllm/v1/engine/core.py",
+    remove_when="vLLM lets a connector wake its engine",
 )
 
 
-@ADD_REQUEST.around
-def add_request(call: Call) -> None:
-    for half in halves(call.instance):
-        half.arrived(call.argument("request"))
+@PROCESS_INPUT_QUEUE.around
+def process_input_queue(call: Call) -> None:
+    for side in bound_sides(call.instance.scheduler):
+        side.bind_wake(wake_of(call.instance))
+    rest(call.instance, REST_SECONDS)
     call.proceed()
 
 
 SEAMS = (
-    update_requests_with_invalid_blocks,
+    add_request,
+    update_from_output,
     handle_invalid_blocks,
     preempt_request,
-    update_from_kv_xfer_finished,
+    connector_finished,
     has_requests,
-    add_request,
+    process_input_queue,
 )

@@ -8,14 +8,19 @@ raise an exception class for each status and give them no common base.
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvcached_nixl.transport.base import Handle, Ranges, State, TransportError
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, TransportError
 
-__all__ = ["NixlTransport", "descriptors", "peer_name", "state_of"]
+__all__ = ["NixlTransport", "descriptors", "peer_name", "register_host_memory", "state_of"]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
 
 _STATES = MappingProxyType({"DONE": State.DONE, "PROC": State.IN_FLIGHT})
 
@@ -39,6 +44,13 @@ def state_of(agent: Any, handle: Handle) -> State:
         return _STATES.get(agent.check_xfer_state(handle), State.FAILED)
     except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
         return State.FAILED
+
+
+def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequence[str]) -> Any:
+    """Let peers read an array in host memory. Returns what NIXL wants back to deregister it."""
+    found = agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+    agent.register_memory(found, backends=list(backends))
+    return found
 
 
 class NixlTransport:
@@ -70,7 +82,10 @@ class NixlTransport:
 
     def remove_peer(self, peer: str) -> None:
         if self._peers.pop(peer, None) is not None:
-            self._agent.remove_remote_agent(peer)
+            try:
+                self._agent.remove_remote_agent(peer)
+            except Exception as cause:  # noqa: BLE001 - NIXL's; it has let go of the peer by itself before
+                logger.info("NIXL did not know %s any more: %s", peer, cause)
 
     def send(self, peer: str, notification: bytes) -> None:
         self._device_of(peer)
@@ -80,20 +95,34 @@ class NixlTransport:
             raise TransportError(f"no notification reaches {peer}: {cause}") from cause
 
     def received(self) -> list[tuple[str, bytes]]:
-        return [(peer, notification) for peer, some in self._agent.get_new_notifs().items() for notification in some]
+        try:
+            heard = self._agent.get_new_notifs()
+        except Exception as cause:
+            raise TransportError(f"NIXL cannot be asked for notifications: {cause}") from cause
+        return [(peer, notification) for peer, some in heard.items() for notification in some]
 
-    def write(self, peer: str, local: Ranges, remote: Ranges, notification: bytes) -> Handle:
-        remote_device_id = self._device_of(peer)
+    def post(
+        self,
+        operation: Operation,
+        peer: str,
+        local: Ranges,
+        remote: Ranges,
+        notification: bytes = b"",
+        *,
+        is_host: bool = False,
+    ) -> Handle:
+        devices = (0, 0) if is_host else (self._device_id, self._device_of(peer))
+        memory_type = "DRAM" if is_host else self._memory_type
         try:
             handle = self._agent.initialize_xfer(
-                "WRITE",
-                descriptors(self._agent, local, self._memory_type, self._device_id),
-                descriptors(self._agent, remote, self._memory_type, remote_device_id),
+                operation,
+                descriptors(self._agent, local, memory_type, devices[0]),
+                descriptors(self._agent, remote, memory_type, devices[1]),
                 peer,
                 notification,
             )
         except Exception as cause:
-            raise TransportError(f"a WRITE to {peer} was not made: {cause}") from cause
+            raise TransportError(f"a {operation} with {peer} was not made: {cause}") from cause
         # It may have been posted in part even so; its state decides.
         with contextlib.suppress(Exception):
             self._agent.transfer(handle)
@@ -103,7 +132,10 @@ class NixlTransport:
         return state_of(self._agent, handle)
 
     def release(self, handle: Handle) -> None:
-        self._agent.release_xfer_handle(handle)
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception as cause:  # noqa: BLE001 - NIXL's; the handle is let go of with its last reference
+            logger.warning("NIXL did not release a transfer: %s", cause)
 
     def _device_of(self, peer: str) -> int:
         try:

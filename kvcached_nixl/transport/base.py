@@ -3,30 +3,34 @@
 
 Promises that the rest relies on:
 
-* A notification given to :meth:`Transport.write` arrives after every byte of that WRITE is in place, or not at all. It
-  is sent when the writer asks for the state of the ended WRITE and not before: who stops asking never notifies.
-* A WRITE that was posted cannot be called back (nixl#2067). Until its state is no longer IN_FLIGHT, both sides' memory
-  belongs to it. A FAILED one may have written any part of its bytes.
+* A notification given to :meth:`Transport.post` with a WRITE arrives after every byte of that WRITE is in place, or not
+  at all. It is sent when the writer asks for the state of the ended WRITE and not before: who stops asking never
+  notifies.
+* A transfer that was posted cannot be called back (nixl#2067). Until its state is no longer IN_FLIGHT, the memory on
+  both sides belongs to it. A FAILED one may have moved any part of its bytes, and NIXL has not waited for the rest
+  (nixl#2044): it is quiet when its peer was removed, which takes the connection down, and not before.
 * Notifications may come late, more than once, in another order, or never.
 
-Threads: one thread posts, asks and sends. Adding and removing peers may happen on another one.
+Threads: one thread uses it.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Handle", "Ranges", "State", "Transport", "TransportError"]
+__all__ = ["Handle", "Operation", "Ranges", "State", "Transport", "TransportError"]
 
 Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
 
 Handle: TypeAlias = Any
-"""A posted WRITE. Keep it until it was released: NIXL ends a transfer whose handle is garbage."""
+"""A posted transfer. Keep it until it was released: NIXL ends a transfer whose handle is garbage."""
+
+Operation: TypeAlias = Literal["READ", "WRITE"]
 
 
 class State(Enum):
@@ -47,7 +51,7 @@ class Transport(Protocol):
         ...
 
     def add_peer(self, metadata: bytes, device_id: int = 0) -> str:
-        """Get to know an agent whose memory is on ``device_id``; returns its name. Adding it again changes nothing.
+        """Get to know an agent whose KV is on ``device_id``; returns its name. Adding it again changes nothing.
 
         Raises:
             TransportError: the metadata cannot be used.
@@ -55,11 +59,11 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: str) -> None:
-        """Forget an agent. What is in flight to it fails."""
+        """Forget an agent and take the connection down. What is in flight to it fails. Never raises."""
         ...
 
     def send(self, peer: str, notification: bytes) -> None:
-        """Send a notification that goes with no WRITE.
+        """Send a notification that goes with no transfer.
 
         Raises:
             TransportError: the peer is not known or cannot be reached.
@@ -67,11 +71,28 @@ class Transport(Protocol):
         ...
 
     def received(self) -> list[tuple[str, bytes]]:
-        """(peer, notification) since the last call, oldest first for each peer."""
+        """(peer, notification) since the last call, oldest first for each peer.
+
+        Raises:
+            TransportError: the agent cannot be asked.
+        """
         ...
 
-    def write(self, peer: str, local: Ranges, remote: Ranges, notification: bytes) -> Handle:
-        """Post one WRITE of ``local`` ranges into ``remote`` ones, which correspond row by row.
+    def post(
+        self,
+        operation: Operation,
+        peer: str,
+        local: Ranges,
+        remote: Ranges,
+        notification: bytes = b"",
+        *,
+        is_host: bool = False,
+    ) -> Handle:
+        """Post one transfer between ``local`` and ``remote`` ranges, which correspond row by row.
+
+        Args:
+            notification: goes with a WRITE.
+            is_host: the ranges are in registered host memory, not in KV memory.
 
         Raises:
             TransportError: nothing was posted.
@@ -79,9 +100,9 @@ class Transport(Protocol):
         ...
 
     def state(self, handle: Handle) -> State:
-        """How a WRITE stands. Ask until it is not in flight: the answer DONE is what sends its notification."""
+        """How a transfer stands. Ask until it is not in flight: the answer DONE is what sends its notification."""
         ...
 
     def release(self, handle: Handle) -> None:
-        """Give back a WRITE that is not in flight any more."""
+        """Give back a transfer that is not in flight any more. Never raises."""
         ...

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A transport inside one process: real bytes at real addresses, and every fault on demand. For tests.
 
-Nothing happens by itself: whatever is sent or written waits in :attr:`Network.pending` until the test delivers, drops,
+Nothing happens by itself: whatever is sent or posted waits in :attr:`Network.pending` until the test delivers, drops,
 doubles or fails it, in any order. ``Network(immediate=True)`` delivers at once.
 """
 
@@ -10,18 +10,23 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 
-from kvcached_nixl.transport.base import Handle, Ranges, State, TransportError
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, TransportError
 
-__all__ = ["MemoryTransport", "Network", "Operation"]
+__all__ = ["MemoryTransport", "Network", "Posted"]
 
 
 @dataclass(eq=False)
-class Operation:
-    """A notification, with the WRITE it belongs to if ``local`` and ``remote`` are not None."""
+class Posted:
+    """A notification, with the transfer it belongs to if ``local`` and ``remote`` are not None.
+
+    Attributes:
+        sender, receiver: who posted it, and with whom.
+    """
 
     sender: str
     receiver: str
     notification: bytes
+    operation: Operation | None = None
     local: Ranges | None = None
     remote: Ranges | None = None
     state: State = State.IN_FLIGHT
@@ -29,7 +34,7 @@ class Operation:
     released: bool = False
 
     @property
-    def is_write(self) -> bool:
+    def is_transfer(self) -> bool:
         return self.local is not None
 
 
@@ -39,7 +44,8 @@ class Network:
 
     immediate: bool = False
     agents: dict[str, MemoryTransport] = field(default_factory=dict)
-    pending: list[Operation] = field(default_factory=list)
+    pending: dict[Posted, None] = field(default_factory=dict)
+    vanished: set[str] = field(default_factory=set)
 
     def agent(self, name: str) -> MemoryTransport:
         """A new agent; one of the same name takes the dead one's place."""
@@ -49,61 +55,72 @@ class Network:
     def kill(self, name: str) -> None:
         """The process of an agent ends: what it had under way stops where it is, what goes to it fails."""
         del self.agents[name]
-        for operation in [one for one in self.pending if name in (one.sender, one.receiver)]:
-            self.fail(operation)
+        for posted in [one for one in self.pending if name in (one.sender, one.receiver)]:
+            self.fail(posted)
 
-    def post(self, operation: Operation) -> None:
-        self.pending.append(operation)
+    def vanish(self, name: str) -> None:
+        """The host of an agent is gone without a word: nothing comes from it, and what goes to it never ends."""
+        self.vanished.add(name)
+
+    def post(self, posted: Posted) -> None:
+        self.pending[posted] = None
         if self.immediate:
-            self.deliver(operation)
+            self.deliver(posted)
 
-    def deliver(self, operation: Operation) -> None:
-        """Move the bytes of a WRITE, whose notification then goes when its state is asked for; or hand one over."""
-        self._end(operation, State.DONE, 1.0)
-        if not operation.is_write:
-            self.notify(operation)
+    def deliver(self, posted: Posted) -> None:
+        """Move the bytes of a transfer, whose notification then goes when its state is asked for; or hand one over."""
+        if self.vanished & {posted.sender, posted.receiver}:
+            return
+        self._end(posted, State.DONE, 1.0)
+        if not posted.is_transfer:
+            self.notify(posted)
 
-    def notify(self, operation: Operation) -> None:
+    def notify(self, posted: Posted) -> None:
         """Hand over the notification; once more if it was handed over already."""
-        operation.untold = False
-        receiver = self.agents.get(operation.receiver)
-        if receiver is not None:
-            receiver.inbox.append((operation.sender, operation.notification))
+        posted.untold = False
+        receiver = self.agents.get(posted.receiver)
+        if receiver is not None and posted.notification:
+            receiver.inbox.append((posted.sender, posted.notification))
 
-    def drop(self, operation: Operation) -> None:
-        """Lose the notification; the bytes of a WRITE arrive."""
-        self._end(operation, State.DONE, 1.0)
-        operation.untold = False
+    def drop(self, posted: Posted) -> None:
+        """Lose the notification; the bytes of a transfer arrive."""
+        self._end(posted, State.DONE, 1.0)
+        posted.untold = False
 
-    def fail(self, operation: Operation, moved: float = 0.0) -> None:
-        """End a WRITE with an error after a share of its ranges was ``moved``; lose its notification."""
-        self._end(operation, State.FAILED, moved)
+    def fail(self, posted: Posted, moved: float = 0.0) -> None:
+        """End a transfer with an error after a share of its ranges was ``moved``; lose its notification."""
+        self._end(posted, State.FAILED, moved)
 
     def deliver_all(self) -> None:
-        """Deliver until nothing is pending, what arises meanwhile included."""
-        while self.pending:
-            self.deliver(self.pending[0])
+        """Deliver until nothing is pending that can arrive, what arises meanwhile included."""
+        while waiting := [one for one in self.pending if not self.vanished & {one.sender, one.receiver}]:
+            for posted in waiting:
+                if posted in self.pending:
+                    self.deliver(posted)
 
-    def _end(self, operation: Operation, state: State, share: float) -> None:
-        """Nothing of an operation is under way any more; a ``share`` of its ranges was moved."""
-        self.pending.remove(operation)
-        operation.state = state
-        if operation.local is None or operation.remote is None or operation.receiver not in self.agents:
+    def _end(self, posted: Posted, state: State, share: float) -> None:
+        """Nothing of it is under way any more; a ``share`` of its ranges was moved."""
+        del self.pending[posted]
+        posted.state = state
+        if posted.local is None or posted.remote is None or posted.receiver not in self.agents:
             return
-        count = int(len(operation.local) * share)
-        for (source, length), (target, _) in zip(operation.local[:count], operation.remote[:count], strict=True):
-            ctypes.memmove(int(target), int(source), int(length))
+        count = int(len(posted.local) * share)
+        here, there = posted.local[:count], posted.remote[:count]
+        sources, targets = (here, there) if posted.operation == "WRITE" else (there, here)
+        for (source, length), (target, _) in zip(sources.tolist(), targets.tolist(), strict=True):
+            ctypes.memmove(target, source, length)
 
 
 class MemoryTransport:
-    """See the protocol; made by :meth:`Network.agent`. While ``refuse_writes`` holds, no WRITE can be posted."""
+    """See the protocol; made by :meth:`Network.agent`. While ``refuse_posts`` holds, nothing can be posted."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network = network
         self.name = name
         self.inbox: list[tuple[str, bytes]] = []
-        self.posted: list[Operation] = []
-        self.refuse_writes = False
+        self.posted: list[Posted] = []
+        self.refuse_posts = False
+        self.keeps_posted = True
         self._peers: set[str] = set()
         self._lost: set[str] = set()
 
@@ -129,20 +146,30 @@ class MemoryTransport:
 
     def send(self, peer: str, notification: bytes) -> None:
         self._require(peer)
-        self.network.post(Operation(self.name, peer, notification))
+        self.network.post(Posted(self.name, peer, notification))
 
     def received(self) -> list[tuple[str, bytes]]:
         found, self.inbox = self.inbox, []
         return found
 
-    def write(self, peer: str, local: Ranges, remote: Ranges, notification: bytes) -> Handle:
+    def post(
+        self,
+        operation: Operation,
+        peer: str,
+        local: Ranges,
+        remote: Ranges,
+        notification: bytes = b"",
+        *,
+        is_host: bool = False,
+    ) -> Handle:
         self._require(peer)
-        if self.refuse_writes:
-            raise TransportError(f"no WRITE to {peer!r} can be posted")
-        operation = Operation(self.name, peer, notification, local, remote)
-        self.posted.append(operation)
-        self.network.post(operation)
-        return operation
+        if self.refuse_posts:
+            raise TransportError(f"no {operation} with {peer!r} can be posted")
+        posted = Posted(self.name, peer, notification, operation, local, remote)
+        if self.keeps_posted:
+            self.posted.append(posted)
+        self.network.post(posted)
+        return posted
 
     def state(self, handle: Handle) -> State:
         state: State = handle.state
@@ -152,16 +179,16 @@ class MemoryTransport:
 
     def release(self, handle: Handle) -> None:
         if handle.state is State.IN_FLIGHT or handle.released:
-            raise AssertionError(f"found a WRITE {handle.state.value}, released: {handle.released}; expected it ended")
+            raise AssertionError(f"found a {handle.operation} {handle.state.value}, released: {handle.released}")
         handle.released = True
 
-    def unreleased(self) -> list[Operation]:
-        """WRITEs whose handles were not given back."""
-        return [operation for operation in self.posted if not operation.released]
+    def unreleased(self) -> list[Posted]:
+        """Transfers whose handles were not given back."""
+        return [posted for posted in self.posted if not posted.released]
 
     def _fail_pending(self, peer: str) -> None:
-        for operation in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
-            self.network.fail(operation)
+        for posted in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
+            self.network.fail(posted)
 
     def _require(self, peer: str) -> None:
         if peer not in self._peers - self._lost or peer not in self.network.agents:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two engines must agree on before bytes move.
+"""What two engines must agree on before bytes move, and what their ranks tell each other then.
 
 Protocol history (one line per change of meaning; the number is part of the tag):
 
     1: kvcached geometry: blocks narrowed to the planned ones, contiguous or non-contiguous, equal splits on both sides.
-    2: the tag names who moves the bytes, pull or push; push offers `PushHandshake` in place of vLLM's own metadata.
-    3: pull: each rank keeps a word per request for decode to look at (`lease_word`), in front of the agent's metadata.
+    2: the tag names who moves the bytes, pull or push; push offers its own metadata in place of vLLM's.
+    3: pull: each rank keeps a word per request for decode to look at, in front of the agent's metadata.
+    4: one hand-over in two directions, which says what it is (`wire.manifest`); no metadata of vLLM's any more.
 """
 
 from __future__ import annotations
@@ -13,86 +14,86 @@ from __future__ import annotations
 import msgspec
 
 from kvcached_nixl.ids import EngineId
+from kvcached_nixl.wire.checked import Count, Rank, Start, TpSize, decoder, require
+from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import Planes
 
-PROTOCOL = 3
+__all__ = ["Answer", "RankHandshake", "Tag", "is_tagged", "read_answer", "read_rank"]
+
 _NAME = "kvcached_nixl"
 
 
-class _Tag(msgspec.Struct, frozen=True):
-    def sign(self, stock_hash: str) -> str:
-        """The compatibility string to offer: this tag, then the connector's own hash."""
-        return f"{self} {stock_hash}"
+class Tag(msgspec.Struct, frozen=True):
+    """Everything in which two engines must be equal. It stands in place of vLLM's compatibility hash.
 
-
-class PeerTag(_Tag, frozen=True):
-    """Everything in which two engines must be equal to pull.
-
-    It travels in front of the connector's own compatibility hash, so the stock comparison refuses a peer that
-    differs and its message shows both tags in words. A stock peer has no tag and never compares equal.
+    vLLM's own comparison refuses a peer that differs, and its message shows both tags in words; a stock peer has a hash
+    of its own and never compares equal.
 
     Attributes:
+        direction: who moves the bytes, ``pull`` or ``push``.
+        facts: what the bytes follow from, each as (name, value): vLLM, model, revision, dtype, ...
         arrangement: how kvcached laid the blocks out.
-        memory_order: the connector's word for it, ``NHD`` or ``HND``.
-        block_order: (dimension, size) of one layer's block in memory order, outermost first.
-        block_size: tokens in a block of the attention kernel.
-        region_block_bytes: bytes of a block in each region, in descriptor order.
-        tp_size: tensor-parallel ranks that share the heads.
-        kv_cache_dtype: element type of the cache.
+        planes: (number, bytes of a cell) of each kind of plane.
     """
 
+    direction: str
+    facts: tuple[tuple[str, str], ...]
     arrangement: str
-    memory_order: str
-    block_order: tuple[tuple[int, int], ...]
-    block_size: int
-    region_block_bytes: tuple[int, ...]
-    tp_size: int
-    kv_cache_dtype: str
+    planes: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
-        lengths = sorted(set(self.region_block_bytes))
-        blocks = "x".join(f"{size}@{dimension}" for dimension, size in self.block_order)
-        return (
-            f"{_NAME}/{PROTOCOL} pull [{self.arrangement}; {self.memory_order} {blocks} {self.kv_cache_dtype}; "
-            f"{self.block_size} tokens a block; {len(self.region_block_bytes)} regions of "
-            f"{'/'.join(map(str, lengths))} bytes a block; tensor parallel {self.tp_size}]"
-        )
+        facts = "; ".join(f"{name} {value}" for name, value in self.facts)
+        planes = ", ".join(f"{count} planes of cells of {size} bytes" for count, size in self.planes)
+        return f"{_NAME}/{PROTOCOL} {self.direction} [{facts}; {self.arrangement}; {planes}]"
 
 
-class PushTag(_Tag, frozen=True):
-    """The same for push, which finds its way between unequal blocks and shares of the heads.
-
-    Attributes:
-        num_planes: as in `Planes`; the layers, twice where K and V lie apart.
-        cell_bytes: one token of one head.
-        kv_cache_dtype: element type of the cache.
-    """
-
-    num_planes: int
-    cell_bytes: int
-    kv_cache_dtype: str
-
-    def __str__(self) -> str:
-        return (
-            f"{_NAME}/{PROTOCOL} push [{self.kv_cache_dtype}; {self.num_planes} planes of cells of "
-            f"{self.cell_bytes} bytes]"
-        )
-
-
-class PushHandshake(msgspec.Struct, frozen=True):
-    """What a rank tells one that wants to push to it, or to be pushed to.
+class RankHandshake(msgspec.Struct, frozen=True):
+    """What a rank tells one that wants to move bytes to or from it.
 
     Attributes:
         agent_metadata: NIXL's own.
         device_id: as NIXL counts devices.
+        memory: the kinds of planes of this rank, in an order that both sides have.
+        kernel_blocks_per_block: blocks of the attention kernel in a block of the scheduler.
+        words_address: of the table of words (`worker.handover.verification`), in registered host memory.
     """
 
     engine_id: EngineId
-    tp_size: int
-    tp_rank: int
+    tp_size: TpSize
+    tp_rank: Rank
     agent_metadata: bytes
-    device_id: int
-    planes: Planes
+    device_id: Count
+    memory: tuple[Planes, ...]
+    kernel_blocks_per_block: Count
+    words_address: int
+
+    def __post_init__(self) -> None:
+        require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+        require(0 < len(self.memory) <= 64 and self.kernel_blocks_per_block > 0, "planes, and kernel blocks in a block")
+        # Whoever looks a word up adds to it, in 64 bits.
+        require(0 <= self.words_address < 2**62, "an address of 62 bits")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a side channel answers: a rank's handshake, and the start of its engine."""
+
+    start: Start
+    rank: bytes
+
+
+_read_answer, _read_rank = decoder(Answer), decoder(RankHandshake)
+
+
+def read_answer(encoded: bytes) -> Answer:
+    """Raises `Malformed`."""
+    found: Answer = _read_answer(encoded)
+    return found
+
+
+def read_rank(encoded: bytes) -> RankHandshake:
+    """Raises `Malformed`."""
+    found: RankHandshake = _read_rank(encoded)
+    return found
 
 
 def is_tagged(compatibility: str) -> bool:

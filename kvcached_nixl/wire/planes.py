@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
+
+from kvcached_nixl.wire.checked import require
 
 __all__ = ["Planes"]
 
+_ADDRESSES = 2**63
 
-@dataclass(frozen=True)
-class Planes:
-    """Where one rank keeps the cells of its share of the heads.
+
+class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one rank keeps the cells of its share of the heads, for planes of one kind.
 
     Attributes:
         bases: address of the first cell of each plane, in the same plane order on both sides of a transfer.
@@ -31,6 +34,16 @@ class Planes:
     block_size: int
     num_heads: int
     first_head: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.cell_bytes, self.num_blocks, self.block_size, self.num_heads)
+        strides = (self.block_stride_bytes, self.token_stride_bytes, self.head_stride_bytes)
+        require(0 < len(self.bases) <= 65_536, "1 to 65,536 planes")
+        require(all(0 < size < 2**40 for size in sizes), "sizes above 0")
+        require(all(0 <= stride < 2**48 for stride in strides) and 0 <= self.first_head < 2**31, "strides, and a head")
+        # Whoever adds these up does so in 64 bits.
+        span = strides[0] * self.num_blocks + strides[1] * self.block_size + strides[2] * self.num_heads
+        require(all(0 <= base < _ADDRESSES - span for base in self.bases), "addresses of 63 bits")
 
     @property
     def last_head(self) -> int:

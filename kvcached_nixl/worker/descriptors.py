@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tokens of a request to the byte ranges that carry them, on both sides. Once per transfer, numpy only.
+"""From tokens of a request to the byte ranges that carry them, on both sides. numpy only.
 
 The KV of a layer is cut into planes (K, V, K and V packed, or the latent). A plane holds one *cell* for each token and
 head, and a cell lies at::
@@ -9,6 +9,8 @@ head, and a cell lies at::
 which covers token-major (NHD) and head-major (HND) memory, layers apart and layers side by side, any block size and any
 share of the heads. A transfer pairs the cells of equal tokens and heads; cells that lie end to end on both sides become
 one descriptor, so equal geometries need a descriptor a run of blocks and unequal ones no more than one a cell.
+
+What does not depend on the request, the runs inside a block, is found once per peer (`Route`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ import numpy.typing as npt
 from kvcached_nixl.transport.base import Ranges
 from kvcached_nixl.wire.planes import Planes
 
+__all__ = ["Blocks", "Descriptors", "Route", "misfit"]
+
 Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+MAX_RUN_BYTES = 8 << 20
+"""No descriptor is longer: a transfer is the smallest thing that is posted, waited for and given up."""
 
 
 @dataclass(frozen=True)
@@ -47,41 +54,75 @@ class Blocks:
     first_token: int = 0
 
 
-def pair(
-    local: Planes, remote: Planes, local_blocks: Blocks, remote_blocks: Blocks, first_token: int, end_token: int
-) -> Descriptors:
-    """Descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
+def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:
+    """What keeps two ranks from exchanging KV, in words; "" if nothing does."""
+    if len(local) != len(remote):
+        return f"{len(remote)} kinds of planes; expected {len(local)}"
+    for here, there in zip(local, remote, strict=True):
+        if (len(here.bases), here.cell_bytes) != (len(there.bases), there.cell_bytes):
+            return (
+                f"{len(there.bases)} planes of cells of {there.cell_bytes} bytes; expected {len(here.bases)} of "
+                f"{here.cell_bytes}: the same model and data type"
+            )
+        if max(here.block_size, there.block_size) % min(here.block_size, there.block_size):
+            return f"blocks of {there.block_size} tokens; expected a multiple or a divisor of {here.block_size}"
+        if max(here.first_head, there.first_head) >= min(here.last_head, there.last_head):
+            return (
+                f"the heads {there.first_head} to {there.last_head}; expected some of {here.first_head} to "
+                f"{here.last_head}"
+            )
+    return ""
 
-    Where ``end_token`` lies inside a block on both sides, the rest of the smaller block comes along.
+
+class Route:
+    """Between planes of one kind here and there.
 
     Raises:
-        ValueError: the planes differ in number or cell size, no head is common, the tokens are not all in both sides'
-            blocks, or a block id is out of range. Nothing can be transferred safely then.
+        ValueError: `misfit`.
     """
-    step = math.gcd(local.block_size, remote.block_size)
-    if len(local.bases) != len(remote.bases) or local.cell_bytes != remote.cell_bytes:
-        raise ValueError(
-            f"found {len(local.bases)} planes with cells of {local.cell_bytes} bytes here and {len(remote.bases)} with "
-            f"{remote.cell_bytes} there; expected the same model and data type"
-        )
-    first_head, last_head = max(local.first_head, remote.first_head), min(local.last_head, remote.last_head)
-    if first_head >= last_head:
-        raise ValueError(
-            f"found heads {local.first_head} to {local.last_head} here and {remote.first_head} to {remote.last_head} "
-            "there; expected some in common"
-        )
-    if first_token % step or not 0 <= first_token < end_token:
-        raise ValueError(f"found tokens {first_token} to {end_token}; expected a range that starts at a block boundary")
-    # A step is the largest run of tokens that is inside one block on either side.
-    starts = np.arange(first_token, end_token, step, dtype=np.int64)
-    heads = last_head - first_head
-    within_local, within_remote, run_bytes = _within_step(local, remote, step, heads)
-    sides = []
-    for planes, blocks, within in ((local, local_blocks, within_local), (remote, remote_blocks, within_remote)):
-        offsets = _block_offsets(planes, blocks, starts) + (first_head - planes.first_head) * planes.head_stride_bytes
-        addresses = np.asarray(planes.bases, dtype=np.int64)[:, None, None] + offsets[None, :, None] + within
-        sides.append(addresses.reshape(-1))
-    return _coalesce(sides[0], sides[1], run_bytes)
+
+    def __init__(self, local: Planes, remote: Planes) -> None:
+        words = misfit((local,), (remote,))
+        if words:
+            raise ValueError(words)
+        self._local, self._remote = local, remote
+        # The largest run of tokens that is inside one block on either side.
+        self.step = math.gcd(local.block_size, remote.block_size)
+        first_head = max(local.first_head, remote.first_head)
+        heads = min(local.last_head, remote.last_head) - first_head
+        within_local, within_remote, run_bytes = _within_step(local, remote, self.step, heads)
+        sides = []
+        for planes, within in ((local, within_local), (remote, within_remote)):
+            skipped = (first_head - planes.first_head) * planes.head_stride_bytes
+            addresses = np.asarray(planes.bases, dtype=np.int64)[:, None] + skipped + within
+            sides.append(addresses.reshape(-1))
+        order = np.argsort(sides[0], kind="stable")
+        here, there = sides[0][order], sides[1][order]
+        begins, lengths = _runs(here, there, np.full(len(here), run_bytes))
+        self._here, self._there, self._lengths = here[begins], there[begins], lengths
+
+    def descriptors(self, local_blocks: Blocks, remote_blocks: Blocks, first_token: int, end_token: int) -> Descriptors:
+        """Descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
+
+        Where ``end_token`` lies inside a block on both sides, the rest of the smaller block comes along.
+
+        Raises:
+            ValueError: the tokens are not all in both sides' blocks, or a block id is out of range. Nothing can be
+                transferred safely then.
+        """
+        if first_token % self.step or not 0 <= first_token < end_token:
+            raise ValueError(
+                f"found tokens {first_token} to {end_token}; expected a range that starts at a block boundary"
+            )
+        starts = np.arange(first_token, end_token, self.step, dtype=np.int64)
+        here = _block_offsets(self._local, local_blocks, starts)
+        there = _block_offsets(self._remote, remote_blocks, starts)
+        order = np.argsort(here, kind="stable")
+        local = (self._here[:, None] + here[order][None, :]).reshape(-1)
+        remote = (self._there[:, None] + there[order][None, :]).reshape(-1)
+        lengths = np.repeat(self._lengths, len(starts))
+        begins, lengths = _runs(local, remote, lengths)
+        return _limited(local[begins], remote[begins], lengths)
 
 
 def _within_step(local: Planes, remote: Planes, step: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
@@ -119,13 +160,19 @@ def _block_offsets(planes: Planes, blocks: Blocks, starts: Int64Array) -> Int64A
     return used * planes.block_stride_bytes + in_block * planes.token_stride_bytes
 
 
-def _coalesce(local: Int64Array, remote: Int64Array, run_bytes: int) -> Descriptors:
-    """Join runs that follow each other on both sides."""
-    order = np.argsort(local, kind="stable")
-    local, remote = local[order], remote[order]
-    breaks = np.flatnonzero((np.diff(local) != run_bytes) | (np.diff(remote) != run_bytes)) + 1
-    begins = np.concatenate(([0], breaks))
-    lengths = np.diff(np.concatenate((begins, [len(local)]))) * run_bytes
-    return Descriptors(
-        local=np.stack((local[begins], lengths), axis=1), remote=np.stack((remote[begins], lengths), axis=1)
-    )
+def _runs(local: Int64Array, remote: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Join ranges that follow each other on both sides: where each run begins, and how long it is."""
+    follows = (local[1:] == local[:-1] + lengths[:-1]) & (remote[1:] == remote[:-1] + lengths[:-1])
+    begins = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    return begins, np.add.reduceat(lengths, begins)
+
+
+def _limited(local: Int64Array, remote: Int64Array, lengths: Int64Array) -> Descriptors:
+    """Cut runs that are longer than a descriptor may be."""
+    parts = -(-lengths // MAX_RUN_BYTES)
+    if (parts > 1).any():
+        part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        local, remote, lengths = (np.repeat(one, parts) for one in (local, remote, lengths))
+        offset = part * MAX_RUN_BYTES
+        local, remote, lengths = local + offset, remote + offset, np.minimum(lengths - offset, MAX_RUN_BYTES)
+    return Descriptors(np.stack((local, lengths), axis=1), np.stack((remote, lengths), axis=1))

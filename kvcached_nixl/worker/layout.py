@@ -5,9 +5,7 @@ kvcached reserves far more addresses than vLLM plans to use, and a block id is a
 ``kv_cache_config.num_blocks``, so every view is narrowed to the planned blocks before anything is
 registered: registration, descriptors and handshakes cost what vLLM planned, whatever was reserved.
 
-A region is one address range cut into equal blocks that lie end to end::
-
-    region -> block -> descriptor        descriptor index = region * num_blocks + block
+A region is one address range that is registered, cut into equal blocks that lie end to end.
 
 Memory that kvcached 0.1.6 hands out (L pools, ``page`` = bytes of one block in one layer)::
 
@@ -22,16 +20,15 @@ transfer would land between blocks and nothing would report it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.axes import Axes
 
-BlockOrder: TypeAlias = tuple[tuple[int, int], ...]
+__all__ = ["Arrangement", "Layout", "Region", "plan"]
 
 
 class Arrangement(enum.Enum):
@@ -56,34 +53,26 @@ class Region:
 
 
 @dataclass(frozen=True)
-class RegisteredLayout:
-    """What is offered to the stock ``register_kv_caches``, and what must come of it.
+class Layout:
+    """Where the planned blocks lie.
 
     Attributes:
         arrangement: how kvcached laid the blocks out.
         axes: what the dimensions of ``device_views`` count.
         num_blocks: blocks in every region, at the granularity of the attention kernel.
-        offered: layer name -> view to register. K/V-first ``(2, n, ...)`` for SPLIT_HALF, ``(n, ...)`` for
-            DENSE; for CONTIGUOUS one entry, ``(n, L, ...)``, under the first layer's name.
-        device_views: layer name -> the view attention uses, narrowed to ``num_blocks``.
-        regions: the regions in descriptor order.
-        transposed: the backend keeps blocks first while K and V lie apart; the connector must be told K/V first.
-        block_order: (dimension, size) of one layer's block in memory order, outermost first; equal on both sides
-            of a transfer. Sizes alone would not tell token-major from head-major where both counts are equal.
+        device_views: layer name -> the view attention uses, narrowed to ``num_blocks``; of layers with an own cache.
+        regions: what is registered.
     """
 
     arrangement: Arrangement
     axes: Axes
     num_blocks: int
-    offered: dict[str, torch.Tensor]
     device_views: dict[str, torch.Tensor]
     regions: tuple[Region, ...]
-    transposed: bool
-    block_order: BlockOrder
 
     @property
     def descriptors_per_block(self) -> int:
-        """Descriptors NIXL moves for one block of all layers."""
+        """Descriptors that move one block of all layers."""
         return len(self.regions)
 
 
@@ -96,34 +85,27 @@ def _refuse(layer: str, cache: torch.Tensor, expected: str) -> LayoutRefused:
     )
 
 
-def _memory_order(block: torch.Tensor) -> BlockOrder | None:
-    """(dimension, size) from the outermost in memory to the innermost; None if the block has holes."""
+def _is_dense(block: torch.Tensor, num_bytes: int) -> bool:
+    """Whether a block's elements fill ``num_bytes`` without a hole, in whatever order."""
     dims = [dim for dim, size in enumerate(block.shape) if size != 1]
-    dims.sort(key=block.stride, reverse=True)
     span = 1
-    for dim in reversed(dims):
+    for dim in sorted(dims, key=block.stride):
         if block.stride(dim) != span:
-            return None
+            return False
         span *= block.shape[dim]
-    return tuple((dim, block.shape[dim]) for dim in dims)
+    return bool(span * block.element_size() == num_bytes)
 
 
-def _arrangement(
-    layer: str, cache: torch.Tensor, axes: Axes, page_bytes: int, num_pools: int
-) -> tuple[Arrangement, BlockOrder]:
+def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page_bytes: int, num_pools: int) -> Arrangement:
     stride_bytes = cache.stride(axes.block) * cache.element_size()
     block = cache.select(axes.block, 0)
-    if axes.kv is not None and stride_bytes == page_bytes // 2:
-        half = block.select(0, 0)
-        order = _memory_order(half)
-        if order is not None and half.numel() * half.element_size() * 2 == page_bytes:
-            return Arrangement.SPLIT_HALF, order
-    order = _memory_order(block)
-    if order is not None and block.numel() * block.element_size() == page_bytes:
+    if axes.kv is not None and stride_bytes == page_bytes // 2 and _is_dense(_half(cache, axes, 0), page_bytes // 2):
+        return Arrangement.SPLIT_HALF
+    if _is_dense(block, page_bytes):
         if stride_bytes == page_bytes and axes.kv != 0:
-            return Arrangement.DENSE, order
+            return Arrangement.DENSE
         if stride_bytes == page_bytes * num_pools:
-            return Arrangement.CONTIGUOUS, order
+            return Arrangement.CONTIGUOUS
     raise _refuse(
         layer,
         cache,
@@ -132,14 +114,21 @@ def _arrangement(
     )
 
 
-def plan_registration(
+def _half(cache: torch.Tensor, axes: Axes, half: int) -> torch.Tensor:
+    """K or V of block 0."""
+    assert axes.kv is not None
+    kept = [axis for axis in range(cache.dim()) if axis != axes.kv]
+    return cache.select(axes.kv, half).select(kept.index(axes.block), 0)
+
+
+def plan(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     axes: Axes,
     page_bytes: Mapping[str, int],
     num_blocks: int,
     num_pools: int,
-) -> RegisteredLayout:
+) -> Layout:
     """Narrow kvcached's tensors to the planned blocks and say which regions they make.
 
     Args:
@@ -163,65 +152,45 @@ def plan_registration(
             remedy="run this model without a KV connector",
         )
     kinds: dict[Arrangement, str] = {}
-    orders: dict[str, BlockOrder] = {}
     for layer, cache in owned.items():
         if cache.dim() != axes.ndim or cache.shape[axes.block] < num_blocks:
             raise _refuse(
                 layer, cache, f"{axes.ndim} dimensions and at least {num_blocks} blocks in dimension {axes.block}"
             )
-        kind, orders[layer] = _arrangement(layer, cache, axes, page_bytes[layer], num_pools)
-        kinds.setdefault(kind, layer)
+        kinds.setdefault(_arrangement(layer, cache, axes, page_bytes[layer], num_pools), layer)
     if len(kinds) > 1:
         mixed = ", ".join(f"{layer!r} {kind.value}" for kind, layer in kinds.items())
         layer = next(iter(owned))
         raise _refuse(layer, owned[layer], f"one arrangement for all layers; found {mixed}")
 
     arrangement = next(iter(kinds))
-    device_views = {layer: cache.narrow(axes.block, 0, num_blocks) for layer, cache in kv_caches.items()}
-    first = next(iter(owned))
-    transposed = False
-    offered: dict[str, torch.Tensor]
-    regions: tuple[Region, ...]
+    views = {layer: cache.narrow(axes.block, 0, num_blocks) for layer, cache in owned.items()}
     if arrangement is Arrangement.CONTIGUOUS:
-        offered = {first: _across_layers(owned, axes, page_bytes, num_blocks, num_pools)}
-        regions = (Region(offered[first].data_ptr(), page_bytes[first] * num_pools),)
+        regions = [_across_layers(owned, page_bytes, num_pools)]
     elif arrangement is Arrangement.DENSE:
-        offered = {layer: device_views[layer] for layer in owned}
-        regions = _distinct(Region(view.data_ptr(), page_bytes[layer]) for layer, view in offered.items())
+        regions = [Region(view.data_ptr(), page_bytes[layer]) for layer, view in views.items()]
     else:
-        transposed = axes.kv == 1
-        offered = {layer: device_views[layer].transpose(0, 1) if transposed else device_views[layer] for layer in owned}
-        regions = _distinct(
-            Region(half.data_ptr(), page_bytes[layer] // 2) for layer, view in offered.items() for half in view
-        )
-    return RegisteredLayout(
+        assert axes.kv is not None
+        regions = [
+            Region(half.data_ptr(), page_bytes[layer] // 2)
+            for layer, view in views.items()
+            for half in view.unbind(axes.kv)
+        ]
+    return Layout(
         arrangement=arrangement,
         axes=axes,
         num_blocks=num_blocks,
-        offered=offered,
-        device_views=device_views,
-        regions=regions,
-        transposed=transposed,
-        block_order=orders[first],
+        device_views=views,
+        # Layers of different groups share a pool.
+        regions=tuple(dict.fromkeys(regions)),
     )
 
 
-def _distinct(regions: Iterable[Region]) -> tuple[Region, ...]:
-    # Layers of different groups share a pool: a second region over it would move its blocks twice.
-    return tuple(dict.fromkeys(regions))
-
-
-def _across_layers(
-    owned: Mapping[str, torch.Tensor],
-    axes: Axes,
-    page_bytes: Mapping[str, int],
-    num_blocks: int,
-    num_pools: int,
-) -> torch.Tensor:
-    """The contiguous layout as the tensor it is: ``(n, L, <one layer's block>)`` over the same bytes."""
-    base = min(owned.values(), key=torch.Tensor.data_ptr)
+def _across_layers(owned: Mapping[str, torch.Tensor], page_bytes: Mapping[str, int], num_pools: int) -> Region:
+    """The contiguous layout: the pools of layers side by side, in every block."""
+    base = min(cache.data_ptr() for cache in owned.values())
     page = next(iter(page_bytes.values()))
-    slots = {(cache.data_ptr() - base.data_ptr()) for cache in owned.values()}
+    slots = {cache.data_ptr() - base for cache in owned.values()}
     if slots != {page * pool for pool in range(num_pools)} or set(page_bytes.values()) != {page}:
         layer = next(iter(owned))
         raise _refuse(
@@ -229,8 +198,4 @@ def _across_layers(
             owned[layer],
             f"{num_pools} layers side by side, {page} bytes apart, in every block; found offsets {sorted(slots)}",
         )
-    block = base.select(axes.block, 0)
-    return base.as_strided(
-        (num_blocks, num_pools, *block.shape),
-        (base.stride(axes.block), page // base.element_size(), *block.stride()),
-    )
+    return Region(base, page * num_pools)

@@ -8,10 +8,11 @@ same token) and HTTP. What differs between the supported versions of vLLM is dea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from kvcached_nixl.transport import side_channel
 
 GEOMETRY = Geometry(
     era="packed", num_pools=2, num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=11
@@ -54,8 +57,21 @@ class Node:
     received: set[str] = dataclasses.field(default_factory=set)
     transfer_params: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     ended: dict[str, str] = dataclasses.field(default_factory=dict)
+    kernel_blocks_per_block: int = 1
+    is_over: bool = False
 
     connector: ClassVar[str] = "NixlConnector"
+
+    def __post_init__(self) -> None:
+        freed = self.scheduler._update_from_kv_xfer_finished
+
+        def noted(output: KVConnectorOutput) -> None:
+            # What vLLM is given to read in the end.
+            self.sent |= output.finished_sending or set()
+            self.received |= output.finished_recving or set()
+            freed(output)
+
+        self.scheduler._update_from_kv_xfer_finished = noted
 
     @property
     def worker(self) -> Any:
@@ -96,7 +112,7 @@ class Node:
             SamplingParams(extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=max_tokens),
             None,
             prompt_embeds=embeddings,
-            block_hasher=get_request_block_hasher(self.geometry.block_size, sha256),
+            block_hasher=get_request_block_hasher(self.geometry.block_size * self.kernel_blocks_per_block, sha256),
         )
         self.scheduler.add_request(request)
 
@@ -122,8 +138,6 @@ class Node:
         sent, received = worker.get_finished(output.finished_req_ids)
         invalid = worker.get_block_ids_with_load_errors()
         worker.clear_connector_metadata()
-        self.sent |= sent
-        self.received |= received
         ids = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[request_id] for request_id in ids]
         result = ModelRunnerOutput(
@@ -154,6 +168,13 @@ class Node:
         return [
             self.geometry.block(cache, block_id).clone() for cache in self.caches.values() for block_id in block_ids
         ]
+
+    def shutdown(self) -> None:
+        """The engine ends. Again is harmless."""
+        if not self.is_over:
+            self.is_over = True
+            self.engine.worker.shutdown()
+            self.scheduler.shutdown()
 
     def listen(self) -> None:
         """Answer handshakes from now on."""
@@ -187,9 +208,16 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         tokens_a_step: int | None = None,
         prefix_caching: bool = True,
         policy: str = "fail",
+        kernel_blocks_per_block: int = 1,
+        windows: Sequence[int | None] | None = None,
+        replaces: AnyNode | None = None,
         **extra_config: Any,
     ) -> AnyNode:
-        one = _build(kind, folder, log, geometry, tokens_a_step, prefix_caching, policy, extra_config)
+        """``windows``: of each group, None where it keeps all tokens. ``replaces``: it had this one's id and port."""
+        model = write_model(folder, num_key_value_heads=geometry.num_kv_heads)
+        engine = _engine(model, geometry, kernel_blocks_per_block, windows, replaces, extra_config)
+        one = _node(kind, engine, log, geometry, tokens_a_step, prefix_caching, policy)
+        one.kernel_blocks_per_block = kernel_blocks_per_block
         made.append(one)
         caches, memory = geometry.allocate()
         for pool in memory:
@@ -200,47 +228,64 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
             one.listen()
         return one
 
-    try:
-        yield make
-    finally:
-        for one in made:
-            one.connector_scheduler._stop_event.set()
-        for one in made:
-            one.engine.worker.shutdown()
-            one.scheduler.shutdown()
+    # How long a listener may take to see that it is to end.
+    with mock.patch.object(side_channel, "_STOP_SECONDS", 0.02):
+        try:
+            yield make
+        finally:
+            for one in made:
+                one.connector_scheduler._stop_event.set()
+            for one in made:
+                one.shutdown()
 
 
-def _build(
+def _engine(
+    model: Path,
+    geometry: Geometry,
+    kernel_blocks_per_block: int,
+    windows: Sequence[int | None] | None,
+    replaces: Node | None,
+    extra_config: dict[str, Any],
+) -> Engine:
+    names, pools = geometry.layer_names(), geometry.num_pools
+    of_group = [names[group * pools : (group + 1) * pools] for group in range(geometry.groups)]
+    if windows is None:
+        specs = [spec_of(geometry, group, kernel_blocks_per_block) for group in range(geometry.groups)]
+    else:
+        specs = [spec_of(geometry, int(window is not None), kernel_blocks_per_block, window) for window in windows]
+    return build_engine(
+        model,
+        list(zip(of_group, specs, strict=True)),
+        [names[pool::pools] for pool in range(pools)],
+        geometry.num_blocks // kernel_blocks_per_block,
+        geometry.block_size * kernel_blocks_per_block,
+        backend_of(geometry),
+        extra_config,
+        port=None if replaces is None else replaces.engine.port,
+        engine_id=None if replaces is None else replaces.engine.engine_id,
+    )
+
+
+def _node(
     kind: type[AnyNode],
-    folder: Path,
+    engine: Engine,
     log: pytest.LogCaptureFixture,
     geometry: Geometry,
     tokens_a_step: int | None,
     prefix_caching: bool,
     policy: str,
-    extra_config: dict[str, Any],
 ) -> AnyNode:
-    names, pools = geometry.layer_names(), geometry.num_pools
-    engine = build_engine(
-        write_model(folder, num_key_value_heads=geometry.num_kv_heads),
-        [(names[group * pools : (group + 1) * pools], spec_of(geometry, group, 1)) for group in range(geometry.groups)],
-        [names[pool::pools] for pool in range(pools)],
-        geometry.num_blocks,
-        geometry.block_size,
-        backend_of(geometry),
-        extra_config,
-    )
     config = engine.config
     if kind.connector != config.kv_transfer_config.kv_connector:
         engine.worker.shutdown()
         config.kv_transfer_config.kv_connector = kind.connector
         engine.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, engine.kv_cache_config)
     config.kv_transfer_config.kv_load_failure_policy = policy
-    config.cache_config.num_gpu_blocks = geometry.num_blocks
+    config.cache_config.num_gpu_blocks = engine.kv_cache_config.num_blocks
     config.cache_config.enable_prefix_caching = prefix_caching
     config.scheduler_config.max_num_scheduled_tokens = tokens_a_step
     scheduler = Scheduler(
-        config, engine.kv_cache_config, StructuredOutputManager(config), block_size=geometry.block_size
+        config, engine.kv_cache_config, StructuredOutputManager(config), block_size=config.cache_config.block_size
     )
     # The scheduler makes its connector itself.
     engine.scheduler = scheduler.connector

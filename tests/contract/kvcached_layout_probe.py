@@ -16,7 +16,7 @@ import torch
 from kvcached_memory import Geometry
 
 from kvcached_nixl.hostvmm import activate
-from kvcached_nixl.worker.layout import plan_registration
+from kvcached_nixl.worker.layout import plan
 
 
 def main(geometry: Geometry) -> dict[str, object]:
@@ -45,7 +45,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     )
     block_ids = manager.alloc(3)
     caches = {f"layer.{index}": tensor for index, tensor in enumerate(tensors)}
-    layout = plan_registration(
+    layout = plan(
         caches,
         axes=geometry.axes(),
         page_bytes=dict.fromkeys(caches, geometry.page_bytes),
@@ -68,7 +68,7 @@ def main(geometry: Geometry) -> dict[str, object]:
         for cache in caches.values():
             geometry.block(cache, block_id).zero_()
     like = geometry.allocate()[0]
-    imitation = plan_registration(
+    imitation = plan(
         like,
         axes=geometry.axes(),
         page_bytes=dict.fromkeys(like, geometry.page_bytes),
@@ -81,12 +81,7 @@ def main(geometry: Geometry) -> dict[str, object]:
         "wrong": wrong,
         "arrangement": layout.arrangement.name,
         "regions": [region.block_bytes for region in layout.regions],
-        "order": layout.block_order,
-        "imitated": [
-            imitation.arrangement.name,
-            [region.block_bytes for region in imitation.regions],
-            imitation.block_order,
-        ],
+        "imitated": [imitation.arrangement.name, [region.block_bytes for region in imitation.regions]],
     }
     manager.shutdown()
     return found

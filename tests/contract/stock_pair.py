@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.compat.attached import attach_beats
+from kvcached_nixl.compat.attached import side_of
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import Offered, Step, Wanted
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 
@@ -58,6 +62,9 @@ class Engine:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """What the model runner and the executor do at start: register, then publish the handshake metadata."""
         self.worker.register_kv_caches(dict(kv_caches))
+        side = side_of(self.scheduler)
+        if side is not None:
+            side.start = "0" * 16
         metadata = self.worker.get_handshake_metadata()
         aware = getattr(type(self.scheduler), "set_xfer_handshake_metadata_pp_aware", None)
         if aware is not None:
@@ -65,54 +72,48 @@ class Engine:
         else:
             self.scheduler.set_xfer_handshake_metadata({0: metadata})
 
+    @property
+    def block_size(self) -> int:
+        return int(self.config.cache_config.block_size)
+
     def read(
         self, request_id: str, local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]], peer: Engine
-    ) -> set[int]:
-        """Receive ``remote`` blocks of ``peer`` into ``local`` ones, per group; returns the blocks reported invalid.
+    ) -> bool:
+        """Read ``remote`` blocks of ``peer`` into ``local`` ones, per group; a shorter group has the last tokens only.
 
-        The peer keeps them: it has computed them in a step for a request that decode is to read.
+        The peer keeps them: it has computed them for a request that decode is to read. Returns whether they are there.
         """
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+        end = max(map(len, remote)) * peer.block_size
 
-        peer.worker.connector_worker._reqs_to_process.add(f"{request_id}-prefill")
-        metadata: KVConnectorMetadata = _empty_metadata()
-        metadata.add_new_req_to_recv(
-            request_id,
-            tuple(list(group) for group in local),
-            {
-                "remote_block_ids": tuple(list(group) for group in remote),
-                "remote_engine_id": peer.engine_id,
-                "remote_request_id": f"{request_id}-prefill",
-                "remote_host": "127.0.0.1",
-                "remote_port": peer.port,
-                "tp_size": 1,
-            },
+        def ranges(groups: Sequence[Sequence[int]], size: int) -> tuple[BlockRange, ...]:
+            return tuple(BlockRange(end - len(group) * size, tuple(group)) for group in groups)
+
+        kept = f"{request_id}-prefill"
+        start, digest = "0" * 16, "0" * 32
+        manifest = Manifest(
+            PROTOCOL, start, kept, digest, end, peer.block_size, (1, 1), ranges(remote, peer.block_size), 30.0
         )
-        invalid: set[int] = set()
+        offered = Offered(kept, "name", digest, end, tuple(map(list, remote)), end, manifest)
+        theirs = side_of(peer.worker)
+        if theirs is not None:
+            theirs.begin_step(Step("127.0.0.1", peer.port, "key", start, offered=[offered], finished=[kept]))
+            theirs.end_step()
+        prefill = RemotePrefill(peer.engine_id, "127.0.0.1", peer.port, 1)
+        groups = ranges(local, self.block_size)
+        wanted = Wanted(
+            1, request_id, prefill, manifest, "name", digest, min(one.first_token for one in groups), end, groups
+        )
+        side = side_of(self.worker)
+        side.begin_step(Step("127.0.0.1", self.port, "key", start, wanted=[wanted]))
+        failed: set[int] = set()
         deadline = time.monotonic() + TRANSFER_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
-            self.worker.bind_connector_metadata(metadata)
-            self.worker.start_load_kv(None)
-            self.worker.clear_connector_metadata()
-            metadata = _empty_metadata()
-            _, received = self.worker.get_finished(set())
-            invalid |= self.worker.get_block_ids_with_load_errors()
-            if received and request_id in received:
-                return invalid
+            ended = side.take_ended()
+            failed |= side.take_marks()
+            if ended.received:
+                return not failed
+            time.sleep(0.001)
         raise TimeoutError(f"{request_id} was neither received nor failed in {TRANSFER_TIMEOUT_SECONDS} s")
-
-
-def _empty_metadata() -> Any:
-    """What a scheduler that pulls makes of a step in which there is nothing to do."""
-    return attach_beats(_metadata_type()(), [])
-
-
-def _metadata_type() -> type:
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata
-    except ImportError:
-        from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector as metadata
-    return metadata.NixlConnectorMetadata
 
 
 def write_model(folder: Path, architecture: str = "Qwen2ForCausalLM", **overrides: Any) -> Path:
@@ -143,10 +144,14 @@ def build_engine(
     block_size: int,
     backend: type,
     extra_config: Mapping[str, Any] | None = None,
+    *,
+    port: int | None = None,
+    engine_id: str | None = None,
 ) -> Engine:
     """An engine of the given KV-cache groups (layer names, spec), whose pools are shared by the layers named."""
-    (port,) = free_ports(1)
     import os
+
+    port = port or free_ports(1)[0]
 
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
@@ -162,6 +167,7 @@ def build_engine(
             kv_connector="NixlConnector",
             kv_role="kv_both",
             kv_buffer_device="cpu",
+            engine_id=engine_id or str(uuid.uuid4()),
             kv_connector_extra_config={"num_threads": 0, **(extra_config or {})},
         ),
     )

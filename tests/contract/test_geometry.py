@@ -63,13 +63,16 @@ def backend_of(geometry: Geometry) -> type:
         def get_kv_cache_shape(
             num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
         ) -> tuple[int, ...]:
-            one = dataclasses.replace(geometry, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+            # Backends of latents ask for no number of heads.
+            heads = 1 if geometry.era == "mla" else num_kv_heads
+            one = dataclasses.replace(geometry, block_size=block_size, num_kv_heads=heads, head_size=head_size)
             return one.shape(num_blocks)
 
     return Backend
 
 
-def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int) -> Any:
+def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window: int | None = None) -> Any:
+    """Of a group; all but the first have a window."""
     common: dict[str, Any] = {
         "block_size": geometry.block_size * kernel_blocks_per_block,
         "num_kv_heads": geometry.num_kv_heads,
@@ -81,7 +84,7 @@ def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int) -> Any
             **{**common, "num_kv_heads": 1, "head_size": geometry.num_kv_heads * geometry.head_size}
         )
     if group:
-        return SlidingWindowSpec(**common, sliding_window=128)
+        return SlidingWindowSpec(**common, sliding_window=window or 128)
     return FullAttentionSpec(**common)
 
 
@@ -155,7 +158,7 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
     remote = [[7, 2, 10], [5]][: geometry.groups]
     local = [[3, 16, 1], [9]][: geometry.groups]
 
-    assert decode.read("r1", local, remote, prefill) == set()
+    assert decode.read("r1", local, remote, prefill)
 
     moved = dict(zip(sum(local, []), sum(remote, []), strict=True))
     for layer, cache in received.items():
@@ -173,42 +176,63 @@ def test_kernel_blocks_smaller_than_blocks_arrive(era: str, contiguous: bool, tm
     geometry = dataclasses.replace(GQA, era=era, contiguous=contiguous, num_blocks=12, block_size=16)
     prefill, sent = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
     decode, received = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
-    assert decode.read("r1", [[3, 0]], [[5, 2]], prefill) == set()
+    assert decode.read("r1", [[3, 0]], [[5, 2]], prefill)
     for layer, cache in received.items():
         for to, frm in zip((6, 7, 0, 1), (10, 11, 4, 5), strict=True):
             assert torch.equal(geometry.block(cache, to), geometry.block(sent[layer], frm))
 
 
 def test_registration_costs_what_was_planned_not_what_was_reserved(tmp_path: Path, patched: Registry) -> None:
-    """Descriptors per engine are planned blocks x regions; the worker's own block count is left alone."""
+    """A region each, as long as the planned blocks; the worker's own block count is left alone."""
     geometry = dataclasses.replace(GQA, era=ERAS[0], reserved_blocks=500)
     engine, _ = engine_over(geometry, tmp_path)
     worker = engine.worker.connector_worker
     assert worker.num_blocks == geometry.num_blocks
-    assert len(worker.src_blocks_data) == geometry.num_blocks * geometry.expected_regions()
+    # The other one is the table of words.
+    extents, _ = worker._registered_descs
+    lengths = [extents[place][1] for place in range(extents.descCount())]
+    assert len(lengths) == geometry.expected_regions()
+    assert sum(lengths) == geometry.num_blocks * geometry.block_bytes_of_all_layers()
 
 
-OTHER_PEERS = {
-    "the other arrangement": {"contiguous": True},
-    "other heads": {"num_kv_heads": 2},
-    "other tokens a block": {"block_size": 64, "num_blocks": 5},
-}
+@pytest.mark.parametrize("sizes", [(32, 64), (64, 32)], ids=str)
+def test_blocks_of_other_sizes_arrive(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """The same tokens, in half as many blocks or in twice as many."""
+    prefill, sent = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[0]), tmp_path)
+    decode, received = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[1]), tmp_path)
+    remote, local = ([5, 2, 9, 1], [3, 7]) if sizes[0] < sizes[1] else ([5, 2], [3, 7, 1, 8])
+    assert decode.read("r1", [local], [remote], prefill)
+
+    def tokens(caches: dict[str, torch.Tensor], layer: str, block_ids: list[int], size: int) -> torch.Tensor:
+        """Tokens first, whatever the backend has there; a half of K and V behind the other."""
+        geometry = dataclasses.replace(GQA, era=ERAS[0], block_size=size)
+        axis = geometry.axes().token - (1 if geometry.axes().token > geometry.axes().block else 0)
+        return torch.cat([geometry.block(caches[layer], one).movedim(axis, 0) for one in block_ids])
+
+    for layer in received:
+        assert torch.equal(tokens(received, layer, local, sizes[1]), tokens(sent, layer, remote, sizes[0])), layer
+
+
+OTHER_PEERS = {"the other arrangement": {"contiguous": True}, "other heads": {"num_kv_heads": 2}}
+
+
+def tag_of(engine: Engine) -> str:
+    return str(engine.worker.connector_worker.xfer_handshake_metadata.compatibility_hash)
 
 
 @pytest.mark.parametrize("change", list(OTHER_PEERS.values()), ids=list(OTHER_PEERS))
 def test_a_peer_that_cannot_be_served_is_refused_naming_both_sides(
     change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its request's blocks are all reported unwritten, no byte moves, and the log shows both tags and a remedy."""
+    """Its request's KV is reported not to be there, no byte moves, and the log shows both tags and a remedy."""
     geometry = dataclasses.replace(GQA, era=ERAS[0])
     prefill, _ = engine_over(dataclasses.replace(geometry, **change), tmp_path)
     decode, received = engine_over(geometry, tmp_path)
     before = {layer: cache.clone() for layer, cache in received.items()}
     with caplog.at_level("WARNING"), vllm_log_to(caplog):
-        assert decode.read("r1", [[3, 4]], [[1, 2]], prefill) == {3, 4}
+        assert not decode.read("r1", [[3, 4]], [[1, 2]], prefill)
     assert all(torch.equal(cache, before[layer]) for layer, cache in received.items())
-    assert prefill.worker.connector_worker.compat_hash in caplog.text
-    assert decode.worker.connector_worker.compat_hash in caplog.text
+    assert tag_of(prefill) in caplog.text and tag_of(decode) in caplog.text
     assert "KVCACHED_CONTIGUOUS_LAYOUT" in caplog.text
 
 
@@ -223,18 +247,11 @@ def test_a_stock_peer_is_refused(tmp_path: Path, patched: Registry, caplog: pyte
     again.add(PATCHES)
     try:
         with caplog.at_level("WARNING"), vllm_log_to(caplog):
-            assert decode.read("r1", [[3, 4]], [[1, 2]], prefill) == {3, 4}
+            assert not decode.read("r1", [[3, 4]], [[1, 2]], prefill)
     finally:
         again.uninstall()
-    assert "no block is read from it" in caplog.text
-
-
-def test_a_refused_peer_fails_every_group_of_a_request(tmp_path: Path) -> None:
-    """vllm#52234: the stock worker reports no block when there are several groups, and the request decodes garbage."""
-    geometry = dataclasses.replace(GQA, era=ERAS[0], groups=2, num_pools=2)
-    prefill, _ = engine_over(dataclasses.replace(geometry, contiguous=True), tmp_path)
-    decode, _ = engine_over(geometry, tmp_path)
-    assert decode.read("r1", [[3, 4], [0, 6]], [[1, 2], [0, 5]], prefill) == {3, 4, 6}
+    assert tag_of(decode) in caplog.text
+    assert prefill.worker.connector_worker.compat_hash in caplog.text
 
 
 def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path) -> None:
@@ -254,6 +271,36 @@ def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path
         )
         model_engine.register(holes)
     assert model_engine is not None
+
+
+UNSERVED = {
+    "pipeline_parallel_size": "--pipeline-parallel-size 2",
+    "decode_context_parallel_size": "--decode-context-parallel-size 2",
+    "prefill_context_parallel_size": "--prefill-context-parallel-size 2",
+    "calculate_kv_scales": "--calculate-kv-scales",
+}
+
+
+@pytest.mark.parametrize("setting", list(UNSERVED))
+def test_what_no_peer_could_make_sense_of_stops_the_engine_in_words(setting: str, tmp_path: Path) -> None:
+    """Finding A5: bytes would arrive, and mean something else there. Refused before any memory is registered."""
+    geometry = dataclasses.replace(GQA, era=ERAS[0])
+    names = geometry.layer_names()
+    engine = build_engine(
+        write_model(tmp_path),
+        [(names, spec_of(geometry, 0, 1))],
+        [[name] for name in names],
+        geometry.num_blocks,
+        geometry.block_size,
+        backend_of(geometry),
+    )
+    config = engine.config.cache_config if "scales" in setting else engine.config.parallel_config
+    setattr(config, setting, True if "scales" in setting else 2)
+    with pytest.raises(LayoutRefused) as raised:
+        engine.register(geometry.allocate()[0])
+    assert UNSERVED[setting] in raised.value.found
+    assert "the engine stops" in raised.value.consequence and "without ENABLE_KVCACHED" in raised.value.remedy
+    assert not engine.worker.connector_worker._registered_descs
 
 
 class vllm_log_to:

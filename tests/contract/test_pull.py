@@ -1,292 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pull between two engines, on the installed vLLM: leases, and KV that prefill does not keep any more.
-
-The engines are those of ``test_push.py``; every byte of a request's KV is known from its tokens and their places.
-"""
+"""What only a pull has, on the installed vLLM: decode reads blocks, and then the word that prefill has kept them."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import engine_node
+import handover_node
 import test_geometry
-import test_push
-from engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes
-from test_push import ANOTHER_REQUESTS, DECODE_FILLING, PREFILL_FILLING, RESERVED, SEND, all_free, until_both
+from engine_node import DECODE_ID, PREFILL_ID, USABLE
+from handover_node import (
+    ANOTHER_REQUESTS,
+    BLOCK_SIZE,
+    CHUNK,
+    DECODE_FILLING,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    Node,
+    asked,
+    ends_by_policy,
+    prefilled,
+    rest,
+    served,
+    transfers_held,
+    until_both,
+)
 from test_transport import until
-from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.transport.agent import peer_name
-from kvcached_nixl.wire.lease import EXTENSION, MOST_BEAT_BYTES
+from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.worker.handover.verification import BUCKETS
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+node, pair = handover_node.node, handover_node.pair
 
-LEASE_SECONDS = 1.5
-FOREVER = 3600.0
-
-
-class Node(test_push.Node):
-    @property
-    def pending(self) -> bool:
-        return bool(self.scheduler.has_requests())
-
-    def lease_ends(self, request_id: str) -> None:
-        """As if its time were over; a beat of decode's may still be under way, and renews it once more."""
-
-        def is_over() -> bool:
-            if request_id in self.worker._reqs_to_send:
-                self.worker._reqs_to_send[request_id] = 0.0
-            return request_id in self.sent
-
-        is_over()
-        self.step_until(is_over)
+POLICIES = ["fail", "recompute"]
 
 
 @pytest.fixture
-def node(tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
-    """Makes a node that pulls, all its pages filled with the given byte."""
-    with nodes(Node, tmp_path, log) as make:
-        yield lambda filling, geometry=RESERVED, kv_lease_duration=FOREVER, **options: make(
-            filling, geometry, kv_lease_duration=kv_lease_duration, **options
-        )
+def direction() -> str:
+    return "pull"
 
 
-@pytest.fixture
-def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
-    return node(PREFILL_FILLING), node(DECODE_FILLING)
+def causes(decode: Node) -> list[Cause]:
+    return [Cause(one) for one in decode.worker.xfer_stats.data["kvcached_nixl_failures"]]
 
 
-def prefilled(prefill: Node, request_id: str = PREFILL_ID, first_token: int = 0) -> dict[str, Any]:
-    """A request that prefill has computed and keeps; returns decode's parameters for it."""
-    prefill.add(request_id, dict(SEND), 1, first_token)
-    prefill.step_until(lambda: request_id in prefill.transfer_params)
-    prefill.step_until(lambda: request_id in prefill.worker._reqs_to_send)
-    return prefill.transfer_params[request_id]
+class Words:
+    """READs of words on a node, told from others by their one row; each waits until ``look`` says that it may go."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, look: Callable[[], bool]) -> None:
+        self.posted = 0
+        transport = node.thread._side.transport
+        post, state, release = transport.post, transport.state, transport.release
+        waiting: list[Any] = []
+
+        def posting(operation: str, peer: str, local: Any, remote: Any, *said: Any, is_host: bool = False) -> Any:
+            if not is_host:
+                return post(operation, peer, local, remote, *said)
+            self.posted += 1
+            waiting.append([lambda: post(operation, peer, local, remote, *said, is_host=True), None])
+            return waiting[-1]
+
+        def looking(handle: Any) -> Any:
+            if not isinstance(handle, list):
+                return state(handle)
+            if handle[1] is None:
+                if not look():
+                    return type(state(None)).IN_FLIGHT
+                handle[1] = handle[0]()
+            return state(handle[1])
+
+        monkeypatch.setattr(transport, "post", posting)
+        monkeypatch.setattr(transport, "state", looking)
+        monkeypatch.setattr(transport, "release", lambda one: release(one[1] if isinstance(one, list) else one))
 
 
-def rest(*both: Node) -> None:
-    until(lambda: [node.step() for node in both] and not any(node.pending for node in both))
-    assert all(all_free(node) for node in both)
-
-
-def served(prefill: Node, decode: Node, number: int = 7) -> None:
-    """Both engines go on: another request is pulled."""
-    first_token = 40 * number
-    params = prefilled(prefill, f"cmpl-w-0-aaaaaaa{number}", first_token)
-    decode.add(f"cmpl-w-0-ddddddd{number}", params, first_token=first_token)
-    decode.step()
-    local = decode.blocks(f"cmpl-w-0-ddddddd{number}")
-    until_both(prefill, decode, lambda: f"cmpl-w-0-ddddddd{number}" in decode.received)
-    assert decode.holds(local, first_token=first_token)
-    rest(prefill, decode)
-
-
-def test_a_pull_reads_the_blocks_and_prefill_lets_go_of_them(pair: tuple[Node, Node]) -> None:
-    prefill, decode = pair
-    params = prefilled(prefill)
-    blocks = prefill.blocks(PREFILL_ID)
-    assert prefill.agent.table.any()
-    decode.add(DECODE_ID, params)
-    decode.step()
-    local = decode.blocks(DECODE_ID)
-    decode.step_until(lambda: DECODE_ID in decode.received)
-    assert decode.holds(local) and prefill.holds(blocks)
-    assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
+def test_the_word_is_there_from_the_last_chunk_until_the_blocks_are_given_back(node: Callable[..., Node]) -> None:
+    """Rule R3: as long as it is, decode may read."""
+    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
+    prefill.add(PREFILL_ID, SEND, 1)
+    prefill.step()
+    prefill.step()
+    assert not len(prefill.side.words) and PREFILL_ID not in prefill.transfer_params
+    prefill.step()
+    assert len(prefill.side.words) == 1 and PREFILL_ID in prefill.transfer_params
+    local = asked(decode, prefill.transfer_params[PREFILL_ID])
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    assert not prefill.agent.table.any()
-    decode.step_until(lambda: DECODE_ID in decode.ended)
-    assert decode.ended[DECODE_ID] == "length"
+    assert not len(prefill.side.words) and not prefill.side.words._words.any()
+    decode.step_until(lambda: DECODE_ID in decode.received)
+    assert decode.holds(local)
     rest(prefill, decode)
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("known", [False, True], ids=["strangers", "peers"])
-def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
-    policy: str, known: bool, node: Callable[..., Node]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_that_are_given_back_while_they_are_read_are_not_used(
+    policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its blocks, which hold another request's KV by now."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    if known:
-        served(prefill, decode)
-    params = prefilled(prefill)
-    blocks = prefill.blocks(PREFILL_ID)
-    prefill.lease_ends(PREFILL_ID)
-    prefill.fill(blocks, ANOTHER_REQUESTS)
-    decode.add(DECODE_ID, params)
-    test_push.ends_by_policy(policy, decode)
-    assert decode.agent.leases_ended == 1
+    """The bytes have arrived; nothing says that they may be another request's but the word that is not there."""
+    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.3), node(DECODE_FILLING, policy=policy)
+    params = prefilled(prefill, PREFILL_ID)
+    given_back: list[bool] = []
+    with monkeypatch.context() as patching:
+        words = Words(decode, patching, lambda: bool(given_back))
+        # Nor does prefill hear that decode still waits.
+        patching.setattr(decode.agent, "send_notif", lambda *_, **__: None)
+        local = asked(decode, params)
+        until(lambda: words.posted)
+        assert decode.holds(local)
+        prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+        given_back.append(True)
+        ends_by_policy(policy, decode, prefill)
+    assert causes(decode) == [Cause.LEASE]
     served(prefill, decode, 8)
 
 
+def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(node: Callable[..., Node]) -> None:
+    """Half of them are not kept any more, and only those fail."""
+    geometry = dataclasses.replace(RESERVED, num_blocks=29, reserved_blocks=40)
+    prefill, decode = node(PREFILL_FILLING, geometry, kv_lease_duration=0.4), node(DECODE_FILLING, geometry)
+    landings = decode.thread._side.landings
+    del landings._free[2:]
+    params = [prefilled(prefill, f"cmpl-{n}-0-aaaaaaaa", 60 * n, BLOCK_SIZE) for n in range(8)]
+    rest(prefill)
+    params[::2] = [prefilled(prefill, f"cmpl-{n}-0-bbbbbbbb", 60 * n, BLOCK_SIZE) for n in range(0, 8, 2)]
+    for n, one in enumerate(params):
+        decode.add(f"cmpl-{n}-0-dddddddd", one, first_token=60 * n, num_tokens=BLOCK_SIZE, max_tokens=1)
+    until_both(prefill, decode, lambda: len(decode.ended) == 8)
+    decode.step()
+    ends = [decode.ended[f"cmpl-{n}-0-dddddddd"] for n in range(8)]
+    assert ends == ["length", "error"] * 4 and causes(decode) == [Cause.LEASE] * 4
+    assert len(landings._free) == 2 and not decode.thread._side.waiting_for_landing
+
+
+def test_another_word_in_the_same_bucket_does_not_stand_for_it(node: Callable[..., Node]) -> None:
+    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.3), node(DECODE_FILLING)
+    params = prefilled(prefill, PREFILL_ID)
+    (word,) = prefill.side.words._word_of.values()
+    rest(prefill)
+    for owner in range(1, 20):
+        assert prefill.side.words.publish(owner, word + owner * BUCKETS)
+    decode.add(DECODE_ID, params)
+    ends_by_policy("fail", decode, prefill)
+    assert causes(decode) == [Cause.LEASE]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_request_whose_word_finds_no_room_is_not_used(full: bool, pair: tuple[Node, Node]) -> None:
+    """It would take sixty thousand hand-overs; then decode recomputes, and nothing is wrong."""
+    prefill, decode = pair
+    if full:
+        prefill.side.words._words[:] = 1
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    decode.step()
+    assert causes(decode) == ([Cause.LEASE] if full else [])
+    assert ("No room for the word" in prefill.log.text) is full
+
+
 def test_the_stock_connector_hands_out_another_requests_bytes(patched: Registry, node: Callable[..., Node]) -> None:
-    """What the test before this one is about; if this fails, vLLM has learned it."""
+    """What the tests of leases are about; if this fails, vLLM has learned it."""
     patched.uninstall()
     exact = dataclasses.replace(RESERVED, reserved_blocks=RESERVED.num_blocks)
     prefill, decode = node(PREFILL_FILLING, exact), node(DECODE_FILLING, exact)
-    params = prefilled(prefill)
-    blocks = prefill.blocks(PREFILL_ID)
-    prefill.lease_ends(PREFILL_ID)
+    prefill.add(PREFILL_ID, SEND, 1)
+    prefill.step_until(lambda: PREFILL_ID in prefill.worker._reqs_to_send)
+    params, blocks = prefill.transfer_params[PREFILL_ID], prefill.blocks(PREFILL_ID)
+    prefill.worker._reqs_to_send[PREFILL_ID] = 0.0
+    # vLLM's own would sleep.
+    until(lambda: engine_node.Node.step(prefill) and PREFILL_ID in prefill.sent)
     prefill.fill(blocks, ANOTHER_REQUESTS)
-    decode.add(DECODE_ID, params)
-    decode.step()
-    local = decode.blocks(DECODE_ID)
+    local = asked(decode, params)
     decode.step_until(lambda: DECODE_ID in decode.received)
     assert decode.are_filled(local, ANOTHER_REQUESTS)
     decode.step_until(lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == "length"
 
 
-def test_an_idle_prefill_gets_its_blocks_back_when_the_lease_ends(node: Callable[..., Node]) -> None:
-    """Without another request, and it sleeps as soon as nothing is owed."""
-    prefill = node(PREFILL_FILLING, kv_lease_duration=LEASE_SECONDS)
-    assert not prefill.pending
-    prefilled(prefill)
-    for _ in range(5):
-        prefill.step()
-        assert prefill.pending and prefill.free_blocks == USABLE - BLOCKS
-    rest(prefill)
-    assert PREFILL_ID in prefill.sent
+# ---------------------------------------------------------------------------------------- READs that do not end or fail
 
 
-def test_an_engine_steps_until_a_read_has_ended_whose_request_is_gone(
-    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+def test_a_lost_peer_is_met_at_once_while_another_read_is_in_flight(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = pair
-    gate = test_push.writes_held(decode, monkeypatch)
-    decode.add(DECODE_ID, prefilled(prefill))
-    decode.step_until(lambda: decode.worker._recving_transfers)
-    decode.abort(DECODE_ID)
-    for _ in range(5):
-        decode.step()
-        assert decode.pending and decode.free_blocks == USABLE - BLOCKS
-    gate.closed = False
-    rest(decode)
-    rest(prefill)
-
-
-def test_a_request_that_waits_for_room_keeps_its_lease_and_others_end(node: Callable[..., Node]) -> None:
-    """It has no blocks on decode yet. The renewed lease is older than the one that ends: it shelters nothing."""
-    prefill = node(PREFILL_FILLING, kv_lease_duration=LEASE_SECONDS)
-    decode = node(DECODE_FILLING, kv_lease_duration=LEASE_SECONDS)
-    pool = decode.scheduler.kv_cache_manager.block_pool
-    taken = pool.get_new_blocks(USABLE - 1)
-    params = prefilled(prefill)
-    left = prefilled(prefill, "cmpl-z-0-aaaaaaaa", 300)
-    blocks = prefill.blocks(PREFILL_ID)
-    decode.add(DECODE_ID, params)
-    until_both(prefill, decode, lambda: left["remote_request_id"] in prefill.sent)
-    begun = prefill.worker._reqs_to_send[PREFILL_ID]
-    until_both(prefill, decode, lambda: prefill.worker._reqs_to_send[PREFILL_ID] > begun + 2 * EXTENSION)
-    assert decode.scheduler.requests[DECODE_ID].status == RequestStatus.WAITING and prefill.holds(blocks)
-    assert PREFILL_ID not in prefill.sent
-    pool.free_blocks(taken)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(decode.blocks(DECODE_ID))
-    rest(prefill, decode)
-
-
-@pytest.mark.parametrize("whose", ["decode", "prefill"])
-def test_a_lease_outlives_a_long_step(whose: str, node: Callable[..., Node]) -> None:
-    """Decode's may last half of the lease less its way; prefill's as long as it likes, if decode beats meanwhile."""
-    lease_seconds = 2 * LEASE_SECONDS
-    prefill, decode = (node(filling, kv_lease_duration=lease_seconds) for filling in (PREFILL_FILLING, DECODE_FILLING))
-    served(prefill, decode)
-    pool = decode.scheduler.kv_cache_manager.block_pool
-    taken = pool.get_new_blocks(USABLE - 1)
-    params = prefilled(prefill)
-    decode.add(DECODE_ID, params)
-    begun = prefill.worker._reqs_to_send[PREFILL_ID]
-    until_both(prefill, decode, lambda: prefill.worker._reqs_to_send[PREFILL_ID] > begun)
-    other, lasts_seconds = (prefill, 0.4) if whose == "decode" else (decode, 1.2)
-    over = time.monotonic() + lasts_seconds * lease_seconds
-    until(lambda: other.step() and time.monotonic() > over)
-    until_both(prefill, decode, lambda: True)
-    assert PREFILL_ID not in prefill.sent and prefill.holds(prefill.blocks(PREFILL_ID))
-    pool.free_blocks(taken)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(decode.blocks(DECODE_ID))
-    rest(prefill, decode)
-
-
-def test_what_nobody_can_read_does_not_end_prefill(pair: tuple[Node, Node]) -> None:
-    """vLLM's worker would: it takes notifications apart as they come."""
-    prefill, decode = pair
-    served(prefill, decode)
-    (agents,) = decode.worker._remote_agents.values()
-    (to_prefill,) = agents.values()
-    malformed = [b"", b"\xff", b"no number", b"cmpl-1:", b":1", b"cmpl-1:0", b"cmpl-1:x", b"HB:\xff", b"a:123456"]
-    for notification in malformed:
-        decode.agent.__wrapped__.send_notif(to_prefill, notif_msg=notification)
-    prefill.step_until(lambda: prefill.agent.malformed == len(malformed))
-    decode.agent.send_notif(to_prefill, notif_msg=b"cmpl-unknown:1")
-    decode.agent.send_notif(to_prefill, notif_msg=b"HB:cmpl-unknown,")
-    served(prefill, decode, 8)
-    assert prefill.agent.malformed == len(malformed)
-
-
-def test_no_heartbeat_is_larger_than_is_said(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many requests wait: vLLM's own worker names them all in one."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, kv_lease_duration=LEASE_SECONDS)
-    served(prefill, decode)
-    sent: list[bytes] = []
-    monkeypatch.setattr(decode.agent.__wrapped__, "send_notif", lambda agent, notif_msg: sent.append(notif_msg))
-    pool = decode.scheduler.kv_cache_manager.block_pool
-    pool.get_new_blocks(USABLE)
-    for number in range(300):
-        params = {**prefill.address(f"cmpl-{number:08}-0-aaaaaaaa"), "remote_block_ids": ([1, 2, 3],)}
-        decode.add(f"cmpl-{number:08}-0-dddddddd", params, num_tokens=PROMPT)
-    decode.step_until(lambda: b"".join(sent).count(b"aaaaaaaa") >= 300)
-    beats = [one for one in sent if one.startswith(b"HB:")]
-    assert len(beats) > 1 and max(map(len, beats)) <= MOST_BEAT_BYTES
-
-
-def test_an_engine_that_nobody_holds_is_gone_without_a_collection(node: Callable[..., Node]) -> None:
-    """In a cycle, its agent may be gone before the worker has released its handles, which aborts the process."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    served(prefill, decode)
-    for worker in (prefill.worker, decode.worker):
-        cyclic = [one for one in gc.get_referrers(worker) if type(one).__module__.startswith("kvcached_nixl")]
-        assert cyclic == []
-
-
-@pytest.mark.parametrize("when", ["it is posted", "it is read", "its word is read", "NIXL has let go of the peer"])
-def test_a_connection_that_was_lost_is_made_anew(
-    when: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both engines live; without another handshake every READ would fail from now on."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    served(prefill, decode)
-    agent = decode.agent.__wrapped__
-    met: list[bytes] = []
-    add = agent.add_remote_agent
-    monkeypatch.setattr(agent, "add_remote_agent", lambda metadata: met.append(metadata) or add(metadata))
-    params = prefilled(prefill)
-    with monkeypatch.context() as planted:
-
-        def lost(*args: Any) -> Any:
-            raise ConnectionError("planted")
-
-        if when == "it is posted":
-            planted.setattr(agent, "transfer", lost)
-        elif when == "it is read":
-            planted.setattr(agent, "check_xfer_state", lost)
-        elif when == "its word is read":
-            planted.setattr(decode.agent, "_look", lost)
-        else:
-            ((peer,),) = [list(map(peer_name, ranks.values())) for ranks in decode.worker._remote_agents.values()]
-            agent.remove_remote_agent(peer)
-        decode.add(DECODE_ID, params)
-        decode.step_until(lambda: DECODE_ID in decode.ended)
-    assert decode.ended[DECODE_ID] == "error" and decode.agent.leases_ended == 0
-    prefill.lease_ends(PREFILL_ID)
-    served(prefill, decode, 8)
-    assert len(met) == 1
+    """Finding B9: it does not wait for others' READs."""
+    slow, lost = node(PREFILL_FILLING), node(PREFILL_FILLING, kv_lease_duration=0.4)
+    decode = node(DECODE_FILLING)
+    served(lost, decode)
+    served(slow, decode, 6)
+    (peer,) = (agent for agent in decode.thread._side.peers._addresses if agent == lost.agent.name)
+    with monkeypatch.context() as patching:
+        gate = transfers_held(decode, patching)
+        asked(decode, prefilled(slow, PREFILL_ID))
+        until(lambda: gate.kept)
+        held, check = list(gate.kept), decode.agent.check_xfer_state
+        patching.setattr(gate, "closed", False)
+        gate.kept.clear()
+        real = type(decode.agent).check_xfer_state.__get__(decode.agent)
+        patching.setattr(
+            decode.agent, "check_xfer_state", lambda handle: "PROC" if handle in held else str(real(handle))
+        )
+        decode.agent.remove_remote_agent(peer)
+        params = prefilled(lost, "cmpl-z-0-aaaaaaaa", 200)
+        decode.add("cmpl-z-0-dddddddd", params, first_token=200, max_tokens=1)
+        until_both(lost, decode, lambda: "cmpl-z-0-aaaaaaaa" in lost.sent)
+        again = prefilled(lost, "cmpl-z-0-bbbbbbbb", 300)
+        local = asked(decode, again, "cmpl-z-0-eeeeeeee", first_token=300)
+        until_both(lost, decode, lambda: "cmpl-z-0-eeeeeeee" in decode.received)
+        assert decode.holds(local, first_token=300) and decode.waits(DECODE_ID)
+        for handle in held:
+            decode.agent.transfer(handle)
+        patching.setattr(decode.agent, "check_xfer_state", check)
+    until_both(slow, decode, lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == "length"
+    rest(slow, lost, decode)
+    assert decode.free_blocks == USABLE

@@ -1,59 +1,214 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side channel, on the installed vLLM: what is asked in a wrong way, with the stock listener beside ours."""
+"""vLLM's side channel, on the installed vLLM: what is asked and answered in a wrong way costs whoever does it.
+
+Sections B6 to B8 of the review of what came before: each test names its finding.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import engine_node
+import handover_node
 import test_geometry
-import test_pull
 import zmq
 from engine_node import DECODE_ID, PREFILL_ID
-from test_pull import Node, served
-from test_push import DECODE_FILLING, PREFILL_FILLING, RESERVED
+from handover_node import (
+    DECODE_FILLING,
+    PREFILL_FILLING,
+    RESERVED,
+    Node,
+    computed_alone,
+    ends_by_policy,
+    prefilled,
+    served,
+)
 from test_transport import until
 
-from kvcached_nixl.compat.side_channel import side_channel
+from experiments.common.servers import free_ports
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Registry
+from kvcached_nixl.transport.side_channel import SideChannel
+from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.handshake import Answer, RankHandshake, read_answer, read_rank
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
-node, pair = test_pull.node, test_pull.pair
+direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
 ASK = b"get_meta_msg"
-UNREADABLE = [b"", b"\xff", *map(msgspec.msgpack.encode, [5, [ASK], [ASK, 0, 0, 0], [ASK, {}], [ASK, {}, {}]])]
+NESTED = b"\x91" * 1000 + b"\xc0"
+UNREADABLE = [
+    *(b"", b"\xff", NESTED, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"),
+    *map(msgspec.msgpack.encode, [5, [ASK], [ASK, 0, 0, 0], [ASK, {}], [ASK, {}, {}], [ASK, 0, 2**63], "x" * 5000]),
+]
 
 
-def say(prefill: Node, question: bytes, happened: Callable[[], bool]) -> None:
-    """On a connection of its own, and waits for what it does instead of for an answer."""
-    with zmq.Context() as context, context.socket(zmq.REQ) as asking:
-        asking.setsockopt(zmq.LINGER, 0)
-        asking.connect(f"tcp://127.0.0.1:{prefill.engine.port}")
-        asking.send(question)
-        until(happened)
+def asking(prefill: Node, *frames: bytes, kind: int = zmq.REQ) -> None:
+    """On a connection of its own; waits for nothing."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.connect(f"tcp://127.0.0.1:{prefill.engine.port}")
+        socket.send_multipart(frames)
 
 
 def test_what_one_peer_asks_in_a_wrong_way_ends_no_handshake(pair: tuple[Node, Node]) -> None:
+    """Finding B7: nothing to read, nested without end, no question, one of a rank that is not there."""
     prefill, decode = pair
-    for number, question in enumerate(UNREADABLE, 1):
-        say(prefill, question, lambda number=number: prefill.log.text.count("Dropped a message") == number)
-    said, _ = side_channel(installed_row().side_channel_names_stage)("127.0.0.1", prefill.engine.port, 3)
+    for question in UNREADABLE:
+        asking(prefill, question)
+        asking(prefill, question, question)
+        asking(prefill, question, kind=zmq.DEALER)
+        asking(prefill, b"", question, b"", kind=zmq.DEALER)
+    said, _ = (
+        SideChannel(names_stage=installed_row().side_channel_names_stage)
+        .ask("127.0.0.1", prefill.engine.port, 3)
+        .result(10)
+    )
     assert "no rank" in said and "3" in said and "tp_size" in said
+    assert prefill.side_of_engine._listener._thread.is_alive()
     served(prefill, decode)
 
 
 def test_a_decode_that_is_told_a_wrong_tp_size_holds_up_no_other(node: Callable[..., Node]) -> None:
-    prefill, misled, decode = node(PREFILL_FILLING), node(DECODE_FILLING), node(DECODE_FILLING)
-    misled.add(DECODE_ID, {**prefill.address(PREFILL_ID), "remote_block_ids": ([1, 2, 3],), "tp_size": 2})
+    """Finding B8."""
+    prefill, misled, decode = node(PREFILL_FILLING, kv_lease_duration=0.4), node(DECODE_FILLING), node(DECODE_FILLING)
+    misled.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), "tp_size": 2})
     misled.step_until(lambda: DECODE_ID in misled.ended)
     assert misled.ended[DECODE_ID] == "error"
     served(prefill, decode)
+
+
+# ----------------------------------------------------------------------------------------------------- hostile answers
+
+
+class Impostor:
+    """Listens as a prefill does, and answers what it was told to."""
+
+    def __init__(self) -> None:
+        (self.port,) = free_ports(1)
+        self.reply = b""
+        self.asked = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"tcp://127.0.0.1:{self.port}")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._socket.poll(20):
+                frames = self._socket.recv_multipart()
+                self.asked += 1
+                self._socket.send_multipart([frames[0], b"", self.reply])
+
+
+@pytest.fixture
+def impostor() -> Iterator[Impostor]:
+    one = Impostor()
+    yield one
+    one.close()
+
+
+def reply(compatibility: object, metadata: object) -> bytes:
+    return msgspec.msgpack.encode({"compatibility_hash": compatibility, "agent_metadata_bytes": metadata})
+
+
+def planes(rank: RankHandshake, **changes: Any) -> bytes:
+    """The rank's handshake with other planes, told as it is: unchecked."""
+    told = msgspec.to_builtins(rank)
+    told["agent_metadata"] = rank.agent_metadata
+    told["memory"] = [{**told["memory"][0], **changes}]
+    return msgspec.msgpack.encode(told)
+
+
+def with_changes(rank: RankHandshake, **changes: Any) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.to_builtins(rank), "agent_metadata": rank.agent_metadata, **changes})
+
+
+LIES: dict[str, Callable[[RankHandshake], bytes]] = {
+    "B6 bases beyond 63 bits": lambda rank: planes(rank, bases=[2**63 - 1] * len(rank.memory[0].bases)),
+    "bases below zero": lambda rank: planes(rank, bases=[-1] * len(rank.memory[0].bases)),
+    "bases beyond 64 bits": lambda rank: planes(rank, bases=[2**64 - 1] * len(rank.memory[0].bases)),
+    "a stride beyond 63 bits": lambda rank: planes(rank, block_stride_bytes=2**62),
+    "a stride below zero": lambda rank: planes(rank, token_stride_bytes=-(2**40)),
+    "no plane": lambda rank: planes(rank, bases=[]),
+    "more planes": lambda rank: planes(rank, bases=list(range(0, 2**20, 16))),
+    "blocks of nothing": lambda rank: planes(rank, block_size=0),
+    "blocks of a prime": lambda rank: planes(rank, block_size=31),
+    "other cells": lambda rank: planes(rank, cell_bytes=2**39),
+    "no heads": lambda rank: planes(rank, num_heads=0),
+    "heads from elsewhere": lambda rank: planes(rank, first_head=1000),
+    "no memory": lambda rank: with_changes(rank, memory=[]),
+    "words nowhere": lambda rank: with_changes(rank, words_address=2**63),
+    "a rank beyond its size": lambda rank: with_changes(rank, tp_rank=1),
+    "another rank": lambda rank: with_changes(rank, tp_rank=1, tp_size=2),
+    "another engine": lambda rank: with_changes(rank, engine_id="another"),
+    "no engine": lambda rank: with_changes(rank, engine_id=7),
+    "metadata that NIXL does not know": lambda rank: with_changes(rank, agent_metadata=b"nixlSerDes|nothing"),
+    "no metadata": lambda rank: with_changes(rank, agent_metadata=b""),
+    "half of the metadata": lambda rank: with_changes(rank, agent_metadata=rank.agent_metadata[:60]),
+    "kernel blocks of nothing": lambda rank: with_changes(rank, kernel_blocks_per_block=0),
+    "kernel blocks without end": lambda rank: with_changes(rank, kernel_blocks_per_block=2**31),
+    "nested without end": lambda rank: NESTED * 3,
+    "nothing": lambda rank: b"",
+}
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
+    policy: str, impostor: Impostor, node: Callable[..., Node]
+) -> None:
+    """Finding B6: one lie after the other on the same engine, which serves others rightly all the same."""
+    prefill = node(PREFILL_FILLING, kv_lease_duration=0.4)
+    decode = node(DECODE_FILLING, policy=policy, handover_timeout=5)
+    given = prefilled(prefill, PREFILL_ID)
+    envelope = prefill.worker.xfer_handshake_metadata
+    metadata = envelope.agent_metadata_bytes
+    (answer,) = prefill.side_of_engine._listener._answers.values()
+    start = read_answer(msgspec.msgpack.decode(answer)["agent_metadata_bytes"]).start
+    rank = read_rank(metadata)
+
+    def told(handshake: bytes) -> bytes:
+        return reply(prefill.tag, msgspec.msgpack.encode(Answer(start, handshake)))
+
+    replies = {name: told(lie(rank)) for name, lie in LIES.items()}
+    replies |= {
+        "an answer that is none": b"\xff",
+        "an answer nested without end": NESTED * 3,
+        "an empty answer": b"",
+        "a tag that is a number": reply(7, metadata),
+        "a tag without end": reply("x" * 100_000, metadata),
+        "a start that is none": reply(prefill.tag, msgspec.msgpack.encode({"start": "x", "rank": metadata})),
+        "metadata without its start": reply(prefill.tag, metadata),
+    }
+    expected = {Cause.PROTOCOL, Cause.REFUSED, Cause.UNREACHABLE, Cause.RANGE}
+    for number, (name, lie) in enumerate(replies.items(), 1):
+        impostor.reply, before = lie, impostor.asked
+        decode.ended.pop(DECODE_ID, None)
+        # Another engine each time, so that it is met anew.
+        wanted = {**given, "remote_port": impostor.port}
+        decode.add(DECODE_ID, wanted)
+        ends_by_policy(policy, decode, prefill)
+        failures = [Cause(one) for one in decode.worker.xfer_stats.data["kvcached_nixl_failures"]]
+        assert len(failures) == number and failures[-1] in expected and impostor.asked > before, (name, failures[-1])
+        decode.scheduler.reset_prefix_cache()
+    assert decode.dropped("defect") == 0
+    served(prefill, decode, 8)
+    computed_alone(decode)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -63,9 +218,10 @@ def test_a_decode_that_is_told_a_wrong_tp_size_holds_up_no_other(node: Callable[
     ids=["nothing", "a rank that is not there", "the same, of a stage"],
 )
 def test_the_stock_listener_is_over(question: bytes, patched: Registry, node: Callable[..., Node]) -> None:
-    """What the test before this one is about; if this fails, vLLM has learned it."""
+    """What the tests before this one are about; if this fails, vLLM has learned it."""
     patched.uninstall()
     prefill = node(PREFILL_FILLING, dataclasses.replace(RESERVED, reserved_blocks=RESERVED.num_blocks))
     thread = prefill.connector_scheduler._nixl_handshake_listener_t
     assert thread.is_alive()
-    say(prefill, question, lambda: not thread.is_alive())
+    asking(prefill, question)
+    until(lambda: not thread.is_alive())

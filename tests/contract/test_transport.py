@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the push protocol relies on of a transport: the same cases on the in-memory one and on real NIXL."""
+"""What a hand-over relies on of a transport: the same cases on the in-memory one and on real NIXL."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_write_moves_its_ranges_and_nothing_else_and_then_notifies(sides: tupl
     one, other = sides
     one.memory[:] = np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
     peer = one.transport.add_peer(other.transport.metadata())
-    handle = one.transport.write(
-        peer, ranges(one, (10, 5000), (200_000, 3)), ranges(other, (77_777, 5000), (0, 3)), b"written"
+    handle = one.transport.post(
+        "WRITE", peer, ranges(one, (10, 5000), (200_000, 3)), ranges(other, (77_777, 5000), (0, 3)), b"written"
     )
     ((_, notification),) = notifications(other.transport, 1, [(one, handle)])
     assert notification == b"written"
@@ -100,6 +100,35 @@ def test_a_write_moves_its_ranges_and_nothing_else_and_then_notifies(sides: tupl
     assert np.array_equal(other.memory, expected)
     until(lambda: one.transport.state(handle) is State.DONE)
     one.transport.release(handle)
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_read_fetches_its_ranges_and_nothing_else(is_host: bool, sides: tuple[Side, Side]) -> None:
+    """Its bytes are in place when it is done, in host memory as in the KV cache's; nobody is notified."""
+    one, other = sides
+    other.memory[:] = np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+    peer = one.transport.add_peer(other.transport.metadata())
+    here, there = ranges(one, (10, 5000), (200_000, 3)), ranges(other, (77_777, 5000), (0, 3))
+    handle = one.transport.post("READ", peer, here, there, is_host=is_host)
+    until(lambda: one.transport.state(handle) is State.DONE)
+    expected = np.zeros(MEMORY_BYTES, dtype=np.uint8)
+    expected[10:5010] = other.memory[77_777:82_777]
+    expected[200_000:200_003] = other.memory[:3]
+    assert np.array_equal(one.memory, expected)
+    one.transport.release(handle)
+    assert other.transport.received() == one.transport.received() == []
+
+
+def test_a_read_sees_what_was_there_before_it_was_posted(sides: tuple[Side, Side]) -> None:
+    """Each of a series, and so what is read after another READ's end is not older than that."""
+    one, other = sides
+    peer = one.transport.add_peer(other.transport.metadata())
+    for value in range(1, 20):
+        other.memory[:8] = value
+        handle = one.transport.post("READ", peer, ranges(one, (0, 8)), ranges(other, (0, 8)))
+        until(lambda handle=handle: one.transport.state(handle) is State.DONE)
+        assert (one.memory[:8] == value).all()
+        one.transport.release(handle)
 
 
 def test_a_write_whose_state_nobody_asks_for_may_never_notify(sides: tuple[Side, Side]) -> None:
@@ -114,7 +143,7 @@ def test_a_write_whose_state_nobody_asks_for_may_never_notify(sides: tuple[Side,
 
     def stays_silent(length: int) -> bool:
         other.memory[:] = 0
-        handle = one.transport.write(peer, ranges(one, (0, length)), ranges(other, (0, length)), b"written")
+        handle = one.transport.post("WRITE", peer, ranges(one, (0, length)), ranges(other, (0, length)), b"written")
         until(lambda: other.memory[length - 1] == 7)
         begun = time.monotonic()
         while time.monotonic() - begun < UNASKED_SECONDS:
@@ -132,7 +161,7 @@ def test_many_writes_each_notify_once(sides: tuple[Side, Side]) -> None:
     one, other = sides
     peer = one.transport.add_peer(other.transport.metadata())
     handles = [
-        one.transport.write(peer, ranges(one, (n * 100, 100)), ranges(other, (n * 100, 100)), b"%d" % n)
+        one.transport.post("WRITE", peer, ranges(one, (n * 100, 100)), ranges(other, (n * 100, 100)), b"%d" % n)
         for n in range(50)
     ]
     arrived = notifications(other.transport, 50, [(one, handle) for handle in handles])
@@ -164,16 +193,37 @@ def test_an_unknown_or_removed_peer_is_an_error_and_nothing_is_posted(sides: tup
     one, other = sides
     some = ranges(one, (0, 10)), ranges(other, (0, 10))
     with pytest.raises(TransportError):
-        one.transport.write("nobody", *some, b"x")
+        one.transport.post("WRITE", "nobody", *some, b"x")
     with pytest.raises(TransportError):
         one.transport.send("nobody", b"x")
     with pytest.raises(TransportError):
         one.transport.add_peer(b"no metadata")
     peer = one.transport.add_peer(other.transport.metadata())
     one.transport.remove_peer(peer)
+    for operation in ("READ", "WRITE"):
+        with pytest.raises(TransportError):
+            one.transport.post(operation, peer, *some)
     with pytest.raises(TransportError):
-        one.transport.write(peer, *some, b"x")
+        one.transport.send(peer, b"x")
+    # Finding B6: whatever state it is in.
+    for again in (peer, "nobody", ""):
+        one.transport.remove_peer(again)
+
+
+def test_a_peer_may_be_removed_whatever_nixl_says(sides: tuple[Side, Side]) -> None:
+    """Finding B6: NIXL may have let go of it by itself; and it is met again like a new one."""
+    one, other = sides
+    peer = one.transport.add_peer(other.transport.metadata())
+    if isinstance(one.transport, NixlTransport):
+        one.kept[0].remove_remote_agent(peer)
     one.transport.remove_peer(peer)
+    assert one.transport.add_peer(other.transport.metadata()) == peer
+    assert one.transport.add_peer(other.transport.metadata()) == peer
+    other.memory[:8] = 7
+    handle = one.transport.post("READ", peer, ranges(one, (0, 8)), ranges(other, (0, 8)))
+    until(lambda: one.transport.state(handle) is State.DONE)
+    assert (one.memory[:8] == 7).all()
+    one.transport.release(handle)
 
 
 def test_memory_that_was_not_registered_is_an_error(sides: tuple[Side, Side]) -> None:
@@ -184,6 +234,10 @@ def test_memory_that_was_not_registered_is_an_error(sides: tuple[Side, Side]) ->
     stray = np.zeros(4096, dtype=np.uint8)
     peer = one.transport.add_peer(other.transport.metadata())
     with pytest.raises(TransportError):
-        one.transport.write(peer, np.array([(stray.ctypes.data, 10)], dtype=np.int64), ranges(other, (0, 10)), b"x")
+        one.transport.post(
+            "WRITE", peer, np.array([(stray.ctypes.data, 10)], dtype=np.int64), ranges(other, (0, 10)), b"x"
+        )
     with pytest.raises(TransportError):
-        one.transport.write(peer, ranges(one, (0, 10)), np.array([(stray.ctypes.data, 10)], dtype=np.int64), b"x")
+        one.transport.post(
+            "WRITE", peer, ranges(one, (0, 10)), np.array([(stray.ctypes.data, 10)], dtype=np.int64), b"x"
+        )

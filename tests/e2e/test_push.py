@@ -50,7 +50,6 @@ def spec(name: str, policy: str = "fail", *, tp: int = 1, lease_seconds: float =
     connector = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
-        "kv_buffer_device": "cpu",
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": "push", "kv_lease_duration": lease_seconds},
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lease between decode, which beats once a step at most, and prefill, which reads once a step: how long may steps be?
+"""A lease between decode's transfer thread, which beats, and prefill's, which reads: how long may they stand still?
 
 Each on a clock of its own, as on two hosts.
 """
@@ -12,20 +12,14 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.scheduler.lease import Renewals
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, beats, read_beat
-from kvcached_nixl.worker.lease import Leases
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.worker.handover.lease import Leases, Renewals
 
 LEASE_SECONDS = 30.0
 LONGEST_STEP_SECONDS = (EXTENSION - INTERVAL) * LEASE_SECONDS
 THEIRS = PrefillRequestId("cmpl-1-0-aaaaaaaa")
-PARAMS = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill",
-    "remote_host": "10.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-}
+PREFILL = RemotePrefill("prefill", "10.0.0.1", 5600, 1)
 
 
 class Lease:
@@ -34,23 +28,23 @@ class Lease:
     def __init__(self) -> None:
         self._clocks = ManualClock(-5e6), ManualClock(7e3)
         self._leases = Leases(self._clocks[0], lease_seconds=LEASE_SECONDS)
-        self._renewals = Renewals(self._clocks[1], lease_seconds=LEASE_SECONDS)
+        self._renewals = Renewals(self._clocks[1])
         self._under_way: list[bytes] = []
         self._leases.grant(THEIRS)
-        self._renewals.begin(DecodeRequestId("d"), PARAMS, THEIRS)
+        self._renewals.begin(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS)
 
     def pass_time(self, seconds: float) -> None:
         for clock in self._clocks:
             clock.advance(seconds)
 
     def decode_steps(self) -> None:
-        for _, names in self._renewals.take_beats():
+        for names in self._renewals.take_due().values():
             self._under_way += beats(names)
 
     def prefill_steps(self) -> bool:
         """Whether it still holds the request's blocks afterwards."""
         for beat in self._under_way:
-            self._leases.renew(read_beat(beat))
+            self._leases.renew(map(PrefillRequestId, read_beat(beat)))
         self._under_way.clear()
         self._leases.take_due(self._clocks[0].now_seconds())
         return THEIRS in self._leases

@@ -56,7 +56,8 @@ def create(name: str) -> str:
     extra |= json.loads(brace + configuration or "{}")
     transfer = types.SimpleNamespace(kv_connector=parent, kv_connector_extra_config=extra, kv_buffer_device="cpu")
     try:
-        made = factory.create_connector(types.SimpleNamespace(kv_transfer_config=transfer), "worker", None)
+        role = types.SimpleNamespace(name="WORKER")
+        made = factory.create_connector(types.SimpleNamespace(kv_transfer_config=transfer), role, None)
     except Exception as error:  # noqa: BLE001 - it is the result
         return f"{type(error).__name__}: {error}"
     return type(made).__name__
@@ -81,7 +82,7 @@ def layers() -> tuple[dict[str, int], list[str]]:
     """Wrappers around each attribute of vLLM's connector classes, and traces that kvcached's own patch leaves."""
     wrapped: dict[str, int] = {}
     traces: list[str] = []
-    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith((KV, "vllm.v1.core"))]
+    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith((KV, "vllm.v1."))]
     for module in modules:
         for cls in (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__):
             for attribute, entry in vars(cls).items():

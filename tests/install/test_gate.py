@@ -66,13 +66,13 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
         ("0.28.0", ("--no-nixl",), ["no NIXL", "pip install nixl"]),
         (
             "0.19.1",
-            ("--change", "NixlConnectorWorker.register_kv_caches=self, kv_caches, pool"),
-            ["NixlConnectorWorker.register_kv_caches", "(self, kv_caches, pool)", "(self, kv_caches)"],
+            ("--change", "NixlConnector.register_kv_caches=self, kv_caches, pool"),
+            ["NixlConnector.register_kv_caches", "(self, kv_caches, pool)", "(self, kv_caches)"],
         ),
         (
             "0.28.0",
-            ("--change", "NixlBaseConnectorWorker.register_kv_caches=self, pools"),
-            ["NixlBaseConnectorWorker.register_kv_caches", "(self, pools)", "(self, kv_caches)"],
+            ("--change", "NixlBaseConnector.register_kv_caches=self, pools"),
+            ["NixlBaseConnector.register_kv_caches", "(self, pools)", "(self, kv_caches)"],
         ),
         (
             "0.19.1",
@@ -236,9 +236,10 @@ def test_a_connector_that_was_imported_before_a_failed_start_is_refused_as_well(
 def test_a_host_memory_that_cannot_be_activated_is_refused(with_wheel: Environment, tree: Callable[..., Path]) -> None:
     """Starting without it would end in a crash far from its cause."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import probe, kvcached_nixl.hostvmm as hostvmm\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); import probe\n"
+        "from kvcached_nixl.hostvmm import activation, recognition\n"
         "def activate(): raise OSError('the emulated device is gone')\n"
-        "hostvmm.activate = activate\n"
+        "activation.activate, recognition.is_hostvmm_build = activate, lambda: True\n"
         "print(probe.run(['enable', 'install', 'vllm', 'create=NixlConnector'])['created'][0])"
     )
     done = with_wheel.run("-c", code, str(Path(__file__).parent), path=(tree("0.28.0"),))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,13 @@ def test_one_that_looks_past_itself_as_ours_does_makes_no_circle(bare: Environme
     assert (done.stdout.splitlines(), done.stderr) == (["theirs ran", "end"], "")
 
 
-def test_a_sitecustomize_that_fails_does_not_undo_ours(bare: Environment, tmp_path: Path) -> None:
+def test_a_sitecustomize_that_fails_does_not_undo_ours(
+    bare: Environment, tree: Callable[..., Path], tmp_path: Path
+) -> None:
     """Python reports their error as it always does."""
     (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('theirs is broken')")
-    code = "import kvcached_nixl.bootstrap as b; print(b.current() is not None)"
-    done = bare.run("-c", code, path=(SITECUSTOMIZE, tmp_path), ENABLE_KVCACHED="1")
+    code = "import vllm, kvcached_nixl.bootstrap as b; print(b.current() is not None)"
+    done = bare.run("-c", code, path=(SITECUSTOMIZE, tmp_path, tree("0.28.0")), ENABLE_KVCACHED="1")
     assert done.stdout.split() == ["True"]
     assert "theirs is broken" in done.stderr
 

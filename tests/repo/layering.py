@@ -4,33 +4,35 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PACKAGE = "kvcached_nixl"
 
-BASICS = {"errors", "ids", "clock", "deadlines", "idle"}
+BASICS = {"errors", "ids", "clock", "deadlines"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ids": set(),
     "clock": set(),
     "deadlines": set(),
-    "idle": set(),
+    "version": set(),
     "settings": {"errors"},
     "wire": BASICS,
     "patching": {"errors"},
-    "compat": {*BASICS, "patching"},
+    "compat": {*BASICS, "patching", "wire"},
     "transport": {"errors", "ids"},
     "scheduler": {*BASICS, "wire", "settings"},
     "worker": {*BASICS, "wire", "settings", "transport"},
     "seams": {*BASICS, "wire", "settings", "transport", "compat", "patching", "scheduler", "worker"},
     "proxy": {"errors", "settings", "wire.params"},
     "hostvmm": {"errors"},
-    "report": {"errors", "settings", "compat", "patching", "bootstrap", "__version__"},
-    "bootstrap": {"errors", "settings", "compat", "patching", "seams", "report", "hostvmm"},
-    "__init__": {"bootstrap", "report"},
-    "__main__": {"errors", "settings", "compat", "report", "install", "status", "__version__"},
-    "sitecustomize": {"__init__"},
+    "report": {"errors", "settings", "compat", "patching", "version"},
+    "finders": {"compat.names"},
+    "bootstrap": {"errors", "settings", "compat", "patching", "seams", "report", "hostvmm", "finders"},
+    "start": {"errors", "finders", "bootstrap"},
+    "__init__": {"bootstrap", "report", "version"},
+    "__main__": {"errors", "settings", "compat", "report", "install", "status", "version"},
+    "sitecustomize": {"start"},
 }
 """First folder or module below the package -> what of the package it may import. Its own folder is always allowed."""
 
@@ -39,7 +41,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "kvcached": ("compat", "seams", "hostvmm"),
     "torch": ("compat", "seams", "worker", "hostvmm"),
     "nixl": ("transport/agent.py",),
-    "zmq": ("compat",),
+    "zmq": ("transport/side_channel.py",),
     "starlette": ("proxy",),
     "httpx": ("proxy",),
     "uvicorn": ("proxy",),
@@ -55,6 +57,52 @@ def violations(package: Path) -> list[str]:
         for line, name in imports(file, package)
         if not _allowed(file.relative_to(package), name)
     ]
+
+
+def circles(package: Path) -> list[str]:
+    """The shortest import circle through each module that is in one, each circle once, as "a -> b -> a".
+
+    Only what is written counts: that Python runs a package's __init__ before any of its modules does not.
+    """
+    graph = _graph(package)
+    found = {frozenset(circle): circle for module in graph if (circle := _way_back(module, graph))}
+    return [" -> ".join((*circle, circle[0])) for circle in found.values()]
+
+
+def _graph(package: Path) -> dict[str, list[str]]:
+    """Module -> modules of the package that it imports; a package goes by the name of its folder."""
+    files = {_module(file.relative_to(package)): file for file in sorted(package.rglob("*.py"))}
+    graph: dict[str, list[str]] = {}
+    for module, file in files.items():
+        names = [name for _, name in imports(file, package)]
+        graph[module] = sorted({origin for name in names if (origin := _longest(name, files)) is not None})
+    return graph
+
+
+def _module(file: Path) -> str:
+    parts = (PACKAGE, *file.with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _longest(name: str, modules: Mapping[str, object]) -> str | None:
+    """``a.b.C`` is imported from the module ``a.b``."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def _way_back(start: str, graph: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """The shortest way from ``start`` along imports to a module that imports it; empty if there is none."""
+    ways: list[tuple[str, ...]] = [(start,)]
+    seen = {start}
+    for way in ways:
+        for module in graph[way[-1]]:
+            if module == start:
+                return way
+            if module not in seen:
+                seen.add(module)
+                ways.append((*way, module))
+    return ()
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, str]]:

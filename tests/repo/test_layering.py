@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from layering import MAY_IMPORT, PACKAGE, violations
+from layering import MAY_IMPORT, PACKAGE, circles, violations
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -63,3 +64,62 @@ def test_the_check_lets_the_design_through(tmp_path: Path, file: str) -> None:
     allowed.parent.mkdir(parents=True)
     allowed.write_text(ALLOWED[file])
     assert violations(tmp_path / PACKAGE) == []
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Each module can be read, and tested, after those it builds on. Type-only and late imports count."""
+    assert circles(REPOSITORY / PACKAGE) == []
+
+
+def plant(package: Path, files: Mapping[str, str]) -> None:
+    for name, source in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(source)
+
+
+CIRCLES = {
+    "two": {
+        "report.py": "if TYPE_CHECKING:\n    from kvcached_nixl.bootstrap import Installation",
+        "bootstrap.py": "def announce():\n    from . import report",
+    },
+    "three, relative": {
+        "patching/record.py": "from .call import Call",
+        "patching/call.py": "from . import registry",
+        "patching/registry.py": "import kvcached_nixl.patching.record",
+    },
+    "through a package": {
+        "patching/__init__.py": "from kvcached_nixl.patching.call import Call",
+        "patching/call.py": "from kvcached_nixl.patching import Registry",
+    },
+    "through the top": {
+        "__init__.py": "from kvcached_nixl import report",
+        "report.py": "from kvcached_nixl import __version__",
+    },
+    "by name": {
+        "errors.py": "import importlib\nimportlib.import_module('kvcached_nixl.ids')",
+        "ids.py": "from kvcached_nixl.errors import Refused",
+    },
+    "itself": {"errors.py": "def f():\n    from kvcached_nixl.errors import Refused"},
+}
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_the_check_sees_a_planted_circle(tmp_path: Path, name: str) -> None:
+    """Of two, of three, through a package's __init__, by name, of one: each is found once, with all its modules."""
+    plant(tmp_path / PACKAGE, CIRCLES[name])
+    (circle,) = circles(tmp_path / PACKAGE)
+    assert len(set(circle.split(" -> "))) == len(CIRCLES[name])
+
+
+def test_the_check_lets_a_tree_through(tmp_path: Path) -> None:
+    """Two that share a third, a package that collects its modules, and a name that two modules have are no circle."""
+    sources = {
+        "__init__.py": "from kvcached_nixl import report",
+        "report.py": "from kvcached_nixl.patching import Call\nfrom kvcached_nixl.errors import Refused",
+        "errors.py": "import report",
+        "patching/__init__.py": "from kvcached_nixl.patching.call import Call",
+        "patching/call.py": "from kvcached_nixl.errors import Refused",
+        "patching/report.py": "from kvcached_nixl.patching.call import Call",
+    }
+    plant(tmp_path / PACKAGE, sources)
+    assert circles(tmp_path / PACKAGE) == []

@@ -58,7 +58,8 @@ def test_another_transfer_mode_is_refused(value: Any) -> None:
 
 SECONDS = {
     "kv_lease_duration": "kv_lease_duration_seconds",
-    "push_registration_timeout": "push_registration_timeout_seconds",
+    "handover_timeout": "handover_timeout_seconds",
+    "push_registration_timeout": "handover_timeout_seconds",
 }
 
 
@@ -77,8 +78,19 @@ def test_a_positive_number_of_seconds_is_taken_as_it_is(key: str, value: float) 
     """Seconds in, seconds out, and the other one keeps its default."""
     found = Settings.from_extra_config({key: value})
     assert getattr(found, SECONDS[key]) == value
-    (other,) = set(SECONDS.values()) - {SECONDS[key]}
+    (other,) = {*SECONDS.values()} - {SECONDS[key]}
     assert getattr(found, other) == getattr(Settings(), other)
+
+
+def test_vllms_name_for_the_timeout_means_the_same() -> None:
+    """Both may be there if they agree; which of two is meant is not guessed."""
+    both = {"handover_timeout": 60, "push_registration_timeout": 60.0}
+    assert Settings.from_extra_config(both) == Settings(handover_timeout_seconds=60.0)
+    with pytest.raises(SettingsError, match="push_registration_timeout=61") as refusal:
+        Settings.from_extra_config(both | {"push_registration_timeout": 61})
+    assert refusal.value.expected == "60, as handover_timeout, or nothing"
+    with pytest.raises(SettingsError, match="handover_timeout=0"):
+        Settings.from_extra_config({"handover_timeout": 0, "push_registration_timeout": 60})
 
 
 def test_host_buffers_are_refused_in_words() -> None:
@@ -94,6 +106,8 @@ def test_host_buffers_are_refused_in_words() -> None:
         ("enforce_handshake_compat", "False"),
         ("enable_cross_layers_blocks", True),
         ("enable_cross_layers_blocks", "true"),
+        ("bidirectional_kv_xfer", True),
+        ("bidirectional_kv_xfer", "True"),
     ],
 )
 def test_vllm_keys_that_would_undo_the_geometry_are_refused(key: str, value: Any) -> None:

@@ -114,14 +114,20 @@ def _zero_a_block(caches: list[torch.Tensor], block_ids: list[int], index: int) 
 
 
 DROP_TAIL_BLOCK = "drop_tail_block"
-PUSH_STEP = "kvcached_nixl_push_step"
-"""The attribute of the connector's metadata under which kvcached_nixl hands a push to its workers."""
+STEP, OVER = "kvcached_nixl_step", "kvcached-nixl:over:"
+"""kvcached_nixl's words: the attribute of the connector's metadata under which it tells its workers of hand-overs, and
+what its workers put before the number of one that has ended."""
 DAMAGES: dict[str, Damage] = {
     "swap_two_blocks": _swap_two_blocks,
     "shift_v_by_a_head": _shift_v_by_a_head,
     "send_k_for_v": _send_k_for_v,
     "zero_a_block": _zero_a_block,
 }
+
+
+def step_pushes(connector: Any) -> bool:
+    """Whether prefill writes."""
+    return bool(connector.kv_transfer_config.kv_connector_extra_config.get("transfer_mode") == "push")
 
 
 # -------------------------------------------------------------------------------------------------------- recording
@@ -144,8 +150,8 @@ class Recorder:
     """Digests every received block when the connector reports the request as received, and every pushed one when it
     reports the request as sent: then the blocks are still the request's.
 
-    ``start_load_kv`` and ``get_finished`` replace the connector's bound methods on that one instance, ``transfer`` its
-    NIXL agent's.
+    A request is known by its id, one that kvcached_nixl receives by the number of its attempt. ``start_load_kv`` and
+    ``get_finished`` replace the connector's bound methods on that one instance, ``transfer`` its NIXL agent's.
     """
 
     groups: list[list[torch.Tensor]]
@@ -162,26 +168,38 @@ class Recorder:
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> Any:
         metadata = self.connector._connector_metadata
-        for request_id, meta in metadata.reqs_to_recv.items():
-            remote = normalise_block_ids(meta.remote.block_ids)
-            self._await(request_id, Pending(meta.remote.request_id, normalise_block_ids(meta.local_block_ids), remote))
-        step = vars(metadata).get(PUSH_STEP)
-        if step is not None:
-            for wanted in step.wanted:
-                self._await(wanted.request_id, Pending(wanted.transfer, normalise_block_ids(wanted.block_ids), None))
-            for one in step.computed:
-                self.offered[one.request_id] = (one.transfer, normalise_block_ids(one.block_ids))
+        step = vars(metadata).get(STEP)
+        if step is None:
+            for request_id, meta in metadata.reqs_to_recv.items():
+                remote = normalise_block_ids(meta.remote.block_ids)
+                local = normalise_block_ids(meta.local_block_ids)
+                self._await(request_id, Pending(meta.remote.request_id, local, remote))
+        for wanted in step.wanted if step is not None else ():
+            self._await(str(wanted.attempt), self._wanted(wanted))
+        for one in step.offered if step is not None else ():
+            if one.ready_tokens:
+                self.offered[one.request_id] = (one.name, normalise_block_ids(one.block_ids))
         return self.call_start_load_kv(*args, **kwargs)
+
+    def _wanted(self, wanted: Any) -> Pending:
+        local = [list(group.block_ids) for group in wanted.groups]
+        if step_pushes(self.connector):
+            return Pending(wanted.name, local, None)
+        manifest = wanted.manifest
+        return Pending(manifest.request_id, local, [list(group.block_ids) for group in manifest.groups])
 
     def get_finished(self, *args: Any, **kwargs: Any) -> Any:
         finished_sending, finished_receiving = self.call_get_finished(*args, **kwargs)
-        for request_id in sorted(finished_receiving):
-            pending = self.pending.pop(request_id, None)
+        for name in sorted(finished_receiving):
+            pending = self.pending.pop(name.removeprefix(OVER), None)
             if pending is not None:
-                self._record(request_id, pending)
-        for request_id in sorted(finished_sending & self.offered.keys()):
-            transfer, block_ids = self.offered.pop(request_id)
-            self.sent.append({"transfer": transfer, "block_ids": block_ids, "digests": digests(self.groups, block_ids)})
+                self._record(name.removeprefix(OVER), pending)
+        for name in sorted(finished_sending):
+            transfer, block_ids = self.offered.pop(name, (None, []))
+            if transfer is not None and step_pushes(self.connector):
+                self.sent.append(
+                    {"transfer": transfer, "block_ids": block_ids, "digests": digests(self.groups, block_ids)}
+                )
         return finished_sending, finished_receiving
 
     def transfer(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,8 +293,6 @@ class KvProbe:
         connector = get_kv_transfer_group()
         if not isinstance(getattr(connector.get_finished, "__self__", None), Recorder):
             agent = connector.connector_worker.nixl_wrapper
-            # What is around it would be called by what replaces its method.
-            agent = getattr(agent, "__wrapped__", agent)
             recorder = Recorder(
                 self._kv_probe_groups(),
                 connector,

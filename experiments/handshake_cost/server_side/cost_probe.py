@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that tells what was registered, forgets its peers, and times this package's per-step wrappers."""
+"""A worker extension that tells what was registered, forgets its peers, and times what each step pays."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import Any
 from kv_probe import KvProbe
 
 
-def _connector_worker() -> Any:
+def _connector() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().connector_worker
+    return get_kv_transfer_group()
+
+
+def _side() -> Any:
+    """This package's side of the connector; None where another one serves."""
+    return vars(_connector()).get("_kvcached_nixl")
 
 
 def _stock_function(bound: Any) -> Any:
@@ -25,42 +30,49 @@ class CostProbe(KvProbe):
     """Runs in the worker process, between two engine steps."""
 
     def kv_probe_registration(self) -> dict[str, Any]:
-        """Regions, blocks per region and descriptors this worker registered."""
-        worker = _connector_worker()
-        return {
-            "regions": worker.num_regions,
-            "num_blocks": worker.num_blocks,
-            "descriptors": len(worker.src_blocks_data),
-        }
+        """Blocks, descriptors that a block takes, and descriptors that were made before any request came."""
+        worker = _connector().connector_worker
+        if _side() is not None:
+            extents = sum(found.descCount() for found in worker._registered_descs) - 1
+            return {"num_blocks": worker.num_blocks, "a_block": extents, "descriptors": 0}
+        made = len(worker.src_blocks_data)
+        return {"num_blocks": worker.num_blocks, "a_block": made // worker.num_blocks, "descriptors": made}
 
     def kv_probe_forget_peers(self) -> dict[str, Any]:
-        """Let go of every remote agent, as the worker itself does when it shuts down: the next hand-over is cold."""
-        worker = _connector_worker()
-        peers = list(worker._remote_agents)
-        for peer in peers:
+        """Let go of every remote agent, as when it is gone: the next hand-over is cold."""
+        side, worker = _side(), _connector().connector_worker
+        if side is not None:
+            peers = side.thread._side.peers
+            links = list(peers._links.values())
+            for link in links:
+                peers._let_go(link)
+                peers._drop(link)
+            return {"forgotten": len(links)}
+        engines = list(worker._remote_agents)
+        for engine in engines:
             if hasattr(worker, "_cleanup_remote_engine"):  # vLLM >= 0.24
-                worker._cleanup_remote_engine(peer, log_eviction=False)
+                worker._cleanup_remote_engine(engine, log_eviction=False)
                 continue
-            for handle in worker.dst_xfer_side_handles.pop(peer).values():
+            for handle in worker.dst_xfer_side_handles.pop(engine).values():
                 worker.nixl_wrapper.release_dlist_handle(handle)
-            for agent in worker._remote_agents.pop(peer).values():
+            for agent in worker._remote_agents.pop(engine).values():
                 worker.nixl_wrapper.remove_remote_agent(agent)
-            del worker.kv_caches_base_addr[peer], worker.dst_num_blocks[peer]
-        return {"forgotten": len(peers)}
+            del worker.kv_caches_base_addr[engine], worker.dst_num_blocks[engine]
+        return {"forgotten": len(engines)}
 
     def kv_probe_wrapper_seconds(self, calls: int) -> dict[str, Any]:
         """Seconds per call of the connector's idle per-step method, as it stands and below its wrappers.
 
         The two are timed in turns so that a busy machine slows both.
         """
-        worker = _connector_worker()
-        wrapped, stock = worker.get_finished, _stock_function(type(worker).get_finished)
+        connector = _connector()
+        stands, stock = connector.get_finished, _stock_function(type(connector).get_finished)
         spent = {"wrapped": 0.0, "stock": 0.0}
         for _ in range(calls):
             begun = time.perf_counter()
-            wrapped()
+            stands(set())
             between = time.perf_counter()
-            stock(worker)
+            stock(connector, set())
             spent["stock"] += time.perf_counter() - between
             spent["wrapped"] += between - begun
         return {name: seconds / calls for name, seconds in spent.items()}

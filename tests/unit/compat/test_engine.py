@@ -1,124 +1,171 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compat/engine.py: vLLM's scheduler read by name, on stand-ins; the real one is met in tests/contract."""
+"""`kvcached_nixl.compat.engine` against stand-ins for vLLM's scheduler, its requests and its loop."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import queue
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from unit.engine_fakes import TOKENS, prompt
 
-from kvcached_nixl.compat.attached import attach_push
-from kvcached_nixl.compat.connector import num_kv_cache_groups
+from kvcached_nixl.compat.attached import attach
 from kvcached_nixl.compat.engine import (
+    EngineBlocks,
+    Reports,
+    RequestView,
     blocks_of,
-    give_back,
-    halves,
+    bound_sides,
     is_whole,
+    let_load_fail,
+    reports_of,
+    rest,
     scheduled,
-    take_blocks,
+    tell_finished,
+    wake_of,
+    with_reports,
 )
 from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.wire.digest import digest_of
 
-PROMPT = 10
+# ------------------------------------------------------------------------------------------------------------- requests
 
 
-def cached(*requests: tuple[str, tuple[list[int], ...] | None, int], resumed: tuple[str, ...] = ()) -> SimpleNamespace:
-    """vLLM's ``CachedRequestData``: requests that its workers know, as (id, new blocks, tokens before the step)."""
+def request(**fields: Any) -> SimpleNamespace:
+    made: dict[str, Any] = {
+        "request_id": "r",
+        "num_prompt_tokens": TOKENS,
+        "kv_transfer_params": None,
+        "prompt_token_ids": prompt(),
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+        "cache_salt": None,
+    }
+    return SimpleNamespace(**made | fields)
+
+
+def image(name: str = "i", offset: int = 2, length: int = 3) -> SimpleNamespace:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def test_a_request_is_what_vllm_says_it_is() -> None:
+    view = RequestView(request(kv_transfer_params={"a": 1}))
+    assert (view.request_id, view.num_prompt_tokens, view.params) == ("r", TOKENS, {"a": 1})
+
+
+@pytest.mark.parametrize("params", [None, [], "text", 7, [["a", 1]]], ids=str)
+def test_parameters_that_are_no_mapping_are_none(params: object) -> None:
+    assert RequestView(request(kv_transfer_params=params)).params is None
+
+
+def test_its_digest_has_all_that_its_kv_follows_from() -> None:
+    """And is that of its first tokens, so a longer prompt has a shorter one's."""
+    plain = RequestView(request())
+    assert plain.digest(8) == digest_of(prompt(), 8)
+    assert RequestView(request(prompt_token_ids=[*prompt(), 1, 2])).digest(8) == plain.digest(8)
+    others = [
+        request(mm_features=[image()]),
+        request(mm_features=[image("j")]),
+        request(mm_features=[image(offset=3)]),
+        request(mm_features=[image(length=4)]),
+        request(lora_request=SimpleNamespace(lora_name="l")),
+        request(cache_salt="l"),
+    ]
+    found = {RequestView(one).digest(8) for one in others}
+    assert len(found) == len(others) and plain.digest(8) not in found
+    assert RequestView(request(mm_features=[image(offset=8)])).digest(8) == plain.digest(8)
+    expected = digest_of(prompt(), 8, features=[("i", 2, 3)], lora="l", salt="s")
+    mine = request(mm_features=[image()], lora_request=SimpleNamespace(lora_name="l"), cache_salt="s")
+    assert RequestView(mine).digest(8) == expected
+
+
+def test_a_prompt_of_embeddings_is_told_apart() -> None:
+    """Also where it has no token ids, and in a type that numpy does not know."""
+    torch = pytest.importorskip("torch")
+    embeds = torch.arange(8, dtype=torch.bfloat16).reshape(4, 2)
+    view = RequestView(request(prompt_token_ids=None, prompt_embeds=embeds))
+    other = embeds.clone()
+    other[3, 1] = 0
+    assert RequestView(request(prompt_token_ids=None, prompt_embeds=other)).digest(3) == view.digest(3)
+    assert RequestView(request(prompt_token_ids=None, prompt_embeds=other)).digest(4) != view.digest(4)
+    wider = RequestView(request(prompt_token_ids=None, prompt_embeds=embeds.to(torch.float16)))
+    assert wider.digest(4) != view.digest(4)
+
+
+@pytest.mark.parametrize(
+    ("status", "num_computed", "expected"),
+    [
+        ("FINISHED_STOPPED", TOKENS, True),
+        ("FINISHED_LENGTH_CAPPED", TOKENS + 5, True),
+        ("FINISHED_REPETITION", TOKENS, True),
+        ("FINISHED_STOPPED", TOKENS - 1, False),
+        ("FINISHED_ABORTED", TOKENS, False),
+        ("FINISHED_IGNORED", TOKENS, False),
+        ("FINISHED_ERROR", TOKENS, False),
+        ("RUNNING", TOKENS, False),
+    ],
+)
+def test_a_request_is_whole_if_it_ended_by_itself_with_its_prompt_computed(
+    status: str, num_computed: int, expected: bool
+) -> None:
+    made = request(status=SimpleNamespace(name=status), num_computed_tokens=num_computed)
+    assert is_whole(made) is expected
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+def new(request_id: str, block_ids: tuple[list[int], ...], num_computed: int) -> SimpleNamespace:
+    return SimpleNamespace(req_id=request_id, block_ids=block_ids, num_computed_tokens=num_computed)
+
+
+def output(new_reqs: list[Any], cached: list[tuple[str, Any, int]], resumed: set[str], tokens: dict[str, int]) -> Any:
+    names, blocks, computed = ([one[place] for one in cached] for place in range(3))
     return SimpleNamespace(
-        req_ids=[name for name, _, _ in requests],
-        new_block_ids=[blocks for _, blocks, _ in requests],
-        num_computed_tokens=[computed for _, _, computed in requests],
-        resumed_req_ids=set(resumed),
+        scheduled_new_reqs=new_reqs,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names, new_block_ids=blocks, num_computed_tokens=computed, resumed_req_ids=resumed
+        ),
+        num_scheduled_tokens=tokens,
     )
 
 
-def output(new: list[SimpleNamespace], known: SimpleNamespace, tokens: dict[str, int]) -> SimpleNamespace:
-    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=known, num_scheduled_tokens=tokens)
-
-
 def test_every_request_of_a_step_is_there_with_its_tokens_at_the_end() -> None:
-    """New ones, those that go on, and those that start over: for these the blocks are not further ones."""
-    new = SimpleNamespace(req_id="new", block_ids=([1, 2], [3]), num_computed_tokens=4)
-    known = cached(("on", ([5], []), 8), ("full", None, 9), ("again", ([6, 7], [8]), 0), resumed=("again",))
-    assert list(scheduled(output([new], known, {"new": 3, "on": 4, "full": 1, "again": 2}))) == [
-        ("new", ([1, 2], [3]), True, 7),
-        ("on", ([5], []), False, 12),
-        ("full", (), False, 10),
-        ("again", ([6, 7], [8]), True, 2),
+    """New ones, running ones with and without further blocks, and one that was preempted."""
+    step = output(
+        [new("n", ([1, 2],), 4)],
+        [("c", ([7],), 8), ("same", None, 3), ("again", ([5, 6],), 0)],
+        {"again"},
+        {"n": 3, "c": 2, "same": 1, "again": 6},
+    )
+    assert list(scheduled(step)) == [
+        ("n", ([1, 2],), True, 7),
+        ("c", ([7],), False, 10),
+        ("same", (), False, 4),
+        ("again", ([5, 6],), True, 6),
     ]
 
 
 def test_an_idle_step_has_none() -> None:
-    assert list(scheduled(output([], cached(), {}))) == []
+    assert list(scheduled(output([], [], set(), {}))) == []
 
 
 def test_lists_that_do_not_belong_together_are_an_error() -> None:
-    """Cut to the shortest, a request would be forgotten."""
-    known = cached(("a", None, 1), ("b", None, 2))
-    known.num_computed_tokens.pop()
+    step = output([], [("c", ([7],), 8)], set(), {"c": 1})
+    step.scheduled_cached_reqs.num_computed_tokens = []
     with pytest.raises(ValueError, match="zip"):
-        list(scheduled(output([], known, {"a": 1, "b": 1})))
+        list(scheduled(step))
 
 
-@pytest.mark.parametrize(
-    ("status", "computed", "expected"),
-    [
-        ("FINISHED_STOPPED", PROMPT, True),
-        ("FINISHED_LENGTH_CAPPED", PROMPT + 3, True),
-        ("FINISHED_REPETITION", PROMPT, True),
-        ("FINISHED_STOPPED", PROMPT - 1, False),
-        ("FINISHED_ABORTED", PROMPT, False),
-        ("FINISHED_ERROR", PROMPT, False),
-        ("FINISHED_IGNORED", PROMPT, False),
-        ("RUNNING", PROMPT, False),
-    ],
-)
-def test_a_request_is_whole_if_it_ended_by_itself_with_its_prompt_computed(
-    status: str, computed: int, expected: bool
-) -> None:
-    """A preempted request that is ended has computed nothing."""
-    request = SimpleNamespace(
-        status=SimpleNamespace(name=status), num_computed_tokens=computed, num_prompt_tokens=PROMPT
-    )
-    assert is_whole(request) is expected
+def test_block_ids_are_those_of_vllm() -> None:
+    assert blocks_of(SimpleNamespace(get_block_ids=lambda: ([1, 2], [3]))) == ([1, 2], [3])
 
 
-def nixl(push: Any) -> SimpleNamespace:
-    """A NIXL connector of the engine core, with our half of a push."""
-    half = SimpleNamespace()
-    attach_push(half, push)
-    return SimpleNamespace(connector_scheduler=half, connector_worker=None)
-
-
-def engine(connector: Any) -> SimpleNamespace:
-    return SimpleNamespace(connector=connector)
-
-
-def test_the_pushes_of_an_engine_are_those_of_its_connectors_however_deep() -> None:
-    """``MultiConnector`` holds others, which may hold others; most of them push nothing."""
-    pulls, stock, other = nixl(None), SimpleNamespace(connector_scheduler=SimpleNamespace()), SimpleNamespace()
-    assert list(halves(engine(nixl("one")))) == ["one"]
-    inner = SimpleNamespace(_connectors=[other, nixl("two")])
-    multi = SimpleNamespace(_connectors=[pulls, nixl("one"), stock, inner])
-    assert sorted(halves(engine(multi))) == ["one", "two"]
-
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        SimpleNamespace(),
-        engine(None),
-        engine(SimpleNamespace()),
-        engine(nixl(None)),
-        engine(SimpleNamespace(connector_scheduler=None, connector_worker=None)),
-        engine(SimpleNamespace(_connectors=[])),
-    ],
-    ids=["no attribute", "none", "another", "pulls", "halves", "empty"],
-)
-def test_an_engine_without_a_push_has_none(scheduler: SimpleNamespace) -> None:
-    """Also one whose scheduler does not have a connector at all."""
-    assert list(halves(scheduler)) == []
+# --------------------------------------------------------------------------------------------------------------- blocks
 
 
 class Pool:
@@ -131,52 +178,334 @@ class Pool:
         self.freed.append(list(blocks))
 
 
-def managing(*managers: SimpleNamespace) -> tuple[SimpleNamespace, Pool]:
+def block(name: str, *, is_null: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(name=name, is_null=is_null)
+
+
+def manager(block_size: int = 4, skipped: int = 0, **blocks: list[Any]) -> SimpleNamespace:
+    return SimpleNamespace(
+        req_to_blocks=dict(blocks),
+        num_cached_block={name: len(blocks[name]) for name in blocks},
+        block_size=block_size,
+        get_num_skipped_tokens=lambda num_tokens: min(skipped, num_tokens),
+    )
+
+
+def managing(*managers: SimpleNamespace) -> tuple[Any, Pool]:
     pool = Pool()
     coordinator = SimpleNamespace(single_type_managers=managers)
     return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator, block_pool=pool)), pool
 
 
-def manager(**blocks: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(req_to_blocks=dict(blocks), num_cached_block={name: len(blocks[name]) for name in blocks})
-
-
 def test_blocks_are_taken_from_a_request_and_given_back_as_vllm_would() -> None:
     """Last first, so that a prefix stays longest; other requests keep theirs, and nothing is freed before."""
-    first, second = manager(mine=["a", "b", "c"], other=["d"]), manager(mine=["e", "f"], other=[])
+    a, b, c, e, f, other = map(block, "abcefo")
+    first, second = manager(mine=[a, b, c], other=[other]), manager(mine=[e, f], other=[])
     scheduler, pool = managing(first, second)
-    taken = take_blocks(scheduler, "mine")
-    assert taken == ["c", "b", "a", "f", "e"]
+    blocks = EngineBlocks(scheduler)
+    taken = blocks.take("mine")
+    assert taken == [c, b, a, f, e]
     assert pool.freed == []
-    assert (first.req_to_blocks, second.req_to_blocks) == ({"other": ["d"]}, {"other": []})
+    assert (first.req_to_blocks, second.req_to_blocks) == ({"other": [other]}, {"other": []})
     assert (first.num_cached_block, second.num_cached_block) == ({"other": 1}, {"other": 0})
-    give_back(scheduler, taken)
-    assert pool.freed == [["c", "b", "a", "f", "e"]]
+    blocks.give_back(taken)
+    assert pool.freed == [[c, b, a, f, e]]
+    assert blocks.take("mine") == []
 
 
-def test_a_request_without_blocks_has_none_to_take() -> None:
-    scheduler, _ = managing(manager(other=["d"]))
-    assert take_blocks(scheduler, "mine") == []
+def test_the_null_block_is_nobodys() -> None:
+    """A window that has moved on holds it many times; freeing it once would give it to somebody."""
+    a, null = block("a"), block("0", is_null=True)
+    scheduler, _ = managing(manager(mine=[null, null, a]))
+    assert EngineBlocks(scheduler).take("mine") == [a]
 
 
-def test_a_changed_scheduler_is_refused_by_the_name_that_is_gone() -> None:
+def test_what_a_window_keeps_starts_a_block() -> None:
+    scheduler, _ = managing(manager(), manager(skipped=7), manager(block_size=16, skipped=33))
+    assert EngineBlocks(scheduler).first_tokens(100) == (0, 4, 32)
+    assert EngineBlocks(scheduler).first_tokens(5) == (0, 4, 0)
+
+
+@pytest.mark.parametrize("name", ["req_to_blocks", "num_cached_block"])
+def test_a_changed_scheduler_is_refused_by_the_name_that_is_gone(name: str) -> None:
     """A default in its place would let blocks be reused while they are read."""
-    scheduler, _ = managing(SimpleNamespace(num_cached_block={}))
-    with pytest.raises(ContractChanged, match="req_to_blocks"):
-        take_blocks(scheduler, "mine")
-    scheduler, _ = managing(SimpleNamespace(req_to_blocks={}))
-    with pytest.raises(ContractChanged, match="num_cached_block"):
-        take_blocks(scheduler, "mine")
-    for function in (take_blocks, give_back):
-        with pytest.raises(ContractChanged, match="kv_cache_manager"):
-            function(SimpleNamespace(), [])  # type: ignore[arg-type]
-    with pytest.raises(ContractChanged, match="block_pool"):
-        give_back(SimpleNamespace(kv_cache_manager=SimpleNamespace()), [])
-    with pytest.raises(ContractChanged, match="kv_cache_config"):
-        num_kv_cache_groups(SimpleNamespace())
+    one = manager(mine=[])
+    delattr(one, name)
+    with pytest.raises(ContractChanged, match=name):
+        EngineBlocks(managing(one)[0]).take("mine")
+    with pytest.raises(ContractChanged, match="kv_cache_manager"):
+        EngineBlocks(SimpleNamespace()).take("mine")
+    with pytest.raises(ContractChanged, match="kv_cache_manager"):
+        EngineBlocks(SimpleNamespace()).give_back([])
 
 
-def test_groups_are_counted_and_block_ids_are_those_of_vllm() -> None:
-    config = SimpleNamespace(kv_cache_groups=["full", "window"])
-    assert num_kv_cache_groups(SimpleNamespace(kv_cache_config=config)) == 2
-    assert blocks_of(SimpleNamespace(get_block_ids=lambda: ([1, 2], [3]))) == ([1, 2], [3])
+@pytest.mark.parametrize(("is_alone", "expected"), [(True, False), (False, True)])
+def test_blocks_are_shared_where_ours_is_one_of_several_connectors(is_alone: bool, expected: bool) -> None:
+    """A8: what another one has loaded may turn out to be no good."""
+    connector = SimpleNamespace()
+    attach(connector, "ours")
+    found = connector if is_alone else SimpleNamespace(_connectors=[connector, SimpleNamespace()])
+    assert EngineBlocks(SimpleNamespace(connector=found)).are_shared is expected
+
+
+def test_every_side_knows_whose_blocks_these_are() -> None:
+    bound: list[Any] = []
+    made = [SimpleNamespace(bind=bound.append) for _ in range(2)]
+    connectors = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
+    for connector, ours in zip(connectors, made, strict=False):
+        attach(connector, ours)
+    engine = SimpleNamespace(connector=SimpleNamespace(_connectors=connectors))
+    assert sorted(map(id, bound_sides(engine))) == sorted(map(id, made))
+    assert bound == [EngineBlocks(engine)] * 2
+
+
+@pytest.mark.parametrize("knows_groups", [True, False])
+def test_a_connector_is_told_of_an_end_with_every_block(
+    make_module: Callable[..., ModuleType], knows_groups: bool
+) -> None:
+    """vLLM 0.19's MultiConnector knows one KV-cache group."""
+    parts = ["vllm", "distributed", "kv_transfer", "kv_connector", "v1", "base"]
+    for end in range(1, len(parts)):
+        make_module(".".join(parts[:end])).__path__ = []
+    base = make_module(".".join(parts), "class SupportsHMA:\n    pass").SupportsHMA
+    told: list[Any] = []
+
+    class Connector(base if knows_groups else object):  # type: ignore[misc]
+        def request_finished_all_groups(self, one: Any, block_ids: Any) -> str:
+            told.append(("all groups", one, block_ids))
+            return "answer"
+
+        def request_finished(self, one: Any, block_ids: Any) -> str:
+            told.append(("one group", one, block_ids))
+            return "answer"
+
+    manager = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2], [3]) if request_id == "r" else None)
+    engine = SimpleNamespace(connector=Connector(), kv_cache_manager=manager)
+    one = request()
+    assert tell_finished(engine, one) == "answer"
+    assert told == [("all groups", one, ([1, 2], [3])) if knows_groups else ("one group", one, [1, 2])]
+
+
+# -------------------------------------------------------------------------------------------------------------- reports
+
+
+OUTPUTS = """
+class KVConnectorOutput:
+    def __init__(self):
+        self.finished_sending = self.finished_recving = None
+        self.invalid_block_ids = set()
+"""
+
+
+@pytest.fixture
+def outputs(make_module: Callable[..., ModuleType]) -> ModuleType:
+    for name in ("vllm", "vllm.v1"):
+        make_module(name).__path__ = []
+    return make_module("vllm.v1.outputs", OUTPUTS)
+
+
+def test_what_all_ranks_have_reported_is_read_and_not_changed(outputs: ModuleType) -> None:
+    found = outputs.KVConnectorOutput()
+    found.finished_sending, found.invalid_block_ids = {"a", "gone"}, {4, -70}
+    reports = reports_of(SimpleNamespace(kv_connector_output=found))
+    assert reports == Reports({"a", "gone"}, set(), {4, -70})
+    reports.sent.clear()
+    reports.invalid.clear()
+    assert (found.finished_sending, found.invalid_block_ids) == ({"a", "gone"}, {4, -70})
+    assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports(set(), set(), set())
+
+
+def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
+    """But for ids of requests that are gone, at which vLLM ends. What it reports beside them is left as it is."""
+    found = outputs.KVConnectorOutput()
+    found.finished_sending, found.stats = {"before"}, "stats"
+    step = SimpleNamespace(kv_connector_output=found, sampled="tokens")
+    engine = SimpleNamespace(requests={"a": 1, "b": 2, "c": 3})
+    made = with_reports(engine, step, Reports({"a", "b", "gone"}, {"c", "gone too"}, {4}))
+    told = made.kv_connector_output
+    assert (told.finished_sending, told.finished_recving, told.invalid_block_ids) == ({"a", "b"}, {"c"}, {4})
+    assert (told.stats, made.sampled) == ("stats", "tokens")
+    assert step.kv_connector_output is found and found.finished_sending == {"before"}
+
+
+@pytest.mark.usefixtures("outputs")
+def test_a_step_without_reports_is_left_as_it_is() -> None:
+    step = SimpleNamespace(kv_connector_output=None)
+    assert with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set())) is step
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("field", ["sent", "received", "invalid"])
+def test_what_our_scheduler_finds_out_by_itself_gets_a_report(field: str) -> None:
+    """A deadline, with a step that had nothing to report: vLLM shares one output among all of those."""
+    step, reports = SimpleNamespace(kv_connector_output=None), Reports(set(), set(), set())
+    getattr(reports, field).add(-1 if field == "invalid" else "a")
+    made = with_reports(SimpleNamespace(requests={"a": 1}), step, reports)
+    assert made.kv_connector_output is not None and step.kv_connector_output is None
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def failing(recomputes: bool, **requests: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(
+        requests=requests, recompute_kv_load_failures=recomputes, failed_recving_kv_req_ids={"another"}
+    )
+
+
+def loading(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(num_computed_tokens=8, **fields)
+
+
+def test_a_request_without_its_kv_is_computed_anew() -> None:
+    """It starts again, as if nothing had been cached; the one that is gone is left alone."""
+    one, other = loading(), loading()
+    engine = failing(True, one=one, other=other)
+    assert let_load_fail(engine, {"one", "gone"}) == set()
+    assert one.num_computed_tokens == 0
+    assert other.num_computed_tokens == 8
+    assert engine.failed_recving_kv_req_ids == {"another", "one"}
+
+
+@pytest.mark.parametrize(("counted", "expected"), [(-1, 0), (3, 3)])
+def test_or_it_fails(counted: int, expected: int) -> None:
+    """vLLM's metrics raise on a number of cached tokens below 0, where it counts them."""
+    one, newer = loading(num_cached_tokens=counted), loading()
+    engine = failing(False, one=one, newer=newer)
+    assert let_load_fail(engine, {"one", "newer", "gone"}) == {"one", "newer"}
+    assert one.num_cached_tokens == expected
+    assert "num_cached_tokens" not in vars(newer)
+    assert engine.failed_recving_kv_req_ids == {"another"}
+
+
+def test_nothing_has_failed() -> None:
+    assert let_load_fail(failing(False), set()) == set()
+
+
+# ----------------------------------------------------------------------------------------------------------------- rest
+
+
+class Queue:
+    """vLLM's input queue: a `queue.Queue`, as far as it is looked at. A wait ends at once and is noted."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.waited: list[float] = []
+        self.not_empty = self
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def wait(self, seconds: float) -> None:
+        self.waited.append(seconds)
+
+    def _qsize(self) -> int:
+        return len(self.items)
+
+    def put_nowait(self, item: Any) -> None:
+        self.items.append(item)
+
+
+def core(unfinished: int = 1, held: int = 1, **changed: Any) -> SimpleNamespace:
+    connector = SimpleNamespace()
+    parallel = SimpleNamespace(data_parallel_size=changed.pop("data_parallel_size", 1))
+    fields: dict[str, Any] = {
+        "input_queue": Queue(),
+        "batch_queue": None,
+        "engines_running": False,
+        "vllm_config": SimpleNamespace(parallel_config=parallel),
+        "scheduler": SimpleNamespace(
+            finished_req_ids=changed.pop("finished_req_ids", set()),
+            get_num_unfinished_requests=lambda: unfinished,
+            requests=dict.fromkeys(map(str, range(held))),
+            connector=connector,
+        ),
+    }
+    return SimpleNamespace(**fields | changed)
+
+
+def resting(core: SimpleNamespace, side: SimpleNamespace) -> list[float]:
+    """How long it has waited, with this side on its connector."""
+    attach(core.scheduler.connector, side)
+    rest(core, 0.1)
+    waited: list[float] = core.input_queue.waited
+    return waited
+
+
+def side(waiting: int = 1, kept: int = 0, *, pending: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(num_waiting=waiting, num_kept=kept, pending=pending)
+
+
+@pytest.mark.parametrize(
+    ("core", "side"),
+    [
+        (core(), side()),
+        (core(0, 3), side(0, 3)),
+        (core(2, 3), side(2, 1)),
+        (core(2, 2), side(2, 1)),
+        (core(batch_queue=[]), side()),
+    ],
+    ids=["waits", "keeps", "both", "one of them ended", "an empty batch queue"],
+)
+def test_an_engine_that_only_waits_rests(core: SimpleNamespace, side: SimpleNamespace) -> None:
+    """It would step a thousand times a second, and each step go on to the API server."""
+    assert resting(core, side) == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("core", "side"),
+    [
+        (core(0, 0), side(0, 0)),
+        (core(), side(pending=True)),
+        (core(2, 2), side(1)),
+        (core(1, 3), side(1, 1)),
+        (core(batch_queue=[1]), side()),
+        (core(finished_req_ids={"a"}), side()),
+        (core(engines_running=True), side()),
+        (core(data_parallel_size=2), side()),
+    ],
+    ids=["idle", "news", "computes", "another's", "a batch", "an end to tell", "lockstep", "data parallel"],
+)
+def test_an_engine_that_has_something_to_do_does_not(core: SimpleNamespace, side: SimpleNamespace) -> None:
+    """C4: no wait at all where ranks step together; and whoever has nothing to wait for waits as vLLM does."""
+    assert resting(core, side) == []
+
+
+def test_an_engine_without_ours_is_left_alone() -> None:
+    """Also one that has it among others: they may have to be looked after in every step."""
+    for connector in (None, SimpleNamespace(), SimpleNamespace(_connectors=[])):
+        one = core()
+        one.scheduler.connector = connector
+        rest(one, 0.1)
+        assert one.input_queue.waited == []
+
+
+def test_what_has_come_already_is_not_waited_for() -> None:
+    one = core()
+    one.input_queue.items.append("a request")
+    assert resting(one, side()) == []
+
+
+def test_a_changed_loop_is_refused_by_name() -> None:
+    one = core()
+    del one.engines_running
+    with pytest.raises(ContractChanged, match="engines_running"):
+        resting(one, side())
+
+
+def test_a_word_ends_the_rest(make_module: Callable[..., ModuleType]) -> None:
+    """With vLLM's own queue, from another thread."""
+    for name in ("vllm", "vllm.v1"):
+        make_module(name).__path__ = []
+    make_module("vllm.v1.engine", "class EngineCoreRequestType:\n    WAKEUP = b'wake'")
+    one = core(input_queue=queue.Queue())
+    attach(one.scheduler.connector, side())
+    waiting = threading.Thread(target=rest, args=(one, 60.0))
+    waiting.start()
+    wake_of(one)()
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+    assert one.input_queue.get_nowait() == (b"wake", None)

@@ -85,11 +85,12 @@ def test_a_wrong_or_missing_library_is_refused_in_words(
 
 
 def test_a_patch_is_skipped_where_somebody_else_provides_the_capability(found: Callable[..., None]) -> None:
-    """Ours is applied, vLLM's is left alone, and the reason says whose it is."""
+    """Ours is applied; what is not ours is left alone, and the reason says whose it is."""
     found()
-    assert reason_to_skip(patch(needs="layout")) is None
-    reason = reason_to_skip(patch(needs="pull"))
-    assert reason is not None and Origin.UPSTREAM.value in reason
+    for ours in ("layout", "block count", "pull", "push", "lease"):
+        assert reason_to_skip(patch(needs=ours)) is None
+    reason = reason_to_skip(patch(needs="host buffer"))
+    assert reason is not None and reason.startswith(f"host buffer: {Origin.NOBODY.value} (")
 
 
 def test_a_patch_is_skipped_outside_its_versions(found: Callable[..., None]) -> None:

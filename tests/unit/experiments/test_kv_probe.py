@@ -87,8 +87,9 @@ def test_an_unknown_layout_is_refused(probe: ModuleType) -> None:
 class FakeConnector:
     """A connector that 'transfers' by copying from ``source`` when the request finishes."""
 
-    def __init__(self, cache: Any, source: Any) -> None:
+    def __init__(self, cache: Any, source: Any, mode: str = "pull") -> None:
         self.cache, self.source, self.moved = cache, source, {}
+        self.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={"transfer_mode": mode})
         self.finished_sending: set[str] = set()
         self._connector_metadata: Any = None
 
@@ -96,7 +97,7 @@ class FakeConnector:
         self.moved.update(self._connector_metadata.reqs_to_recv)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        for meta in self.moved.values():
+        for meta in filter(None, self.moved.values()):
             for ours, theirs in zip(meta.local_block_ids[0], meta.remote.block_ids[0], strict=True):
                 self.cache[:, ours] = self.source[:, theirs]
         finished, self.moved = set(self.moved), {}
@@ -176,14 +177,17 @@ def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
 def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> None:
     """Prefill's blocks when the request was sent, as its last step named them; decode's under the transfer's name."""
     source = logical.transpose(0, 1).contiguous()
-    connector = FakeConnector(source, source)
+    connector = FakeConnector(source, source, "push")
     recorder = recorder_of(probe, connector)
-    wanted = SimpleNamespace(request_id="on d", transfer="t", block_ids=([4, 1],))
-    first, last = (
-        SimpleNamespace(request_id="on p", transfer="u", block_ids=(block_ids,)) for block_ids in ([0], [0, 3])
+    wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None)
+    announced, first, last = (
+        SimpleNamespace(request_id="on p", name="u", block_ids=blocks, ready_tokens=len(blocks))
+        for blocks in ((), ([0],), ([0, 3],))
     )
-    begin(recorder, {}, **{probe.PUSH_STEP: SimpleNamespace(wanted=[wanted], computed=[first])})
-    begin(recorder, {}, **{probe.PUSH_STEP: SimpleNamespace(wanted=[], computed=[last])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[wanted], offered=[announced])})
+    assert not recorder.offered
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[], offered=[first])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[], offered=[last])})
     assert [one.transfer for one in recorder.pending.values()] == ["t"]
     connector.finished_sending = {"on p", "of another kind"}
     recorder.get_finished()
@@ -191,5 +195,19 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
     (sent,) = recorder.sent
     assert (sent["transfer"], sent["block_ids"]) == ("u", [[0, 3]])
     assert sent["digests"] == [[probe.block_digest([source], block) for block in (0, 3)]]
-    recorder._record("on d", recorder.pending.pop("on d"))
+    recorder._record("7", recorder.pending.pop("7"))
     assert (recorder.records[0]["transfer"], recorder.records[0]["remote_block_ids"]) == ("t", None)
+
+
+def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: ModuleType, logical: Any) -> None:
+    """With the blocks of both sides, as the manifest and the step name them."""
+    source = logical.transpose(0, 1).contiguous()
+    connector = FakeConnector(source, source, "pull")
+    recorder = recorder_of(probe, connector)
+    manifest = SimpleNamespace(request_id="on p", groups=(SimpleNamespace(block_ids=(0, 3)),))
+    wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest)
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[wanted], offered=[])})
+    connector.moved = {f"{probe.OVER}7": None}
+    recorder.get_finished()
+    (record,) = recorder.records
+    assert (record["transfer"], record["local_block_ids"], record["remote_block_ids"]) == ("on p", [[4, 1]], [[0, 3]])

@@ -1,72 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/handshake.py: peers that differ never compare equal, and say why."""
+"""wire/handshake.py: peers that differ never compare equal, and what a hostile one says is malformed."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.wire.handshake import PROTOCOL, PeerTag, PushHandshake, PushTag, is_tagged
+from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.handshake import Answer, RankHandshake, Tag, is_tagged, read_answer, read_rank
+from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import Planes
 
-TAG = PeerTag(
-    arrangement="contiguous",
-    memory_order="NHD",
-    block_order=((0, 2), (1, 32), (2, 4), (3, 32)),
-    block_size=32,
-    region_block_bytes=(65536,),
-    tp_size=1,
-    kv_cache_dtype="auto",
-)
-OTHER = {
-    "arrangement": "non-contiguous",
-    "memory_order": "HND",
-    "block_order": ((0, 2), (2, 4), (1, 32), (3, 32)),
-    "block_size": 64,
-    "region_block_bytes": (32768, 32768),
-    "tp_size": 2,
-    "kv_cache_dtype": "fp8",
+TAG = Tag("pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), "contiguous", ((16, 128), (2, 64)))
+PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
+RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40)
+OTHER: dict[str, list[Any]] = {
+    "direction": ["push"],
+    "facts": [
+        (("vLLM", "0.19.2"), ("model", "m"), ("dtype", "bf16")),
+        (("vLLM", "0.19.1"), ("model", "m")),
+        (("vLLM", "0.19.1"), ("dtype", "m"), ("model", "bf16")),
+    ],
+    "arrangement": ["non-contiguous"],
+    "planes": [((16, 128),), ((16, 64), (2, 64)), ((8, 128), (2, 64)), ((2, 64), (16, 128))],
 }
 
 
-PUSH_TAG = PushTag(num_planes=16, cell_bytes=128, kv_cache_dtype="auto")
-OTHER_PUSH = {"num_planes": 32, "cell_bytes": 64, "kv_cache_dtype": "fp8"}
-
-
-def test_the_tags_of_protocol_3_are_these_bytes() -> None:
+def test_the_tag_of_protocol_4_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 3
-    assert TAG.sign("abc123") == (
-        "kvcached_nixl/3 pull [contiguous; NHD 2@0x32@1x4@2x32@3 auto; 32 tokens a block; 1 regions of 65536 bytes a "
-        "block; tensor parallel 1] abc123"
+    assert PROTOCOL == 4
+    assert str(TAG) == (
+        "kvcached_nixl/4 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
+        "of cells of 64 bytes]"
     )
-    assert PUSH_TAG.sign("abc123") == "kvcached_nixl/3 push [auto; 16 planes of cells of 128 bytes] abc123"
 
 
 @pytest.mark.parametrize("field", sorted(OTHER))
 def test_every_field_tells_peers_apart(field: str) -> None:
     """A peer that differs in one field offers another string."""
-    assert set(OTHER) == set(PeerTag.__struct_fields__)
-    assert msgspec.structs.replace(TAG, **{field: OTHER[field]}).sign("abc123") != TAG.sign("abc123")
-
-
-@pytest.mark.parametrize("field", sorted(OTHER_PUSH))
-def test_every_field_tells_pushing_peers_apart(field: str) -> None:
-    """The same for push, which does not look at block sizes, layouts and shares of the heads."""
-    assert set(OTHER_PUSH) == set(PushTag.__struct_fields__)
-    assert msgspec.structs.replace(PUSH_TAG, **{field: OTHER_PUSH[field]}).sign("abc123") != PUSH_TAG.sign("abc123")
+    assert set(OTHER) == set(Tag.__struct_fields__)
+    for other in OTHER[field]:
+        assert str(msgspec.structs.replace(TAG, **{field: other})) != str(TAG)
 
 
 def test_a_stock_peer_has_no_tag() -> None:
     """The stock connector offers a bare hash."""
-    assert is_tagged(TAG.sign("abc123"))
-    assert is_tagged(PUSH_TAG.sign("abc123"))
+    assert is_tagged(str(TAG))
+    assert is_tagged("kvcached_nixl/3 pull [contiguous]")
     assert not is_tagged("abc123")
 
 
 def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
     """Through the bytes that vLLM's side channel carries."""
-    planes = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
-    said = PushHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, planes)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=PushHandshake) == said
+    said = msgspec.msgpack.encode(Answer("0123456789abcdef", msgspec.msgpack.encode(RANK)))
+    answer = read_answer(said)
+    assert answer.start == "0123456789abcdef"
+    assert read_rank(answer.rank) == RANK
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tp_size": 0},
+        {"tp_size": 10**9},
+        {"tp_rank": 2},
+        {"tp_rank": -1},
+        {"agent_metadata": "text"},
+        {"device_id": -1},
+        {"device_id": 2**31},
+        {"memory": []},
+        {"memory": [msgspec.to_builtins(PLANES)] * 65},
+        {"memory": [msgspec.to_builtins(PLANES) | {"bases": [2**63]}]},
+        {"memory": [msgspec.to_builtins(PLANES) | {"num_blocks": 0}]},
+        {"kernel_blocks_per_block": 0},
+        {"kernel_blocks_per_block": -1},
+        {"kernel_blocks_per_block": 2**31},
+        {"words_address": -1},
+        {"words_address": 2**63},
+        {"words_address": 2**63 - 1},
+        {"words_address": 2**62},
+        {"words_address": None},
+        {"engine_id": None},
+    ],
+    ids=lambda changed: str(changed)[:50],
+)
+def test_a_rank_that_cannot_be_is_malformed(changed: dict[str, Any]) -> None:
+    with pytest.raises(Malformed):
+        read_rank(msgspec.msgpack.encode(msgspec.to_builtins(RANK, builtin_types=(bytes,)) | changed))
+
+
+@pytest.mark.parametrize("missing", RankHandshake.__struct_fields__)
+def test_a_rank_that_leaves_something_out_is_malformed(missing: str) -> None:
+    fields = msgspec.to_builtins(RANK, builtin_types=(bytes,))
+    del fields[missing]
+    with pytest.raises(Malformed, match=missing):
+        read_rank(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\xc1", b"\x91" * 100_000, b"\x80", msgspec.msgpack.encode({"start": 1, "rank": b""})]
+    + [msgspec.msgpack.encode({"start": start, "rank": b""}) for start in ("", "0" * 17, "x" * 16)]
+    + [msgspec.msgpack.encode({"start": "0" * 16, "rank": "text"}), msgspec.msgpack.encode(RANK)],
+    ids=lambda said: repr(said[:20]),
+)
+def test_an_answer_that_is_none_is_malformed(said: bytes) -> None:
+    with pytest.raises(Malformed):
+        read_answer(said)
+
+
+def test_twenty_thousand_mutated_handshakes_raise_nothing_but_malformed() -> None:
+    draw, sound = random.Random(3), msgspec.msgpack.encode(RANK)
+    for _ in range(20_000):
+        mutated = bytearray(sound)
+        for _ in range(draw.randrange(1, 4)):
+            mutated[draw.randrange(len(mutated))] = draw.randrange(256)
+        for reader in (read_rank, read_answer):
+            try:
+                reader(bytes(mutated))
+            except Malformed:
+                continue

@@ -6,27 +6,28 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.lease import MOST_BEAT_BYTES, beats, is_beat, is_nameable, read_beat
-from kvcached_nixl.wire.push import Malformed, is_push
+from kvcached_nixl.wire.messages import is_ours
 
 IDS = st.lists(
-    st.one_of(st.text(min_size=1, max_size=60), st.integers(1, MOST_BEAT_BYTES - 3).map("x".__mul__))
-    .filter(is_nameable)
-    .map(PrefillRequestId),
+    st.one_of(st.text(min_size=1, max_size=60), st.integers(1, MOST_BEAT_BYTES - 3).map("x".__mul__)).filter(
+        is_nameable
+    ),
     max_size=100,
 )
 
 
 @given(IDS)
-def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[PrefillRequestId]) -> None:
+@settings(max_examples=25, deadline=None)
+def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[str]) -> None:
     """What is sent is what is read, however many notifications it takes; and two of them never fit into one."""
     sent = list(beats(ids))
     assert [one for notification in sent for one in read_beat(notification)] == ids
-    assert all(len(one) <= MOST_BEAT_BYTES and is_beat(one) and not is_push(one) for one in sent)
+    assert all(len(one) <= MOST_BEAT_BYTES and is_beat(one) and not is_ours(one) for one in sent)
     for one, following in zip(sent, sent[1:], strict=False):
         assert len(one) + 1 + len(read_beat(following)[0].encode()) > MOST_BEAT_BYTES
 
@@ -34,7 +35,7 @@ def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[Prefil
 @pytest.mark.parametrize("behind", [[], ["b"]])
 @pytest.mark.parametrize(("length", "fits"), [(MOST_BEAT_BYTES - 5, True), (MOST_BEAT_BYTES - 4, False)])
 def test_a_beat_is_full_before_the_next_begins(length: int, fits: bool, behind: list[str]) -> None:
-    first, *others = beats([PrefillRequestId(name) for name in ["a", "x" * length, *behind]])
+    first, *others = beats(["a", "x" * length, *behind])
     assert (len(first) == MOST_BEAT_BYTES) is fits
     assert len(others) == (not fits) + len(behind)
 
@@ -42,8 +43,8 @@ def test_a_beat_is_full_before_the_next_begins(length: int, fits: bool, behind: 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_id_that_fits_into_no_beat_keeps_no_other_from_being_named(place: int) -> None:
     """vLLM's own worker would send it."""
-    ids = [PrefillRequestId("a"), PrefillRequestId("b")]
-    ids.insert(place, PrefillRequestId("x" * MOST_BEAT_BYTES))
+    ids = ["a", "b"]
+    ids.insert(place, "x" * MOST_BEAT_BYTES)
     assert [one for notification in beats(ids) for one in read_beat(notification)] == ["a", "b"]
 
 
@@ -54,7 +55,11 @@ def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) 
     assert read_beat(notification) == expected
 
 
-@pytest.mark.parametrize("notification", [b"", b"HB", b"hb:a", b"KVNX1:", b"HB:\xff"])
+@pytest.mark.parametrize(
+    "notification",
+    [b"", b"HB", b"hb:a", b"KVNX4:", b"HB:\xff", b"HB:" + b"x" * (MOST_BEAT_BYTES - 2)],
+    ids=lambda one: repr(one[:8]),
+)
 def test_what_is_no_beat_is_malformed(notification: bytes) -> None:
     with pytest.raises(Malformed):
         read_beat(notification)
@@ -78,11 +83,11 @@ def test_what_a_beat_can_name(request_id: str, nameable: bool) -> None:
     assert is_nameable(request_id) == nameable
 
 
-def test_a_hundred_thousand_mutated_beats_raise_nothing_but_malformed() -> None:
+def test_fifty_thousand_mutated_beats_raise_nothing_but_malformed() -> None:
     """Bits flipped, bytes dropped, doubled and exchanged."""
     draw = random.Random(4)
     read = malformed = 0
-    for _ in range(100_000):
+    for _ in range(50_000):
         mutated = bytearray(b"HB:cmpl-1-0-abcdef01,p2")
         for _ in range(draw.randrange(1, 4)):
             place = draw.randrange(len(mutated))
@@ -100,4 +105,4 @@ def test_a_hundred_thousand_mutated_beats_raise_nothing_but_malformed() -> None:
             read += 1
         except Malformed:
             malformed += 1
-    assert min(read, malformed) > 10_000
+    assert min(read, malformed) > 5_000

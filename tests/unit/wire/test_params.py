@@ -1,82 +1,273 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router parameters: both requests of a transfer get one name, and nothing else does."""
+"""wire/params.py: what routers and clients send is checked once, and both requests of a push get one name."""
 
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached_nixl.wire.params import RemotePrefill, prefill_params, remote_prefill, transfer_of
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.checked import MAX_TP_SIZE, Malformed
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
+from kvcached_nixl.wire.params import (
+    MANIFEST_KEY,
+    Fetch,
+    RemotePrefill,
+    asks,
+    name_of,
+    prefill_params,
+    read_fetch,
+    require_prefill_role,
+)
 
 PREFILL = RemotePrefill("e", "127.0.0.1", 5600, 2)
 COORDINATES = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 2}
+PREFILL_ID = "cmpl-r-0-0123abcd"
+MANIFEST = Manifest(
+    PROTOCOL, "0" * 16, PREFILL_ID, "0" * 32, 10, 4, (1, 1), (BlockRange(0, (7, 3, 9)), BlockRange(8, (2,))), 30.0
+)
+ANSWER = prefill_params(PREFILL, MANIFEST, transfer_id=None, transfer_mode="pull")
+BOTH_AT_ONCE: dict[str, Any] = {"do_remote_prefill": True, **COORDINATES}
+
+
+def read(params: dict[str, Any], *, may_rendezvous: bool = False, request_id: str = "cmpl-d-0-89ef4567") -> Fetch:
+    return read_fetch(params, request_id, may_rendezvous=may_rendezvous)
+
+
+# ---------------------------------------------------------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (None, False),
+        ([], False),
+        ("do_remote_prefill", False),
+        ({}, False),
+        ({"do_remote_prefill": None}, False),
+        ({"do_remote_prefill": False}, False),
+        ({"do_remote_decode": True}, False),
+        ({"do_remote_prefill": True}, True),
+        # Not booleans: refused where the role is taken up, so they must get there.
+        ({"do_remote_prefill": "false"}, True),
+        ({"do_remote_prefill": 1}, True),
+        ({"do_remote_prefill": []}, True),
+    ],
+    ids=str,
+)
+def test_a_role_is_named_in_whatever_form(params: object, expected: bool) -> None:
+    assert asks(params, "do_remote_prefill") is expected
+
+
+WRONG_ROLES: list[dict[str, Any]] = [
+    {"do_remote_prefill": True, "do_remote_decode": True},
+    {"do_remote_prefill": 1},
+    {"do_remote_prefill": "true"},
+    {"do_remote_prefill": True, "do_remote_decode": "false"},
+    {"do_remote_prefill": True, "do_remote_decode": 0},
+    {"do_remote_prefill": False, "do_remote_decode": False},
+    {"do_remote_prefill": []},
+    {"do_remote_prefill": "x" * 10_000},
+    {},
+]
+
+
+@pytest.mark.parametrize("roles", WRONG_ROLES, ids=lambda roles: str(roles)[:60])
+def test_both_roles_or_none_or_no_booleans_are_refused(roles: dict[str, Any]) -> None:
+    """B2: vLLM's bidirectional mode sends both."""
+    plain = {key: value for key, value in ANSWER.items() if not key.startswith("do_")}
+    with pytest.raises(HandOverFailed, match="exactly one of do_remote_prefill and do_remote_decode") as refused:
+        read(plain | roles)
+    assert refused.value.cause is Cause.PARAMETERS
+    with pytest.raises(HandOverFailed, match="exactly one"):
+        require_prefill_role(roles)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_role_that_is_nested_deeper_than_can_be_shown_is_refused() -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    for refusing in (lambda: read(ANSWER | {"do_remote_decode": deep}), lambda: read(ANSWER | {MANIFEST_KEY: deep})):
+        with pytest.raises(HandOverFailed) as refused:
+            refusing()
+        assert refused.value.cause is Cause.PARAMETERS
+
+
+def test_a_field_with_an_endless_name_is_not_shown_whole() -> None:
+    with pytest.raises(HandOverFailed, match="unknown field") as refused:
+        read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {"x" * 100_000: 1}})
+    assert len(str(refused.value)) < 1000
+
+
+def test_one_role_is_enough() -> None:
+    require_prefill_role({"do_remote_decode": True})
+    require_prefill_role({"do_remote_decode": True, "do_remote_prefill": False})
+    assert read({key: value for key, value in ANSWER.items() if key != "do_remote_decode"}).manifest == MANIFEST
+
+
+# --------------------------------------------------------------------------------------------------------- coordinates
+
+
+def test_prefill_is_found_by_its_coordinates() -> None:
+    """Keys of other uses are left alone; one rank is the default."""
+    params = BOTH_AT_ONCE | {"remote_block_ids": None, "remote_request_id": None, "transfer_id": None, "more": object()}
+    assert read(params, may_rendezvous=True).prefill == PREFILL
+    del params["tp_size"]
+    assert read(params, may_rendezvous=True).prefill.tp_size == 1
+
+
+@pytest.mark.parametrize("is_answer", [True, False], ids=["with a manifest", "without"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *[{name: None} for name in ("remote_engine_id", "remote_host", "remote_port")],
+        {"remote_port": 0},
+        {"remote_port": 65536},
+        {"remote_port": -1},
+        {"remote_port": "5600"},
+        {"remote_port": 5600.0},
+        {"remote_port": float("nan")},
+        {"remote_port": float("inf")},
+        {"remote_port": True},
+        {"remote_host": ""},
+        {"remote_host": 7},
+        {"remote_host": "x" * 1025},
+        {"remote_host": "\ud800"},
+        {"remote_engine_id": ""},
+        {"remote_engine_id": ["e"]},
+        {"remote_engine_id": "e" * 1025},
+        {"remote_engine_id": "\udfff"},
+        {"tp_size": 0},
+        {"tp_size": -1},
+        {"tp_size": MAX_TP_SIZE + 1},
+        {"tp_size": 10**9},
+        {"tp_size": "2"},
+        {"tp_size": True},
+        {"tp_size": 2**80},
+    ],
+    ids=lambda changed: ascii(changed)[:50],
+)
+def test_coordinates_that_cannot_be_used_are_refused_and_named(changed: dict[str, Any], is_answer: bool) -> None:
+    """B1 and B4: a port that is missing waited for ever, a size of 10**9 built so many peers."""
+    with pytest.raises(HandOverFailed, match=f"kv_transfer_params: .*{next(iter(changed))}") as refused:
+        read((ANSWER if is_answer else BOTH_AT_ONCE) | changed, may_rendezvous=True)
+    assert refused.value.cause is Cause.PARAMETERS
+
+
+@pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port"])
+def test_a_missing_coordinate_is_named(missing: str) -> None:
+    with pytest.raises(HandOverFailed, match=missing):
+        read({name: value for name, value in ANSWER.items() if name != missing})
+
+
+# ------------------------------------------------------------------------------------------------------------- manifest
+
+
+@pytest.mark.parametrize("there", [{}, {MANIFEST_KEY: None}], ids=["missing", "null"])
+def test_parameters_without_a_manifest_are_refused_with_the_remedy(there: dict[str, Any]) -> None:
+    """A router that rebuilds them field by field, or a client that makes them up (B1)."""
+    params = {name: value for name, value in ANSWER.items() if name != MANIFEST_KEY} | there
+    with pytest.raises(HandOverFailed, match="pass the whole kv_transfer_params of prefill's answer on") as refused:
+        read(params)
+    assert refused.value.cause is Cause.NO_MANIFEST
+    assert MANIFEST_KEY in str(refused.value)
+    found = read(params | {"transfer_id": "t"}, may_rendezvous=True)
+    assert (found.manifest, found.lease_name) == (None, "transfer:t")
+
+
+@pytest.mark.parametrize("value", [[], "manifest", 1, True, float("nan"), {}, [as_json(MANIFEST)]], ids=str)
+@pytest.mark.parametrize("may_rendezvous", [False, True])
+def test_a_manifest_that_is_none_is_refused_even_where_none_is_needed(value: object, may_rendezvous: bool) -> None:
+    with pytest.raises(HandOverFailed, match="kv_transfer_params: ") as refused:
+        read(ANSWER | {MANIFEST_KEY: value}, may_rendezvous=may_rendezvous)
+    assert refused.value.cause is Cause.PARAMETERS
+
+
+@pytest.mark.parametrize("value", [None, -1, "", "\ud800", float("nan"), float("inf"), [], {}, True, 2**70], ids=ascii)
+@pytest.mark.parametrize("field", Manifest.__struct_fields__)
+def test_each_field_of_a_manifest_is_checked(field: str, value: object) -> None:
+    """An empty list of groups is what prefill's own word of a WRITE has; decode finds no range in it."""
+    if field == "groups" and value == []:
+        assert read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {field: value}}).manifest is not None
+        return
+    with pytest.raises(HandOverFailed) as refused:
+        read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {field: value}})
+    assert refused.value.cause is Cause.PARAMETERS
+
+
+def test_a_lease_is_named_as_exactly_as_it_can_be() -> None:
+    assert read(ANSWER).lease_name == PREFILL_ID
+    assert read(BOTH_AT_ONCE | {"transfer_id": "t"}, may_rendezvous=True).lease_name == "transfer:t"
+
+
+# ----------------------------------------------------------------------------------------------------------------- name
 
 
 def test_an_explicit_name_is_exact() -> None:
     """Whatever the request ids are."""
-    names = {transfer_of({"transfer_id": "a"}, request_id) for request_id in ("cmpl-x-0-01234567", "other")}
+    names = {name_of({"transfer_id": "a"}, request_id) for request_id in ("cmpl-x-0-01234567", "other")}
     assert len(names) == 1
-    assert transfer_of({"transfer_id": "a-01234567"}, "x") not in names
+    assert name_of({"transfer_id": "a-01234567"}, "x") not in names
 
 
 @pytest.mark.parametrize("prefix", ["cmpl-", "chatcmpl-"])
 def test_without_one_the_shared_request_id_counts_and_its_random_end_does_not(prefix: str) -> None:
     prefill, decode, other = (
-        transfer_of({}, f"{prefix}{tail}") for tail in ("r-0-0123abcd", "r-0-89ef4567", "r-1-0123abcd")
+        name_of({}, f"{prefix}{tail}") for tail in ("r-0-0123abcd", "r-0-89ef4567", "r-1-0123abcd")
     )
     assert prefill == decode != other
 
 
 def test_an_id_without_a_random_end_is_left_whole() -> None:
     """VLLM_DISABLE_REQUEST_ID_RANDOMIZATION leaves it out."""
-    assert transfer_of({}, "cmpl-r-0") != transfer_of({}, "cmpl-r")
-    assert transfer_of({}, "cmpl-r-0") == transfer_of({}, "cmpl-r-0-00000000")
+    assert name_of({}, "cmpl-r-0") != name_of({}, "cmpl-r")
+    assert name_of({}, "cmpl-r-0") == name_of({}, "cmpl-r-0-00000000")
 
 
 def test_an_explicit_name_never_meets_a_request_id() -> None:
-    assert transfer_of({"transfer_id": "a"}, "x") != transfer_of({}, "a")
+    assert name_of({"transfer_id": "a"}, "x") != name_of({}, "a")
+    assert name_of({"transfer_id": "request:a"}, "x") != name_of({}, "a")
 
 
-@pytest.mark.parametrize("wrong", ["", 7, ["a"]])
-def test_a_name_that_is_none_is_an_error(wrong: object) -> None:
-    with pytest.raises(ValueError, match="transfer_id="):
-        transfer_of({"transfer_id": wrong}, "x")
+@pytest.mark.parametrize("key", ["transfer_id", "remote_request_id"])
+@pytest.mark.parametrize("wrong", ["", 7, ["a"], True, "x" * 1025, "\ud800"], ids=ascii)
+def test_a_name_that_is_none_is_malformed_and_named(key: str, wrong: object) -> None:
+    with pytest.raises(Malformed, match=key):
+        name_of({key: wrong}, "x")
+    with pytest.raises(HandOverFailed, match=key) as refused:
+        read(BOTH_AT_ONCE | {key: wrong}, may_rendezvous=True)
+    assert refused.value.cause is Cause.PARAMETERS
 
 
-def test_prefill_is_found_by_its_coordinates() -> None:
-    """Keys of other uses are left alone; one rank is the default."""
-    params: dict[str, Any] = COORDINATES | {"do_remote_prefill": True, "remote_block_ids": None}
-    assert remote_prefill(params) == RemotePrefill("e", "127.0.0.1", 5600, 2)
-    del params["tp_size"]
-    assert remote_prefill(params).tp_size == 1
+def test_a_request_whose_own_id_nobody_can_send_is_refused() -> None:
+    with pytest.raises(HandOverFailed, match="no Unicode text"):
+        read(BOTH_AT_ONCE, may_rendezvous=True, request_id="cmpl-\ud800")
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        *[{name: None} for name in COORDINATES],
-        {"remote_port": 0},
-        {"remote_port": 65536},
-        {"remote_port": "5600"},
-        {"remote_host": ""},
-        {"remote_engine_id": ""},
-        {"tp_size": 0},
-    ],
-    ids=str,
-)
-def test_coordinates_that_cannot_be_used_are_an_error(changed: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="kv_transfer_params of a pushed request"):
-        remote_prefill(COORDINATES | changed)
+def test_an_explicit_name_counts_more_than_the_id_of_prefill() -> None:
+    params = {"transfer_id": "a", "remote_request_id": PREFILL_ID}
+    assert name_of(params, "cmpl-s-0-0123abcd") == name_of({"transfer_id": "a"}, "x")
 
 
-@pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port"])
-def test_a_missing_coordinate_is_named(missing: str) -> None:
-    with pytest.raises(ValueError, match=missing):
-        remote_prefill({name: value for name, value in COORDINATES.items() if name != missing})
+def test_the_id_of_prefill_counts_more_than_that_of_decode() -> None:
+    """A router need not give both the same ``X-Request-Id``."""
+    found = name_of({"remote_request_id": PREFILL_ID}, "cmpl-s-0-89ef4567")
+    assert found == name_of({}, PREFILL_ID) != name_of({}, "cmpl-s-0-89ef4567")
+
+
+@pytest.mark.parametrize("theirs", ["1b4e28ba-2fa1-41d2-883f-0016d3cca427", "1b4e28ba2fa141d2883f0016d3cca427", None])
+def test_an_id_of_a_router_in_the_place_of_prefill_s_is_not_used(theirs: object) -> None:
+    """Prefill knows only ids that vLLM made; with any other the two would never meet."""
+    assert name_of({"remote_request_id": theirs}, PREFILL_ID) == name_of({}, PREFILL_ID)
+
+
+# --------------------------------------------------------------------------------------------------------------- answer
 
 
 WORDS = st.text('ab09-é"', min_size=1, max_size=12)
@@ -89,52 +280,72 @@ REQUEST_IDS = st.builds(
 
 
 @given(
-    prefill=st.builds(RemotePrefill, WORDS, WORDS, st.integers(1, 65535), st.integers(1, 1024)),
+    prefill=st.builds(RemotePrefill, WORDS, WORDS, st.integers(1, 65535), st.integers(1, MAX_TP_SIZE)),
     prefill_id=REQUEST_IDS,
     decode_id=REQUEST_IDS,
     transfer_id=st.none() | WORDS,
-    block_ids=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3),
+    mode=st.sampled_from(["pull", "push"]),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_what_prefill_answers_leads_decode_to_it(
-    prefill: RemotePrefill, prefill_id: str, decode_id: str, transfer_id: str | None, block_ids: list[list[int]]
+    prefill: RemotePrefill, prefill_id: str, decode_id: str, transfer_id: str | None, mode: str
 ) -> None:
     """Through a router that passes it on as JSON, with any id of its own for decode's request."""
-    answer = json.loads(json.dumps(prefill_params(prefill, prefill_id, transfer_id, block_ids)))
-    assert remote_prefill(answer) == prefill
+    manifest = Manifest(PROTOCOL, "0" * 16, prefill_id, "0" * 32, 3, 4, (1, 1), (BlockRange(0, (7,)),), 30.0)
+    made = prefill_params(prefill, manifest, transfer_id=transfer_id, transfer_mode=mode)
+    answer = json.loads(json.dumps(made))
+    found = read(answer, request_id=decode_id)
+    assert (found.prefill, found.manifest) == (prefill, manifest)
+    assert found.manifest is not None and found.manifest.word == manifest.word
     asked = {"do_remote_decode": True} | ({} if transfer_id is None else {"transfer_id": transfer_id})
-    assert transfer_of(answer, decode_id) == transfer_of(asked, prefill_id)
-    assert answer["remote_block_ids"] == block_ids
+    assert found.name == name_of(asked, prefill_id)
 
 
 def test_the_answer_of_prefill_is_these_keys() -> None:
-    """Routers and peers that pull know them by name."""
-    assert prefill_params(PREFILL, "cmpl-r-0-0123abcd", None, ((1, 2), (3,))) == {
+    """Routers and stock peers know them by name; stock decode finds block ids, one list a group."""
+    assert prefill_params(PREFILL, MANIFEST, transfer_id="t", transfer_mode="push") == {
         **COORDINATES,
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "transfer_id": None,
+        "transfer_id": "t",
         "transfer_mode": "push",
-        "remote_request_id": "cmpl-r-0-0123abcd",
-        "remote_block_ids": [[1, 2], [3]],
+        "remote_request_id": PREFILL_ID,
+        "remote_block_ids": [[], []],
+        MANIFEST_KEY: as_json(MANIFEST),
     }
 
 
-def test_an_explicit_name_counts_more_than_the_id_of_prefill() -> None:
-    params = {"transfer_id": "a", "remote_request_id": "cmpl-r-0-0123abcd"}
-    assert transfer_of(params, "cmpl-s-0-0123abcd") == transfer_of({"transfer_id": "a"}, "x")
-
-
-def test_the_id_of_prefill_counts_more_than_that_of_decode() -> None:
-    """A router need not give both the same ``X-Request-Id``."""
-    found = transfer_of({"remote_request_id": "cmpl-r-0-0123abcd"}, "cmpl-s-0-89ef4567")
-    assert found == transfer_of({}, "cmpl-r-0-0123abcd") != transfer_of({}, "cmpl-s-0-89ef4567")
-
-
-@pytest.mark.parametrize(
-    "theirs", ["1b4e28ba-2fa1-41d2-883f-0016d3cca427", "1b4e28ba2fa141d2883f0016d3cca427", "", None, 7]
-)
-def test_an_id_of_a_router_in_the_place_of_prefill_s_is_not_used(theirs: object) -> None:
-    """Prefill knows only ids that vLLM made; with any other the two would never meet."""
-    request_id = "cmpl-r-0-0123abcd"
-    assert transfer_of({"remote_request_id": theirs}, request_id) == transfer_of({}, request_id)
+def test_ten_thousand_mutated_answers_are_read_or_refused() -> None:
+    """Any value anywhere: a router may send what it likes."""
+    draw = random.Random(5)
+    values = [None, True, False, 0, -1, 1, 2**31, 2**64, 10**40, 0.5, float("nan"), float("inf"), "", "a", "\ud800"]
+    values += ["x" * 5000, [], [[]], [0], {}, {"a": {}}, "0" * 32, "0" * 16, [{"first_token": 0, "block_ids": [1]}]]
+    refused = 0
+    for _ in range(10_000):
+        params = json.loads(json.dumps(ANSWER))
+        for _ in range(draw.randrange(1, 3)):
+            owner = params
+            while True:
+                keys = list(owner) if isinstance(owner, dict) else list(range(len(owner)))
+                if not keys:
+                    break
+                key = draw.choice(keys)
+                if isinstance(owner[key], (dict, list)) and owner[key] and draw.randrange(3):
+                    owner = owner[key]
+                    continue
+                if isinstance(owner, dict) and not draw.randrange(4):
+                    del owner[key]
+                else:
+                    owner[key] = draw.choice(values)
+                break
+        try:
+            found = read(params, may_rendezvous=bool(draw.randrange(2)))
+        except HandOverFailed as cause:
+            assert cause.cause in (Cause.PARAMETERS, Cause.NO_MANIFEST)
+            assert len(str(cause)) < 1000
+            refused += 1
+        else:
+            # Whatever follows can be sent on.
+            assert found.lease_name.encode() and found.prefill.host.encode()
+            assert found.manifest is None or found.manifest.word
+    assert 3_000 < refused < 10_000

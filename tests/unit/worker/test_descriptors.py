@@ -6,15 +6,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.descriptors import Blocks, pair
+from kvcached_nixl.worker import descriptors
+from kvcached_nixl.worker.descriptors import Blocks, Descriptors, Route, misfit
 
 CELL_BYTES = 2
+
+
+def pair(local: Planes, remote: Planes, *arguments: Any, **more: Any) -> Descriptors:
+    return Route(local, remote).descriptors(*arguments, **more)
 
 
 @dataclasses.dataclass
@@ -87,7 +93,7 @@ def transfers(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(transfers())
 def test_every_cell_arrives_and_no_other_byte_changes(case: dict[str, Any]) -> None:
     """Tokens and heads common to both sides, in any order, block size, share of heads and arrangement."""
@@ -134,23 +140,76 @@ def test_token_major_halves_of_the_heads_take_one_a_token() -> None:
     assert len(pair(whole, half, Blocks([1]), Blocks([2]), 0, 4).local) == 4
 
 
+def test_a_route_is_found_once_and_gives_each_request_its_own() -> None:
+    """What lies inside a block does not depend on the request."""
+    apart = side(3, 16, 4, 2, 0).planes
+    route = Route(apart, side(3, 16, 8, 2, 0).planes)
+    for first, end, ids in ((0, 8, ([1, 2], [3])), (8, 24, ([5, 6, 7, 8], [9, 10])), (0, 3, ([4], [4]))):
+        made = pair(apart, side(3, 16, 8, 2, 0).planes, Blocks(ids[0], first), Blocks(ids[1], first), first, end)
+        found = route.descriptors(Blocks(ids[0], first), Blocks(ids[1], first), first, end)
+        assert np.array_equal(found.local, made.local) and np.array_equal(found.remote, made.remote)
+
+
+def test_no_descriptor_is_longer_than_what_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of many blocks is cut; no byte is lost, doubled or moved elsewhere."""
+    planes = side(1, 16, 4, 2, 0).planes
+    runs = Blocks([3, 4, 5, 6, 9]), Blocks([7, 8, 9, 10, 2])
+    whole = pair(planes, planes, *runs, 0, 20)
+    assert whole.local[:, 1].tolist() == [64, 16]
+
+    def cells(found: Descriptors) -> list[tuple[int, int]]:
+        return [
+            (int(here) + offset, int(there) + offset)
+            for (here, length), (there, same) in zip(found.local, found.remote, strict=True)
+            for offset in range(length if length == same else -1)
+        ]
+
+    for longest in (1, 5, 16, 24, 63, 64, 65):
+        monkeypatch.setattr(descriptors, "MAX_RUN_BYTES", longest)
+        cut = pair(planes, planes, *runs, 0, 20)
+        assert cut.local[:, 1].max() <= longest
+        assert len(cut.local) == -(-64 // longest) + -(-16 // longest)
+        assert cells(cut) == cells(whole)
+
+
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"bases": (0,)}, "1 planes of cells of 2 bytes; expected 2 of 2"),
+    ({"cell_bytes": 4}, "2 planes of cells of 4 bytes; expected 2 of 2: the same model and data type"),
+    ({"first_head": 4}, "the heads 4 to 8; expected some of 0 to 4"),
+    ({"block_size": 6}, "blocks of 6 tokens; expected a multiple or a divisor of 4"),
+    ({"block_size": 3}, "blocks of 3 tokens"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), MISFITS, ids=lambda one: str(one)[:30])
+def test_ranks_that_do_not_fit_are_told_so_in_words(changed: dict[str, Any], words: str) -> None:
+    planes = side(2, 16, 4, 4, 0).planes
+    other = msgspec.structs.replace(planes, **changed)
+    assert words in misfit((planes,), (other,))
+    with pytest.raises(ValueError, match=words):
+        Route(planes, other)
+    assert misfit((planes,), (planes,)) == misfit((planes, other), (planes, other)) == ""
+    assert "2 kinds of planes; expected 1" in misfit((planes,), (planes, planes))
+    assert words in misfit((planes, planes), (planes, other))
+
+
 @pytest.mark.parametrize(
-    ("changed", "arguments", "words"),
+    ("arguments", "words"),
     [
-        ({"bases": (0,)}, {}, "planes"),
-        ({"cell_bytes": 4}, {}, "cells of 2 bytes"),
-        ({"first_head": 4}, {}, "some in common"),
-        ({}, {"first_token": 2}, "block boundary"),
-        ({}, {"first_token": 8}, "block boundary"),
-        ({}, {"end_token": 9}, "hold the tokens"),
-        ({}, {"remote_blocks": Blocks([1, 2], 4)}, "hold the tokens"),
-        ({}, {"remote_blocks": Blocks([])}, "hold the tokens"),
-        ({}, {"local_blocks": Blocks([1, 16])}, "block ids 1 to 16"),
-        ({}, {"local_blocks": Blocks([-1, 3])}, "block ids -1 to 3"),
+        ({"first_token": 2}, "block boundary"),
+        ({"first_token": 8}, "block boundary"),
+        ({"first_token": -4}, "block boundary"),
+        ({"end_token": 9}, "hold the tokens"),
+        ({"remote_blocks": Blocks([1, 2], 4)}, "hold the tokens"),
+        ({"remote_blocks": Blocks([])}, "hold the tokens"),
+        ({"local_blocks": Blocks([1, 16])}, "block ids 1 to 16; expected 0 to 15"),
+        ({"local_blocks": Blocks([-1, 3])}, "block ids -1 to 3"),
+        ({"remote_blocks": Blocks([2**31, 3])}, "block ids 3 to 2147483648"),
     ],
+    ids=str,
 )
-def test_what_cannot_be_carried_is_refused(changed: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
-    """Out of range, out of step or of another model: an error with numbers, never a descriptor."""
+def test_what_cannot_be_carried_is_refused(arguments: dict[str, Any], words: str) -> None:
+    """Out of range or out of step: an error with numbers, never a descriptor."""
     planes = side(2, 16, 4, 4, 0).planes
     whole: dict[str, Any] = {
         "local_blocks": Blocks([1, 2]),
@@ -159,4 +218,12 @@ def test_what_cannot_be_carried_is_refused(changed: dict[str, Any], arguments: d
         "end_token": 8,
     }
     with pytest.raises(ValueError, match=words):
-        pair(planes, dataclasses.replace(planes, **changed), **(whole | arguments))
+        pair(planes, planes, **(whole | arguments))
+
+
+def test_addresses_of_63_bits_are_carried() -> None:
+    """B6: whatever `Planes` lets through is added up without leaving 64 bits."""
+    low = side(1, 16, 4, 1, 0).planes
+    high = msgspec.structs.replace(low, bases=(2**63 - 10_000,))
+    found = pair(low, high, Blocks([15]), Blocks([15]), 0, 4)
+    assert found.remote[0, 0] == 2**63 - 10_000 + 15 * 8

@@ -41,7 +41,7 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
     for number, pool in enumerate(memory):
         pool.copy_(torch.arange(pool.numel()).remainder(97 + number).to(pool.dtype))
     axes = geometry.axes()
-    planes = planes_of(caches, axes, first_head=0)
+    (planes,) = planes_of(caches, axes, first_head=0)
     assert len(planes.bases) == geometry.num_pools * (2 if geometry.era in ("kv_first", "blocks_first") else 1)
     seen = []
     for cache in list(caches.values())[: geometry.num_pools]:
@@ -94,9 +94,29 @@ def test_a_shape_that_cannot_be_read_is_refused(shape: tuple[int, ...]) -> None:
         Axes.from_probe(shape, **NUMBERS)
 
 
+def test_layers_of_several_kinds_are_described_one_after_the_other() -> None:
+    """In the model's order, so that both sides have the same."""
+    wide, narrow = Geometry(era="packed", num_pools=2), Geometry(era="packed", num_pools=1, num_kv_heads=2)
+    caches: dict[str, Any] = wide.allocate()[0]
+    (name, other), *_ = narrow.allocate()[0].items()
+    first, second = caches.values()
+    found = planes_of({"a": first, f"b {name}": other, "c": second}, wide.axes(), first_head=4)
+    assert [(len(kind.bases), kind.num_heads, kind.first_head) for kind in found] == [(2, 4, 4), (1, 2, 4)]
+    assert found[0].bases == (first.data_ptr(), second.data_ptr())
+
+
+def test_layers_of_several_groups_in_the_same_memory_are_one_plane() -> None:
+    one, _ = Geometry(groups=1).allocate()
+    three, _ = Geometry(groups=3).allocate()
+    axes = Geometry().axes()
+    assert [len(kind.bases) for kind in planes_of(three, axes, first_head=0)] == [
+        len(kind.bases) for kind in planes_of(one, axes, first_head=0)
+    ]
+
+
 @pytest.mark.parametrize("wrong", ["holes", "another stride", "another size"])
-def test_layers_that_differ_or_have_holes_are_refused(wrong: str) -> None:
-    geometry = Geometry(era="packed", num_pools=2)
+def test_cells_with_holes_and_layers_that_share_memory_and_differ_are_refused(wrong: str) -> None:
+    geometry = Geometry(era="packed", num_pools=2, groups=2)
     caches: dict[str, Any] = geometry.allocate()[0]
     last = list(caches)[-1]
     if wrong == "holes":

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without vLLM: both real halves of a hand-over on a pool of numbered blocks. Nothing is computed.
+
+Whoever drives it says what is scheduled, and turns its transfer thread or starts it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.fetching import Terms
+from kvcached_nixl.scheduler.handover import HandOver, Reports
+from kvcached_nixl.scheduler.listening import answers_of
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.handshake import RankHandshake
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.handover.local import Place
+from kvcached_nixl.worker.handover.start import Channel, assemble
+from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
+
+COMPATIBILITY = "kvcached_nixl/experiments"
+
+
+@dataclass(eq=False)
+class Request:
+    """What our scheduler asks of a request of vLLM's."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    params: Mapping[str, Any] | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def digest(self, num_tokens: int) -> str:
+        return digest_of(self.token_ids, num_tokens)
+
+
+class Pool:
+    """Numbered blocks, and whose they are. Number 0 is vLLM's placeholder, and nobody's."""
+
+    are_shared = False
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.free_blocks = list(reversed(order))
+        self.num_blocks = len(order)
+        self.tables: dict[str, list[int]] = {}
+
+    def allocate(self, request_id: str, count: int) -> list[int] | None:
+        """None if there are too few."""
+        if len(self.free_blocks) < count:
+            return None
+        found = self.tables[request_id] = [self.free_blocks.pop() for _ in range(count)]
+        return found
+
+    def free(self, request_id: str) -> None:
+        """What it still has."""
+        self.free_blocks += self.tables.pop(request_id, ())
+
+    def take(self, request_id: str) -> list[Any]:
+        return self.tables.pop(request_id, [])
+
+    def give_back(self, blocks: list[Any]) -> None:
+        self.free_blocks += blocks
+
+    def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        return (0,)
+
+
+class Ended(NamedTuple):
+    """Requests whose blocks are free, that wait no more, and those of them whose KV has not come."""
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+
+
+@dataclass
+class _Envelope:
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+class Engine:
+    """See the module.
+
+    Args:
+        own: where peers find it.
+        words: registered host memory, as `host_words` makes it.
+
+    Attributes:
+        answers: what its side channel answers, by rank.
+    """
+
+    def __init__(
+        self,
+        own: RemotePrefill,
+        settings: Settings,
+        clock: Clock,
+        transport: Transport,
+        channel: Channel,
+        planes: Planes,
+        pool: Pool,
+        words: Words,
+    ) -> None:
+        terms = Terms(
+            block_size=planes.block_size,
+            pushes=settings.transfer_mode is TransferMode.PUSH,
+            drops_blocks=False,
+            recomputes=False,
+            lease_seconds=settings.kv_lease_duration_seconds,
+            timeout_seconds=settings.handover_timeout_seconds,
+        )
+        self.own = own
+        self.pool = pool
+        self.words = words
+        self.handover = HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock)
+        self.handover.bind(pool)
+        place = Place(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)
+        self.side = assemble(transport, clock, place, words, settings, COMPATIBILITY, channel, lambda: _reached)
+        rank = RankHandshake(
+            engine_id=place.engine_id,
+            tp_size=1,
+            tp_rank=0,
+            agent_metadata=transport.metadata(),
+            device_id=0,
+            memory=place.memory,
+            kernel_blocks_per_block=1,
+            words_address=int(words.ctypes.data),
+        )
+        envelope = _Envelope(COMPATIBILITY, msgspec.msgpack.encode(rank))
+        self.answers = answers_of({0: envelope}, self.handover.start)
+
+    def step(self, progress: Iterable[Progress] = (), compute: Callable[[], None] = lambda: None) -> Ended:
+        """One step of the engine's loop, in vLLM's order."""
+        step = self.handover.take_step(progress)
+        self.side.begin_step(step)
+        compute()
+        self.side.end_step()
+        ended = self.side.take_ended()
+        self.side.take_counted()
+        reports = Reports(ended.sent, ended.received, self.side.take_marks())
+        self.handover.collect(reports)
+        return Ended(reports.sent, reports.received, self.handover.take_failed())
+
+
+def host_words() -> Words:
+    """The table of words and the rows that decode reads into."""
+    return np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
+
+
+def asks_prefill(name: str | None = None) -> dict[str, Any]:
+    """``kv_transfer_params`` of a prefill request; ``name``: under which decode's request meets it."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, **({} if name is None else {"transfer_id": name})}
+
+
+def asks_decode(prefill: RemotePrefill, name: str) -> dict[str, Any]:
+    """``kv_transfer_params`` of a decode request that prefill's meets under ``name``."""
+    fields: dict[str, Any] = msgspec.to_builtins(prefill)
+    return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **fields}
+
+
+def _reached() -> bool:
+    return True

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of ``kv_transfer_params`` that are wrong in some way, drawn from a seed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcached_nixl.wire.params import MANIFEST_KEY
+
+__all__ = ["Drawn", "draw"]
+
+HOSTILE: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    2**64,
+    10**9,
+    1e308,
+    0.5,
+    "",
+    "0",
+    "true",
+    "x" * 5000,
+    "a,b",
+    "\ud800",
+    "\x00",
+    [],
+    [[]],
+    [[[[]]]],
+    {},
+    {"a": {"b": {}}},
+    [0, 0, 0],
+    [1, "1", None],
+)
+HOSTS = ("127.0.0.1", "127.0.0.2", "::1", "", "no such host", "127.0.0.1:1", "[::1]")
+"""Loopback addresses, and what is no address."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One request: what its params are, ``n``, and how they came to be so."""
+
+    params: Any
+    n: int
+    change: str
+
+
+def draw(random_: random.Random, answers: Sequence[dict[str, Any]], ports: Sequence[int]) -> Drawn:
+    """A wrong set, made of what prefill has answered.
+
+    Args:
+        answers: parameters that prefill made, of other requests among them.
+        ports: of loopback; where nobody listens, where somebody does and never answers, and prefill's own.
+    """
+    params = copy.deepcopy(random_.choice(answers))
+    changes = []
+    for _ in range(random_.choice((1, 1, 1, 2, 3))):
+        change = random_.choice(CHANGES)
+        changes.append(change.__name__.removeprefix("_"))
+        params = change(random_, params, answers, ports)
+        if not isinstance(params, dict):
+            break
+    return Drawn(params, random_.choice((1, 1, 1, 1, 2)), "+".join(changes))
+
+
+Change = Callable[[random.Random, dict[str, Any], Sequence[dict[str, Any]], Sequence[int]], Any]
+
+
+def _drop_a_key(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    where = _somewhere(random_, params)
+    where.pop(random_.choice(list(where)), None)
+    return params
+
+
+def _set_a_key(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    where = _somewhere(random_, params)
+    where[random_.choice([*where, "do_remote_decode", "dcp_size", "pp_size", "remote_num_tokens"])] = copy.deepcopy(
+        random_.choice(HOSTILE)
+    )
+    return params
+
+
+def _another_requests_value(
+    random_: random.Random, params: dict[str, Any], answers: Sequence[dict[str, Any]], *_: Any
+) -> Any:
+    other = random_.choice(answers)
+    if random_.random() < 0.5 or MANIFEST_KEY not in params:
+        key = random_.choice(list(other))
+        params[key] = copy.deepcopy(other[key])
+    elif isinstance(params[MANIFEST_KEY], dict):
+        key = random_.choice(list(other[MANIFEST_KEY]))
+        params[MANIFEST_KEY][key] = copy.deepcopy(other[MANIFEST_KEY][key])
+    return params
+
+
+def _other_blocks(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    manifest = params.get(MANIFEST_KEY)
+    groups = manifest.get("groups") if isinstance(manifest, dict) else None
+    if isinstance(groups, list) and groups and isinstance(groups[0], dict):
+        blocks = groups[0].get("block_ids")
+        if isinstance(blocks, list) and blocks:
+            place = random_.randrange(len(blocks))
+            change = random_.randrange(5)
+            if change == 0:
+                blocks[place] = random_.randrange(-2, 5000)
+            elif change == 1:
+                random_.shuffle(blocks)
+            elif change == 2:
+                del blocks[place:]
+            elif change == 3:
+                blocks.append(random_.randrange(5000))
+            else:
+                groups.append(copy.deepcopy(groups[0]))
+    return params
+
+
+def _other_numbers(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    where = _somewhere(random_, params)
+    numbers = [key for key, value in where.items() if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if numbers:
+        where[random_.choice(numbers)] += random_.choice((-64, -32, -1, 1, 32, 64, 10**6))
+    return params
+
+
+def _elsewhere(random_: random.Random, params: dict[str, Any], _: Any, ports: Sequence[int]) -> Any:
+    params["remote_host"], params["remote_port"] = random_.choice(HOSTS), random_.choice(ports)
+    return params
+
+
+def _another_size(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    params["tp_size"] = random_.choice((0, 2, 3, 4, 1024, 1025, 10**9, -1, "1"))
+    return params
+
+
+def _both_roles(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    params["do_remote_decode"] = random_.choice((True, 1, "yes"))
+    return params
+
+
+def _only_the_role(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    return {random_.choice(("do_remote_prefill", "do_remote_decode")): random_.choice((True, 1, "true", [], {}))}
+
+
+def _rebuilt_field_by_field(_: random.Random, params: dict[str, Any], *__: Any) -> Any:
+    """As a router does that knows vLLM's fields only."""
+    return {key: value for key, value in params.items() if key != MANIFEST_KEY}
+
+
+def _deep(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    deep: Any = 1
+    for _ in range(random_.choice((10, 100, 400))):
+        deep = [deep] if random_.random() < 0.5 else {"a": deep}
+    params[random_.choice([*params, "more"])] = deep
+    return params
+
+
+def _a_name_of_its_own(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    params["transfer_id"] = random_.choice(("a", "a,b", "x" * 1024, "x" * 1025, "\ud800", 7, ["a"]))
+    return params
+
+
+def _prefills_role(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+    return {"do_remote_decode": True, "transfer_id": random_.choice((None, "t", 1, "\udfff", {"a": 1}))}
+
+
+def _again(_: random.Random, params: dict[str, Any], *__: Any) -> Any:
+    """Parameters that were used before, as they are."""
+    return params
+
+
+CHANGES: tuple[Change, ...] = (
+    _drop_a_key,
+    _set_a_key,
+    _set_a_key,
+    _another_requests_value,
+    _other_blocks,
+    _other_blocks,
+    _other_numbers,
+    _elsewhere,
+    _another_size,
+    _both_roles,
+    _only_the_role,
+    _rebuilt_field_by_field,
+    _deep,
+    _a_name_of_its_own,
+    _prefills_role,
+    _again,
+)
+
+
+def _somewhere(random_: random.Random, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters themselves, or the manifest in them, or one of its groups."""
+    manifest = params.get(MANIFEST_KEY)
+    if not isinstance(manifest, dict) or not manifest or random_.random() < 0.4:
+        return params if params else {"": None}
+    groups = manifest.get("groups")
+    if isinstance(groups, list) and groups and isinstance(groups[0], dict) and groups[0] and random_.random() < 0.4:
+        found: dict[str, Any] = groups[0]
+        return found
+    return manifest
+
+
+def as_body(drawn: Drawn) -> str:
+    """JSON, lone surrogates as escapes."""
+    return json.dumps(drawn.params, ensure_ascii=True)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/mesh/run.sh``: run both directions, compare with the targets, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from experiments.mesh.report import Run
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FULL, QUICK = (64, 100_000, 100), (8, 2_000, 40)
+"""Engines of each role, hand-overs, and hand-overs from one thing that is done to an engine to the next."""
+AT_ONCE = 4
+TENTHS = 10
+
+DESCRIPTION = """\
+Does a hand-over cost the same, and an engine keep the same, however many were before and whoever came and went?
+
+64 prefill and 64 decode engines in one process: the real scheduler halves and the real workers of this package, over
+the in-memory transport, turned by hand on a virtual clock. A router hands 100,000 requests from any prefill to any
+decode, first in one direction, then in the other; some are in decode's prefix cache, some clients go away, and with
+push half of them are asked on both sides at once. Every hundred hand-overs something is done to an engine: it is
+started again at the same or at another port, replaced by another engine, away for a while, gone without a word, or
+loses a connection. Every byte that decode gets is compared."""
+
+EPILOG = """\
+targets, in both directions:
+  no wrong byte; no client without its KV where nothing was done to its two engines
+  a hand-over costs <= 1.25 x in the last tenth of the run what it costs in the first; so does what is kept per peer
+  no table of any engine grows (entries in the last three tenths, against the first three)
+  at the end every block is free, no word is kept, and every table is empty when peers that nobody names are forgotten
+
+exit status: 0 all targets reached; 1 one was missed
+Results: tables; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="whose environment is used (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of whatever is drawn (%(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="8 and 8 engines, 2,000 hand-overs; writes last-VERSION-quick files"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Only here: --help has to work without the environment that these need.
+    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.mesh.cases import End
+    from experiments.mesh.mesh import NotAtRest
+    from experiments.mesh.report import judge, plot, table_of, table_of_ends
+
+    # Each engine that ends is worth a warning to many others.
+    logging.disable(logging.WARNING)
+    size = QUICK if options.quick else FULL
+    narrator = Narrator(f"a mesh of {size[0]} and {size[0]} engines, {size[1]:,} hand-overs each way")
+    runs: list[Run] = []
+    verdicts: list[Verdict] = []
+    for mode in ("pull", "push"):
+        try:
+            run = measure(mode, *size, options.seed, narrator.say)
+        except NotAtRest as left:
+            verdicts.append(Verdict(f"{mode}: every request comes to rest", f"not {left}", False))
+            continue
+        runs.append(run)
+        verdicts += judge(run, End.WRONG.value, End.FAILED.value)
+    narrator.close()
+
+    console = stdout_console()
+    title = f"{size[0]} prefill and {size[0]} decode engines"
+    console.print(table_of(runs, title))
+    console.print(table_of_ends(runs))
+    console.print(table_of_targets(verdicts))
+    name = f"last-{options.vllm}{'-quick' if options.quick else ''}"
+    if runs:
+        plot(runs, title, RESULTS / f"{name}.png")
+    content = {"seed": options.seed, "targets": as_json(verdicts), "runs": [dataclasses.asdict(run) for run in runs]}
+    write_json(RESULTS / f"{name}.json", content)
+    return exit_status(verdicts)
+
+
+def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, say: Callable[[str], None]) -> Run:
+    """One direction. Raises `NotAtRest`: something of requests that have ended is left."""
+    import gc
+
+    import psutil
+
+    from experiments.mesh.mesh import LEASE_SECONDS, Mesh
+    from experiments.mesh.report import Run, Tenth, left_over
+    from experiments.mesh.tables import num_bytes, sizes
+    from kvcached_nixl.settings import TransferMode
+    from kvcached_nixl.worker.handover import offer
+    from kvcached_nixl.worker.handover.peers import FORGOTTEN_SECONDS
+    from kvcached_nixl.worker.handover.verification import BUCKETS
+
+    count = hand_overs // TENTHS
+    # Full before the first tenth ends, so that it shows when what is remembered grows beyond it.
+    remembered = offer.REMEMBERED = max(1, count // engines // 4)
+    mesh = Mesh(TransferMode(mode), engines, AT_ONCE * engines, events, seed)
+    empty_bytes = num_bytes(mesh.roots)
+    tenths = []
+    for place in range(TENTHS):
+        before = mesh.seconds
+        mesh.run(count)
+        spent = mesh.seconds - before
+        mesh.settle()
+        # Names of what has ended are kept for a lease.
+        mesh.rest(2 * LEASE_SECONDS)
+        gc.collect()
+        tables = sizes(mesh.roots)
+        peers = tables["Peers._links"]
+        tenths.append(
+            Tenth(
+                hand_overs=count,
+                microseconds=spent / count * 1e6,
+                peers=peers,
+                bytes_per_peer=(num_bytes(mesh.roots) - empty_bytes) / max(1, peers),
+                resident_mib=psutil.Process().memory_info().rss / 2**20,
+                tables={name: found for name, found in tables.items() if found},
+            )
+        )
+        say(f"{mode}, {(place + 1) * count:,} hand-overs: {tenths[-1].microseconds:.0f} µs each")
+    mesh.rest(2 * FORGOTTEN_SECONDS)
+    mesh.settle()
+    pools = [member.engine.pool for member in mesh.members]
+    left = left_over(
+        sizes(mesh.roots),
+        blocks=sum(pool.num_blocks - len(set(pool.free_blocks)) for pool in pools),
+        words=sum(bool(member.engine.words[:BUCKETS].any()) for member in mesh.members),
+        remembered=2 * engines * remembered,
+    )
+    ends = {end.value: number for end, number in mesh.ends.items()}
+    return Run(mode, 2 * engines, tenths, ends, dict(mesh.done), left)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of the mesh: a few blocks of real memory, and a loop that computes a pattern in place of KV."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from experiments.common.engines import Ended, Engine, Request
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.wire.planes import Planes
+
+if TYPE_CHECKING:
+    from experiments.mesh.cases import Case
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 256
+CHUNK_TOKENS = 64
+CELL_BYTES = 8
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    COMPUTING = "computing"
+    FETCHING = "waits for KV"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Task:
+    """A request inside an engine.
+
+    Attributes:
+        num_cached: tokens of a decode request that are in its prefix cache.
+        rounds: for which it still decodes.
+    """
+
+    request: Request
+    case: Case
+    num_cached: int = 0
+    rounds: int = 0
+    computed: int = 0
+    state: State = State.QUEUED
+    blocks: list[int] = field(default_factory=list)
+
+
+class Memory:
+    """K and V of every block: a token's cell follows from the prompt's seed and its place."""
+
+    def __init__(self) -> None:
+        self._cells: npt.NDArray[np.uint64] = np.zeros((2, NUM_BLOCKS, BLOCK_SIZE), dtype=np.uint64)
+
+    @property
+    def planes(self) -> Planes:
+        bases = tuple(int(plane.ctypes.data) for plane in self._cells)
+        strides = (BLOCK_SIZE * CELL_BYTES, CELL_BYTES, CELL_BYTES)
+        return Planes(bases, *strides, CELL_BYTES, NUM_BLOCKS, BLOCK_SIZE, num_heads=1)
+
+    def fill(self, seed: int, blocks: list[int], begin: int, end: int) -> None:
+        """Compute the tokens ``begin`` to ``end``, which start and end blocks."""
+        used = blocks[begin // BLOCK_SIZE : end // BLOCK_SIZE]
+        cells = _cells(seed, begin, end).reshape(len(used), BLOCK_SIZE)
+        self._cells[0, used], self._cells[1, used] = cells, ~cells
+
+    def holds(self, seed: int, blocks: list[int]) -> bool:
+        """Whether they hold all of the prompt."""
+        cells = _cells(seed, 0, len(blocks) * BLOCK_SIZE).reshape(len(blocks), BLOCK_SIZE)
+        return bool((self._cells[0, blocks] == cells).all() and (self._cells[1, blocks] == ~cells).all())
+
+
+class Member:
+    """One engine, until its process ends.
+
+    Args:
+        answered: called with a prefill request that has ended, and the parameters for decode's, None if there are none.
+        ended: called with a decode request that has ended, and whether it had its KV.
+
+    Attributes:
+        seconds: of this process that the hand-over has taken, on both threads.
+        troubles: how often something was done to it that its hand-overs may suffer from.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: Memory,
+        agent: str,
+        answered: Callable[[Task, dict[str, Any] | None], None],
+        ended: Callable[[Task, bool], None],
+    ) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.agent = agent
+        self.tasks: dict[str, Task] = {}
+        self.seconds = 0.0
+        self.troubles = 0
+        self.is_alive = True
+        self._answered = answered
+        self._ended = ended
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing of any request is left."""
+        handover = self.engine.handover
+        return not (self.tasks or self.engine.pool.tables or handover.pending or handover.num_kept)
+
+    def add(self, task: Task) -> None:
+        """A client's request."""
+        self.tasks[task.request.request_id] = task
+        begun = time.thread_time()
+        self.engine.handover.arrived(task.request)
+        self.seconds += time.thread_time() - begun
+
+    def abort(self, task: Task) -> None:
+        """The client of a request has gone."""
+        if task.state is State.ENDED or not self.is_alive:
+            return
+        state, task.state = task.state, State.ENDED
+        is_kept, _ = self.engine.handover.finished(task.request, False, (task.blocks,))
+        # One that was fetching is named among the received.
+        if state is not State.FETCHING and not is_kept:
+            self._forget(task)
+        if task.case.prefill_task is task:
+            self._answered(task, None)
+        else:
+            self._ended(task, False)
+
+    def turn(self) -> None:
+        """What its transfer thread does now."""
+        begun = time.thread_time()
+        self.engine.side.thread.turn()
+        self.seconds += time.thread_time() - begun
+
+    def step(self) -> None:
+        """One step of its loop, if it has anything to do."""
+        begun = time.thread_time()
+        handover = self.engine.handover
+        if not (self.tasks or handover.pending or handover.num_waiting or handover.num_kept):
+            return
+        tasks = list(self.tasks.values())
+        for task in tasks:
+            if task.state is State.QUEUED:
+                self._admit(task)
+        computing = [task for task in tasks if task.state is State.COMPUTING]
+        ended = self.engine.step([self._progress(task) for task in computing], lambda: self._compute(computing))
+        self._take(ended)
+        for task in computing:
+            if task.computed >= task.request.num_prompt_tokens:
+                self._finish_prefill(task)
+        self.seconds += time.thread_time() - begun
+        for task in tasks:
+            if task.state is State.DECODING:
+                self._decode(task)
+
+    def _admit(self, task: Task) -> None:
+        request, handover = task.request, self.engine.handover
+        num_blocks = request.num_prompt_tokens // BLOCK_SIZE
+        if task.case.prefill_task is task:
+            blocks = self.engine.pool.allocate(request.request_id, num_blocks)
+            if blocks is not None:
+                task.blocks, task.state = blocks, State.COMPUTING
+            return
+        missing, _ = handover.matched(request, task.num_cached)
+        blocks = self.engine.pool.allocate(request.request_id, num_blocks)
+        if blocks is None:
+            return
+        task.blocks = blocks
+        self.memory.fill(task.case.seed, blocks, 0, task.num_cached)
+        handover.allocated(request, (list(blocks),), missing)
+        task.state = State.FETCHING if missing else State.DECODING
+
+    def _progress(self, task: Task) -> Progress:
+        is_first = not task.computed
+        task.computed = min(task.computed + CHUNK_TOKENS, task.request.num_prompt_tokens)
+        return Progress(task.request.request_id, (list(task.blocks),) if is_first else (), is_first, task.computed)
+
+    def _compute(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            begin = (task.computed - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+            self.memory.fill(task.case.seed, task.blocks, begin, task.computed)
+
+    def _take(self, ended: Ended) -> None:
+        for request_id in ended.received:
+            task = self.tasks[request_id]
+            if request_id in ended.failed:
+                task.state = State.ENDED
+                self.engine.handover.finished(task.request, False, (task.blocks,))
+                self._forget(task)
+                self._ended(task, False)
+            elif task.state is State.ENDED:
+                self._forget(task)
+            else:
+                self._check(task)
+                task.state = State.DECODING
+        for request_id in ended.sent:
+            self._forget(self.tasks[request_id])
+
+    def _finish_prefill(self, task: Task) -> None:
+        task.state = State.ENDED
+        is_kept, params = self.engine.handover.finished(task.request, True, (list(task.blocks),))
+        if not is_kept:
+            self._forget(task)
+        self._answered(task, params)
+
+    def _decode(self, task: Task) -> None:
+        task.rounds -= 1
+        if task.rounds >= 0:
+            return
+        if task.request.num_prompt_tokens > task.num_cached:
+            # Once more: nothing of another hand-over may have arrived meanwhile.
+            self._check(task)
+        task.state = State.ENDED
+        self.engine.handover.finished(task.request, True, (task.blocks,))
+        self._forget(task)
+        self._ended(task, True)
+
+    def _check(self, task: Task) -> None:
+        task.case.is_wrong |= not self.memory.holds(task.case.seed, task.blocks)
+
+    def _forget(self, task: Task) -> None:
+        self.engine.pool.free(task.request.request_id)
+        del self.tasks[task.request.request_id]
+
+
+def _cells(seed: int, begin: int, end: int) -> npt.NDArray[np.uint64]:
+    return np.arange(begin, end, dtype=np.uint64) + np.uint64(seed << 20)

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on one network and one clock, a router, and somebody who ends engines. One thread; the clock is virtual."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from experiments.common.engines import Engine, Pool, Request, asks_decode, asks_prefill, host_words
+from experiments.mesh.cases import Case, End
+from experiments.mesh.members import BLOCK_SIZE, NUM_BLOCKS, Member, Memory, Task
+from experiments.mesh.troubles import Address, Troubles
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.memory import Network
+from kvcached_nixl.wire.params import RemotePrefill
+
+ROUND_SECONDS = 2.0
+"""Virtual; a hand-over takes some ten rounds."""
+LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
+ASK_SECONDS = 5.0
+"""Until a handshake that nobody answers has failed."""
+LATE_ROUNDS = 3
+SETTLE_ROUNDS = 400
+LONGEST_PROMPT_BLOCKS = 8
+SHARE_ABORTED, SHARE_CACHED = 0.04, 0.2
+
+
+class NotAtRest(Exception):
+    """Something of requests that have ended is left in engines."""
+
+
+class SideChannel:
+    """What `Channel` asks for: the answer comes in the next round, or never."""
+
+    def __init__(self, mesh: Mesh, address: Address) -> None:
+        self._mesh = mesh
+        self._address = address
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        future: Future[tuple[str, bytes]] = Future()
+        self._mesh.questions.append((self._mesh.clock.now_seconds(), host, port, tp_rank, future))
+        return future
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        member = self._mesh.listening.get((host, port))
+        if member is not None and member.engine.handover.wake_key == key:
+            member.engine.handover.woken()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Mesh:
+    """See the module.
+
+    Args:
+        num: engines of each role.
+        at_once: hand-overs that are under way at the same time.
+        events: something is done to an engine, once in so many hand-overs.
+
+    Attributes:
+        ends: hand-overs that have ended, by what the client got.
+        done: what was done to engines.
+        roles: engines that run; ``frozen`` ones of them have vanished.
+        cuts: prefill and decode engines whose connection was lost, until one of them has noticed.
+        later: (round, what happens then).
+    """
+
+    def __init__(self, mode: TransferMode, num: int, at_once: int, events: int, seed: int = 1) -> None:
+        self.mode = mode
+        self.settings = Settings(mode, LEASE_SECONDS, TIMEOUT_SECONDS)
+        self.clock = ManualClock()
+        self.network = Network()
+        self.questions: list[tuple[float, str, int, int, Future[tuple[str, bytes]]]] = []
+        self.listening: dict[tuple[str, int], Member] = {}
+        self.ends: Counter[End] = Counter()
+        self.done: Counter[str] = Counter()
+        self.retired_seconds = 0.0
+        self.round = 0
+        self.draw = random.Random(seed)
+        self.numbers = itertools.count(1)
+        self._at_once = at_once
+        self._events = events
+        self._troubles = Troubles(self)
+        self._to_start = 0
+        self._started = 0
+        self._open: dict[Case, None] = {}
+        self.later: list[tuple[int, Callable[[], None]]] = []
+        self.frozen: set[Member] = set()
+        self.cuts: set[tuple[Member, Member]] = set()
+        self.addresses: dict[Member, Address] = {}
+        self.roles: dict[str, list[Member]] = {
+            role: [self.start(Address(f"{role}-{one}", f"host-{role}-{one}", 5600)) for one in range(num)]
+            for role in ("prefill", "decode")
+        }
+
+    @property
+    def members(self) -> list[Member]:
+        """All that run."""
+        return [member for role in self.roles.values() for member in role]
+
+    @property
+    def seconds(self) -> float:
+        """Of this process that hand-overs have taken in all engines, those that have ended included."""
+        return self.retired_seconds + sum(member.seconds for member in self.members)
+
+    @property
+    def roots(self) -> list[object]:
+        """What all of a hand-over that an engine keeps hangs on, of each engine."""
+        return [root for one in self.members for root in (one.engine.handover, one.engine.side)]
+
+    def run(self, count: int) -> None:
+        """So many hand-overs, until each has ended."""
+        self._to_start += count
+        while self._to_start or self._open:
+            while self._to_start and len(self._open) < self._at_once and self._begin():
+                self._to_start -= 1
+                self._started += 1
+                if self._events and not self._started % self._events:
+                    self._troubles.one()
+            self._advance()
+
+    def settle(self) -> None:
+        """Until nothing of any request is left in any engine that runs; whoever is away comes back before."""
+        until = self.round + SETTLE_ROUNDS
+        while self.later or self.frozen or not all(member.is_settled for member in self.members):
+            if self.round >= until:
+                left = [member.agent for member in self.members if not member.is_settled]
+                raise NotAtRest(
+                    f"{len(left)} engines ({', '.join(left[:5])}) after {SETTLE_ROUNDS * ROUND_SECONDS:g} s"
+                )
+            self._advance()
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass."""
+        until = self.clock.now_seconds() + seconds
+        while self.clock.now_seconds() < until:
+            self._advance()
+
+    # ------------------------------------------------------------------------------------------------------- one round
+
+    def _advance(self) -> None:
+        self.round += 1
+        self.clock.advance(ROUND_SECONDS)
+        due = [action for at, action in self.later if at <= self.round]
+        self.later = [(at, action) for at, action in self.later if at > self.round]
+        for action in due:
+            action()
+        for case in [case for case in self._open if case.aborts_at is not None and case.aborts_at <= self.round]:
+            self._abort(case)
+        self._answer_questions()
+        awake = [member for member in self.members if member not in self.frozen]
+        for member in awake:
+            member.step()
+        for member in awake:
+            member.turn()
+        self.network.deliver_all()
+
+    def _answer_questions(self) -> None:
+        asked, self.questions = self.questions, []
+        for question in asked:
+            at, host, port, tp_rank, future = question
+            member = self.listening.get((host, port))
+            if member is None:
+                future.set_exception(ConnectionRefusedError(f"nobody listens at {host}:{port}"))
+            elif member not in self.frozen:
+                future.set_result(member.engine.answers[tp_rank])
+            elif self.clock.now_seconds() - at < ASK_SECONDS:
+                self.questions.append(question)
+            else:
+                future.set_exception(TimeoutError(f"{host}:{port} does not answer"))
+
+    # ------------------------------------------------------------------------------------------------------- the router
+
+    def _begin(self) -> bool:
+        """One more hand-over; False if one side has no engine at the moment."""
+        sides = [[one for one in self.roles[role] if one not in self.frozen] for role in ("prefill", "decode")]
+        if not all(sides):
+            return False
+        prefill, decode = (self.draw.choice(side) for side in sides)
+        draw = self.draw
+        number = next(self.numbers)
+        case = Case(
+            number,
+            seed=number,
+            num_tokens=draw.randint(1, LONGEST_PROMPT_BLOCKS) * BLOCK_SIZE,
+            prefill=prefill,
+            decode=decode,
+            is_decode_first=self.mode is TransferMode.PUSH and draw.random() < 0.5,
+            aborts_at=self.round + draw.randint(0, 12) if draw.random() < SHARE_ABORTED else None,
+            troubles=(prefill.troubles, decode.troubles),
+            is_cut=(prefill, decode) in self.cuts,
+        )
+        self._open[case] = None
+        # The router holds it until it has been answered.
+        case.waiting = 1
+        if case.is_decode_first:
+            self._ask_decode(case, asks_decode(prefill.engine.own, case.name))
+            self.later.append((self.round + draw.randint(0, LATE_ROUNDS), lambda: self._ask_prefill(case)))
+        else:
+            self._ask_prefill(case)
+        return True
+
+    def _ask_prefill(self, case: Case) -> None:
+        task = case.prefill_task = self._task(case, asks_prefill(case.name), "p")
+        if case.prefill.is_alive and not case.is_aborted:
+            case.prefill.add(task)
+        else:
+            self._answered(task, None)
+
+    def _ask_decode(self, case: Case, params: dict[str, Any]) -> None:
+        task = self._task(case, params, "d")
+        if not case.decode.is_alive or case.is_aborted:
+            return
+        if self.draw.random() < SHARE_CACHED:
+            task.num_cached = self.draw.randrange(0, case.num_tokens + 1, BLOCK_SIZE)
+        task.rounds = self.draw.randint(0, 2)
+        case.decode_task = task
+        case.waiting += 1
+        case.decode.add(task)
+
+    def _task(self, case: Case, params: dict[str, Any], side: str) -> Task:
+        request_id = f"{case.name}-{side}-{case.number:08x}"
+        return Task(Request(request_id, [case.seed, *range(1, case.num_tokens)], params), case)
+
+    def _answered(self, task: Task, params: dict[str, Any] | None) -> None:
+        case = task.case
+        if params is not None and not case.is_decode_first:
+            self._ask_decode(case, params)
+        elif params is None and case.decode_task is not None and self.draw.random() < 0.5:
+            # A router that hears of an error gives up the other half, too; or forgets to.
+            case.is_aborted = True
+            case.decode.abort(case.decode_task)
+        self._less(case)
+
+    def _ended(self, task: Task, has_kv: bool) -> None:
+        task.case.has_kv = has_kv
+        self._less(task.case)
+
+    def _less(self, case: Case) -> None:
+        case.waiting -= 1
+        if not case.waiting:
+            del self._open[case]
+            self.ends[case.end] += 1
+            if case.is_cut and case.is_moved:
+                self.cuts.discard((case.prefill, case.decode))
+
+    def _abort(self, case: Case) -> None:
+        case.aborts_at, case.is_aborted = None, True
+        for member, task in ((case.prefill, case.prefill_task), (case.decode, case.decode_task)):
+            if task is not None and member not in self.frozen:
+                member.abort(task)
+
+    # ---------------------------------------------------------------------------------------------------------- engines
+
+    def start(self, address: Address) -> Member:
+        memory, agent = Memory(), f"agent-{next(self.numbers)}"
+        own = RemotePrefill(address.engine_id, address.host, address.port, 1)
+        transport = self.network.agent(agent)
+        transport.keeps_posted = False
+        channel = SideChannel(self, address)
+        order = list(range(1, NUM_BLOCKS))
+        self.draw.shuffle(order)
+        engine = Engine(own, self.settings, self.clock, transport, channel, memory.planes, Pool(order), host_words())
+        member = Member(engine, memory, agent, self._answered, self._ended)
+        self.addresses[member] = address
+        self.listening[address.host, address.port] = member
+        return member
+
+    def end(self, member: Member) -> Address:
+        """Its process ends; whatever its clients wanted is gone."""
+        self.network.kill(member.agent)
+        self.retired_seconds += member.seconds
+        member.is_alive = False
+        self.frozen.discard(member)
+        for role in self.roles.values():
+            if member in role:
+                role.remove(member)
+        address = self.addresses.pop(member)
+        self.cuts = {pair for pair in self.cuts if member not in pair}
+        if self.listening.get((address.host, address.port)) is member:
+            del self.listening[address.host, address.port]
+        for task in list(member.tasks.values()):
+            self._gone(member, task)
+        return address
+
+    def _gone(self, member: Member, task: Task) -> None:
+        """A client's connection to an engine that has ended."""
+        if task.state.name == "ENDED":
+            return
+        if task.case.prefill_task is task:
+            self._answered(task, None)
+        else:
+            self._ended(task, False)

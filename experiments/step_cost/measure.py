@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time what a step, a turn, an arrival and a beat cost while hand-overs wait."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.common.engines import Ended
+from experiments.step_cost.sides import ARRIVING_BLOCKS, SIDES, Side
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.handover import Reports
+from kvcached_nixl.settings import TransferMode
+
+RUNNING = 32
+"""Requests that a step computes; none of them is handed over."""
+ARRIVALS, BEAT_INTERVALS = 50, 10
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one thing, in milliseconds."""
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """For one direction, side and number of waiting hand-overs.
+
+    Attributes:
+        step: all that the engine's thread pays for in a step: the scheduler's half, to and from bytes as vLLM's
+            multiprocess executor does it, and the worker's half.
+        scheduler, pickled, worker: the same, apart.
+        idle_turn: of the transfer thread, with nothing that has arrived, ended or is due.
+        arrival: of a request of a thousand tokens, until it waits for KV or is computed.
+        beat_turn: of the transfer thread, in which it sends or reads beats; None where there are none.
+        most_beats: in one turn.
+        largest_beat_bytes: 0 where there are none.
+    """
+
+    direction: str
+    side: str
+    waiting: int
+    step: Times
+    scheduler: Times
+    pickled: Times
+    worker: Times
+    idle_turn: Times
+    arrival: Times
+    beat_turn: Times | None
+    most_beats: int
+    largest_beat_bytes: int
+
+
+def measure(waiting: int, repetitions: int, say: Callable[[str], None]) -> list[Cost]:
+    """Both directions and both sides."""
+    found = []
+    for mode in TransferMode:
+        for kind in SIDES:
+            say(f"{mode.value}, {kind.name}, {waiting:,} waiting")
+            found.append(_measure(kind(mode, waiting), waiting, repetitions))
+    return found
+
+
+def _measure(side: Side, waiting: int, repetitions: int) -> Cost:
+    parts = [_step(side) for _ in range(repetitions)]
+    idle = [_seconds(side.turn) for _ in range(repetitions)]
+    arrivals = [_arrival(side) for _ in range(ARRIVALS)]
+    side.sent()
+    beaten: list[float] = []
+    notifications: list[list[bytes]] = []
+    for _ in range(BEAT_INTERVALS if waiting else 0):
+        for found in side.beat_turns():
+            seconds = _seconds(side.turn)
+            found = found or side.beats()
+            # Decode looks once more than it has anything to send.
+            if found:
+                beaten.append(seconds)
+                notifications.append(found)
+    # Had a beat not been read, its leases would have ended by now.
+    _step(side)
+    return Cost(
+        side.mode.value,
+        side.name,
+        waiting,
+        step=times([sum(one) for one in parts]),
+        scheduler=times([one[0] for one in parts]),
+        pickled=times([one[1] for one in parts]),
+        worker=times([one[2] for one in parts]),
+        idle_turn=times(idle),
+        arrival=times(arrivals),
+        beat_turn=times(beaten) if beaten else None,
+        most_beats=max(map(len, notifications), default=0),
+        largest_beat_bytes=max((len(one) for found in notifications for one in found), default=0),
+    )
+
+
+def times(seconds: list[float]) -> Times:
+    """Nothing is interpolated: the 99th percentile of few is the largest."""
+    ordered = sorted(seconds)
+    middle, last = (ordered[max(0, -(-share * len(ordered) // 100) - 1)] for share in (50, 99))
+    return Times(middle * 1e3, last * 1e3)
+
+
+def _step(side: Side) -> tuple[float, float, float]:
+    """Seconds of the scheduler, of pickling, of the worker."""
+    handover, worker = side.engine.handover, side.engine.side
+    progress = [Progress(f"running-{number}", (), False, 100) for number in range(RUNNING)]
+    begun = time.perf_counter()
+    _ = handover.pending
+    step = handover.take_step(progress)
+    made = time.perf_counter()
+    step = pickle.loads(pickle.dumps(step, protocol=pickle.HIGHEST_PROTOCOL))
+    read = time.perf_counter()
+    worker.begin_step(step)
+    worker.end_step()
+    ended = worker.take_ended()
+    marks = worker.take_marks()
+    worker.take_counted()
+    told = time.perf_counter()
+    reports = Reports(ended.sent, ended.received, marks)
+    handover.collect(reports)
+    found = Ended(reports.sent, reports.received, handover.take_failed())
+    over = time.perf_counter()
+    if any(found):
+        raise RuntimeError(f"found {found} in a step; expected nothing to end while hand-overs wait")
+    return made - begun + over - told, read - made, told - read
+
+
+def _arrival(side: Side) -> float:
+    request = side.arriving()
+    blocks = side.engine.pool.allocate(request.request_id, ARRIVING_BLOCKS)
+    assert blocks is not None
+    seconds = _seconds(lambda: side.take_in(request, blocks))
+    side.go(request)
+    return seconds
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun

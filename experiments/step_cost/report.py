@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From costs to targets, a table and a plot. Pure, but for the plot's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.common.targets import Verdict
+from kvcached_nixl.wire.lease import MOST_BEAT_BYTES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.step_cost.measure import Cost
+
+MOST_WAITING = 10_000
+STEP_MS, IDLE_TURN_MS = 1.0, 0.1
+
+
+def judge(costs: Sequence[Cost]) -> list[Verdict]:
+    """Of medians with the most waiting, and of all beats."""
+    found = []
+    for one in costs:
+        if one.waiting == MOST_WAITING:
+            where = f"{one.direction}, {one.side}, {one.waiting:,} waiting"
+            for what, limit, spent in (("a step", STEP_MS, one.step), ("an idle turn", IDLE_TURN_MS, one.idle_turn)):
+                found.append(Verdict(f"{where}: {what} (< {limit:g} ms)", f"{spent.p50:.4f} ms", spent.p50 < limit))
+    largest = max((one.largest_beat_bytes for one in costs), default=0)
+    # As many names as fit go into each, so the largest is about the limit wherever many wait.
+    found.append(
+        Verdict(f"no beat is larger than {MOST_BEAT_BYTES:,} bytes", f"{largest:,}", 0 < largest <= MOST_BEAT_BYTES)
+    )
+    return found
+
+
+def table_of(costs: Sequence[Cost], title: str) -> Table:
+    """One row per direction, side and number."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    left = ("direction", "side")
+    for column in (
+        *("direction", "side", "waiting", "step p50", "p99", "engine", "pickle", "worker"),
+        *("idle turn", "p99", "arrival", "p99", "beats sent or read", "p99", "number"),
+    ):
+        table.add_column(column, justify="left" if column in left else "right")
+    for one in costs:
+        beat = ("", "") if one.beat_turn is None else (f"{one.beat_turn.p50:.3f}", f"{one.beat_turn.p99:.3f}")
+        table.add_row(
+            one.direction,
+            one.side,
+            f"{one.waiting:,}",
+            f"{one.step.p50:.3f}",
+            f"{one.step.p99:.3f}",
+            *(f"{part.p50:.3f}" for part in (one.scheduler, one.pickled, one.worker)),
+            *(f"{spent:.3f}" for kind in (one.idle_turn, one.arrival) for spent in (kind.p50, kind.p99)),
+            *beat,
+            str(one.most_beats),
+        )
+    return table
+
+
+def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
+    """A step and an idle turn over the number that waits, with what they may cost."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
+    for panel, what, limit in zip(panels, ("step", "idle_turn"), (STEP_MS, IDLE_TURN_MS), strict=True):
+        for direction, side in dict.fromkeys((one.direction, one.side) for one in costs):
+            line = [one for one in costs if (one.direction, one.side) == (direction, side)]
+            waiting = [one.waiting for one in line]
+            spent = [getattr(one, what) for one in line]
+            panel.plot(waiting, [one.p50 for one in spent], marker="o", markersize=3, label=f"{direction}, {side}")
+            panel.fill_between(waiting, [one.p50 for one in spent], [one.p99 for one in spent], alpha=0.12)
+        panel.axhline(limit, color="black", linestyle=":", linewidth=1)
+        panel.set_xscale("symlog", linthresh=100)
+        panel.set(yscale="log", xlabel="waiting hand-overs", title=what.replace("_", " "))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("ms (p50, shaded to p99)")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)

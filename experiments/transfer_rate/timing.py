@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the seconds of a hand-over go, and what the engine's thread has of its time meanwhile."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport
+
+PIECE_SECONDS = 0.002
+"""Of Python at a time, and as long without: about what an engine does between two layers of work for its device."""
+
+
+LEAST_GAP_SECONDS = 0.00003
+"""A thread that waits for less was not kept from anything."""
+
+
+class TimedTransport:
+    """A transport that notes how long its calls take. Kept open by whoever made the inner one."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self._word: tuple[Handle, float] | None = None
+        self.add_peer = inner.add_peer
+        self.metadata = inner.metadata
+        self.received = inner.received
+        self.remove_peer = inner.remove_peer
+        self.release = inner.release
+        self.send = inner.send
+
+    def post(
+        self,
+        operation: Operation,
+        peer: str,
+        local: Ranges,
+        remote: Ranges,
+        notification: bytes = b"",
+        *,
+        is_host: bool = False,
+    ) -> Handle:
+        begun = time.perf_counter()
+        handle = self._inner.post(operation, peer, local, remote, notification, is_host=is_host)
+        if is_host:
+            self._word = handle, begun
+        else:
+            self.spent["posting"] += time.perf_counter() - begun
+            self.spent["transfers"] += 1
+        return handle
+
+    def state(self, handle: Handle) -> State:
+        begun = time.perf_counter()
+        found = self._inner.state(handle)
+        ended = time.perf_counter()
+        if self._word is None or handle is not self._word[0]:
+            self.spent["looking"] += ended - begun
+        elif found is not State.IN_FLIGHT:
+            self.spent["word"] += ended - self._word[1]
+        return found
+
+    def timed(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:
+        """The same action, noted as ``name``."""
+
+        def act(*arguments: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return action(*arguments)
+            finally:
+                self.spent[name] += time.perf_counter() - begun
+
+        return act
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call, by what was done."""
+        found, self.spent = self.spent, defaultdict(float)
+        return dict(found)
+
+
+class Computing:
+    """A thread that uses the interpreter as an engine's does: a piece of Python, then as long without."""
+
+    def __init__(self) -> None:
+        self._count = 1000
+        # By the core's time: whatever else the machine does must not make pieces smaller.
+        while (spent := _seconds(self._count, time.thread_time)) < PIECE_SECONDS:
+            self._count = int(self._count * min(2.0, 1.1 * PIECE_SECONDS / max(spent, 1e-6))) + 1
+        self._pieces: list[float] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._stop.clear()
+        self._pieces = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> tuple[float, ...]:
+        """Seconds that each piece took."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        return tuple(self._pieces)
+
+    def _run(self) -> None:
+        while not self._stop.wait(PIECE_SECONDS):
+            self._pieces.append(_seconds(self._count))
+
+
+def longest_hold(action: Callable[[], object]) -> float:
+    """The longest time, in seconds, for which another thread waited for the interpreter while ``action`` was called.
+
+    What it waited for a core is left out, as far as the kernel has counted it; take the median of several even so.
+    """
+    longest, stop, is_running = 0.0, False, threading.Event()
+
+    def spin() -> None:
+        nonlocal longest
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as counts:
+
+            def for_a_core() -> float:
+                return int(os.pread(counts.fileno(), 100, 0).split()[1]) / 1e9
+
+            before, last = for_a_core(), time.perf_counter()
+            is_running.set()
+            is_over = False
+            while not is_over:
+                is_over = stop
+                now = time.perf_counter()
+                gap, last = now - last, now
+                if gap > LEAST_GAP_SECONDS:
+                    waited = for_a_core()
+                    longest, before = max(longest, gap - (waited - before)), waited
+
+    switch_interval = sys.getswitchinterval()
+    # Whoever waits for the interpreter gets it at once, so what remains is held without a break.
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        is_running.wait()
+        action()
+    finally:
+        stop = True
+        thread.join()
+        sys.setswitchinterval(switch_interval)
+    return longest
+
+
+def _seconds(count: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    begun = clock()
+    total = 0
+    for number in range(count):
+        total += number
+    return clock() - begun

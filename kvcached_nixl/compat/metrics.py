@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our figures among vLLM's: from a worker, with its step's output, to the metrics of the API server.
+
+    kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
+    kvcached_nixl:quarantined_blocks               blocks held for what may still be in flight
+
+Both classes are vLLM's own (``NixlKVConnectorStats``, ``NixlPromMetrics``) with more in them; they are made when vLLM
+is there, once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from kvcached_nixl.compat.locate import STATS_MODULES
+from kvcached_nixl.compat.private import first_module, private
+from kvcached_nixl.wire.causes import Cause
+
+__all__ = ["prom_metrics", "record", "stats"]
+
+_FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
+
+
+def stats(data: dict[str, Any] | None = None) -> Any:
+    """An empty account, or one of what another process has sent."""
+    kind = _stats_class()
+    return kind() if data is None else kind(data=data)
+
+
+def prom_metrics(*args: Any) -> Any:
+    """What shows them; takes what vLLM's takes."""
+    return _prom_class()(*args)
+
+
+def record(account: Any, counted: Any) -> None:
+    """Add what a worker has counted (``worker.handover.engine_side.Counted``)."""
+    for num_bytes, descriptors, seconds in counted.moved:
+        account.record_transfer(
+            SimpleNamespace(xferDuration=seconds * 1e6, postDuration=0, totalBytes=num_bytes, descCount=descriptors)
+        )
+    for cause, count in counted.failures.items():
+        for _ in range(count):
+            account.record_failed_transfer()
+            account.data[_FAILURES].append(int(cause))
+    for _ in range(counted.expired):
+        account.record_kv_expired_req()
+    if counted.quarantined_blocks is not None:
+        account.data[_QUARANTINED].append(counted.quarantined_blocks)
+
+
+@functools.cache
+def _stats_class() -> Any:
+    stock = private(first_module(STATS_MODULES), "NixlKVConnectorStats")
+
+    class HandOverStats(stock):  # type: ignore[misc, valid-type]
+        def __reduce__(self) -> tuple[Any, ...]:
+            # A worker sends it to its engine, where this class is another one.
+            return stats, (self.data,)
+
+        def reset(self) -> None:
+            super().reset()
+            self.data[_FAILURES] = []
+            self.data[_QUARANTINED] = []
+
+        def is_empty(self) -> bool:
+            return bool(super().is_empty() and not self.data[_FAILURES] and not self.data[_QUARANTINED])
+
+    return HandOverStats
+
+
+@functools.cache
+def _prom_class() -> Any:
+    stock = private(first_module(STATS_MODULES), "NixlPromMetrics")
+
+    class HandOverPromMetrics(stock):  # type: ignore[misc, valid-type]
+        def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+            super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            self._labelvalues = per_engine_labelvalues
+            self._failures = self._counter_cls(
+                name="kvcached_nixl:handover_failures",
+                documentation="Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
+                labelnames=[*labelnames, "cause"],
+            )
+            self._quarantined = self._gauge_cls(
+                name="kvcached_nixl:quarantined_blocks",
+                documentation="Blocks that are held for what a peer may still have in flight.",
+                multiprocess_mode="mostrecent",
+                labelnames=labelnames,
+            )
+            for values in per_engine_labelvalues.values():
+                self._quarantined.labels(*values).set(0)
+
+        def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+            super().observe(transfer_stats_data, engine_idx)
+            values = self._labelvalues[engine_idx]
+            for cause in transfer_stats_data.get(_FAILURES, ()):
+                self._failures.labels(*values, Cause(cause).label).inc()
+            for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
+                self._quarantined.labels(*values).set(blocks)
+
+    return HandOverPromMetrics

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of vLLM's scheduler; ``compat.engine`` answers. No torch, no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from kvcached_nixl.wire.step import BlockIds
+
+__all__ = ["Blocks", "Progress", "Request"]
+
+
+class Request(Protocol):
+    """A request of vLLM's."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def params(self) -> Mapping[str, Any] | None:
+        """Its ``kv_transfer_params``, as a client or router has sent them."""
+        ...
+
+    def digest(self, num_tokens: int) -> str:
+        """Of its first tokens, as `wire.digest` makes it."""
+        ...
+
+
+class Progress(NamedTuple):
+    """A request in a step: its blocks beside (or instead of) the earlier ones, its tokens when the step has ended."""
+
+    request_id: str
+    block_ids: BlockIds
+    replaces: bool
+    num_computed_tokens: int
+
+
+class Blocks(Protocol):
+    """The KV-cache blocks of an engine."""
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether another connector may load KV into them, which may turn out to be no good."""
+        ...
+
+    def take(self, request_id: str) -> list[Any]:
+        """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request."""
+        ...
+
+    def give_back(self, blocks: list[Any]) -> None:
+        """Free what was taken."""
+        ...
+
+    def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        """Per KV-cache group, the first token whose block is kept when so many are computed; it starts a block."""
+        ...

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode: what its requests are to get from prefill, and what becomes of it. Once per engine, on its thread.
+
+    arrived ─► (lease renewed) ─► matched ─► allocated ─► waiting ─► received
+                                     │                      └──────► failed, withdrawn, or its time is over
+                                     └─► refused: it is computed here, or fails
+
+What the client hears is decided here, and at once: a hand-over that brings nothing fails the request or has it computed
+anew, as ``kv_load_failure_policy`` says. Its blocks are another matter: they are taken away from the request and held
+until no rank has anything in flight into them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.ids import DecodeRequestId
+from kvcached_nixl.scheduler.engine import Blocks, Request
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.lease import is_nameable
+from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.messages import draw_attempt
+from kvcached_nixl.wire.params import Fetch, asks, read_fetch
+from kvcached_nixl.wire.step import BlockIds, Released, Renewed, Step, Wanted
+
+__all__ = ["Fetching", "Terms"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+NULL_BLOCK_ID = 0
+"""vLLM's placeholder block: it backs no token, and every request with a sliding window holds it."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for every hand-over of an engine.
+
+    Attributes:
+        block_size: tokens in a logical block.
+        pushes: prefill writes; else decode reads.
+        drops_blocks: some KV-cache group lets go of blocks while it computes (a sliding window).
+        recomputes: ``kv_load_failure_policy`` is "recompute".
+        lease_seconds: what prefill grants where it does not say.
+        timeout_seconds: after which a hand-over has failed.
+    """
+
+    block_size: int
+    pushes: bool
+    drops_blocks: bool
+    recomputes: bool
+    lease_seconds: float
+    timeout_seconds: float
+
+
+@dataclass
+class _Wish:
+    """A request that names a prefill. ``end_token``: one past the last token that prefill has of its prompt."""
+
+    fetch: Fetch | None
+    refused: HandOverFailed | None
+    is_checked: bool = False
+    is_tried: bool = False
+    digest: str = ""
+    end_token: int = 0
+
+
+@dataclass
+class _Attempt:
+    """A request that was given blocks. ``is_held``: it has lost them, because they may still be written."""
+
+    request_id: DecodeRequestId
+    is_waiting: bool = True
+    is_held: bool = False
+
+
+class Fetching:
+    """See the module.
+
+    Attributes:
+        counts: hand-overs that brought no KV, by `Cause`; whoever takes them clears them.
+        num_quarantined_blocks: held for requests which have ended without KV.
+    """
+
+    def __init__(self, terms: Terms, clock: Clock, holds: Holds) -> None:
+        self._terms = terms
+        self._clock = clock
+        self._holds = holds
+        self._wishes: dict[DecodeRequestId, _Wish] = {}
+        self._attempts: dict[int, _Attempt] = {}
+        self._attempt_of: dict[DecodeRequestId, int] = {}
+        self._deadlines = Deadlines[int]()
+        self._failing: dict[DecodeRequestId, HandOverFailed] = {}
+        self._aborted: set[DecodeRequestId] = set()
+        self.counts: Counter[int] = Counter()
+        self.num_quarantined_blocks = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for KV and nothing else."""
+        return len(self._attempt_of)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether vLLM has to be told something in the next step."""
+        return bool(self._failing or self._aborted)
+
+    # ------------------------------------------------------------------------------------------------- what vLLM asks
+
+    def arrived(self, request: Request, step: Step) -> None:
+        """A request has entered the engine; before it is allocated, prefill may wait longer for it than a lease."""
+        params = request.params
+        request_id = DecodeRequestId(request.request_id)
+        if params is None or not asks(params, "do_remote_prefill") or request_id in self._wishes:
+            return
+        try:
+            fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.pushes)
+        except HandOverFailed as cause:
+            self._wishes[request_id] = _Wish(None, cause)
+            return
+        self._wishes[request_id] = _Wish(fetch, None)
+        lease_seconds = self._terms.lease_seconds if fetch.manifest is None else fetch.manifest.lease_seconds
+        if is_nameable(fetch.lease_name):
+            step.renewed.append(Renewed(request_id, fetch.prefill, fetch.lease_name, lease_seconds))
+        else:
+            logger.warning(
+                "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
+                "KB. Its lease lasts as long as prefill first granted. Send it with another X-Request-Id.",
+                request_id,
+                fetch.lease_name,
+            )
+
+    def matched(self, request: Request, num_computed_tokens: int, step: Step) -> tuple[int, bool]:
+        """Tokens that prefill has beyond those decode has, and whether they come between steps."""
+        wish = self._wishes.get(DecodeRequestId(request.request_id))
+        if wish is None or wish.is_tried:
+            return 0, False
+        if not wish.is_checked:
+            wish.is_checked = True
+            self._check(wish, request)
+        if wish.refused is None and num_computed_tokens % self._terms.block_size:
+            words = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
+            wish.refused = HandOverFailed(Cause.RANGE, words)
+        missing = wish.end_token - num_computed_tokens
+        if wish.refused is not None and self._terms.recomputes:
+            wish.is_tried = True
+            self._refuse(DecodeRequestId(request.request_id), wish.refused)
+            step.unrenewed.append(DecodeRequestId(request.request_id))
+            return 0, False
+        return (missing, True) if missing > 0 else (0, False)
+
+    def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int, step: Step) -> None:
+        """A request was given blocks for all of its prompt; once per request, after a preemption decode computes."""
+        request_id = DecodeRequestId(request.request_id)
+        wish = self._wishes.get(request_id)
+        if wish is None or wish.is_tried:
+            return
+        wish.is_tried = True
+        if not num_external_tokens:
+            step.unrenewed.append(request_id)
+            self._release(wish, step)
+            return
+        refused = wish.refused
+        first_token = wish.end_token - num_external_tokens
+        try:
+            if refused is not None:
+                raise refused
+            groups = self._groups(wish, block_ids, first_token)
+        except HandOverFailed as cause:
+            self._refuse(request_id, cause)
+            self._failing[request_id] = cause
+            step.unrenewed.append(request_id)
+            return
+        assert wish.fetch is not None
+        attempt = draw_attempt()
+        self._attempts[attempt] = _Attempt(request_id)
+        self._attempt_of[request_id] = attempt
+        self._deadlines[attempt] = self._clock.now_seconds() + self._terms.timeout_seconds
+        fetch = wish.fetch
+        step.wanted.append(
+            Wanted(
+                attempt,
+                request_id,
+                fetch.prefill,
+                fetch.manifest,
+                fetch.name,
+                wish.digest,
+                first_token,
+                wish.end_token,
+                groups,
+            )
+        )
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the workers may be writing into a request's blocks."""
+        return DecodeRequestId(request_id) in self._attempt_of
+
+    def finished(self, request: Request, blocks: Blocks, step: Step) -> None:
+        """A request ended, whatever had become of its KV."""
+        request_id = DecodeRequestId(request.request_id)
+        wish = self._wishes.pop(request_id, None)
+        if wish is None:
+            return
+        step.unrenewed.append(request_id)
+        attempt = self._attempt_of.pop(request_id, None)
+        if attempt is not None:
+            self._give_up(attempt, blocks)
+            step.withdrawn[attempt] = "the request is gone"
+            self._aborted.add(request_id)
+        elif request_id in self._failing:
+            # It was aborted before vLLM has heard that it failed.
+            del self._failing[request_id]
+            self._aborted.add(request_id)
+        elif not wish.is_tried:
+            self._release(wish, step)
+
+    # ----------------------------------------------------------------------------------------------- what has become
+
+    def collect(
+        self, failures: Iterable[tuple[int, Cause]], overs: Iterable[int], blocks: Blocks, step: Step
+    ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
+        """What the workers have reported, and whose time is over.
+
+        Returns: requests that wait no more, and those of them whose KV has not come.
+        """
+        ended = set(overs)
+        for number, cause in failures:
+            attempt = self._attempts.get(number)
+            if attempt is not None and attempt.is_waiting:
+                self._end(number, attempt, HandOverFailed(cause, "see the worker's log"), step, logged=True)
+                if number not in ended:
+                    self._hold(number, attempt, blocks)
+                    # Ranks that have met nothing would wait for ever for what is not sent to them.
+                    step.withdrawn[number] = "it has failed"
+        for number in self._deadlines.take_due(self._clock.now_seconds()):
+            attempt = self._attempts.get(number)
+            if attempt is not None and attempt.is_waiting and number not in ended:
+                words = f"it has not come within {self._terms.timeout_seconds:g} s"
+                self._end(number, attempt, HandOverFailed(Cause.DEADLINE, words), step)
+                self._hold(number, attempt, blocks)
+                step.withdrawn[number] = words
+        received = set()
+        for number in ended:
+            attempt = self._attempts.pop(number, None)
+            if attempt is None:
+                continue
+            self._deadlines.pop(number, None)
+            if attempt.is_waiting:
+                del self._attempt_of[attempt.request_id]
+                step.unrenewed.append(attempt.request_id)
+                received.add(attempt.request_id)
+            elif attempt.is_held:
+                before = self._holds.num_blocks
+                self._holds.give_back(blocks, number)
+                self.num_quarantined_blocks -= before - self._holds.num_blocks
+        failed, self._failing = set(self._failing), {}
+        aborted, self._aborted = self._aborted, set()
+        return received | failed | aborted, failed
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _check(self, wish: _Wish, request: Request) -> None:
+        """Compare the manifest with the prompt, and say how far prefill's tokens reach."""
+        wish.end_token = num_tokens = request.num_prompt_tokens
+        if wish.fetch is None:
+            return
+        manifest = wish.fetch.manifest
+        if manifest is not None:
+            num_tokens = manifest.num_tokens
+            wish.end_token = min(num_tokens, request.num_prompt_tokens)
+            if num_tokens > request.num_prompt_tokens:
+                words = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
+                wish.refused = HandOverFailed(Cause.DIGEST, words)
+                return
+        wish.digest = request.digest(num_tokens)
+        if manifest is not None and manifest.digest != wish.digest:
+            wish.refused = HandOverFailed(Cause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens")
+        if self._terms.drops_blocks:
+            # The last token is computed again here, and its window begins one token earlier than the next one's.
+            wish.end_token = min(wish.end_token, request.num_prompt_tokens - 1)
+
+    def _groups(self, wish: _Wish, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
+        """The blocks to fill: those of a window that has moved on are not there, and not needed."""
+        size, found = self._terms.block_size, []
+        end = -(-wish.end_token // size)
+        assert wish.fetch is not None
+        theirs = wish.fetch.manifest.groups if wish.fetch.manifest is not None else None
+        for place, group in enumerate(block_ids):
+            begin = first_token // size
+            while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
+                begin += 1
+            blocks = tuple(group[begin:end])
+            is_whole = len(blocks) == end - begin > 0 and NULL_BLOCK_ID not in blocks
+            if not is_whole or (begin * size > first_token and not self._terms.drops_blocks):
+                raise HandOverFailed(Cause.RANGE, f"it has no blocks for the tokens {first_token} to {wish.end_token}")
+            if theirs is not None and (len(theirs) != len(block_ids) or theirs[place].first_token > begin * size):
+                raise HandOverFailed(Cause.RANGE, f"prefill has not kept the tokens from {begin * size} on")
+            found.append(BlockRange(begin * size, blocks))
+        return tuple(found)
+
+    def _refuse(self, request_id: DecodeRequestId, cause: HandOverFailed) -> None:
+        self.counts[cause.cause] += 1
+        logger.warning("The KV of request %s is not taken from prefill: %s", request_id, cause)
+
+    def _end(self, number: int, attempt: _Attempt, cause: HandOverFailed, step: Step, *, logged: bool = False) -> None:
+        """The client hears of it with the next output."""
+        attempt.is_waiting = False
+        self._deadlines.pop(number, None)
+        del self._attempt_of[attempt.request_id]
+        self._failing[attempt.request_id] = cause
+        step.unrenewed.append(attempt.request_id)
+        self.counts[cause.cause] += 1
+        if not logged:
+            logger.warning("The KV of request %s was not received: %s", attempt.request_id, cause)
+
+    def _give_up(self, number: int, blocks: Blocks) -> None:
+        attempt = self._attempts[number]
+        attempt.is_waiting = False
+        self._deadlines.pop(number, None)
+        self._hold(number, attempt, blocks)
+
+    def _hold(self, number: int, attempt: _Attempt, blocks: Blocks) -> None:
+        """Until every rank has said that nothing is in flight, its blocks are nobody's."""
+        before = self._holds.num_blocks
+        self._holds.take(blocks, attempt.request_id, number)
+        attempt.is_held = True
+        self.num_quarantined_blocks += self._holds.num_blocks - before
+
+    def _release(self, wish: _Wish, step: Step) -> None:
+        """Tell prefill that nothing is needed (vllm#41269)."""
+        fetch = wish.fetch
+        if fetch is not None:
+            request_id = "" if fetch.manifest is None else fetch.manifest.request_id
+            step.released.append(Released(fetch.prefill, request_id, fetch.name, wish.digest))

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: what of its requests decode may have. Once per engine, on its thread.
+
+It follows each request through vLLM's scheduler. When the last of its prompt is scheduled, all that the hand-over says
+of itself is known (`wire.manifest`), and the workers are told; when it has ended, the client is. Blocks are given back
+to vLLM only when every rank has said that nobody needs them (rule R2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.scheduler.engine import Blocks, Progress, Request
+from kvcached_nixl.scheduler.fetching import NULL_BLOCK_ID, Terms
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.manifest import PROTOCOL, Manifest, ranges_of
+from kvcached_nixl.wire.params import RemotePrefill, asks, name_of, prefill_params, require_prefill_role
+from kvcached_nixl.wire.step import BlockIds, Offered, Step
+
+__all__ = ["Offering"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+@dataclass
+class _Sending:
+    """A request of prefill whose KV decode may have.
+
+    Attributes:
+        ready_tokens: how many the workers were told of, or would have been.
+        manifest: when its whole prompt is scheduled.
+        is_offered: the workers know of it, with or without tokens, and whatever it has lost since.
+    """
+
+    request: Request
+    name: str
+    digest: str
+    num_tokens: int
+    block_ids: BlockIds = ()
+    ready_tokens: int = 0
+    manifest: Manifest | None = None
+    is_offered: bool = False
+
+
+class Offering:
+    """See the module.
+
+    Args:
+        own: what a peer needs to find this engine's ranks.
+        start: drawn when this engine started.
+    """
+
+    def __init__(self, own: RemotePrefill, start: str, terms: Terms, holds: Holds) -> None:
+        self._own = own
+        self._start = start
+        self._terms = terms
+        self._holds = holds
+        self._sending: dict[PrefillRequestId, _Sending] = {}
+        self._kept: set[PrefillRequestId] = set()
+        self._draining: set[int] = set()
+        self.counts: Counter[int] = Counter()
+
+    @property
+    def num_kept(self) -> int:
+        """Requests that have ended, and whose blocks are kept."""
+        return len(self._kept)
+
+    # ------------------------------------------------------------------------------------------------- what vLLM asks
+
+    def arrived(self, request: Request, step: Step) -> None:
+        """A request has entered the engine. One that names no decode is not looked at again."""
+        params, request_id = request.params, PrefillRequestId(request.request_id)
+        if params is None or not asks(params, "do_remote_decode") or request_id in self._sending:
+            return
+        # Both roles at once: decode's half refuses it.
+        if asks(params, "do_remote_prefill"):
+            return
+        try:
+            require_prefill_role(params)
+            name = name_of(params, request.request_id)
+        except (HandOverFailed, Malformed) as cause:
+            self.counts[Cause.PARAMETERS] += 1
+            logger.warning("Request %s is not offered to decode: %s", request_id, cause)
+            return
+        num_tokens = request.num_prompt_tokens
+        sending = self._sending[request_id] = _Sending(request, name, request.digest(num_tokens), num_tokens)
+        if self._terms.pushes:
+            # Whoever registers for it need not wait to learn whether there is such a request.
+            self._offer(request_id, sending, step)
+
+    def scheduled(self, progress: Iterable[Progress], blocks: Blocks, step: Step) -> None:
+        """What is computed in the step that is being built."""
+        for one in progress:
+            step.is_idle = False
+            sending = self._sending.get(PrefillRequestId(one.request_id))
+            if sending is not None:
+                self._advance(PrefillRequestId(one.request_id), sending, one, blocks, step)
+
+    def is_read(self, request_id: str) -> bool:
+        """Whether the workers may be reading the blocks of a request that is still computed."""
+        sending = self._sending.get(PrefillRequestId(request_id))
+        return self._terms.pushes and sending is not None and bool(sending.block_ids)
+
+    def is_named(self, request_id: str) -> bool:
+        """Whether a manifest names the blocks of a request."""
+        sending = self._sending.get(PrefillRequestId(request_id))
+        return sending is not None and sending.manifest is not None
+
+    def preempted(self, request_id: str, blocks: Blocks, step: Step) -> None:
+        """A request loses its blocks; they are held until nothing reads them."""
+        sending = self._sending[PrefillRequestId(request_id)]
+        sending.block_ids, sending.ready_tokens, sending.manifest = (), 0, None
+        hold = self._holds.take(blocks, request_id)
+        self._draining.add(hold)
+        step.preempted.append((PrefillRequestId(request_id), hold))
+
+    def finished(
+        self, request: Request, is_whole: bool, block_ids: BlockIds, blocks: Blocks, step: Step
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; ``is_whole`` if its prompt was computed to the end.
+
+        Returns: whether its blocks must be kept until `ended` names it, and the parameters for decode's request.
+        """
+        request_id = PrefillRequestId(request.request_id)
+        sending = self._sending.pop(request_id, None)
+        if sending is None:
+            return False, None
+        if is_whole and self._is_kept(sending, block_ids):
+            assert sending.manifest is not None
+            if self._terms.pushes and blocks.are_shared:
+                self._offer(request_id, sending, step)
+            step.finished.append(request_id)
+            self._kept.add(request_id)
+            transfer_id = (request.params or {}).get("transfer_id")
+            mode = "push" if self._terms.pushes else "pull"
+            params = prefill_params(self._own, sending.manifest, transfer_id=transfer_id, transfer_mode=mode)
+            return True, params
+        if is_whole:
+            self.counts[Cause.RANGE] += 1
+            logger.warning(
+                "Request %s is not offered to decode: it does not have the blocks of its prompt any more", request_id
+            )
+        # It may have arrived since the last step. Whoever has registered for it hears that it was there and is gone.
+        step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
+        if sending.is_offered:
+            step.stopped[request_id] = "prefill's request ended before it was computed"
+        if self._terms.pushes and sending.block_ids:
+            self._kept.add(request_id)
+            return True, None
+        if sending.is_offered:
+            step.unkept.add(request_id)
+        return False, None
+
+    def ended(self, sent: Iterable[str], quiet: Iterable[int], blocks: Blocks) -> None:
+        """What all ranks have reported: requests whose blocks vLLM frees now, and holds, which are given back."""
+        for hold in quiet:
+            if hold in self._draining:
+                self._draining.remove(hold)
+                self._holds.give_back(blocks, hold)
+        self._kept.difference_update(map(PrefillRequestId, sent))
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _advance(
+        self, request_id: PrefillRequestId, sending: _Sending, one: Progress, blocks: Blocks, step: Step
+    ) -> None:
+        is_done = sending.manifest is not None and not one.replaces and one.num_computed_tokens >= sending.num_tokens
+        if one.replaces or not sending.block_ids:
+            sending.block_ids = one.block_ids
+        elif one.block_ids and not is_done:
+            sending.block_ids = tuple([*old, *new] for old, new in zip(sending.block_ids, one.block_ids, strict=True))
+        if is_done:
+            return
+        sending.ready_tokens = min(one.num_computed_tokens, sending.num_tokens)
+        sending.manifest = self._manifest(request_id, sending, blocks)
+        if self._terms.pushes:
+            # What another connector has loaded may be taken back when this step has ended.
+            if not blocks.are_shared:
+                self._offer(request_id, sending, step)
+        elif sending.manifest is not None:
+            self._offer(request_id, sending, step)
+
+    def _manifest(self, request_id: PrefillRequestId, sending: _Sending, blocks: Blocks) -> Manifest | None:
+        if sending.ready_tokens < sending.num_tokens:
+            return None
+        # Where decode computes the last token again, its window begins there.
+        first_tokens = blocks.first_tokens(sending.num_tokens - self._terms.drops_blocks)
+        try:
+            return Manifest(
+                protocol=PROTOCOL,
+                start=self._start,
+                request_id=request_id,
+                digest=sending.digest,
+                num_tokens=sending.num_tokens,
+                block_size=self._terms.block_size,
+                context_parallel=(1, 1),
+                groups=ranges_of(sending.block_ids, first_tokens, sending.num_tokens, self._terms.block_size),
+                lease_seconds=self._terms.lease_seconds,
+            )
+        except ValueError as cause:
+            logger.warning(
+                "The blocks of request %s are not those of its %d tokens: %s", request_id, sending.num_tokens, cause
+            )
+            return None
+
+    def _is_kept(self, sending: _Sending, block_ids: BlockIds) -> bool:
+        """Whether the request still has the blocks that its manifest names."""
+        if sending.manifest is None or len(sending.manifest.groups) != len(block_ids):
+            return False
+        size = self._terms.block_size
+        for group, now in zip(sending.manifest.groups, block_ids, strict=True):
+            begin = group.first_token // size
+            blocks = tuple(now[begin : begin + len(group.block_ids)])
+            if blocks != group.block_ids or NULL_BLOCK_ID in blocks:
+                return False
+        return True
+
+    def _offer(self, request_id: PrefillRequestId, sending: _Sending, step: Step) -> None:
+        sending.is_offered = True
+        step.offered.append(
+            Offered(
+                request_id,
+                sending.name,
+                sending.digest,
+                sending.num_tokens,
+                sending.block_ids,
+                sending.ready_tokens,
+                sending.manifest,
+            )
+        )

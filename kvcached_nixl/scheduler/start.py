@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start an engine's side of the hand-over. Once per process, where vLLM constructs its connector."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.scheduler.fetching import Terms
+from kvcached_nixl.scheduler.handover import HandOver
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.wire.params import RemotePrefill
+
+__all__ = ["StockScheduler", "start"]
+
+
+class StockScheduler(Protocol):
+    """What is asked of vLLM's NIXL scheduler; ``compat.connector.SchedulerView`` answers."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def dropping_groups(self) -> list[str]:
+        """KV-cache groups that let go of blocks while they compute, by the name of their kind."""
+        ...
+
+    @property
+    def recomputes(self) -> bool: ...
+    @property
+    def extra_config(self) -> Mapping[str, Any]: ...
+
+
+def start(stock: StockScheduler, clock: Clock) -> HandOver:
+    """Raises `SettingsError`: prefill is to write, and the model lets go of blocks while it computes."""
+    settings = Settings.from_extra_config(stock.extra_config)
+    pushes = settings.transfer_mode is TransferMode.PUSH
+    if pushes and stock.dropping_groups:
+        raise SettingsError(
+            found=f'"transfer_mode": "push" with KV-cache groups of {", ".join(stock.dropping_groups)}',
+            expected="groups in which every layer keeps all tokens (no sliding window)",
+            consequence="Blocks that leave a window are given back while prefill still computes; none of them may be "
+            "pushed. The engine stops.",
+            remedy='Use "transfer_mode": "pull" for this model.',
+        )
+    terms = Terms(
+        block_size=stock.block_size,
+        pushes=pushes,
+        drops_blocks=bool(stock.dropping_groups),
+        recomputes=stock.recomputes,
+        lease_seconds=settings.kv_lease_duration_seconds,
+        timeout_seconds=settings.handover_timeout_seconds,
+    )
+    own = RemotePrefill(stock.engine_id, stock.host, stock.port, stock.tp_size)
+    return HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's side channel, as both sides of it: a ZMQ socket in each engine core that hands out handshakes.
+
+The stock listener takes a question apart and looks the rank up without a thought that either may fail; its thread would
+be gone, and every handshake that follows would wait in vain. Ours answers what it can read, in the words of every vLLM
+(``_nixl_handshake_listener`` in ``v1/nixl_connector.py`` and ``v1/nixl/base_scheduler.py``): since 0.26 a rank is named
+by its pipeline stage, too, and the answer has a second frame, the listener's clock. So a stock peer gets as far as
+comparing hashes, which refuses it in words.
+
+Its own workers may tell it that something has ended, under a key that nobody else knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+import zmq
+
+__all__ = ["Listener", "SideChannel"]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
+
+_ASK = b"get_meta_msg"
+_WAKE = b"kvcached_nixl has ended something"
+_REPLY_SECONDS = 5.0
+_STOP_SECONDS = 0.5
+_ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
+"""Questions under way: each holds sockets, and a router may name any number of places."""
+_LONGEST_QUESTION_BYTES = 1024
+_LONGEST_ANSWER_BYTES = 64 << 20
+
+
+class _Reply(msgspec.Struct):
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+class Listener:
+    """Answers handshakes of peers on a thread of its own, until it is closed.
+
+    Args:
+        answers: rank -> (compatibility string, metadata). Whoever asks for another one gets an answer whose
+            compatibility string equals nobody's and says why, so the peer refuses it and shows it.
+        woken: called on the listener's thread when a worker of this engine says that something has ended.
+        key: what such a worker says.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(
+        self, host: str, port: int, answers: Mapping[int, tuple[str, bytes]], woken: Callable[[], None], key: str
+    ) -> None:
+        self._answers = {rank: msgspec.msgpack.encode(_Reply(*answer)) for rank, answer in answers.items()}
+        self._woken = woken
+        self._key = key.encode()
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # A message without end would be taken in whole before anyone looks at it.
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        try:
+            self._socket.bind(_address(host, port))
+        except zmq.ZMQError as cause:
+            self._context.destroy(linger=0)
+            raise OSError(f"the side channel cannot listen at {host}:{port}: {cause}") from cause
+        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if self._socket.poll(int(_STOP_SECONDS * 1000)):
+                    self._take(self._socket.recv_multipart())
+        finally:
+            self._context.destroy(linger=0)
+
+    def _take(self, frames: list[bytes]) -> None:
+        question = frames[-1]
+        if len(frames) != 3 or len(question) > _LONGEST_QUESTION_BYTES:
+            logger.warning("Dropped a message to the side channel: %d frames", len(frames))
+            return
+        try:
+            said = msgspec.msgpack.decode(question)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as cause:
+            logger.warning("Dropped a message to the side channel that cannot be read: %s", cause)
+            return
+        if not isinstance(said, list) or len(said) not in (2, 3):
+            logger.warning("Dropped a message to the side channel: expected a question for a rank")
+        elif said == [_WAKE, self._key]:
+            self._woken()
+        elif said[0] == _ASK:
+            answer = [frames[0], b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
+            if len(said) == 3:
+                answer.append(msgspec.msgpack.encode(time.perf_counter()))
+            self._send(answer)
+
+    def _answer(self, rank: object, stage: object) -> bytes:
+        found = self._answers.get(rank) if isinstance(rank, int) and stage == 0 else None
+        if found is None:
+            # What is no number may be nested deeper than can be shown.
+            shown = rank if isinstance(rank, int) else type(rank).__name__
+            said = f"no rank {shown}: this engine has {sorted(self._answers)}; correct the router's tp_size"
+            found = msgspec.msgpack.encode(_Reply(said, b""))
+        return found
+
+    def _send(self, frames: list[bytes]) -> None:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as cause:
+            logger.warning("A handshake was not answered: %s", cause)
+
+
+class SideChannel:
+    """Asks side channels of peers, any number at a time, and tells its own that something has ended.
+
+    All of it happens on one thread, which starts with the first call.
+
+    Args:
+        names_stage: a stock listener of the installed vLLM is asked by (pipeline stage, rank).
+    """
+
+    def __init__(self, *, names_stage: bool) -> None:
+        self._names_stage = names_stage
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._context: Any = None
+        self._asked_at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
+        self._asked_there: WeakValueDictionary[tuple[str, int], asyncio.Semaphore] = WeakValueDictionary()
+        self._own: dict[tuple[str, int], Any] = {}
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        """(compatibility string, metadata) of a rank.
+
+        The future fails within a few seconds: with `ConnectionRefusedError` if nobody listens, with another `OSError`
+        or a `TimeoutError` if that is not known, with `ValueError` if the answer cannot be read.
+        """
+        return asyncio.run_coroutine_threadsafe(self._ask(host, port, tp_rank), self._running())
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        """Tell this engine's own listener that something has ended. It may get lost."""
+        self._running().call_soon_threadsafe(self._wake, host, port, key)
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        with self._lock:
+            loop, thread, self._loop = self._loop, self._thread, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._loop,), name="kvcached-nixl-handshakes", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        from zmq.asyncio import Context
+
+        asyncio.set_event_loop(loop)
+        self._context = Context()
+        try:
+            loop.run_forever()
+        finally:
+            pending = asyncio.all_tasks(loop)
+            for task in pending:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            for socket in self._own.values():
+                socket.close(0)
+            self._context.destroy(linger=0)
+            loop.close()
+
+    async def _ask(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
+        there = self._asked_there.setdefault((host, port), asyncio.Semaphore(_ASKED_AT_ONCE_THERE))
+        async with there, self._asked_at_once:
+            try:
+                return await self._asked_alone(host, port, tp_rank)
+            except zmq.ZMQError as cause:
+                raise OSError(f"the side channel at {host}:{port} cannot be asked: {cause}") from cause
+
+    async def _asked_alone(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
+        try:
+            # ZMQ would go on trying without a word.
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _REPLY_SECONDS)
+        except asyncio.TimeoutError as cause:
+            raise TimeoutError(f"no connection to {host}:{port} within {_REPLY_SECONDS:g} s") from cause
+        writer.close()
+        assert self._context is not None
+        with self._context.socket(zmq.REQ) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
+            # As the listener: with it ZMQ takes one address of a name, and a name may be ::1 and 127.0.0.1.
+            asking.setsockopt(zmq.IPV6, int(":" in host))
+            try:
+                asking.connect(_address(host, port))
+                await asking.send(msgspec.msgpack.encode((_ASK, 0, tp_rank) if self._names_stage else (_ASK, tp_rank)))
+                frames = await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS)
+            except asyncio.TimeoutError as cause:
+                words = f"the side channel at {host}:{port} does not answer within {_REPLY_SECONDS:g} s"
+                raise TimeoutError(words) from cause
+        try:
+            reply = msgspec.msgpack.decode(frames[0], type=_Reply)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as cause:
+            raise ValueError(f"the side channel at {host}:{port} answers what cannot be read: {cause}") from cause
+        return reply.compatibility_hash, reply.agent_metadata_bytes
+
+    def _wake(self, host: str, port: int, key: str) -> None:
+        assert self._context is not None
+        socket = self._own.get((host, port))
+        if socket is None:
+            socket = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, int(":" in host))
+            socket.connect(_address(host, port))
+        try:
+            socket.send_multipart([b"", msgspec.msgpack.encode((_WAKE, key.encode()))], zmq.NOBLOCK)
+        except zmq.ZMQError as cause:
+            logger.info("The engine was not told that something has ended: %s", cause)
+
+
+def _address(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

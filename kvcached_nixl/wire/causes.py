@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a hand-over brought no KV: the label of the metric, and what crosses between a worker and its scheduler."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Cause", "HandOverFailed"]
+
+
+class Cause(IntEnum):
+    """The numbers travel; add at the end. The lower-case name is the metric's label."""
+
+    PARAMETERS = 0
+    """kv_transfer_params hold a wrong type, an impossible value or a contradiction."""
+    NO_MANIFEST = 1
+    """kv_transfer_params do not hold what prefill's answer held."""
+    DIGEST = 2
+    """Prefill computed another prompt than decode wants."""
+    RANGE = 3
+    """The tokens or blocks of one side are not those of the other."""
+    START = 4
+    """Prefill has been started again since it made the parameters."""
+    REFUSED = 5
+    """The handshake: another model, layout or version, or no such rank."""
+    UNREACHABLE = 6
+    """No handshake: nobody answers, or nobody is there."""
+    LOST = 7
+    """A transfer failed, or the peer is gone."""
+    LEASE = 8
+    """Prefill does not keep the blocks any more."""
+    STOPPED = 9
+    """Prefill's request ended before its KV was handed over."""
+    DEADLINE = 10
+    """Nothing else ended it in time."""
+    PROTOCOL = 11
+    """The peer said something that cannot be."""
+    DEFECT = 12
+    """An exception of our own that only this hand-over pays for."""
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class HandOverFailed(Exception):
+    """One hand-over brings no KV. ``cause`` is counted, the text is logged with the request."""
+
+    def __init__(self, cause: Cause, words: str) -> None:
+        super().__init__(words)
+        self.cause = cause

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a hand-over says of itself. Prefill makes it, decode compares it with what it wants, both check it.
+
+It travels in ``kv_transfer_params`` under the key ``kvcached_nixl`` where prefill is asked first, and in prefill's last
+word of a WRITE where decode is. Tokens have positions in the prompt; blocks follow from them on each side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from kvcached_nixl.wire.checked import BlockId, Count, Digest, Identifier, Seconds, Start, require
+
+__all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json", "ranges_of"]
+
+PROTOCOL = 4
+
+
+class BlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of one KV-cache group: ``block_ids[i]`` holds the tokens from ``first_token + i * block_size`` on.
+
+    Attributes:
+        first_token: starts a block. Above 0 where the group has let go of what left its window.
+    """
+
+    first_token: Count
+    block_ids: tuple[BlockId, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request of prefill, as far as its prompt is computed.
+
+    Attributes:
+        protocol: of this package; another one's is refused.
+        start: drawn when prefill's engine started.
+        request_id: inside prefill's engine; vLLM draws its end anew for every request.
+        digest: of the first ``num_tokens`` tokens, as `wire.digest` makes it.
+        num_tokens: tokens from the prompt's first one on.
+        block_size: tokens in one of prefill's logical blocks.
+        context_parallel: ranks that share one sequence, (decode, prefill) context parallelism; (1, 1) is served.
+        groups: per KV-cache group. Empty in prefill's word of a WRITE, where prefill chose the bytes itself.
+        lease_seconds: how long prefill keeps the blocks without hearing from decode.
+    """
+
+    protocol: int
+    start: Start
+    request_id: Identifier
+    digest: Digest
+    num_tokens: Count
+    block_size: Count
+    context_parallel: tuple[Count, Count]
+    groups: tuple[BlockRange, ...]
+    lease_seconds: Seconds
+
+    def __post_init__(self) -> None:
+        require(self.protocol == PROTOCOL, f"protocol {PROTOCOL}; the other side runs another kvcached_nixl")
+        require(self.num_tokens > 0 and self.block_size > 0, "at least one token, and blocks of at least one")
+        require(self.context_parallel == (1, 1), "no context parallelism")
+        require(len(self.groups) <= 64, "at most 64 KV-cache groups")
+        for group in self.groups:
+            end_token = group.first_token + len(group.block_ids) * self.block_size
+            require(group.first_token % self.block_size == 0, "ranges that start a block")
+            require(0 <= end_token - self.num_tokens < self.block_size, "blocks that end where the tokens do")
+            require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
+
+    @property
+    def word(self) -> int:
+        """64 bits that stand for all of it, never 0. Prefill's ranks keep them for as long as they keep the blocks."""
+        digest = hashlib.blake2b(_encoder.encode(self), digest_size=8).digest()
+        return int.from_bytes(digest, "little") or 1
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def ranges_of(
+    block_ids: tuple[list[int], ...], first_tokens: tuple[int, ...], num_tokens: int, block_size: int
+) -> tuple[BlockRange, ...]:
+    """The blocks of each group that hold the tokens from its first one up to ``num_tokens``.
+
+    Args:
+        block_ids: per group, from the prompt's first token on, as vLLM's scheduler has them.
+        first_tokens: per group; each starts a block.
+    """
+    end = -(-num_tokens // block_size)
+    return tuple(
+        BlockRange(first, tuple(blocks[first // block_size : end]))
+        for blocks, first in zip(block_ids, first_tokens, strict=True)
+    )
+
+
+def as_json(manifest: Manifest) -> dict[str, object]:
+    """Plain values for ``kv_transfer_params``."""
+    found: dict[str, object] = msgspec.to_builtins(manifest)
+    return found

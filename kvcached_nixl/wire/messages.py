@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of prefill and decode say to each other, as NIXL notifications.
+
+    decode  -> prefill   Registration   these are my blocks, WRITE the tokens from first_token on into them
+    decode  -> prefill   Withdrawal     do not write any more (the request is gone), and say when you have stopped
+    decode  -> prefill   Release        this rank needs nothing more of this request
+    prefill -> decode    Written        travels with a WRITE and arrives when its bytes have
+    prefill -> decode    Stopped        nothing of this attempt is in flight any more, and not everything is written
+
+Heartbeats are vLLM's own words (`wire.lease`).
+
+An *attempt* is a number that decode draws for each request that it wants KV for; prefill repeats it. A late, doubled or
+reordered message of an earlier attempt therefore never meets a later one's blocks.
+
+A rank of prefill whose bytes a rank of decode needs is a *contributor*. In a WRITE it numbers what it posts from 0 and
+marks the last with the manifest of what it has written. Decode has everything when it has every number of every
+contributor, in any order (vllm#48633, rows C1 and C2).
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeAlias
+
+import msgspec
+
+from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.wire.checked import (
+    BlockId,
+    Count,
+    Digest,
+    Identifier,
+    Malformed,
+    Port,
+    Rank,
+    TpSize,
+    decoder,
+    require,
+)
+from kvcached_nixl.wire.manifest import Manifest
+
+__all__ = [
+    "PREFIX",
+    "Message",
+    "Peer",
+    "Registration",
+    "Release",
+    "Stopped",
+    "Withdrawal",
+    "Written",
+    "decode",
+    "draw_attempt",
+    "encode",
+    "is_ours",
+]
+
+PREFIX = b"KVNX4:"
+"""Starts each notification; vLLM's own start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
+
+MAX_ATTEMPT = 2**62
+
+
+class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="say"):
+    """Base of all messages."""
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank is to be found: its engine, its side channel, its place in the tensor-parallel group."""
+
+    engine_id: EngineId
+    host: Identifier
+    port: Port
+    tp_size: TpSize
+    tp_rank: Rank
+
+    def __post_init__(self) -> None:
+        require(0 < len(self.engine_id) <= 1024, "an engine id")
+        require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+
+
+class _OfAttempt(_Said, frozen=True):
+    attempt: int
+
+    def __post_init__(self) -> None:
+        require(0 <= self.attempt < MAX_ATTEMPT, "an attempt from 0 to 2**62")
+
+
+class Registration(_OfAttempt, frozen=True, tag="register"):
+    """Decode's blocks for one request, to be written by prefill.
+
+    Attributes:
+        decode_request_id: the request inside decode's engine; only for messages and logs.
+        decode: who registers.
+        name: under which prefill's request is looked for.
+        request_id: prefill's request itself, where decode knows it; else empty.
+        digest: of the first ``end_token`` tokens.
+        first_token: tokens before this one are in decode's prefix cache; a multiple of ``block_size``.
+        end_token: one past the last token that prefill has to write.
+        block_size: tokens in one of decode's kernel blocks.
+        block_ids: per KV-cache group, the kernel blocks that hold the tokens from ``first_token`` on.
+    """
+
+    decode_request_id: DecodeRequestId
+    decode: Peer
+    name: str
+    request_id: str
+    digest: Digest
+    first_token: Count
+    end_token: Count
+    block_size: Count
+    block_ids: tuple[tuple[BlockId, ...], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.block_size > 0, "a block size above 0")
+        require(self.first_token < self.end_token, "a range of at least one token")
+        require(self.first_token % self.block_size == 0, "a first token that starts a block")
+        require(0 < len(self.block_ids) <= 64, "1 to 64 KV-cache groups")
+        for group in self.block_ids:
+            require(len(set(group)) == len(group), "no block twice in a group")
+
+
+class Withdrawal(_OfAttempt, frozen=True, tag="withdraw"):
+    """Decode's request is gone. Its blocks stay held until Stopped comes, or prefill is known to be dead.
+
+    ``decode``: whom to answer; prefill may never have seen the registration.
+    """
+
+    decode: Peer
+
+
+class Release(_Said, frozen=True, tag="release"):
+    """A rank of decode needs nothing more: it has read everything, or everything was in its prefix cache.
+
+    Attributes:
+        request_id: prefill's request, where decode knows it; else empty, and ``name`` and ``digest`` say which.
+        tp_rank, tp_size: decode's.
+    """
+
+    request_id: str
+    name: str
+    digest: str
+    tp_rank: Rank
+    tp_size: TpSize
+
+    def __post_init__(self) -> None:
+        require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+
+
+class _OfContributor(_OfAttempt, frozen=True):
+    """``tp_rank``: the rank of prefill that speaks."""
+
+    tp_rank: Rank
+
+
+class Written(_OfContributor, frozen=True, tag="written"):
+    """The WRITE number ``index`` of a contributor has arrived. ``manifest``: with the last one, of all of them."""
+
+    index: Count
+    manifest: Manifest | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.manifest is not None
+
+
+class Stopped(_OfContributor, frozen=True, tag="stopped"):
+    """A contributor has stopped: none of its WRITEs is in flight, and none will be posted. ``cause``: a `Cause`."""
+
+    cause: Count
+    reason: str
+
+
+Message: TypeAlias = Registration | Withdrawal | Release | Written | Stopped
+
+_encoder = msgspec.msgpack.Encoder()
+_decode = decoder(Message)
+
+
+def draw_attempt() -> int:
+    """A number that no other attempt of any engine has, for all practical purposes."""
+    return secrets.randbelow(MAX_ATTEMPT)
+
+
+def is_ours(notification: bytes) -> bool:
+    """Whether a NIXL notification belongs to this protocol."""
+    return notification.startswith(PREFIX)
+
+
+def encode(message: Message) -> bytes:
+    """The notification to send."""
+    return PREFIX + _encoder.encode(message)
+
+
+def decode(notification: bytes) -> Message:
+    """Read a notification.
+
+    Raises:
+        Malformed: the prefix, the types, the ranges or an unknown field are wrong.
+    """
+    if not is_ours(notification):
+        raise Malformed(f"found {notification[:16]!r}; expected it to start with {PREFIX!r}")
+    found: Message = _decode(notification[len(PREFIX) :])
+    return found

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over on the engine's thread of a worker: from the scheduler's steps to the transfer thread and back.
+
+What a step computed is offered when the step has been given to the device, with an event that tells the transfer thread
+when the device has got there; and decode's blocks are touched only when the device has ended whatever could still write
+them (rule R8, vllm#45357). Nothing here waits. Once per worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
+from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.step import Offered, Step, failed_mark, over_id, quiet_id
+from kvcached_nixl.worker.handover.commands import (
+    Begin,
+    Command,
+    Finish,
+    IsReached,
+    Known,
+    Offer,
+    Preempt,
+    Release,
+    Renew,
+    Stop,
+    Unrenew,
+    Want,
+    Withdraw,
+)
+from kvcached_nixl.worker.handover.local import Place, kernel_blocks
+from kvcached_nixl.worker.handover.thread import TransferThread
+from kvcached_nixl.worker.handover.verification import WordTable
+
+__all__ = ["Ended", "EngineSide"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+@dataclass
+class Ended:
+    """What vLLM is told of a step.
+
+    Attributes:
+        sent: ids of prefill's requests, and of holds, whose blocks are free.
+        received: ids of attempts that are over.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Counted:
+    """For the metrics, since they were last taken.
+
+    Attributes:
+        moved: (bytes, descriptors, seconds) of each transfer.
+        failures: hand-overs that brought no KV, by `Cause`; counted by the engine's scheduler, told by rank 0.
+        quarantined_blocks: held for what may still be in flight; None if that has not changed.
+    """
+
+    moved: list[tuple[int, int, float]] = field(default_factory=list)
+    failures: Counter[int] = field(default_factory=Counter)
+    expired: int = 0
+    quarantined_blocks: int | None = None
+
+
+class EngineSide:
+    """See the module.
+
+    Args:
+        thread: the transfer thread, started.
+        words: of what prefill keeps, for decode to read.
+        record_event: called when steps have been given to the device; what it returns tells whether the device has done
+            them, on any thread.
+    """
+
+    def __init__(
+        self,
+        thread: TransferThread,
+        place: Place,
+        words: WordTable,
+        mode: TransferMode,
+        record_event: Callable[[], IsReached],
+    ) -> None:
+        self.thread = thread
+        self.words = words
+        self._place = place
+        self._mode = mode
+        self._record_event = record_event
+        self._step: Step | None = None
+        self._is_known = False
+        self._counted = Counted()
+        self._marks: set[int] = set()
+
+    def begin_step(self, step: Step) -> None:
+        """Before the step is given to the device."""
+        # A step that was not ended was given to the device all the same.
+        self.end_step()
+        commands: list[Command] = []
+        if not self._is_known:
+            self._is_known, place = True, self._place
+            own = Peer(place.engine_id, step.host, step.port, place.tp_size, place.tp_rank)
+            commands.append(Known(own, step.wake_key))
+        # A request may arrive and be gone before there is a step.
+        commands += map(Renew, step.renewed)
+        commands += map(Unrenew, step.unrenewed)
+        commands += map(Want, step.wanted)
+        if step.wanted:
+            commands.append(Begin(tuple(wanted.attempt for wanted in step.wanted), self._record_event()))
+        # Nothing of these is computed yet; one that has been aborted meanwhile is among the stopped ones, too.
+        commands += (self._offer(one, lambda: True) for one in step.offered if not one.ready_tokens)
+        commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
+        commands += map(Release, step.released)
+        commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
+        # What is offered at its end only is offered first.
+        late = {one.request_id for one in step.offered if one.ready_tokens}
+        commands += (Finish(request_id) for request_id in step.finished if request_id not in late)
+        commands += (
+            Stop(request_id, reason, request_id not in step.unkept) for request_id, reason in step.stopped.items()
+        )
+        if commands:
+            self.thread.submit(*commands)
+        self._step = step
+        if not self._place.tp_rank:
+            self._counted.failures.update(step.counts)
+            if step.quarantined_blocks is not None:
+                self._counted.quarantined_blocks = step.quarantined_blocks
+        self.thread.engine_computes = not step.is_idle
+
+    def end_step(self) -> None:
+        """After the step was given to the device."""
+        self.thread.engine_computes = False
+        step, self._step = self._step, None
+        if step is None or not (computed := [one for one in step.offered if one.ready_tokens]):
+            return
+        is_reached = self._record_event()
+        for one in computed:
+            if one.manifest is not None and self._mode is TransferMode.PULL:
+                # Here and not on the transfer thread: decode may come as soon as prefill has answered.
+                self._publish(one.request_id, one.manifest.word)
+            self.thread.submit(self._offer(one, is_reached))
+            if one.request_id in step.finished:
+                self.thread.submit(Finish(one.request_id))
+
+    def take_ended(self) -> Ended:
+        """What ended since the last call; the step that goes with it has been given to the device."""
+        self.end_step()
+        outcome = self.thread.take_outcome()
+        for attempt, failed in outcome.failed.items():
+            self._marks.add(failed_mark(attempt, failed.cause))
+            logger.warning("The KV of request %s was not received: %s", failed.request_id, failed.words)
+        for request_id in outcome.expired:
+            logger.warning("The lease of request %s has ended; decode has not fetched its KV", request_id)
+        self._counted.expired += len(outcome.expired)
+        self._counted.moved += outcome.moved
+        sent = {*outcome.done, *map(quiet_id, outcome.quiet)}
+        return Ended(sent, set(map(over_id, outcome.over)))
+
+    def take_marks(self) -> set[int]:
+        """Of attempts that have failed, for vLLM's invalid blocks; since the last call."""
+        marks, self._marks = self._marks, set()
+        return marks
+
+    def take_counted(self) -> Counted:
+        """For the metrics, since the last call."""
+        counted, self._counted = self._counted, Counted()
+        return counted
+
+    def close(self) -> None:
+        """Stop the transfer thread."""
+        self.thread.close()
+
+    def _offer(self, one: Offered, is_reached: IsReached) -> Offer:
+        ratio = self._place.kernel_blocks_per_block
+        blocks = tuple(kernel_blocks(group, ratio) for group in one.block_ids)
+        return Offer(
+            one.request_id, one.name, one.digest, one.num_tokens, blocks, one.ready_tokens, one.manifest, is_reached
+        )
+
+    def _publish(self, request_id: str, word: int) -> None:
+        if not self.words.publish(request_id, word):
+            logger.warning("No room for the word of request %s; decode will not use its KV", request_id)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of other engines: met by a handshake, met anew when the connection is lost, forgotten when they are gone.
+
+Everything is per rank: one that does not answer, answers wrongly or is gone costs only what names it. Handshakes run
+elsewhere (``ask``), any number at a time, and are asked again where nobody answers in time. Owned by the transfer
+thread; once per worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.transport.base import Transport, TransportError
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
+from kvcached_nixl.wire.messages import Peer
+
+__all__ = ["Ask", "Known", "Peers"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+Ask: TypeAlias = Callable[[str, int, int], "Future[tuple[str, bytes]]"]
+"""(host, port, tensor-parallel rank) -> (compatibility string, metadata), later, on any thread. Fails with
+`ConnectionRefusedError` if nobody listens, with another `OSError` or a `TimeoutError` if that is not known."""
+
+HANDSHAKE_TRIES = 5
+"""In a row, of a peer that listens and does not answer: one that stands still for seconds has not gone."""
+REFUSED_SECONDS = 10.0
+"""For so long nobody listens where a peer did, before it counts as gone and blocks that it may write as free."""
+FORGOTTEN_SECONDS = 600.0
+"""A peer that nothing names for so long is forgotten; to meet it again costs one handshake."""
+
+
+class Known(NamedTuple):
+    """A rank after its handshake. ``agent``: as the transport calls it; another one after each start."""
+
+    agent: str
+    start: str
+    rank: RankHandshake
+
+
+class _Waiting(NamedTuple):
+    start: str
+    known: Callable[[Known], None]
+    failed: Callable[[HandOverFailed], None]
+
+
+@dataclass(eq=False)
+class _Link:
+    address: Peer
+    known: Known | None = None
+    last_agent: str | None = None
+    is_asked: bool = False
+    tries: int = 0
+    refused_at_seconds: float | None = None
+    waiting: list[_Waiting] = field(default_factory=list)
+
+
+class Peers:
+    """See the module.
+
+    Args:
+        compatibility: this rank's own string, which a peer must equal.
+        fits: says in words what of a peer's memory does not fit this rank's, or "".
+        wake: called, on any thread, when a handshake has ended.
+
+    Attributes:
+        is_used: whether somebody still counts on an agent that has not been named for long.
+        gone: called with an agent that is gone for good: another one answers in its place, or nobody has listened there
+            for REFUSED_SECONDS.
+        unreachable: called with an agent where nobody listens: its process may have ended, or its listener only.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        ask: Ask,
+        compatibility: str,
+        fits: Callable[[RankHandshake], str],
+        wake: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._ask = ask
+        self._compatibility = compatibility
+        self._fits = fits
+        self._wake = wake
+        self._links: dict[Peer, _Link] = {}
+        self._addresses: dict[str, dict[Peer, None]] = {}
+        self._places: dict[tuple[str, int, int], Peer] = {}
+        self._ended: deque[tuple[_Link, Future[tuple[str, bytes]]]] = deque()
+        self._unused = Deadlines[Peer]()
+        self.is_used: Callable[[str], bool] = lambda agent: False
+        self.gone: Callable[[str], None] = lambda agent: None
+        self.unreachable: Callable[[str], None] = lambda agent: None
+        self.dropped: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Ranks that are known or asked."""
+        return len(self._links)
+
+    def need(
+        self,
+        address: Peer,
+        start: str,
+        known: Callable[[Known], None],
+        failed: Callable[[HandOverFailed], None],
+        *,
+        is_doubted: bool = False,
+    ) -> None:
+        """Call one of the two, now or when a handshake has ended.
+
+        Args:
+            start: of the engine that is meant; "" for any.
+            is_doubted: whoever is known there may have ended; a handshake tells.
+        """
+        link = self._link(address)
+        if link.known is not None and start in ("", link.known.start) and not is_doubted:
+            known(link.known)
+            return
+        link.waiting.append(_Waiting(start, known, failed))
+        self._begin(link)
+
+    def probe(self, address: Peer) -> None:
+        """Find out whether a rank still lives; `gone` is called if not."""
+        self._begin(self._link(address))
+
+    def send(self, address: Peer, notification: bytes, *, only: str | None = None, is_repeated: bool = True) -> None:
+        """Tell a rank something, after a handshake if need be, and once more over another connection where one is lost.
+
+        It may get lost all the same: count on an answer or a deadline.
+
+        Args:
+            only: an agent; whoever else answers at the address is told nothing.
+        """
+
+        def tell(known: Known, is_fresh: bool = False) -> None:
+            if only not in (None, known.agent):
+                if is_fresh:
+                    self.dropped["meant for another agent"] += 1
+                else:
+                    # Whoever has asked may have been started since this one was met.
+                    self.need(address, "", lambda known: tell(known, True), untold, is_doubted=True)
+                return
+            try:
+                self._transport.send(known.agent, notification)
+            except TransportError as cause:
+                logger.info("%s", cause)
+                self.lost(known.agent)
+                if is_repeated:
+                    self.send(address, notification, only=only, is_repeated=False)
+                else:
+                    self.dropped["not sent"] += 1
+
+        def untold(_: HandOverFailed) -> None:
+            self.dropped["not sent"] += 1
+
+        self.need(address, "", tell, untold)
+
+    def is_known(self, agent: str) -> bool:
+        """Whether there is a connection to an agent."""
+        return self.connection(agent) is not None
+
+    def connection(self, agent: str) -> object:
+        """What stands for the present connection to an agent; another one, or None, once that is lost."""
+        return next((link.known for link in self._links_of(agent) if link.known is not None), None)
+
+    def lost(self, agent: str) -> None:
+        """The connection to a rank does not work any more. It may live: whatever names it next begins a handshake."""
+        links = [link for link in self._links_of(agent) if link.known is not None]
+        for link in links:
+            logger.warning("The connection to %s is lost; there will be another handshake with it", link.address)
+            self._forget(link)
+        for link in links:
+            self._begin(link)
+
+    def turn(self) -> None:
+        """Take in what handshakes have found out, and forget who is not named any more."""
+        while self._ended:
+            self._take(*self._ended.popleft())
+        for address in self._unused.take_due(self._clock.now_seconds()):
+            link = self._links[address]
+            if link.is_asked or (link.known is not None and self.is_used(link.known.agent)):
+                self._unused[address] = self._clock.now_seconds() + FORGOTTEN_SECONDS
+            else:
+                self._drop(link)
+
+    def _link(self, address: Peer) -> _Link:
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = _Link(address)
+        self._unused[address] = self._clock.now_seconds() + FORGOTTEN_SECONDS
+        return link
+
+    def _begin(self, link: _Link) -> None:
+        if link.is_asked:
+            return
+        link.is_asked = True
+        future = self._ask(link.address.host, link.address.port, link.address.tp_rank)
+
+        def ended(future: Future[tuple[str, bytes]]) -> None:
+            self._ended.append((link, future))
+            self._wake()
+
+        future.add_done_callback(ended)
+
+    def _take(self, link: _Link, future: Future[tuple[str, bytes]]) -> None:
+        link.is_asked = False
+        link.tries += 1
+        try:
+            known = self._meet(link.address, *future.result())
+        except ConnectionRefusedError:
+            self._refused(link)
+        except OSError as cause:
+            if link.tries < HANDSHAKE_TRIES:
+                logger.warning("No handshake with %s yet, it is asked again: %s", link.address, cause)
+                self._begin(link)
+            else:
+                self._fail(link, Cause.UNREACHABLE, f"no handshake with {link.address}: {cause}", is_gone=False)
+        except HandOverFailed as cause:
+            self._fail(link, cause.cause, str(cause), is_gone=True)
+        except (TransportError, ValueError) as cause:
+            self._fail(link, Cause.PROTOCOL, f"no handshake with {link.address}: {cause}", is_gone=False)
+        except Exception as defect:
+            logger.exception("A handshake fails by a defect of kvcached_nixl")
+            words = f"no handshake with {link.address}: {type(defect).__name__}: {defect}"
+            self._fail(link, Cause.DEFECT, words, is_gone=False)
+        else:
+            self._know(link, known)
+
+    def _refused(self, link: _Link) -> None:
+        """One refusal may be a listener's that starts again; workers may also outlive their engine for a moment."""
+        now, agent = self._clock.now_seconds(), link.last_agent
+        if link.refused_at_seconds is None:
+            link.refused_at_seconds = now
+        is_gone = now - link.refused_at_seconds >= REFUSED_SECONDS
+        words = f"nobody listens at {link.address.host}:{link.address.port}"
+        self._fail(link, Cause.UNREACHABLE, words, is_gone=is_gone)
+        if agent is not None and not is_gone:
+            self.unreachable(agent)
+
+    def _meet(self, address: Peer, compatibility: str, metadata: bytes) -> Known:
+        where = f"engine {address.engine_id} at {address.host}:{address.port}"
+        if compatibility != self._compatibility:
+            raise HandOverFailed(
+                Cause.REFUSED,
+                f"{where} offers {compatibility!r:.2000}; expected {self._compatibility!r}. Run the same vLLM, "
+                "kvcached, kvcached_nixl and model with the same KVCACHED_CONTIGUOUS_LAYOUT, dtype and transfer_mode "
+                "on both sides; `python -m kvcached_nixl` prints what each has.",
+            )
+        answer = read_answer(metadata)
+        rank = read_rank(answer.rank)
+        if (rank.engine_id, rank.tp_size, rank.tp_rank) != (address.engine_id, address.tp_size, address.tp_rank):
+            raise HandOverFailed(
+                Cause.UNREACHABLE if rank.engine_id != address.engine_id else Cause.REFUSED,
+                f"engine {rank.engine_id} (rank {rank.tp_rank} of {rank.tp_size}) answers at {address.host}:"
+                f"{address.port}; expected rank {address.tp_rank} of {address.tp_size} of engine {address.engine_id}",
+            )
+        misfit = self._fits(rank)
+        if misfit:
+            raise HandOverFailed(Cause.REFUSED, f"{where} does not fit: {misfit}")
+        return Known(self._transport.add_peer(rank.agent_metadata, rank.device_id), answer.start, rank)
+
+    def _know(self, link: _Link, known: Known) -> None:
+        place = (link.address.host, link.address.port, link.address.tp_rank)
+        before = self._places.get(place)
+        if before is not None and before != link.address and before in self._links:
+            self._drop(self._links[before])
+        if link.last_agent not in (None, known.agent):
+            self._let_go(link)
+        link.known, link.last_agent, link.tries, link.refused_at_seconds = known, known.agent, 0, None
+        self._places[place] = link.address
+        self._addresses.setdefault(known.agent, {})[link.address] = None
+        waiting, link.waiting = link.waiting, []
+        for one in waiting:
+            if one.start in ("", known.start):
+                self._tell(one, known)
+            else:
+                one.failed(HandOverFailed(Cause.START, "prefill has been started again since it made the parameters"))
+
+    def _tell(self, one: _Waiting, known: Known) -> None:
+        try:
+            one.known(known)
+        except Exception as defect:
+            logger.exception("A hand-over fails by a defect of kvcached_nixl")
+            one.failed(HandOverFailed(Cause.DEFECT, f"{type(defect).__name__}: {defect}"))
+
+    def _fail(self, link: _Link, cause: Cause, words: str, *, is_gone: bool) -> None:
+        logger.warning("%s", words)
+        link.tries = 0
+        if is_gone:
+            self._let_go(link)
+        else:
+            # What is in flight to somebody who does not answer ends with the connection.
+            self._forget(link)
+        waiting, link.waiting = link.waiting, []
+        for one in waiting:
+            one.failed(HandOverFailed(cause, words))
+        if link.known is None and not link.waiting and not link.is_asked and link.last_agent is None:
+            self._drop(link)
+
+    def _let_go(self, link: _Link) -> None:
+        """Who was known at an address is not there any more; it is gone for good if it is known nowhere else."""
+        self._forget(link)
+        agent, link.last_agent = link.last_agent, None
+        if agent is None:
+            return
+        addresses = self._addresses[agent]
+        del addresses[link.address]
+        if not addresses:
+            del self._addresses[agent]
+            self.gone(agent)
+
+    def _forget(self, link: _Link) -> None:
+        """The connection over an address is given up; the last one to an agent is taken down."""
+        known, link.known = link.known, None
+        if known is not None and all(other.known is None for other in self._links_of(known.agent)):
+            self._transport.remove_peer(known.agent)
+
+    def _links_of(self, agent: str) -> list[_Link]:
+        """An engine may be named in several ways: by an address and by a name."""
+        return [self._links[address] for address in self._addresses.get(agent, ())]
+
+    def _drop(self, link: _Link) -> None:
+        self._let_go(link)
+        self._links.pop(link.address, None)
+        self._unused.pop(link.address, None)
+        place = (link.address.host, link.address.port, link.address.tp_rank)
+        if self._places.get(place) == link.address:
+            del self._places[place]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a worker's hand-over together, over the memory that was registered. Once per process, on the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
+from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.wire.handshake import RankHandshake, Tag
+from kvcached_nixl.worker.handover.attempt import Side
+from kvcached_nixl.worker.handover.commands import IsReached, Known
+from kvcached_nixl.worker.handover.engine_side import EngineSide
+from kvcached_nixl.worker.handover.local import Place, Routes, fits
+from kvcached_nixl.worker.handover.peers import Ask, Peers
+from kvcached_nixl.worker.handover.posting import Posting
+from kvcached_nixl.worker.handover.receiving import Receiving
+from kvcached_nixl.worker.handover.reported import Reported
+from kvcached_nixl.worker.handover.serving import Serving
+from kvcached_nixl.worker.handover.thread import TransferThread
+from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Landings, Words, WordTable
+from kvcached_nixl.worker.layout import Layout
+from kvcached_nixl.worker.planes import planes_of
+
+__all__ = ["Channel", "StockWorker", "assemble", "record_event", "start"]
+
+
+class Channel(Protocol):
+    """The side channel, as a worker uses it."""
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Any: ...
+    def wake(self, host: str, port: int, key: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class StockWorker(Protocol):
+    """What is asked of vLLM's NIXL worker; ``compat.connector.WorkerView`` answers."""
+
+    @property
+    def agent(self) -> Any: ...
+    @property
+    def backends(self) -> list[str]: ...
+    @property
+    def memory_type(self) -> str: ...
+    @property
+    def device_id(self) -> int: ...
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def total_kv_heads(self) -> int: ...
+    @property
+    def kernel_blocks_per_block(self) -> int: ...
+    @property
+    def use_mla(self) -> bool: ...
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]: ...
+    def keep_registered(self, descriptors: Any) -> None: ...
+    def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
+
+
+def start(worker: StockWorker, layout: Layout, settings: Settings, channel: Channel, clock: Clock) -> EngineSide:
+    """Describe the memory that was registered, offer it to peers, and start the transfer thread.
+
+    Raises:
+        LayoutRefused: the memory cannot be described token by token and head by head.
+    """
+    first_head = 0 if worker.use_mla else worker.tp_rank * worker.total_kv_heads // worker.tp_size
+    memory = planes_of(layout.device_views, layout.axes, first_head=first_head)
+    place = Place(
+        engine_id=EngineId(worker.engine_id),
+        tp_size=worker.tp_size,
+        tp_rank=worker.tp_rank,
+        memory=memory,
+        kernel_blocks_per_block=worker.kernel_blocks_per_block,
+        is_latent=worker.use_mla,
+    )
+    words: Words = np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
+    worker.keep_registered(register_host_memory(worker.agent, words, worker.backends))
+    transport = NixlTransport(worker.agent, worker.memory_type, worker.device_id)
+    tag = Tag(
+        direction=settings.transfer_mode.value,
+        facts=worker.facts,
+        arrangement=layout.arrangement.value,
+        planes=tuple((len(kind.bases), kind.cell_bytes) for kind in memory),
+    )
+    handshake = RankHandshake(
+        engine_id=place.engine_id,
+        tp_size=place.tp_size,
+        tp_rank=place.tp_rank,
+        agent_metadata=transport.metadata(),
+        device_id=worker.device_id,
+        memory=memory,
+        kernel_blocks_per_block=place.kernel_blocks_per_block,
+        words_address=int(words.ctypes.data),
+    )
+    worker.offer_handshake(str(tag), msgspec.msgpack.encode(handshake))
+    device = next(iter(layout.device_views.values())).device
+    side = assemble(transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device))
+    side.thread.start()
+    return side
+
+
+def assemble(
+    transport: Transport,
+    clock: Clock,
+    place: Place,
+    words: Words,
+    settings: Settings,
+    compatibility: str,
+    channel: Channel,
+    record: Callable[[], IsReached],
+) -> EngineSide:
+    """All parts of one worker, its thread not started.
+
+    Args:
+        words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
+    """
+    thread: list[TransferThread] = []
+    reported = Reported(clock)
+    ask: Ask = channel.ask
+    peers = Peers(
+        transport,
+        clock,
+        ask,
+        compatibility,
+        lambda rank: fits(place, rank),
+        lambda: thread[0].wake() if thread else None,
+    )
+    posting = Posting(transport, clock, peers.lost, reported.moved, connection=peers.connection)
+    side = Side(place, transport, peers, posting, Routes(place), Landings(words[BUCKETS:]))
+    receiving = Receiving(side, clock, settings.transfer_mode, reported.failed, reported.over)
+    table = WordTable(words[:BUCKETS])
+    serving = Serving(
+        side,
+        clock,
+        table,
+        is_writing=settings.transfer_mode is TransferMode.PUSH,
+        lease_seconds=settings.kv_lease_duration_seconds,
+        unmatched_seconds=settings.handover_timeout_seconds,
+        done=reported.done,
+        quiet=reported.quiet,
+        expired=reported.expired,
+    )
+
+    def gone(agent: str) -> None:
+        side.routes.forget(agent)
+        receiving.gone(agent)
+        serving.gone(agent)
+
+    def wake_engine(known: Known) -> None:
+        channel.wake(known.own.host, known.own.port, known.wake_key)
+
+    def unreachable(agent: str) -> None:
+        receiving.unreachable(agent)
+        serving.gone(agent)
+
+    peers.gone, peers.unreachable = gone, unreachable
+    peers.is_used = lambda agent: serving.is_writing_to(agent) or receiving.is_waiting_for(agent)
+    thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, channel.close))
+    return EngineSide(thread[0], place, table, settings.transfer_mode, record)
+
+
+def record_event(device: torch.device) -> IsReached:
+    """Whether a device has done what it was given until now."""
+    if device.type == "cpu":
+        # vLLM's CPU worker computes before it returns.
+        return lambda: True
+    event = torch.Event(device)
+    event.record()
+    query: IsReached = event.query
+    return query

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: what a registration of decode's is written with, and its end. Once per worker, on the transfer thread.
+
+A registration is over when none of its WRITEs is in flight; only then is it answered, and only then are the blocks on
+either side free (rule R2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.messages import Peer, Stopped, Written, encode
+from kvcached_nixl.worker.descriptors import Blocks
+from kvcached_nixl.worker.handover.attempt import Side
+from kvcached_nixl.worker.handover.offer import Offer, Writing
+from kvcached_nixl.worker.handover.peers import Known
+from kvcached_nixl.worker.handover.posting import Job
+
+__all__ = ["Writer"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+class Writer:
+    """See the module.
+
+    Args:
+        ended: called with a registration that is over.
+        written: called with one that goes on, of which a WRITE has ended.
+
+    Attributes:
+        num_final: registrations whose last WRITEs are under way; decode waits for nothing else.
+    """
+
+    def __init__(self, side: Side, ended: Callable[[Writing], None], written: Callable[[Writing], None]) -> None:
+        self._side = side
+        self._ended = ended
+        self._written_to = written
+        self.num_final = 0
+
+    @property
+    def tp_size(self) -> int:
+        return self._side.place.tp_size
+
+    def connect(self, writing: Writing) -> None:
+        """Meet whoever has registered."""
+        if writing.stopping is None or writing.jobs:
+            self._side.peers.need(
+                writing.registration.decode,
+                "",
+                lambda known: self._connected(writing, known),
+                lambda cause: self.stop(writing, cause.cause, str(cause), is_answered=False),
+                is_doubted=writing.is_doubted,
+            )
+
+    def advance(self, writing: Writing) -> None:
+        """Make WRITEs of the tokens that are ready and in none yet, up to a boundary that both sides' blocks share."""
+        offer, known, registration = writing.offer, writing.known, writing.registration
+        if writing.stopping is not None or writing.is_complete or offer is None:
+            return
+        if offer.finished and offer.ready_tokens < registration.end_token:
+            words = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
+            self.stop(writing, Cause.STOPPED, words)
+            return
+        end = min(offer.ready_tokens, registration.end_token)
+        if end < registration.end_token:
+            # A step ends anywhere; the rest of its last block goes with the next one.
+            end -= end % max(self._side.place.kernel_block_size, registration.block_size)
+        if known is not None and end > writing.next_token:
+            try:
+                self._write(writing, offer, known, end)
+            except (ValueError, HandOverFailed) as cause:
+                self.stop(writing, Cause.RANGE, f"no WRITE was made: {cause}")
+            except Exception as defect:
+                logger.exception("A registration fails by a defect of kvcached_nixl")
+                self.stop(writing, Cause.DEFECT, f"{type(defect).__name__}: {defect}")
+
+    def stop(self, writing: Writing, cause: Cause, reason: str, *, is_answered: bool = True) -> None:
+        """Post nothing more of it; the first reason is the one that is told."""
+        if writing.stopping is not None:
+            return
+        writing.stopping = cause, reason
+        for job in list(writing.jobs):
+            self._side.posting.drop(job)
+        if not is_answered:
+            writing.known = None
+        self._end_if_quiet(writing, is_answered)
+
+    def answer(self, agent: str, decode: Peer, attempt: int, cause: Cause, reason: str) -> None:
+        """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent`` is who has asked."""
+        message = Stopped(attempt, self._side.place.tp_rank, int(cause), reason[:1000])
+        self._side.peers.send(decode, encode(message), only=agent)
+
+    def _connected(self, writing: Writing, known: Known) -> None:
+        if known.agent != writing.agent and not writing.is_doubted:
+            # Known from before: it may have been started again since, and this is its first word.
+            writing.is_doubted = True
+            self.connect(writing)
+        elif known.agent != writing.agent:
+            self.stop(writing, Cause.LOST, "another engine answers at its address", is_answered=False)
+        elif writing.stopping is None:
+            writing.known = known
+            self.advance(writing)
+
+    def _write(self, writing: Writing, offer: Offer, known: Known, end: int) -> None:
+        registration, side = writing.registration, self._side
+        memory = known.rank.memory
+        if len(registration.block_ids) != len(offer.block_ids) or registration.block_size != memory[0].block_size:
+            raise HandOverFailed(Cause.RANGE, "the registration does not fit the handshake (groups or block size)")
+        groups = [
+            (Blocks(here), Blocks(there, registration.first_token), writing.next_token)
+            for here, there in zip(offer.block_ids, registration.block_ids, strict=True)
+        ]
+        found = side.routes.ranges(side.routes.of(known.agent, memory), groups, end)
+        writing.next_token = end
+        is_final = writing.is_complete
+        if is_final and offer.manifest is None:
+            raise HandOverFailed(Cause.PROTOCOL, "prefill has no manifest of what it computed")
+        manifest = None if offer.manifest is None else msgspec.structs.replace(offer.manifest, groups=())
+
+        def notify(_: int, is_last: bool) -> bytes:
+            said = Written(
+                registration.attempt,
+                side.place.tp_rank,
+                writing.next_index,
+                manifest if is_final and is_last else None,
+            )
+            writing.next_index += 1
+            return encode(said)
+
+        ended = side.contained(
+            lambda failed: self._written(writing, job, failed),
+            lambda cause: self.stop(writing, cause.cause, str(cause)),
+        )
+        job = Job("WRITE", known.agent, found.local, found.remote, ended, notify)
+        writing.jobs[job] = is_final
+        self.num_final += is_final
+        side.posting.submit(job)
+
+    def _written(self, writing: Writing, job: Job, failed: str) -> None:
+        self.num_final -= writing.jobs.pop(job)
+        if failed:
+            self.stop(writing, Cause.LOST, failed)
+        self._end_if_quiet(writing, True)
+        if not writing.is_over:
+            self._written_to(writing)
+
+    def _end_if_quiet(self, writing: Writing, is_answered: bool) -> None:
+        if writing.is_over or writing.jobs or (writing.stopping is None and not writing.is_complete):
+            return
+        writing.is_over = True
+        if writing.stopping is not None and is_answered:
+            self.answer(writing.agent, writing.registration.decode, writing.registration.attempt, *writing.stopping)
+        self._ended(writing)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of ours for hand-overs between them: vLLM's scheduler, this package's patches, real NIXL, and a model that
+writes bytes that are known from the tokens and their places.
+
+So decode's blocks are compared with what they must hold, and every other block with what filled it before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import engine_node
+import pytest
+import torch
+from engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
+from test_geometry import ERAS
+from test_transport import until
+from vllm.v1.request import RequestStatus
+
+from kvcached_nixl.compat.attached import side_of
+
+# More room than was planned, as kvcached reserves it.
+RESERVED = dataclasses.replace(GEOMETRY, era=ERAS[0], reserved_blocks=29)
+BLOCK_SIZE = RESERVED.block_size
+CHUNK = 40
+PREFILL_FILLING, DECODE_FILLING, ANOTHER_REQUESTS = 251, 252, 253
+NAME = {"transfer_id": "t1"}
+SEND = {"do_remote_decode": True}
+IDLE_SECONDS = 2.0
+
+
+def kv(token_ids: list[int], first_position: int, layer: int, num_bytes: int) -> torch.Tensor:
+    """The bytes of each token in a layer; none of them is a filling."""
+    tokens, numbers = torch.tensor(token_ids)[:, None], torch.arange(num_bytes)[None]
+    positions = torch.arange(first_position, first_position + len(token_ids))[:, None]
+    return ((tokens * 101 + positions * 7 + layer * 31 + numbers * 13) % 241).to(torch.uint8)
+
+
+class Node(engine_node.Node):
+    """An engine of ours, with a model that writes every token's bytes into its place."""
+
+    @property
+    def agent(self) -> Any:
+        return self.worker.nixl_wrapper
+
+    @property
+    def side(self) -> Any:
+        """The worker's side of a hand-over."""
+        return side_of(self.engine.worker)
+
+    @property
+    def thread(self) -> Any:
+        """The transfer thread."""
+        return self.side.thread
+
+    @property
+    def serving(self) -> Any:
+        """Prefill's half of it."""
+        return self.thread._serving
+
+    @property
+    def receiving(self) -> Any:
+        """Decode's half of it."""
+        return self.thread._receiving
+
+    @property
+    def side_of_engine(self) -> Any:
+        return side_of(self.engine.scheduler)
+
+    @property
+    def owes(self) -> bool:
+        """The engine holds blocks for somebody, waits for some, or has something to tell or to hear."""
+        side = self.side_of_engine
+        waits = side.num_waiting or side.num_kept or side._holds.num_blocks
+        return bool(waits or side.pending or len(self.serving) or len(self.receiving))
+
+    def address(self, request_id: str = "") -> dict[str, Any]:
+        """What a router that asks both sides at once knows of this prefill; without an id that it cannot know."""
+        return {key: one for key, one in super().address(request_id).items() if one != ""}
+
+    @property
+    def wakes(self) -> bool:
+        """Our side makes the engine step. (By itself vLLM 0.28 steps as long as it keeps a request's blocks; then our
+        side lets it rest between steps.)"""
+        pending = bool(self.side_of_engine.pending)
+        assert self.scheduler.has_requests() or not pending
+        return pending
+
+    @property
+    def moved(self) -> bool:
+        """Everything of an attempt has come or failed; the engine has not heard of it."""
+        return bool(self.thread._reported._outcome.over)
+
+    @property
+    def tag(self) -> str:
+        """What its handshake says of it."""
+        return str(self.worker.xfer_handshake_metadata.compatibility_hash)
+
+    def step(self) -> Any:
+        """As EngineCore.step: an engine that need not step does not."""
+        return super().step() if self.scheduler.has_requests() else True
+
+    def compute(self, output: Any) -> None:
+        for request_id, count in output.num_scheduled_tokens.items():
+            request, blocks = self.scheduler.requests[request_id], self.blocks(request_id)
+            end = request.num_computed_tokens
+            for cells, expected in self.cells(list(request.all_token_ids[:end]), blocks, end - count):
+                cells.copy_(expected)
+
+    def tokens(self, request_id: str) -> int:
+        """How many of a request are computed."""
+        return int(self.scheduler.requests[request_id].num_computed_tokens)
+
+    def cells(
+        self, token_ids: list[int], block_ids: list[int], first_position: int, offset: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Where the tokens from a position on are, and what they must be. ``offset``: where the blocks begin."""
+        size, position = self.geometry.block_size, first_position
+        block_ids = self.kernel_blocks(block_ids)
+        while position < len(token_ids):
+            slot, tokens = position % size, token_ids[position : position + size - position % size]
+            for layer, cache in enumerate(self.caches.values()):
+                block = self.geometry.block(cache, block_ids[(position - offset) // size]).view(torch.uint8)
+                cells = block.movedim(1, 0)[slot : slot + len(tokens)]
+                yield cells, kv(tokens, position, layer, cells[0].numel()).view(cells.shape)
+            position += len(tokens)
+
+    def holds(self, block_ids: list[int], first_position: int = 0, end: int = PROMPT, first_token: int = 0) -> bool:
+        """The blocks hold the tokens of a prompt from a position on, and none is missing."""
+        cells = self.cells(prompt(first_token, end), block_ids, first_position, first_position)
+        return all(torch.equal(found, expected) for found, expected in cells)
+
+    def kernel_blocks(self, block_ids: list[int]) -> list[int]:
+        """What memory is laid out in; the scheduler's own blocks but for engines that say so."""
+        ratio = self.kernel_blocks_per_block
+        return [block_id * ratio + part for block_id in block_ids for part in range(ratio)]
+
+    def all_but(self, block_ids: list[int]) -> list[int]:
+        """Every other block that memory is reserved for."""
+        kept = self.kernel_blocks(block_ids)
+        return [block_id for block_id in range(self.geometry.reserved_blocks) if block_id not in kept]
+
+    def are_filled(self, block_ids: list[int], filling: int) -> bool:
+        return all(bool((page.view(torch.uint8) == filling).all()) for page in self.content(block_ids))
+
+    def fill(self, block_ids: list[int], filling: int) -> None:
+        """Something else comes to stand in the blocks."""
+        for cache in self.caches.values():
+            for block_id in block_ids:
+                self.geometry.block(cache, block_id).view(torch.uint8).fill_(filling)
+
+    def preempt(self, request_id: str) -> None:
+        """What the scheduler does to all requests that run when its prefix cache is reset."""
+        request = self.scheduler.requests[request_id]
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, 0.0)
+        self.scheduler.prev_step_scheduled_req_ids.clear()
+
+    def status(self, request_id: str) -> RequestStatus:
+        return self.scheduler.requests[request_id].status
+
+    def settle(self) -> None:
+        """The transfer thread has done everything that it could do when this was called."""
+        turn, done = self.thread.turn, list[float]()
+
+        def counted() -> float:
+            done.append(turn())
+            return done[-1]
+
+        self.thread.turn = counted
+        until(lambda: len(done) > 2)
+        del self.thread.turn
+
+    def die(self) -> None:
+        """The process ends: whoever listened does not, and nobody finds its agent."""
+        self.shutdown()
+        transport = self.thread._side.transport
+        transport._agent = self.worker.nixl_wrapper = None
+        gc.collect()
+
+    def dropped(self, reason: str) -> int:
+        return int(self.thread.dropped[reason])
+
+
+@dataclasses.dataclass
+class Gate:
+    """Holds something back while it is closed. ``kept``: what was."""
+
+    closed: bool = True
+    kept: list[Any] = dataclasses.field(default_factory=list)
+
+
+def notifications_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """What is said to the node is not heard."""
+    gate, real = Gate(), node.agent.get_new_notifs
+
+    def get_new_notifs() -> Any:
+        if not gate.closed:
+            return gate.kept.pop(0) if gate.kept else real()
+        gate.kept += [found] if (found := real()) else []
+        return {}
+
+    monkeypatch.setattr(node.agent, "get_new_notifs", get_new_notifs)
+    return gate
+
+
+def transfers_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """The node's READs and WRITEs are under way, and move nothing."""
+    gate, transfer, check = Gate(), node.agent.transfer, node.agent.check_xfer_state
+
+    def hold(handle: Any) -> str:
+        if not gate.closed:
+            return str(transfer(handle))
+        gate.kept.append(handle)
+        return "PROC"
+
+    def look(handle: Any) -> str:
+        if not gate.closed:
+            while gate.kept:
+                transfer(gate.kept.pop(0))
+        return "PROC" if gate.closed else str(check(handle))
+
+    monkeypatch.setattr(node.agent, "transfer", hold)
+    monkeypatch.setattr(node.agent, "check_xfer_state", look)
+    return gate
+
+
+@pytest.fixture(params=["pull", "push"])
+def direction(request: pytest.FixtureRequest) -> str:
+    """Who moves the bytes; a module that is about one of them says so in a fixture of this name."""
+    return str(request.param)
+
+
+@pytest.fixture
+def node(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
+    """Makes a node, all its pages filled with the given byte."""
+    with nodes(Node, tmp_path, log) as make:
+        yield lambda filling, geometry=RESERVED, transfer_mode=direction, **options: make(
+            filling, geometry, transfer_mode=transfer_mode, **options
+        )
+
+
+@pytest.fixture
+def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
+    return node(PREFILL_FILLING), node(DECODE_FILLING)
+
+
+def mover(direction: str, prefill: Node, decode: Node) -> Node:
+    """Who posts the transfers."""
+    return prefill if direction == "push" else decode
+
+
+def asked(decode: Node, params: dict[str, Any], request_id: str = DECODE_ID, **options: Any) -> list[int]:
+    """A request comes to decode and is given blocks; returns them."""
+    decode.add(request_id, params, **options)
+    decode.step()
+    assert decode.waits(request_id)
+    return decode.blocks(request_id)
+
+
+def registered(decode: Node, prefill: Node, request_id: str = DECODE_ID, **options: Any) -> list[int]:
+    """Push: a request that prefill has not begun comes to decode and is registered; returns its blocks."""
+    blocks = asked(decode, {**prefill.address(), **NAME}, request_id, **options)
+    until(lambda: prefill.serving._writings)
+    return blocks
+
+
+def until_both(prefill: Node, decode: Node, found: Callable[[], Any]) -> None:
+    until(lambda: prefill.step() and decode.step() and found())
+
+
+def all_free(node: Node) -> bool:
+    """Every block is in the free pool, once, and nobody counts it as used."""
+    pool = node.scheduler.kv_cache_manager.block_pool
+    found = sorted(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
+    used = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
+    return found == list(range(1, len(pool.blocks))) and not used
+
+
+def rest(*both: Node) -> None:
+    """They step for as long as their engines would; then nothing is owed and all blocks are free."""
+    until(
+        lambda: [node.step() for node in both] and not any(node.owes or node.scheduler.has_requests() for node in both)
+    )
+    assert all(all_free(node) for node in both)
+
+
+def computed_alone(node: Node) -> None:
+    """The engine goes on: a request that is nobody's but its own."""
+    node.add("cmpl-w-0-eeeeeeee", None, first_token=300)
+    node.step_until(lambda: "cmpl-w-0-eeeeeeee" in node.ended)
+    assert node.ended["cmpl-w-0-eeeeeeee"] == "length"
+
+
+def prefilled(
+    prefill: Node, request_id: str, first_token: int = 0, num_tokens: int = PROMPT, max_tokens: int = 1, **params: Any
+) -> dict[str, Any]:
+    """A request that prefill has computed and keeps; returns decode's parameters for it, as a client gets them."""
+    prefill.add(request_id, {**SEND, **params}, max_tokens, first_token, num_tokens=num_tokens)
+    prefill.step_until(lambda: request_id in prefill.transfer_params)
+    # As JSON makes them.
+    return json.loads(json.dumps(prefill.transfer_params[request_id]))
+
+
+@contextmanager
+def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
+    """No lease and no deadline of a case ends what happens meanwhile, however slow the machine is."""
+    fetching, serving, seconds = decode.side_of_engine._fetching, prefill.serving, 600.0
+    terms = dataclasses.replace(fetching._terms, timeout_seconds=seconds)
+    with (
+        mock.patch.object(fetching, "_terms", terms),
+        mock.patch.object(serving, "_unmatched_seconds", seconds),
+        mock.patch.object(serving._leases, "_lease_seconds", seconds),
+    ):
+        yield
+
+
+def served(prefill: Node, decode: Node, number: int = 7) -> None:
+    """Both engines go on: another request is handed over from one to the other."""
+    first_token = 40 * number
+    with without_haste(prefill, decode):
+        params = prefilled(prefill, f"cmpl-w-0-aaaaaaa{number}", first_token)
+        decode.add(f"cmpl-w-0-ddddddd{number}", params, first_token=first_token)
+        decode.step()
+        local = decode.blocks(f"cmpl-w-0-ddddddd{number}")
+        until_both(prefill, decode, lambda: f"cmpl-w-0-ddddddd{number}" in decode.received)
+        assert decode.holds(local, first_token=first_token)
+        rest(prefill, decode)
+
+
+def ends_by_policy(policy: str, decode: Node, *others: Node, num_tokens: int = PROMPT, first_token: int = 0) -> None:
+    """Decode's request fails, or decode computes it itself; then all blocks are free on all sides."""
+
+    def step() -> bool:
+        return all(node.step() for node in (decode, *others))
+
+    if policy == "recompute":
+        until(lambda: step() and decode.status(DECODE_ID) == RequestStatus.RUNNING)
+        assert decode.holds(decode.blocks(DECODE_ID), 0, num_tokens, first_token)
+    until(lambda: step() and DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
+    rest(decode, *others)

@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over between two engines, on the installed vLLM: what holds whoever moves the bytes.
+
+Every byte of a request's KV is known from its tokens and their places, so decode's blocks are compared with what they
+must hold, and every other block with what filled it before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import engine_node
+import handover_node
+import msgspec
+import test_geometry
+from engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
+from handover_node import (
+    ANOTHER_REQUESTS,
+    BLOCK_SIZE,
+    CHUNK,
+    DECODE_FILLING,
+    IDLE_SECONDS,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    Node,
+    asked,
+    computed_alone,
+    ends_by_policy,
+    mover,
+    prefilled,
+    rest,
+    served,
+    transfers_held,
+    until_both,
+)
+from test_geometry import ERAS
+from test_transport import until
+from vllm.v1.request import RequestStatus
+
+from kvcached_nixl.transport import side_channel
+from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.lease import EXTENSION, MOST_BEAT_BYTES
+from kvcached_nixl.wire.messages import PREFIX, Stopped, encode
+from kvcached_nixl.worker.handover import peers
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
+
+LEASE_SECONDS = 1.5
+SHORT_SECONDS = 0.4
+POLICIES = ["fail", "recompute"]
+
+
+def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node]) -> None:
+    """On both sides, once they know each other and nothing is owed."""
+    prefill, decode = pair
+    served(prefill, decode)
+    clocks = [time.pthread_getcpuclockid(node.thread._thread.ident) for node in pair]
+    before = [time.clock_gettime(clock) for clock in clocks]
+    time.sleep(IDLE_SECONDS)
+    used = [time.clock_gettime(clock) - begun for clock, begun in zip(clocks, before, strict=True)]
+    assert max(used) < 0.005 * IDLE_SECONDS, used
+
+
+# ------------------------------------------------------------------------------------------------------- bytes arrive
+
+
+@pytest.mark.parametrize(
+    ("era", "contiguous"), [(era, contiguous) for era in ERAS if era != "mla" for contiguous in (False, True)]
+)
+def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bool, node: Callable[..., Node]) -> None:
+    geometry = dataclasses.replace(RESERVED, era=era, contiguous=contiguous)
+    prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
+    # So that equal tokens are not at equal places.
+    decode.add("cmpl-y-0-dddddddd", None, first_token=200, num_tokens=PROMPT - 8)
+    decode.step()
+    others = decode.blocks("cmpl-y-0-dddddddd")
+    params = prefilled(prefill, PREFILL_ID)
+    blocks = prefill.blocks(PREFILL_ID)
+    local = asked(decode, params)
+    before = decode.content(others)
+    assert not set(local) & {*blocks, *others}
+
+    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+    until(lambda: decode.moved)
+    assert prefill.holds(blocks) and decode.holds(local)
+    assert same(decode.content(local), prefill.content(blocks))
+    assert same(decode.content(others), before)
+    assert decode.are_filled(decode.all_but([*local, *others]), DECODE_FILLING)
+    assert prefill.are_filled(prefill.all_but(blocks), PREFILL_FILLING)
+    decode.step_until(lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == "length"
+    rest(prefill, decode)
+
+
+def test_decode_may_have_blocks_of_other_sizes(node: Callable[..., Node]) -> None:
+    prefill = node(PREFILL_FILLING)
+    decode = node(DECODE_FILLING, dataclasses.replace(RESERVED, block_size=BLOCK_SIZE // 2, num_blocks=21))
+    params = prefilled(prefill, PREFILL_ID, num_tokens=PROMPT - 5)
+    local = asked(decode, params, num_tokens=PROMPT - 5)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert DECODE_ID not in decode.ended and decode.holds(local, end=PROMPT - 5)
+    assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("ratios", [(2, 1), (1, 2), (2, 4), (2, 2)], ids=str)
+def test_kernel_blocks_may_be_smaller_than_blocks(ratios: tuple[int, int], node: Callable[..., Node]) -> None:
+    """Finding A4: equal kernel blocks, and unequal blocks of the scheduler. Each side counts its own."""
+    small = dataclasses.replace(RESERVED, block_size=8, num_blocks=80, reserved_blocks=90)
+    prefill, decode = (
+        node(filling, small, kernel_blocks_per_block=ratio)
+        for filling, ratio in zip((PREFILL_FILLING, DECODE_FILLING), ratios, strict=True)
+    )
+    # Part of it is in decode's prefix cache, and blocks are not at the same places on both sides.
+    decode.add("cmpl-y-0-dddddddd", None, first_token=200, num_tokens=5)
+    decode.add("cmpl-z-0-dddddddd", None, num_tokens=33, max_tokens=1)
+    decode.step_until(lambda: "cmpl-z-0-dddddddd" in decode.ended)
+    params = prefilled(prefill, PREFILL_ID, num_tokens=PROMPT - 3)
+    local = asked(decode, params, num_tokens=PROMPT - 3)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local, end=PROMPT - 3)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == "length"
+    rest(prefill, decode)
+
+
+def test_only_tokens_that_decode_has_not_cached_are_moved(pair: tuple[Node, Node]) -> None:
+    """Two of three blocks are in decode's prefix cache; what stands in them stays."""
+    prefill, decode = pair
+    decode.add("cmpl-y-0-dddddddd", None, num_tokens=2 * BLOCK_SIZE + 1)
+    decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
+    params = prefilled(prefill, PREFILL_ID)
+    decode.fill(decode.all_but([]), ANOTHER_REQUESTS)
+    local = asked(decode, params)
+    assert len(local) == BLOCKS
+    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+    until(lambda: decode.moved)
+    assert decode.holds(local[2:], first_position=2 * BLOCK_SIZE)
+    assert decode.are_filled(decode.all_but(local[2:]), ANOTHER_REQUESTS)
+    decode.step_until(lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+
+
+def test_prefill_lets_go_of_what_decode_has_cached_altogether(pair: tuple[Node, Node]) -> None:
+    """Long before its lease ends: decode says that it needs nothing (vllm#41269)."""
+    prefill, decode = pair
+    decode.add("cmpl-y-0-dddddddd", None, num_tokens=PROMPT + 1)
+    decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
+    params = prefilled(prefill, PREFILL_ID)
+    assert prefill.free_blocks == USABLE - BLOCKS
+    decode.add(DECODE_ID, params, num_tokens=PROMPT + 4)
+    decode.step()
+    assert decode.status(DECODE_ID) == RequestStatus.RUNNING
+    assert decode.holds(decode.blocks(DECODE_ID), end=PROMPT + 4)
+    until_both(prefill, decode, lambda: PREFILL_ID in prefill.sent)
+    rest(prefill, decode)
+
+
+def test_a_prompt_that_prefill_computed_in_chunks_arrives(node: Callable[..., Node]) -> None:
+    """Chunks end inside blocks, and prefill starts over once without its prefix cache."""
+    prefill = node(PREFILL_FILLING, tokens_a_step=CHUNK, prefix_caching=False)
+    decode = node(DECODE_FILLING, tokens_a_step=CHUNK)
+    prefill.add(PREFILL_ID, SEND, 1)
+    prefill.step()
+    prefill.preempt(PREFILL_ID)
+    params = None
+    prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
+    params = prefill.transfer_params[PREFILL_ID]
+    local = asked(decode, params)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local)
+    rest(prefill, decode)
+
+
+# -------------------------------------------------------------------------------------------------- requests that end
+
+
+def test_decodes_request_aborted_in_its_queue_frees_prefills_blocks(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    params = prefilled(prefill, PREFILL_ID)
+    assert prefill.free_blocks == USABLE - BLOCKS
+    decode.add(DECODE_ID, params)
+    decode.abort(DECODE_ID)
+    assert decode.scheduler.has_requests()
+    decode.step()
+    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+    rest(prefill, decode)
+
+
+def test_decodes_request_aborted_while_bytes_move_keeps_its_blocks_until_they_have(
+    direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule R2. Meanwhile decode's engine sleeps: the client has its answer, and nothing has changed."""
+    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING)
+    one = mover(direction, prefill, decode)
+    gate = transfers_held(one, monkeypatch)
+    asked(decode, prefilled(prefill, PREFILL_ID))
+    until(lambda: len(one.thread._side.posting))
+    decode.abort(DECODE_ID)
+    decode.step()
+    decode.step()
+    assert DECODE_ID not in decode.scheduler.requests
+    for _ in range(3):
+        prefill.settle()
+        prefill.step()
+        decode.settle()
+        decode.step()
+    assert decode.free_blocks == USABLE - BLOCKS and not decode.scheduler.has_requests()
+    assert decode.side_of_engine._fetching.num_quarantined_blocks == BLOCKS
+    gate.closed = False
+    until_both(prefill, decode, lambda: decode.free_blocks == USABLE)
+    assert decode.side_of_engine._fetching.num_quarantined_blocks == 0
+    served(prefill, decode, 8)
+
+
+def fail(*_: Any) -> str:
+    raise RuntimeError("no route")
+
+
+NOT_POSTED = {"transfer": lambda _: "PROC"}
+BROKEN: dict[str, dict[str, Callable[..., str]]] = {
+    "its state raises": {**NOT_POSTED, "check_xfer_state": fail},
+    "its state is an error": {**NOT_POSTED, "check_xfer_state": lambda _: "ERR"},
+    "it is not posted": {"transfer": fail, "check_xfer_state": fail},
+    "it is not made": {"initialize_xfer": fail},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("broken", list(BROKEN))
+def test_a_transfer_that_fails_ends_the_hand_over_by_policy_and_blocks_come_free(
+    broken: str, policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill's at the end of their lease, if decode reads: it may try again. Later requests are served."""
+    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
+    served(prefill, decode)
+    with monkeypatch.context() as patching:
+        for method, replacement in BROKEN[broken].items():
+            patching.setattr(mover(direction, prefill, decode).agent, method, replacement)
+        params = prefilled(prefill, PREFILL_ID)
+        local = asked(decode, params)
+        before = decode.content(local)
+        until(lambda: prefill.step() and decode.receiving._reported or decode.thread._reported._outcome.failed)
+        assert same(decode.content(local), before)
+        ends_by_policy(policy, decode, prefill)
+    assert PREFILL_ID in prefill.sent and " was not received: " in decode.log.text
+    served(prefill, decode, 8)
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_a_connection_that_nixl_has_let_go_of_is_made_anew(
+    side: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines live: at most one request fails, well before its deadline, and the next ones are served."""
+    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING)
+    served(prefill, decode)
+    one = prefill if side == "prefill" else decode
+    met: list[bytes] = []
+    add = one.agent.add_remote_agent
+    monkeypatch.setattr(one.agent, "add_remote_agent", lambda metadata: met.append(metadata) or add(metadata))
+    ((peer, _),) = one.thread._side.peers._addresses.items() or [("", None)]
+    one.agent.remove_remote_agent(peer)
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+    served(prefill, decode, 8)
+    if side == "decode":
+        assert len(met) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- leases
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("known", [False, True], ids=["strangers", "peers"])
+def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
+    policy: str, known: bool, node: Callable[..., Node]
+) -> None:
+    """Of its blocks, which hold another request's KV by now."""
+    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
+    if known:
+        served(prefill, decode)
+    params = prefilled(prefill, PREFILL_ID)
+    blocks = prefill.blocks(PREFILL_ID)
+    rest(prefill)
+    assert PREFILL_ID in prefill.sent
+    assert prefill.worker.xfer_stats.data["num_kv_expired_reqs"] == [1]
+    prefill.fill(blocks, ANOTHER_REQUESTS)
+    decode.add(DECODE_ID, params)
+    ends_by_policy(policy, decode, prefill)
+    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.LEASE]
+    served(prefill, decode, 8)
+
+
+def test_an_engine_steps_exactly_while_something_has_changed(node: Callable[..., Node]) -> None:
+    """An idle prefill gets its blocks back when the lease ends, without another request, and sleeps until then."""
+    prefill = node(PREFILL_FILLING, kv_lease_duration=1)
+    assert not prefill.scheduler.has_requests()
+    prefilled(prefill, PREFILL_ID)
+    prefill.settle()
+    # It has to be told that the request has ended.
+    assert prefill.wakes
+    prefill.step()
+    for _ in range(3):
+        assert not prefill.wakes and prefill.free_blocks == USABLE - BLOCKS
+        prefill.settle()
+    until(lambda: prefill.wakes)
+    prefill.step()
+    assert PREFILL_ID in prefill.sent and prefill.free_blocks == USABLE
+    assert not prefill.scheduler.has_requests()
+
+
+def lease(prefill: Node, request_id: str = PREFILL_ID) -> float:
+    """When it ends."""
+    prefill.step_until(lambda: request_id in prefill.serving._leases)
+    return float(prefill.serving._leases[request_id])
+
+
+def test_a_request_that_waits_for_room_keeps_its_lease_and_others_end(node: Callable[..., Node]) -> None:
+    """It has no blocks on decode yet. The renewed lease is older than the one that ends: it shelters nothing."""
+    prefill = node(PREFILL_FILLING, kv_lease_duration=LEASE_SECONDS)
+    decode = node(DECODE_FILLING, kv_lease_duration=LEASE_SECONDS)
+    pool = decode.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(USABLE - 1)
+    params = prefilled(prefill, PREFILL_ID)
+    prefilled(prefill, "cmpl-z-0-aaaaaaaa", 300)
+    blocks = prefill.blocks(PREFILL_ID)
+    decode.add(DECODE_ID, params)
+    until_both(prefill, decode, lambda: "cmpl-z-0-aaaaaaaa" in prefill.sent)
+    begun = lease(prefill)
+    until_both(prefill, decode, lambda: lease(prefill) > begun + 2 * EXTENSION)
+    assert decode.status(DECODE_ID) == RequestStatus.WAITING and prefill.holds(blocks)
+    assert PREFILL_ID not in prefill.sent
+    pool.free_blocks(taken)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(decode.blocks(DECODE_ID))
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("whose", ["decode", "prefill"])
+def test_a_lease_outlives_a_long_step(whose: str, node: Callable[..., Node]) -> None:
+    """Beats come and are read while the engine's thread is busy, on either side."""
+    prefill, decode = (node(filling, kv_lease_duration=LEASE_SECONDS) for filling in (PREFILL_FILLING, DECODE_FILLING))
+    served(prefill, decode)
+    pool = decode.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(USABLE - 1)
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
+    begun = lease(prefill)
+    until_both(prefill, decode, lambda: lease(prefill) > begun)
+    other, over = (prefill if whose == "decode" else decode), time.monotonic() + 1.3 * LEASE_SECONDS
+    until(lambda: other.step() and time.monotonic() > over)
+    prefill.step()
+    assert PREFILL_ID not in prefill.sent and prefill.holds(prefill.blocks(PREFILL_ID))
+    pool.free_blocks(taken)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(decode.blocks(DECODE_ID))
+    rest(prefill, decode)
+
+
+def test_no_heartbeat_is_larger_than_is_said(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests wait: vLLM's own worker names them all in one."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, kv_lease_duration=LEASE_SECONDS)
+    served(prefill, decode)
+    params = prefilled(prefill, PREFILL_ID)
+    sent: list[bytes] = []
+    monkeypatch.setattr(decode.agent, "send_notif", lambda agent, notif_msg: sent.append(notif_msg))
+    decode.scheduler.kv_cache_manager.block_pool.get_new_blocks(USABLE)
+    for number in range(300):
+        theirs = {**params["kvcached_nixl"], "request_id": f"cmpl-{number:08}-0-aaaaaaaa"}
+        decode.add(f"cmpl-{number:08}-0-dddddddd", {**params, "kvcached_nixl": theirs})
+    decode.step_until(lambda: b"".join(sent).count(b"aaaaaaaa") >= 300)
+    beats = [one for one in sent if one.startswith(b"HB:")]
+    assert len(beats) > 1 and max(map(len, beats)) <= MOST_BEAT_BYTES
+
+
+# -------------------------------------------------------------------------------------------------------- the two meet
+
+
+def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has named it for a while; neither side keeps anything of it (finding C5)."""
+    prefill, decode = pair
+    monkeypatch.setattr(peers, "FORGOTTEN_SECONDS", 0.3)
+    served(prefill, decode)
+    until(lambda: not len(prefill.thread._side.peers) and not len(decode.thread._side.peers))
+    for one in pair:
+        assert not one.thread._side.peers._addresses and not one.thread._side.peers._places
+    served(prefill, decode, 8)
+
+
+def test_an_engine_that_is_asked_while_it_stands_still_is_asked_again(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens, and answers nobody for a while; on vLLM 0.28 the first pull of a pair failed so."""
+    prefill, decode = pair
+    monkeypatch.setattr(side_channel, "_REPLY_SECONDS", 0.3)
+    take, asked_for = side_channel.Listener._take, list[Any]()
+
+    def take_late(listener: Any, frames: list[bytes]) -> None:
+        asked_for.append(frames)
+        if len(asked_for) > 2:
+            take(listener, frames)
+
+    monkeypatch.setattr(side_channel.Listener, "_take", take_late)
+    served(prefill, decode)
+    assert len(asked_for) > 2 and "it is asked again" in decode.log.text
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("known", [False, True], ids=["strangers", "peers"])
+def test_parameters_from_before_prefills_restart_give_no_bytes(
+    known: bool, policy: str, node: Callable[..., Node]
+) -> None:
+    """It has the same engine id, the same address and, in the same blocks, another request."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy, handover_timeout=10)
+    if known:
+        served(prefill, decode)
+    params = prefilled(prefill, PREFILL_ID)
+    prefill.die()
+    again = node(ANOTHER_REQUESTS, replaces=prefill, kv_lease_duration=SHORT_SECONDS)
+    assert again.engine.engine_id == params["remote_engine_id"]
+    prefilled(again, PREFILL_ID, 200)
+    decode.add(DECODE_ID, params)
+    ends_by_policy(policy, decode, again)
+    (cause,) = decode.worker.xfer_stats.data["kvcached_nixl_failures"]
+    assert cause in (Cause.START, Cause.LOST) if known else cause == Cause.START
+    served(again, decode, 8)
+
+
+def test_an_engine_of_another_arrangement_is_refused_in_words(node: Callable[..., Node]) -> None:
+    prefill = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS)
+    decode = node(DECODE_FILLING, dataclasses.replace(RESERVED, contiguous=True))
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
+    ends_by_policy("fail", decode, prefill)
+    assert prefill.tag in decode.log.text and decode.tag in decode.log.text
+    assert "KVCACHED_CONTIGUOUS_LAYOUT" in decode.log.text
+    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.REFUSED]
+    computed_alone(prefill)
+    computed_alone(decode)
+
+
+def test_engines_of_which_only_one_pushes_refuse_each_other(direction: str, node: Callable[..., Node]) -> None:
+    """In words, with what either offers; the request ends by policy, and both engines go on."""
+    other = "pull" if direction == "push" else "push"
+    prefill = node(PREFILL_FILLING, transfer_mode=direction, kv_lease_duration=SHORT_SECONDS)
+    decode = node(DECODE_FILLING, transfer_mode=other)
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
+    ends_by_policy("fail", decode, prefill)
+    said = [decode.log.handler.format(record) for record in decode.log.records]
+    assert any(prefill.tag in message and decode.tag in message for message in said)
+    assert {" push [" in prefill.tag, " push [" in decode.tag} == {True, False}
+    assert decode.are_filled(decode.all_but([]), DECODE_FILLING)
+    computed_alone(prefill)
+    computed_alone(decode)
+
+
+def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
+    direction: str, pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Malformed, foreign, and of a hand-over that nobody knows, on both sides (findings B6, B8)."""
+    prefill, decode = pair
+    served(prefill, decode)
+    to_prefill, to_decode = prefill.agent.name, decode.agent.name
+    prefill.agent.add_remote_agent(decode.agent.get_agent_metadata())
+    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
+    params = prefilled(prefill, PREFILL_ID)
+    local = asked(decode, params)
+    until(lambda: len(mover(direction, prefill, decode).thread._side.posting))
+
+    def counted(one: Node, say: Any, to: str, notification: bytes, reason: str) -> None:
+        before, all_before = one.dropped(reason), one.thread.dropped.total()
+        say(to, notif_msg=notification)
+        until(lambda: one.dropped(reason) == before + 1)
+        assert one.thread.dropped.total() == all_before + 1
+
+    bomb = PREFIX + b"\x91" * 2000 + b"\xc0"
+    stock = [b"", b"\xff", b"no number", b"cmpl-1:", b":1", f"{PREFILL_ID}:3".encode(), b"HB:\xff", b"PUSH_REG:\x80"]
+    unknown_field = PREFIX + msgspec.msgpack.encode({"say": "decline", "transfer": "t1", "and": 1})
+    by_decode, by_prefill = decode.agent.send_notif, prefill.agent.send_notif
+    for notification in (PREFIX, PREFIX + b"\xff\x00", unknown_field, bomb, *stock):
+        counted(prefill, by_decode, to_prefill, notification, "malformed")
+        counted(decode, by_prefill, to_decode, notification, "malformed")
+    counted(decode, by_prefill, to_decode, encode(Stopped(7, 0, 0, "")), "unknown attempt")
+    (attempt,) = decode.receiving._attempts
+    counted(decode, by_prefill, to_decode, encode(Stopped(attempt, 1, 0, "")), "not a contributor")
+    by_decode(to_prefill, notif_msg=b"HB:cmpl-unknown,")
+    gate.closed = False
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local)
+    rest(prefill, decode)
+    served(prefill, decode, 8)
+
+
+def test_an_engine_that_nobody_holds_is_gone_without_a_collection(pair: tuple[Node, Node]) -> None:
+    """In a cycle, its agent may be gone before the worker has released its handles, which aborts the process."""
+    prefill, decode = pair
+    served(prefill, decode)
+    for worker in (prefill.worker, decode.worker):
+        cyclic = [one for one in gc.get_referrers(worker) if type(one).__module__.startswith("kvcached_nixl")]
+        assert cyclic == []

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill has another connector beside NixlConnector, which may take back what it has loaded. On the installed vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import engine_node
+import handover_node
+import test_geometry
+from engine_node import DECODE_ID, PREFILL_ID, nodes
+from handover_node import (
+    BLOCK_SIZE,
+    DECODE_FILLING,
+    NAME,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    Node,
+    asked,
+    registered,
+    rest,
+    until_both,
+)
+from shelf_connector import Shelf
+
+from kvcached_nixl.compat.attached import side_of
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+direction, node = handover_node.direction, handover_node.node
+
+
+class SharedNode(Node):
+    """Its connectors are NixlConnector and a shelf."""
+
+    connector = "MultiConnector"
+
+    @property
+    def worker(self) -> Any:
+        return self.engine.worker._connectors[0].connector_worker
+
+    @property
+    def connector_scheduler(self) -> Any:
+        return self.engine.scheduler._connectors[0].connector_scheduler
+
+    @property
+    def side(self) -> Any:
+        return side_of(self.engine.worker._connectors[0])
+
+    @property
+    def side_of_engine(self) -> Any:
+        return side_of(self.engine.scheduler._connectors[0])
+
+
+@pytest.fixture
+def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., SharedNode]]:
+    def one(filling: int, **options: Any) -> SharedNode:
+        nixl = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": direction},
+        }
+        shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "shelf_connector", "kv_role": "kv_both"}
+        return make(filling, RESERVED, policy="recompute", connectors=[nixl, shelf], **options)
+
+    Shelf.promises.clear()
+    Shelf.broken.clear()
+    with nodes(SharedNode, tmp_path, log) as make:
+        yield one
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_tokens_that_another_connector_has_taken_back_are_handed_over_as_they_were_computed_in_the_end(
+    broken: int, direction: str, shared: Callable[..., SharedNode], node: Callable[..., Node]
+) -> None:
+    """Finding A8: two blocks are promised, one of them is not there, and vLLM computes from it on anew."""
+    prefill, decode = shared(PREFILL_FILLING, tokens_a_step=BLOCK_SIZE), node(DECODE_FILLING)
+    local = registered(decode, prefill) if direction == "push" else []
+    Shelf.promises[PREFILL_ID] = 2 * BLOCK_SIZE
+    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
+    compute = prefill.compute
+
+    def compute_and_break(output: Any) -> None:
+        # What the shelf has loaded rightly.
+        request = prefill.scheduler.requests[PREFILL_ID]
+        blocks = prefill.blocks(PREFILL_ID)
+        for block, (cells, expected) in enumerate(
+            prefill.cells(list(request.all_token_ids[: 2 * BLOCK_SIZE]), blocks, 0)
+        ):
+            if block // RESERVED.num_pools < broken:
+                cells.copy_(expected)
+        Shelf.broken.update(blocks[broken:2])
+        prefill.compute = compute  # type: ignore[method-assign]
+        compute(output)
+
+    prefill.compute = compute_and_break  # type: ignore[method-assign]
+    prefill.step()
+    assert prefill.tokens(PREFILL_ID) == broken * BLOCK_SIZE
+    prefill.settle()
+    assert not local or decode.are_filled(local, DECODE_FILLING)
+    prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
+    if direction == "pull":
+        local = asked(decode, prefill.transfer_params[PREFILL_ID])
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == "length"
+    rest(prefill, decode)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on one network and one clock, with a watch on every byte that crosses it.
+
+Nothing runs by itself: the test steps engines, turns transfer threads, answers handshakes and delivers messages.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from flow_engine import Engine, Kind, Request, Status, Worker
+from flow_memory import Shape
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.base import Ranges, State
+from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
+from kvcached_nixl.wire.messages import Written, decode
+from kvcached_nixl.wire.params import RemotePrefill
+
+LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
+FORGOTTEN_SECONDS = 700.0
+"""Longer than anything of a peer that has vanished is kept."""
+
+
+class Agent(MemoryTransport):
+    """One whose failed WRITEs have not ended: what is left of them may arrive until their peer is removed."""
+
+    network: Wire
+
+    def remove_peer(self, peer: str) -> None:
+        super().remove_peer(peer)
+        self.network.rests = [one for one in self.network.rests if (one.sender, one.receiver) != (self.name, peer)]
+
+
+@dataclass
+class Wire(Network):
+    """See `Network`; it asks the cluster whether bytes may go where they go.
+
+    Attributes:
+        rests: what is left of transfers that have failed.
+        said: what was handed over lately, to be handed over again.
+        meant: of each transfer the requests that own the blocks it writes, and those that own the blocks it reads.
+    """
+
+    cluster: Cluster | None = None
+    rests: list[Posted] = field(default_factory=list)
+    said: collections.deque[Posted] = field(default_factory=lambda: collections.deque(maxlen=64))
+    meant: dict[Posted, tuple[set[Request], set[Request]]] = field(default_factory=dict)
+
+    def agent(self, name: str) -> Agent:
+        assert name not in self.agents
+        found = self.agents[name] = Agent(self, name)
+        return found
+
+    def kill(self, name: str) -> None:
+        super().kill(name)
+        self.rests = [one for one in self.rests if name not in (one.sender, one.receiver)]
+
+    def post(self, posted: Posted) -> None:
+        if posted.is_transfer:
+            assert self.cluster is not None
+            self.meant[posted] = self.cluster.meant_by(posted)
+        super().post(posted)
+
+    def fail(self, posted: Posted, moved: float = 0.0, rest: bool = False) -> None:
+        """``rest``: what was not moved is on its way all the same."""
+        if rest and posted.local is not None and posted.remote is not None:
+            count = int(len(posted.local) * moved)
+            late = Posted(
+                posted.sender, posted.receiver, b"", posted.operation, posted.local[count:], posted.remote[count:]
+            )
+            self.meant[late] = self.meant[posted]
+            self.rests.append(late)
+        super().fail(posted, moved)
+
+    def land(self, rest: Posted) -> None:
+        """What was left of a failed transfer arrives."""
+        self.rests.remove(rest)
+        self.pending[rest] = None
+        self._end(rest, State.DONE, 1.0)
+
+    def notify(self, posted: Posted) -> None:
+        super().notify(posted)
+        if posted.notification:
+            self.said.append(posted)
+
+    def _end(self, posted: Posted, state: State, share: float) -> None:
+        assert self.cluster is not None
+        if posted.local is not None and posted.receiver in self.agents:
+            self.cluster.watch(posted, int(len(posted.local) * share))
+        super()._end(posted, state, share)
+
+
+CONTAINERS = (dict, list, set, collections.deque, Deadlines)
+
+
+@dataclass(eq=False)
+class Question:
+    """A handshake that nobody has answered yet."""
+
+    asker: Engine
+    host: str
+    port: int
+    tp_rank: int
+    future: Future[tuple[str, bytes]] = field(default_factory=Future)
+
+
+class Cluster:
+    """See the module.
+
+    Attributes:
+        listening: by (host, port), whose side channel answers there.
+        alive: engines that run; ``frozen`` ones of them stand still and say nothing.
+        questions: handshakes under way.
+    """
+
+    def __init__(self, mode: TransferMode) -> None:
+        self.settings = Settings(mode, LEASE_SECONDS, TIMEOUT_SECONDS)
+        self.clock, self.wire = ManualClock(1000.0), Wire()
+        self.wire.cluster = self
+        self.listening: dict[tuple[str, int], Engine] = {}
+        self.alive: list[Engine] = []
+        self.frozen: set[Engine] = set()
+        self.engines: list[Engine] = []
+        self.questions: list[Question] = []
+        self._numbers = itertools.count(1)
+        self._owners: dict[str, Worker] = {}
+
+    @property
+    def pushes(self) -> bool:
+        return self.settings.transfer_mode is TransferMode.PUSH
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    # ------------------------------------------------------------------------------------------------------- engines
+
+    def engine(self, name: str, kind: Kind | None = None, **shape: Any) -> Engine:
+        """Start an engine; one of a name that was there before has its address."""
+        kind = Kind(shape=Shape(**shape)) if kind is None else kind
+        number = sum(engine.own.engine_id == name for engine in self.engines)
+        own = RemotePrefill(name, f"host-{name}", 5600, kind.shape.tp_size)
+        engine = Engine(self, own, kind, number)
+        self.engines.append(engine)
+        self.alive.append(engine)
+        self.listening[own.host, own.port] = engine
+        for worker in engine.workers:
+            self._owners[worker.agent_name] = worker
+        return engine
+
+    def restart(self, engine: Engine) -> Engine:
+        """Under the same id, at the same address."""
+        self.kill(engine)
+        return self.engine(engine.own.engine_id, engine.kind)
+
+    def stop_listening(self, engine: Engine) -> None:
+        """The engine's process ends; its workers have not noticed yet."""
+        if self.listening.get((engine.own.host, engine.own.port)) is engine:
+            del self.listening[engine.own.host, engine.own.port]
+        if engine in self.alive:
+            self.alive.remove(engine)
+        self.frozen.discard(engine)
+
+    def kill(self, engine: Engine) -> None:
+        self.stop_listening(engine)
+        for worker in engine.workers:
+            self.wire.vanished.discard(worker.agent_name)
+            if worker.agent_name in self.wire.agents:
+                self.wire.kill(worker.agent_name)
+
+    def vanish(self, engine: Engine) -> None:
+        """The host is gone without a word."""
+        self.frozen.add(engine)
+        for worker in engine.workers:
+            self.wire.vanish(worker.agent_name)
+
+    def come_back(self, engine: Engine) -> None:
+        self.frozen.discard(engine)
+        for worker in engine.workers:
+            self.wire.vanished.discard(worker.agent_name)
+
+    @property
+    def running(self) -> list[Engine]:
+        return [engine for engine in self.alive if engine not in self.frozen]
+
+    # ---------------------------------------------------------------------------------------------------- handshakes
+
+    def ask(self, asker: Engine, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        self.questions.append(Question(asker, host, port, tp_rank))
+        return self.questions[-1].future
+
+    def answer(self, question: Question, *, late: bool = False) -> None:
+        self.questions.remove(question)
+        engine = self.listening.get((question.host, question.port))
+        if late or (engine is not None and engine in self.frozen):
+            question.future.set_exception(TimeoutError("no answer"))
+        elif engine is None:
+            question.future.set_exception(ConnectionRefusedError("nobody listens"))
+        elif question.tp_rank not in engine.answers:
+            question.future.set_exception(TimeoutError("no such rank"))
+        else:
+            question.future.set_result(engine.answers[question.tp_rank])
+
+    # ----------------------------------------------------------------------------------------------------- the watch
+
+    def meant_by(self, posted: Posted) -> tuple[set[Request], set[Request]]:
+        """Whose blocks a transfer that is posted now writes, and whose it reads."""
+        sides = self._sides(posted)
+        if sides is None:
+            return set(), set()
+        (target, into), (source, out_of) = sides
+        if posted.operation == "WRITE":
+            said = decode(posted.notification)
+            assert isinstance(said, Written)
+            targets, sources = {target.engine.attempts[said.attempt]}, self._holders(source, out_of)
+            assert sources, "a WRITE reads blocks that are not one request's"
+        else:
+            # What a READ finds is prefill's business, until the word says that it was right.
+            targets, sources = self._holders(target, into), set()
+        self._allow(target, into, targets)
+        return targets, sources
+
+    def watch(self, posted: Posted, count: int) -> None:
+        """Bytes are about to be moved."""
+        sides = self._sides(posted)
+        if not count or sides is None:
+            return
+        (target, into), (source, out_of) = sides
+        targets, sources = self.wire.meant[posted]
+        self._allow(target, into[:count], targets)
+        if sources:
+            assert sources & self._holders(source, out_of[:count]), "a WRITE reads blocks that were given away"
+
+    def _sides(self, posted: Posted) -> tuple[tuple[Worker, Ranges], tuple[Worker, Ranges]] | None:
+        """Where bytes go and where from; None if they are not KV."""
+        assert posted.local is not None and posted.remote is not None
+        here, there = self._owners[posted.sender], self._owners[posted.receiver]
+        if not here.memory.begin <= int(posted.local[0, 0]) < here.memory.end:
+            return None
+        local, remote = (here, posted.local), (there, posted.remote)
+        return (remote, local) if posted.operation == "WRITE" else (local, remote)
+
+    def _holders(self, worker: Worker, ranges: Ranges) -> set[Request]:
+        """Requests that have all of the blocks."""
+        holders = worker.engine.pool.holders
+        return set.intersection(*(set(holders[block]) for block in worker.memory.blocks_at(ranges)))
+
+    def _allow(self, worker: Worker, ranges: Ranges, requests: set[Request]) -> None:
+        """The blocks are those of a request that waits for them, or are held for what may arrive."""
+        pool = worker.engine.pool
+        for block in worker.memory.blocks_at(ranges):
+            assert pool.holders[block], "bytes go into a block that is free"
+            assert set(pool.holders[block]) <= requests, "bytes go into a block of somebody else"
+            assert block not in pool.sum_of, "bytes go into a block that others may hit"
+            for request in pool.holders[block]:
+                is_held = block not in pool.tables.get(request.request_id, [])
+                assert is_held or request.status is Status.REMOTE, "bytes go into a block that is computed on"
+
+    # ------------------------------------------------------------------------------------------------- letting it run
+
+    def turn(self) -> float:
+        """Every transfer thread once; returns for how long nothing else is due."""
+        return min((worker.turn() for engine in self.running for worker in engine.workers), default=1.0)
+
+    def settle(self, rounds: int = 300) -> None:
+        """Deliver, answer, turn and step until nothing changes; no time passes."""
+        quiet = 0
+        for _ in range(rounds):
+            self.wire.deliver_all()
+            for question in list(self.questions):
+                self.answer(question)
+            self.turn()
+            for engine in self.running:
+                engine.step()
+            quiet = 0 if self._is_busy() else quiet + 1
+            if quiet == 2:
+                return
+
+    def _is_busy(self) -> bool:
+        on_wire = any(not self.wire.vanished & {one.sender, one.receiver} for one in self.wire.pending)
+        engines = any(
+            engine.is_moving or any(worker.agent.inbox or worker.side.thread._inbox for worker in engine.workers)
+            for engine in self.running
+        )
+        return on_wire or engines or bool(self.questions)
+
+    def pass_time(self, seconds: float, slice_seconds: float = 2.5) -> None:
+        """As much as that, with everything that can happen meanwhile."""
+        until = self.clock.now_seconds() + seconds
+        self.settle()
+        while (left := until - self.clock.now_seconds()) > 0:
+            self.clock.advance(min(left, slice_seconds))
+            self.settle()
+
+    def left(self) -> Iterator[str]:
+        """What is left on engines that run; nothing should be once all requests have ended and time has passed."""
+        for engine in self.running:
+            yield from (f"{engine.own.engine_id}: {found}" for found in left_on(engine))
+
+
+def left_on(engine: Engine) -> Iterator[str]:
+    """Everything an engine still holds."""
+    pool, handover = engine.pool, engine.handover
+    yield from _left("engine", engine, "answers", "attempts", "workers", "failures", "_reported")
+    yield from (f"engine: {counts}" for counts in engine._reported if counts)
+    if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
+        yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"
+    yield from _left("hand-over", handover)
+    yield from _left("holds", handover._holds)
+    yield from _left("fetching", handover._fetching)
+    yield from _left("offering", handover._offering)
+    if (
+        handover.pending
+        or handover._holds.num_blocks
+        or handover._fetching.num_quarantined_blocks
+        or engine.quarantined
+    ):
+        yield f"pending {handover.pending}, quarantine {handover._fetching.num_quarantined_blocks} {engine.quarantined}"
+    for worker in engine.workers:
+        yield from _left_on_worker(worker)
+
+
+def _left_on_worker(worker: Worker) -> Iterator[str]:
+    thread = worker.side.thread
+    side, serving = thread._side, thread._serving
+    yield from _left("thread", thread)
+    yield from _left("receiving", thread._receiving)
+    yield from _left("serving", serving)
+    yield from _left("renewals", thread._renewals)
+    yield from _left("side", side)
+    yield from _left("posting", side.posting)
+    yield from _left("reported", thread._reported._outcome)
+    if serving._writer.num_final or side.posting._all_bytes:
+        yield f"posting counts {serving._writer.num_final} {side.posting._all_bytes}"
+    if len(side.landings._free) != worker.engine.kind.landings:
+        yield "a landing"
+    if len(worker.side.words) or worker.words.any():
+        yield "a word"
+    if worker.agent.unreleased():
+        yield f"{len(worker.agent.unreleased())} transfers that were not released"
+    for link in side.peers._links.values():
+        if link.waiting or link.is_asked:
+            yield f"who waits for {link.address}"
+    if side.peers._ended or worker.agent.inbox:
+        yield "news that nobody has heard"
+
+
+def _left(what: str, thing: object, *but: str) -> Iterator[str]:
+    """Containers of an object that are not empty."""
+    for name, value in vars(thing).items():
+        # What was dropped is counted, and what is over is remembered up to a limit.
+        if not isinstance(value, CONTAINERS) or name in but or name in ("dropped", "counts"):
+            continue
+        if value:
+            yield f"{what}.{name}: {value!r:.300}"

@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model of a vLLM engine around real halves of the hand-over, with devices that lag behind.
+
+Modelled on ``v1/core/sched/scheduler.py`` and ``async_scheduler.py`` (0.19.1 and 0.28): chunked prefill, prefix hits,
+preemption, steps that are scheduled before the output of earlier ones is known, and a KV connector's words in between.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
+
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.fetching import Terms
+from kvcached_nixl.scheduler.handover import HandOver, Reports
+from kvcached_nixl.scheduler.listening import answers_of
+from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.handshake import RankHandshake, Tag
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import FAILING, Step
+from kvcached_nixl.worker.handover.commands import IsReached
+from kvcached_nixl.worker.handover.engine_side import EngineSide
+from kvcached_nixl.worker.handover.local import Place
+from kvcached_nixl.worker.handover.posting import Budget
+from kvcached_nixl.worker.handover.start import assemble
+from kvcached_nixl.worker.handover.verification import BUCKETS, WORDS_PER_BUCKET, Words
+
+if TYPE_CHECKING:
+    from flow_cluster import Cluster
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    REMOTE = "waiting for remote KVs"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    STOPPED = "stopped"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self in (Status.STOPPED, Status.ABORTED, Status.ERROR)
+
+
+@dataclass(eq=False, repr=False)
+class Request:
+    """One request; what a client hears of it is in ``status`` and ``answer``.
+
+    Attributes:
+        max_tokens: tokens that it may generate.
+        stops_at: it generates its end as the token of this number; no scheduler knows that before.
+        num_external: tokens that were taken from prefill.
+        epoch: counts the times at which it lost its blocks.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: Mapping[str, Any] | None = None
+    max_tokens: int = 1
+    stops_at: int | None = None
+    status: Status = Status.WAITING
+    answer: dict[str, Any] | None = None
+    num_tokens: int = 0
+    num_computed: int = 0
+    num_external: int = 0
+    placeholders: int = 0
+    epoch: int = 0
+    sequence: Sequence64 = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequence = Sequence64(self.prompt)
+        self.num_tokens = len(self.prompt)
+
+    def __repr__(self) -> str:
+        return f"{self.request_id} ({self.status.value}, {self.num_tokens} tokens)"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_tokens - len(self.prompt)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_outputs >= min(self.max_tokens, self.stops_at or self.max_tokens)
+
+    def sums(self, end: int) -> Cells:
+        return self.sequence.sums(end)
+
+    def digest(self, num_tokens: int) -> str:
+        return digest_of(self.prompt, num_tokens)
+
+
+class Names(set[str]):
+    """In one order, so that a seed is the same schedule in every process."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
+
+
+class Device:
+    """Does what it was given, in order, and not before it is told to."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self.given = self.done = 0
+
+    def give(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+        self.given += 1
+
+    def run(self, until: int | None = None) -> None:
+        while self.done < (self.given if until is None else until):
+            self._queue.popleft()()
+            self.done += 1
+
+    def record(self) -> IsReached:
+        meant = self.given
+        return lambda: self.done >= meant
+
+
+@dataclass(frozen=True)
+class Envelope:
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an engine is, beside its memory.
+
+    Attributes:
+        budget: tokens in a step.
+        posting: what may be in flight.
+        depth: steps that are scheduled before the output of the first of them is looked at.
+        keeps_stale_output: a preempted request takes the token of a step that was under way (vLLM 0.19).
+    """
+
+    shape: Shape = Shape()
+    recomputes: bool = True
+    caches_prefixes: bool = True
+    budget: int = 16
+    depth: int = 2
+    keeps_stale_output: bool = False
+    landings: int = 4
+    are_shared: bool = False
+    newest_first: bool = False
+    posting: Budget = Budget()
+
+
+class Channel:
+    """The side channel of one worker: what it asks is answered by the test."""
+
+    def __init__(self, cluster: Cluster, engine: Engine) -> None:
+        self._cluster, self._engine = cluster, engine
+        self.is_closed = False
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Any:
+        return self._cluster.ask(self._engine, host, port, tp_rank)
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        own = self._engine
+        assert (host, port, key) == (own.own.host, own.own.port, own.handover.wake_key)
+        own.handover.woken()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Worker:
+    """One rank: real transfer thread and engine side, on a device of its own."""
+
+    def __init__(self, engine: Engine, tp_rank: int) -> None:
+        shape, cluster = engine.kind.shape, engine.cluster
+        self.engine, self.tp_rank = engine, tp_rank
+        self.memory, self.device = RankMemory(shape, tp_rank), Device()
+        self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{tp_rank}"
+        self.agent = cluster.wire.agent(self.agent_name)
+        self.words: Words = np.zeros((BUCKETS + engine.kind.landings, WORDS_PER_BUCKET), dtype=np.uint64)
+        planes = (self.memory.planes,)
+        place = Place(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, planes, shape.ratio, shape.is_latent)
+        handshake = RankHandshake(
+            engine_id=place.engine_id,
+            tp_size=shape.tp_size,
+            tp_rank=tp_rank,
+            agent_metadata=self.agent.metadata(),
+            device_id=0,
+            memory=planes,
+            kernel_blocks_per_block=shape.ratio,
+            words_address=int(self.words.ctypes.data),
+        )
+        tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", ((2, 8),)))
+        self.envelope = Envelope(tag, msgspec.msgpack.encode(handshake))
+        self.channel = Channel(cluster, engine)
+        self.side: EngineSide = assemble(
+            self.agent, cluster.clock, place, self.words, engine.settings, tag, self.channel, self.device.record
+        )
+        self.side.thread._side.posting._budget = engine.kind.posting
+
+    def turn(self) -> float:
+        return self.side.thread.turn()
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A request in a step: the tokens from ``begin`` to ``end`` in these blocks."""
+
+    request: Request
+    epoch: int
+    blocks: tuple[int, ...]
+    begin: int
+    end: int
+    samples: bool
+
+
+@dataclass
+class Output:
+    """A step that was given to the workers, with what they have said."""
+
+    scheduled: list[Scheduled]
+    marks: list[int]
+    sent: list[set[str]] = field(default_factory=list)
+    received: list[set[str]] = field(default_factory=list)
+    invalid: set[int] = field(default_factory=set)
+
+    @property
+    def tells(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.scheduled or self.invalid or any(self.sent) or any(self.received))
+
+
+class Engine:
+    """One engine. ``requests`` are those that vLLM has not let go of."""
+
+    def __init__(self, cluster: Cluster, own: RemotePrefill, kind: Kind, incarnation: int) -> None:
+        self.cluster, self.own, self.kind, self.incarnation = cluster, own, kind, incarnation
+        self.settings = cluster.settings
+        shape = kind.shape
+        terms = Terms(
+            block_size=shape.block_size,
+            pushes=self.settings.transfer_mode is TransferMode.PUSH,
+            drops_blocks=False,
+            recomputes=kind.recomputes,
+            lease_seconds=self.settings.kv_lease_duration_seconds,
+            timeout_seconds=self.settings.handover_timeout_seconds,
+        )
+        number = cluster.next_number()
+        self.handover = HandOver(own, f"{number:016x}", f"{number:032x}", terms, cluster.clock)
+        self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
+        self.pool = Pool(
+            shape, [worker.memory for worker in self.workers], kind.caches_prefixes, kind.are_shared, kind.newest_first
+        )
+        envelopes = {worker.tp_rank: worker.envelope for worker in self.workers}
+        self.answers = answers_of(envelopes, self.handover.start)
+        self.requests: dict[str, Request] = {}
+        self.attempts: dict[int, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.skipped: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.outputs: deque[Output] = deque()
+        self.failures: Counter[int] = Counter()
+        self.quarantined = 0
+        self._finished_ids = self._has_scheduled = False
+        self._finished_receiving: set[str] = set()
+        self._failed_receiving: set[str] = set()
+        self._reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+
+    # --------------------------------------------------------------------------------- what the API server asks
+
+    def add(self, request: Request) -> Request:
+        assert request.request_id not in self.requests
+        self.handover.bind(self.pool)
+        self.handover.arrived(request)
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self._finish([request], Status.ABORTED)
+
+    # --------------------------------------------------------------------------------------- the engine's loop
+
+    @property
+    def has_requests(self) -> bool:
+        unfinished = any(not request.status.is_finished for request in self.requests.values())
+        return unfinished or self._finished_ids or self.handover.pending
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a step now would do more than the last one."""
+        is_told = any(output.tells for output in self.outputs) or (self.outputs and not self.has_requests)
+        return bool(is_told) or self.handover.pending or self._has_scheduled or self._finished_ids
+
+    def step(self) -> bool:
+        """Give a step to the workers, if there is one, and take the oldest output. Returns whether there was any."""
+        did = self.dispatch()
+        return self.complete() or did
+
+    def dispatch(self) -> bool:
+        if len(self.outputs) >= self.kind.depth or not self.has_requests:
+            return False
+        scheduled, progress = self._schedule()
+        step = self.handover.take_step(progress)
+        self._finished_ids, self._has_scheduled = False, bool(scheduled)
+        for wanted in step.wanted:
+            self.attempts[wanted.attempt] = self.requests[wanted.request_id]
+        for one in scheduled:
+            one.request.num_computed = one.end
+            one.request.placeholders += one.samples
+        self.outputs.append(self._execute(step, scheduled))
+        return True
+
+    def complete(self) -> bool:
+        """Wait for the devices to have done the oldest step, and take its output."""
+        if not self.outputs:
+            return False
+        output = self.outputs.popleft()
+        for worker, mark in zip(self.workers, output.marks, strict=True):
+            worker.device.run(mark)
+        self._update(output)
+        return True
+
+    # --------------------------------------------------------------------------------------------- a scheduler
+
+    def _schedule(self) -> tuple[list[Scheduled], list[Progress]]:
+        scheduled: list[Scheduled] = []
+        progress: list[Progress] = []
+        left = self.kind.budget
+        preempted = False
+
+        def schedule(request: Request, count: int, blocks: Sequence[int], replaces: bool) -> None:
+            begin, end = request.num_computed, request.num_computed + count
+            samples = end >= request.num_tokens + request.placeholders
+            table = tuple(self.pool.tables[request.request_id])
+            scheduled.append(Scheduled(request, request.epoch, table, begin, end, samples))
+            ids = (list(blocks),) if blocks or replaces else ()
+            progress.append(Progress(request.request_id, ids, replaces, end))
+            self.pool.cache(request, min(end, request.num_tokens))
+
+        index = 0
+        while index < len(self.running) and left:
+            request = self.running[index]
+            index += 1
+            if request.placeholders and (
+                request.num_computed + 2 - request.placeholders >= request.num_prompt_tokens + request.max_tokens
+            ):
+                continue
+            count = min(request.num_tokens + request.placeholders - request.num_computed, left)
+            if not count:
+                continue
+            while (new := self.pool.allocate(request, (), request.num_computed + count)) is None:
+                preempted, victim = True, self.running.pop()
+                self.preempt(victim)
+                if victim is request:
+                    break
+            if new is None:
+                break
+            schedule(request, count, new, False)
+            left -= count
+        if not preempted:
+            self._admit(left, schedule)
+        return scheduled, progress
+
+    def _admit(self, left: int, schedule: Callable[[Request, int, Sequence[int], bool], None]) -> None:
+        skipped: deque[Request] = deque()
+        while (queue := self.skipped or self.waiting) and left:
+            request = queue[0]
+            if request.status is Status.REMOTE and not self._promote(request):
+                skipped.appendleft(queue.popleft())
+                continue
+            hits: list[int] = []
+            num_external, is_async = 0, False
+            num_computed = request.num_computed
+            if not num_computed:
+                hits = self.pool.hits(request)
+                num_local = len(hits) * self.kind.shape.block_size
+                num_external, is_async = self.handover.matched(request, num_local)
+                num_computed = num_local + num_external
+                assert num_computed <= request.num_tokens
+            count = 0 if is_async else min(request.num_tokens - num_computed, left)
+            # As with vLLM's scheduler_reserve_full_isl: nobody begins who cannot end, and is preempted for ever.
+            if not self.pool.fits(request, hits, request.num_tokens):
+                break
+            self.pool.allocate(request, hits, num_computed + count)
+            self.handover.allocated(request, (self.pool.tables[request.request_id],), num_external)
+            queue.popleft()
+            request.num_computed = num_computed
+            if is_async:
+                assert num_external > 0
+                request.status, request.num_external = Status.REMOTE, num_external
+                skipped.appendleft(request)
+                continue
+            assert count > 0
+            request.status = Status.RUNNING
+            self.running.append(request)
+            schedule(request, count, self.pool.tables[request.request_id], True)
+            left -= count
+        self.skipped.extendleft(reversed(skipped))
+
+    def _promote(self, request: Request) -> bool:
+        name = request.request_id
+        if name not in self._finished_receiving:
+            return False
+        self._finished_receiving.remove(name)
+        if name in self._failed_receiving:
+            self._failed_receiving.remove(name)
+            assert not request.num_computed
+            self.pool.release(request)
+            request.num_external = 0
+        else:
+            for worker in self.workers:
+                wrong = worker.memory.wrong(
+                    self.pool.tables[name], request.sums(request.num_computed), request.num_computed
+                )
+                assert not wrong, f"{name} goes on with wrong bytes of the tokens {wrong}"
+            self.pool.cache(request, request.num_computed)
+            request.num_computed = min(request.num_computed, request.num_tokens - 1)
+        request.status = Status.WAITING
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Called with a request that is not in ``running`` any more."""
+        self.handover.preempted(request.request_id)
+        self.pool.release(request)
+        request.status, request.num_computed, request.placeholders = Status.PREEMPTED, 0, 0
+        request.epoch += 1
+        self.waiting.appendleft(request)
+
+    # ------------------------------------------------------------------------------------------------- workers
+
+    def _execute(self, step: Step, scheduled: list[Scheduled]) -> Output:
+        output = Output(scheduled, [])
+        for worker in self.workers:
+            side = worker.side
+            side.begin_step(step)
+            if scheduled:
+                worker.device.give(self._work(worker, scheduled))
+                side.end_step()
+            ended = side.take_ended()
+            output.sent.append(ended.sent)
+            output.received.append(ended.received)
+            output.invalid |= side.take_marks()
+            counted = side.take_counted()
+            self.failures += counted.failures
+            if counted.quarantined_blocks is not None:
+                self.quarantined = counted.quarantined_blocks
+            output.marks.append(worker.device.given)
+        return output
+
+    def _work(self, worker: Worker, scheduled: list[Scheduled]) -> Callable[[], None]:
+        def work() -> None:
+            for one in scheduled:
+                request, sums = one.request, one.request.sums(one.end)
+                if request.epoch == one.epoch and not request.status.is_finished and one.begin:
+                    wrong = worker.memory.wrong(one.blocks, sums, one.begin)
+                    assert not wrong, f"{request.request_id} computes on wrong bytes of the tokens {wrong}"
+                worker.memory.fill(one.blocks, sums, one.begin, one.end)
+
+        return work
+
+    def _sum_up(self, counts: Counter[str], said: list[set[str]]) -> set[str]:
+        """What every rank has said by now."""
+        for names in said:
+            counts.update(names)
+        found = Names(name for name, count in counts.items() if count == len(self.workers))
+        for name in found:
+            del counts[name]
+        return found
+
+    # -------------------------------------------------------------------------------------------------- outputs
+
+    def _update(self, output: Output) -> None:
+        reports = Reports(
+            self._sum_up(self._reported[0], output.sent),
+            self._sum_up(self._reported[1], output.received),
+            set(output.invalid),
+        )
+        self.handover.collect(reports)
+        assert reports.invalid <= {FAILING}
+        sent = {name for name in reports.sent if name in self.requests}
+        received = {name for name in reports.received if name in self.requests}
+        failed: set[str] = set()
+        if reports.invalid:
+            failed = self._let_load_fail(self.handover.take_failed())
+        for one in output.scheduled:
+            self._take_token(one)
+        self._finish([self.requests[name] for name in sorted(failed)], Status.ERROR)
+        for name in sorted(received):
+            request = self.requests[name]
+            if request.status is Status.REMOTE:
+                self._finished_receiving.add(name)
+            else:
+                assert request.status.is_finished, f"{name} is {request.status} and was received"
+                self._free_blocks(request)
+        for name in sorted(sent):
+            assert self.requests[name].status.is_finished, f"{name} is still computed and was sent"
+            self._free_blocks(self.requests[name])
+
+    def _let_load_fail(self, names: set[str]) -> set[str]:
+        ours = {name for name in names if name in self.requests}
+        for name in ours:
+            assert self.requests[name].status is Status.REMOTE or self.requests[name].status.is_finished
+            self.requests[name].num_computed = 0
+        if self.kind.recomputes:
+            self._failed_receiving |= ours
+            return set()
+        return {name for name in ours if not self.requests[name].status.is_finished}
+
+    def _take_token(self, one: Scheduled) -> None:
+        request = one.request
+        if request.status.is_finished or self.requests.get(request.request_id) is not request or not one.samples:
+            return
+        is_stale = request.epoch != one.epoch
+        if is_stale and not (
+            self.kind.keeps_stale_output and request.status is Status.PREEMPTED and one.end == request.num_tokens
+        ):
+            return
+        request.placeholders -= not is_stale
+        request.num_tokens += 1
+        if request.is_over:
+            self._unqueue(request)
+            request.status = Status.STOPPED
+            self._free_request(request, False)
+
+    def _unqueue(self, request: Request) -> None:
+        next(queue for queue in (self.running, self.waiting, self.skipped) if request in queue).remove(request)
+
+    def _finish(self, requests: list[Request], status: Status) -> None:
+        for request in requests:
+            if request.status.is_finished:
+                continue
+            self._unqueue(request)
+            is_delayed = False
+            if request.status is Status.REMOTE:
+                is_delayed = request.request_id not in self._finished_receiving
+                self._finished_receiving.discard(request.request_id)
+                self._failed_receiving.discard(request.request_id)
+            request.status = status
+            self._free_request(request, is_delayed)
+
+    def _free_request(self, request: Request, is_delayed: bool) -> None:
+        blocks = (list(self.pool.tables.get(request.request_id, [])),)
+        is_kept, answer = self.handover.finished(request, request.status is Status.STOPPED, blocks)
+        request.answer = answer
+        self._finished_ids = True
+        if not (is_kept or is_delayed):
+            self._free_blocks(request)
+
+    def _free_blocks(self, request: Request) -> None:
+        assert request.status.is_finished
+        self.pool.release(request)
+        del self.requests[request.request_id]

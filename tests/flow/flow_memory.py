@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's KV memory that tells tales, and the pool of an engine's blocks, as vLLM's block pool keeps it.
+
+Every cell is known from the tokens up to its own, its plane and its head, so wrong bytes are seen wherever they come
+from. Blocks that nobody has are poisoned at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_nixl.wire.planes import Planes
+
+if TYPE_CHECKING:
+    from flow_engine import Request
+
+CELL_BYTES = 8
+NUM_PLANES = 2
+POISON = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
+_MASK = 2**64 - 1
+_MIX = 0x9E37_79B9_7F4A_7C15
+VOCABULARY = 50
+
+Cells = npt.NDArray[np.uint64]
+
+
+class Sequence64:
+    """A prompt and all that is ever generated behind it, as numbers that stand for each token and all before it."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.tokens = list(prompt)
+        self._sums: list[int] = []
+
+    def sums(self, end: int) -> Cells:
+        """Of the first ``end`` tokens, those that are not drawn yet included."""
+        while len(self._sums) < end:
+            place = len(self._sums)
+            before = self._sums[-1] if self._sums else 1
+            if place == len(self.tokens):
+                self.tokens.append((before >> 17) % VOCABULARY)
+            self._sums.append(((before ^ (self.tokens[place] + 1)) * _MIX + 7) & _MASK)
+        return np.array(self._sums[:end], dtype=np.uint64)
+
+    def token(self, place: int) -> int:
+        self.sums(place + 1)
+        return self.tokens[place]
+
+
+def kv(sums: Cells, heads: range) -> Cells:
+    """(planes, tokens, heads)."""
+    planes = np.arange(1, NUM_PLANES + 1, dtype=np.uint64)[:, None, None]
+    numbers = np.arange(heads.start + 1, heads.stop + 1, dtype=np.uint64)[None, None, :]
+    with np.errstate(over="ignore"):
+        return sums[None, :, None] * np.uint64(0x2545_F491_4F6C_DD1D) + planes * np.uint64(1 << 40) + numbers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine lays its KV out.
+
+    Attributes:
+        block_size: tokens in a block of the scheduler.
+        ratio: blocks of the attention kernel in one of those.
+        total_heads: of the model.
+    """
+
+    tp_size: int = 1
+    block_size: int = 4
+    ratio: int = 1
+    num_blocks: int = 40
+    total_heads: int = 2
+    is_latent: bool = False
+    is_head_major: bool = False
+
+    def heads(self, tp_rank: int) -> range:
+        if self.is_latent:
+            return range(1)
+        first = tp_rank * self.total_heads // self.tp_size
+        return range(first, first + max(1, self.total_heads // self.tp_size))
+
+
+class RankMemory:
+    """``cells[plane, kernel block, token, head]`` of one rank."""
+
+    def __init__(self, shape: Shape, tp_rank: int) -> None:
+        self.shape, self.heads = shape, shape.heads(tp_rank)
+        self.tokens = shape.block_size // shape.ratio
+        blocks = shape.num_blocks * shape.ratio
+        inner = (len(self.heads), self.tokens) if shape.is_head_major else (self.tokens, len(self.heads))
+        self._memory = np.full((NUM_PLANES, blocks, *inner), POISON, dtype=np.uint64)
+        self.cells = self._memory.swapaxes(2, 3) if shape.is_head_major else self._memory
+        self.begin = self._memory.ctypes.data
+        self.end = self.begin + self._memory.nbytes
+        stride = self.cells.strides
+        self.planes = Planes(
+            bases=tuple(self.begin + plane * stride[0] for plane in range(NUM_PLANES)),
+            block_stride_bytes=stride[1],
+            token_stride_bytes=stride[2],
+            head_stride_bytes=stride[3],
+            cell_bytes=CELL_BYTES,
+            num_blocks=blocks,
+            block_size=self.tokens,
+            num_heads=len(self.heads),
+            first_head=self.heads.start,
+        )
+
+    def _places(self, blocks: Sequence[int], begin: int, end: int) -> tuple[Any, Any]:
+        token = np.arange(begin, end)
+        logical = np.asarray(blocks)[token // self.shape.block_size]
+        return logical * self.shape.ratio + token % self.shape.block_size // self.tokens, token % self.tokens
+
+    def fill(self, blocks: Sequence[int], sums: Cells, begin: int, end: int) -> None:
+        kernel, token = self._places(blocks, begin, end)
+        self.cells[:, kernel, token] = kv(sums[begin:end], self.heads)
+
+    def wrong(self, blocks: Sequence[int], sums: Cells, end: int) -> list[int]:
+        """Tokens before ``end`` whose cells are not theirs."""
+        kernel, token = self._places(blocks, 0, end)
+        same = self.cells[:, kernel, token] == kv(sums[:end], self.heads)
+        return np.flatnonzero(~same.all(axis=(0, 2))).tolist()
+
+    def poison(self, block: int) -> None:
+        ratio = self.shape.ratio
+        self.cells[:, block * ratio : (block + 1) * ratio] = POISON
+
+    def blocks_at(self, ranges: npt.NDArray[np.int64]) -> set[int]:
+        """Blocks of the scheduler in which ranges of addresses lie."""
+        size = self._memory[0].nbytes
+        block_bytes = self._memory[0, 0].nbytes * self.shape.ratio
+        found = set()
+        for address, length in ranges.tolist():
+            begin = (address - self.begin) % size
+            found.update(range(begin // block_bytes, (begin + length - 1) // block_bytes + 1))
+        return found
+
+
+@dataclass
+class Pool:
+    """An engine's blocks: whose they are, which are free, and which full ones may be hit by a prefix.
+
+    As vLLM's, a free block that may be hit keeps its bytes until it is used.
+
+    Attributes:
+        newest_first: use the block again that was freed last (kvcached), not the one that was freed first (vLLM).
+        are_shared: another connector may load KV into them, which may turn out to be no good.
+    """
+
+    shape: Shape
+    memories: list[RankMemory]
+    caches_prefixes: bool
+    are_shared: bool = False
+    newest_first: bool = False
+    holders: list[list[Request]] = field(default_factory=list)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    free: dict[int, None] = field(default_factory=dict)
+    sum_of: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.holders = [[] for _ in range(self.shape.num_blocks)]
+        # Block 0 is vLLM's placeholder.
+        self.free = dict.fromkeys(range(1, self.shape.num_blocks))
+
+    def hits(self, request: Request) -> list[int]:
+        """Blocks that hold a prefix of a request; its last token is always computed."""
+        size, found = self.shape.block_size, []
+        if self.caches_prefixes:
+            sums = request.sums(request.num_tokens)
+            for end in range(size, request.num_tokens, size):
+                block = self.cached.get(int(sums[end - 1]))
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def _missing(self, request: Request, hits: Sequence[int], num_tokens: int) -> int:
+        table = self.tables.get(request.request_id, [])
+        return max(0, -(-num_tokens // self.shape.block_size) - len(table) - len(hits))
+
+    def fits(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
+        """Whether there are blocks for so many tokens of a request."""
+        return self._missing(request, hits, num_tokens) <= len(self.free) - sum(block in self.free for block in hits)
+
+    def allocate(self, request: Request, hits: Sequence[int], num_tokens: int) -> list[int] | None:
+        """Blocks up to ``num_tokens``; returns those that are new, None if there are too few."""
+        if not self.fits(request, hits, num_tokens):
+            return None
+        missing = self._missing(request, hits, num_tokens)
+        for block in hits:
+            self.free.pop(block, None)
+            self.holders[block].append(request)
+        new = list(hits)
+        for _ in range(missing):
+            block = next(reversed(self.free) if self.newest_first else iter(self.free))
+            del self.free[block]
+            self._evict(block)
+            self.holders[block].append(request)
+            new.append(block)
+        self.tables.setdefault(request.request_id, []).extend(new)
+        return new
+
+    def cache(self, request: Request, num_tokens: int) -> None:
+        """The full blocks of a request's first tokens may be hit from now on."""
+        if not self.caches_prefixes:
+            return
+        size, table = self.shape.block_size, self.tables.get(request.request_id, [])
+        sums = request.sums(num_tokens)
+        for place in range(min(num_tokens // size, len(table))):
+            key, block = int(sums[(place + 1) * size - 1]), table[place]
+            if block not in self.sum_of and key not in self.cached:
+                self.sum_of[block], self.cached[key] = key, block
+
+    def release(self, request: Request) -> None:
+        """A request's blocks are not its own any more."""
+        self._give([(block, request) for block in reversed(self.tables.pop(request.request_id, []))])
+
+    def _give(self, blocks: list[tuple[int, Request]]) -> None:
+        for block, request in blocks:
+            self.holders[block].remove(request)
+            if not self.holders[block]:
+                assert block not in self.free, "a block was given back twice"
+                self.free[block] = None
+                if block not in self.sum_of:
+                    for memory in self.memories:
+                        memory.poison(block)
+
+    def _evict(self, block: int) -> None:
+        key = self.sum_of.pop(block, None)
+        if key is not None:
+            del self.cached[key]
+        for memory in self.memories:
+            memory.poison(block)
+
+    # -------------------------------------------------------------------------- kvcached_nixl's view of them
+
+    def take(self, request_id: str) -> list[Any]:
+        taken = []
+        for block in reversed(self.tables.pop(request_id, [])):
+            holder = next(one for one in self.holders[block] if one.request_id == request_id)
+            taken.append((block, holder))
+        return taken
+
+    def give_back(self, blocks: list[Any]) -> None:
+        self._give(blocks)
+
+    def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        return (0,)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One prefill and one decode engine, and a router's two requests; for cases that are told step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+from flow_cluster import FORGOTTEN_SECONDS, Cluster
+from flow_engine import Engine, Kind, Request, Status
+from flow_memory import Shape
+from flow_schedule import Defects
+
+from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transport.memory import Posted
+from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.lease import is_beat
+from kvcached_nixl.wire.messages import Message, Peer, decode
+
+PROMPT = tuple(range(3, 21))
+"""18 tokens: four full blocks and a half."""
+
+
+def kind(**changed: Any) -> Kind:
+    shape = {name: changed.pop(name) for name in list(changed) if name in Shape.__dataclass_fields__}
+    return Kind(shape=Shape(**shape), **changed)
+
+
+class Pair:
+    """See the module. ``address``: of prefill's first rank, as decode names it."""
+
+    def __init__(self, mode: TransferMode, prefill: Kind | None = None, decode: Kind | None = None) -> None:
+        self.cluster = Cluster(mode)
+        self.wire, self.clock = self.cluster.wire, self.cluster.clock
+        self.prefill = self.cluster.engine("p", prefill)
+        self.decode = self.cluster.engine("d", decode)
+        self._numbers = itertools.count(1)
+
+    # ------------------------------------------------------------------------------------------------------- a router
+
+    def ask_prefill(self, prompt: tuple[int, ...] = PROMPT, name: str = "cmpl-1-0", **request: Any) -> Request:
+        params = {"do_remote_decode": True}
+        if "transfer_id" in request:
+            params["transfer_id"] = request.pop("transfer_id")
+        engine = request.pop("engine", self.prefill)
+        found: Request = engine.add(Request(self._id(name), prompt, request.pop("params", params), **request))
+        return found
+
+    def ask_decode(
+        self, params: Any, prompt: tuple[int, ...] = PROMPT, name: str = "cmpl-1-0", **request: Any
+    ) -> Request:
+        engine = request.pop("engine", self.decode)
+        found: Request = engine.add(Request(self._id(name), prompt, params, **{"max_tokens": 4, **request}))
+        return found
+
+    def meet(self, **changed: Any) -> dict[str, Any]:
+        """What a router that asks both at once says to decode."""
+        own = self.prefill.own
+        found = {"do_remote_prefill": True, "remote_engine_id": own.engine_id, "remote_host": own.host}
+        return {**found, "remote_port": own.port, "tp_size": own.tp_size, **changed}
+
+    def hand_over(self, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
+        """All of one, prefill first."""
+        upstream = self.ask_prefill(prompt)
+        self.settle()
+        assert upstream.answer is not None
+        found = self.ask_decode(upstream.answer, prompt, **request)
+        self.settle()
+        return found
+
+    def acquaint(self) -> None:
+        """Every rank has met every other one: one hand-over that nobody looks at."""
+        assert self.hand_over((49, 48, 47, 46, 45)).status is Status.STOPPED
+
+    def _id(self, name: str) -> str:
+        return f"{name}-{next(self._numbers):08x}"
+
+    # ------------------------------------------------------------------------------------------------ letting it run
+
+    def settle(self) -> None:
+        self.cluster.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        self.cluster.pass_time(seconds)
+
+    def turn(self) -> None:
+        self.cluster.turn()
+
+    def round(self, *, engines: bool = True) -> None:
+        """Everything but transfers goes on: messages, handshakes, threads and steps."""
+        self.deliver_messages()
+        for question in list(self.cluster.questions):
+            self.cluster.answer(question)
+        self.turn()
+        if engines:
+            for engine in self.cluster.running:
+                engine.step()
+
+    def settle_wire(self) -> None:
+        """Everything but the engines goes on, until nothing is under way."""
+        for _ in range(8):
+            self.wire.deliver_all()
+            for question in list(self.cluster.questions):
+                self.cluster.answer(question)
+            self.turn()
+
+    def until_posted(self, count: int = 1, rounds: int = 30) -> list[Posted]:
+        """As far as it gets before transfers move; there are ``count`` of them."""
+        for _ in range(rounds):
+            if len(self.transfers) >= count:
+                return self.transfers
+            self.round()
+        raise AssertionError(f"found {len(self.transfers)} transfers under way; expected {count}")
+
+    def until(self, request: Request, *statuses: Status, rounds: int = 30) -> None:
+        """No transfer moves, no time passes."""
+        for _ in range(rounds):
+            if request.status in statuses:
+                return
+            self.round()
+        raise AssertionError(f"found {request}; expected {statuses}")
+
+    # ------------------------------------------------------------------------------------------------------- the wire
+
+    @property
+    def transfers(self) -> list[Posted]:
+        return [one for one in self.wire.pending if one.is_transfer]
+
+    def messages(self, *types: type[Message]) -> list[Posted]:
+        """Those under way, of these kinds."""
+        plain = [one for one in self.wire.pending if not one.is_transfer and not is_beat(one.notification)]
+        return [one for one in plain if not types or isinstance(decode(one.notification), types)]
+
+    def deliver_messages(self) -> None:
+        for posted in [one for one in self.wire.pending if not one.is_transfer]:
+            self.wire.deliver(posted)
+
+    def address(self, engine: Engine, tp_rank: int = 0) -> Peer:
+        own = engine.own
+        return Peer(engine.workers[0].side._place.engine_id, own.host, own.port, own.tp_size, tp_rank)
+
+    # --------------------------------------------------------------------------------------- what has become
+
+    def causes(self, engine: Engine | None = None) -> dict[str, int]:
+        """Hand-overs that brought no KV, by cause."""
+        failures = (self.decode if engine is None else engine).failures
+        return {Cause(cause).label: count for cause, count in failures.items()}
+
+    def dropped(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for engine in self.cluster.alive:
+            for worker in engine.workers:
+                found += worker.side.thread.dropped
+        return found
+
+    def written_bytes(self) -> int:
+        posted = [one for worker in self.prefill.workers for one in worker.agent.posted if one.operation == "WRITE"]
+        return sum(int(one.local[:, 1].sum()) for one in posted if one.local is not None)
+
+    def is_clean(self) -> bool:
+        return next(self.cluster.left(), None) is None
+
+    def nothing_is_left(self, within: float = FORGOTTEN_SECONDS) -> None:
+        """Now or soon: every block is accounted for, and no table holds anything."""
+        with Defects() as defects:
+            passed = 0.0
+            self.settle()
+            while not self.is_clean() and passed < within:
+                self.pass_time(10.0)
+                passed += 10.0
+        left = "\n".join(self.cluster.left())
+        assert not left, left
+        assert not defects.found

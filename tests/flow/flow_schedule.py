@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule in which anything may happen next, drawn by seed; the same seed is the same schedule.
+
+A router gives each task to a prefill and a decode engine, in either order, sometimes wrongly. Engines step, devices
+lag, handshakes and messages come late, twice, in another order or never, engines die, vanish and come back. In the end
+everybody is alive or known to be dead, time passes, and nothing may be left.
+
+The other half is what must not happen: see `Schedule.finish`, and the watch in `flow_cluster`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster
+from flow_engine import Engine, Kind, Request, Status
+from flow_memory import Shape
+
+from kvcached_nixl.scheduler import fetching
+from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
+from kvcached_nixl.worker.handover.posting import Budget
+
+SHAPES = (
+    (Shape(), Shape()),
+    (Shape(), Shape(is_head_major=True)),
+    (Shape(block_size=8), Shape(ratio=2)),
+    (Shape(ratio=2), Shape(block_size=8, ratio=4)),
+    (Shape(tp_size=2), Shape()),
+    (Shape(), Shape(tp_size=2)),
+    (Shape(tp_size=2, block_size=8), Shape(tp_size=2)),
+    (Shape(tp_size=2, total_heads=1), Shape(total_heads=1)),
+    (Shape(tp_size=2, is_latent=True), Shape(is_latent=True)),
+    (Shape(is_latent=True), Shape(tp_size=2, is_latent=True)),
+)
+SLICE_SECONDS = 4.0
+DYING_SECONDS = 1.5
+"""An engine's workers live on for so long after it; less than `receiving.GONE_SECONDS`."""
+
+
+class Defects(logging.Handler):
+    """Exceptions that were contained and logged; none is expected. Nobody else reads the log meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None:
+            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+    def __enter__(self) -> Defects:
+        logger = logging.getLogger(SERVER_LOGGER)
+        logger.addHandler(self)
+        logger.propagate = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger(SERVER_LOGGER)
+        logger.removeHandler(self)
+        logger.propagate = True
+
+
+@dataclass(eq=False)
+class Task:
+    """What a router does for one client.
+
+    Attributes:
+        children: decode's requests; more than one for ``n`` > 1.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    prefill: Engine
+    decode: Engine
+    transfer_id: str | None
+    both_at_once: bool
+    upstream: Request | None = None
+    children: list[Request] = field(default_factory=list)
+    is_wrong: bool = False
+
+
+class Schedule:
+    """See the module.
+
+    Args:
+        calm: nothing is lost, fails, dies, is wrong or takes too long: every hand-over has to succeed.
+    """
+
+    def __init__(self, seed: int, *, calm: bool | None = None) -> None:
+        self.dice = dice = random.Random(seed)
+        self.calm = seed % 4 == 0 if calm is None else calm
+        self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]))
+        shapes = dice.choice(SHAPES)
+        self.prefills = [self._start(f"p{number}", shapes[0]) for number in range(dice.choice([1, 1, 1, 2]))]
+        self.decodes = [self._start(f"d{number}", shapes[1]) for number in range(dice.choice([1, 1, 1, 2]))]
+        self.bases = [tuple(dice.randrange(50) for _ in range(40)) for _ in range(2)]
+        self.tasks: list[Task] = []
+        self.dying: list[tuple[float, Engine]] = []
+        # Transfers that take longer than everything else.
+        self.slow = dice.random() < 0.5
+        self._frequent: list[Callable[[], None]] = [
+            *[self._network] * 8,
+            *[self._turn] * 6,
+            *[self._step] * 7,
+            *[self._handshake] * 2,
+            *[self._flow] * 2,
+            *[self._rush] * 2,
+            *[self._task] * 2,
+            *[self._route] * 3,
+            self._device,
+            self._local,
+            self._preempt,
+            self._time,
+        ]
+        if not self.calm:
+            self._frequent += [self._upset, self._abort, self._abort]
+
+    def _start(self, name: str, shape: Shape) -> Engine:
+        dice = self.dice
+        # Few blocks are soon somebody else's; too few, and each side waits for the other until the deadline.
+        num_blocks = (100 if self.calm else dice.choice([12, 16, 24, 40])) * 4 // shape.block_size + 1
+        kind = Kind(
+            shape=dataclasses.replace(shape, num_blocks=num_blocks),
+            recomputes=dice.random() < 0.6,
+            caches_prefixes=dice.random() < 0.7,
+            budget=dice.choice([5, 9, 16, 64]),
+            depth=dice.choice([1, 2, 2, 4]),
+            keeps_stale_output=not self.calm and dice.random() < 0.3,
+            landings=dice.choice([1, 2, 8]),
+            are_shared=dice.random() < 0.1,
+            newest_first=dice.random() < 0.6,
+            posting=Budget(descriptors=dice.choice([1, 2, 1024]), peer_transfers=dice.choice([1, 2, 16])),
+        )
+        return self.cluster.engine(name, kind)
+
+    def run(self, num_events: int | None = None) -> None:
+        """All of it; raises AssertionError where something is not as it must be."""
+        numbers = patch.object(fetching, "draw_attempt", self.cluster.next_number)
+        with Defects() as defects, numbers:
+            for _ in range(self.dice.randint(1, 3)):
+                self._task()
+            for _ in range(self.dice.randint(30, 150) if num_events is None else num_events):
+                self.dice.choice(self._frequent)()
+            self.finish()
+        assert not defects.found, f"an exception was contained: {defects.found[0]}"
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def _network(self) -> None:
+        wire, dice = self.cluster.wire, self.dice
+        pending = [one for one in wire.pending if not wire.vanished & {one.sender, one.receiver}]
+        kind = dice.choice(
+            [*["deliver"] * 8, "double", "again", "again", *([] if self.calm else ["drop", "fail", "land"])]
+        )
+        if kind == "again" and wire.said:
+            wire.notify(dice.choice(wire.said))
+        elif kind == "land" and wire.rests:
+            wire.land(dice.choice(wire.rests))
+        elif not pending:
+            return
+        elif kind == "drop":
+            wire.drop(dice.choice(pending))
+        elif kind == "fail":
+            transfers = [one for one in pending if one.is_transfer]
+            if transfers:
+                wire.fail(dice.choice(transfers), dice.choice([0.0, 0.5]), rest=dice.random() < 0.5)
+        else:
+            posted = pending[0] if dice.random() < 0.5 else dice.choice(pending)
+            if kind == "double" and not posted.is_transfer:
+                wire.notify(posted)
+            if not (posted.is_transfer and self.slow and dice.random() < 0.8):
+                wire.deliver(posted)
+
+    def _flow(self) -> None:
+        """A round in which nobody is late."""
+        cluster = self.cluster
+        for posted in list(cluster.wire.pending):
+            if not (posted.is_transfer and self.slow):
+                cluster.wire.deliver(posted)
+        for question in list(cluster.questions):
+            cluster.answer(question)
+        cluster.turn()
+        for engine in cluster.running:
+            engine.step()
+
+    def _rush(self) -> None:
+        """An engine gives its device another step, and the network is faster than the device."""
+        cluster = self.cluster
+        running = [engine for engine in self.decodes if engine in cluster.running]
+        if not running:
+            return
+        engine = self.dice.choice(running)
+        engine.dispatch()
+        names = {worker.agent_name for worker in engine.workers}
+        for _ in range(4):
+            for question in [one for one in cluster.questions if one.asker is engine]:
+                cluster.answer(question)
+            for posted in [one for one in cluster.wire.pending if names & {one.sender, one.receiver}]:
+                if not (posted.is_transfer and self.slow and self.dice.random() < 0.5):
+                    cluster.wire.deliver(posted)
+            cluster.turn()
+
+    def _turn(self) -> None:
+        workers = [worker for engine in self.cluster.running for worker in engine.workers]
+        for worker in self.dice.sample(workers, min(len(workers), 2)):
+            worker.turn()
+
+    def _step(self) -> None:
+        running = self.cluster.running
+        if running:
+            engine = self.dice.choice(running)
+            self.dice.choice([engine.dispatch, engine.step, engine.complete])()
+
+    def _device(self) -> None:
+        """One rank's device does its next step."""
+        workers = [worker for engine in self.cluster.running for worker in engine.workers]
+        waiting = [worker for worker in workers if worker.device.done < worker.device.given]
+        if waiting:
+            device = self.dice.choice(waiting).device
+            device.run(device.done + 1)
+
+    def _handshake(self) -> None:
+        if self.cluster.questions:
+            question = self.dice.choice(self.cluster.questions)
+            self.cluster.answer(question, late=not self.calm and self.dice.random() < 0.1)
+
+    def _task(self) -> None:
+        dice = self.dice
+        if len(self.tasks) >= 8 or not self.prefills:
+            return
+        number = len(self.tasks)
+        name = f"cmpl-{number}-0" if self.calm or dice.random() < 0.8 else "cmpl-0-0"
+        base = dice.choice(self.bases)
+        prompt = (*base[: dice.randint(1, 30)], *(dice.randrange(50) for _ in range(dice.choice([0, 0, 3]))))
+        transfer_id = None
+        if dice.random() < 0.5:
+            transfer_id = f"t{number}" if self.calm or dice.random() < 0.7 else "t"
+        both = self.cluster.pushes and dice.random() < 0.6
+        prefill, decode = dice.choice(self.prefills), dice.choice(self.decodes)
+        task = Task(name, prompt, prefill, decode, transfer_id, both)
+        self.tasks.append(task)
+        if both and dice.random() < 0.5:
+            self._send_decode(task)
+        else:
+            self._send_prefill(task)
+
+    def _local(self) -> None:
+        """A request of decode's own, which may end before its scheduler thinks: its blocks are soon another one's."""
+        engine = self.dice.choice(self.decodes)
+        if engine in self.cluster.running and len(engine.requests) < 6:
+            prompt = tuple(self.dice.randrange(50) for _ in range(self.dice.randint(1, 12)))
+            name = f"local-{self.dice.getrandbits(32):08x}"
+            engine.add(Request(name, prompt, None, 12, self.dice.choice([None, 1, 2])))
+
+    def _id(self, task: Task) -> str:
+        """vLLM draws its end anew."""
+        return f"{task.name}-{self.dice.getrandbits(32):08x}"
+
+    def _send_prefill(self, task: Task) -> None:
+        params: dict[str, Any] = {"do_remote_decode": True}
+        if task.transfer_id is not None:
+            params["transfer_id"] = task.transfer_id
+        stops_at = self.dice.choice([None, 1])
+        request = Request(self._id(task), task.prompt, params, self.dice.choice([1, 1, 1, 4]), stops_at)
+        task.upstream = request
+        if task.prefill in self.cluster.running:
+            task.prefill.add(request)
+        else:
+            request.status = Status.ERROR
+
+    def _send_decode(self, task: Task) -> None:
+        dice, prompt = self.dice, task.prompt
+        params: Any = None
+        if task.both_at_once:
+            own = task.prefill.own
+            params = {"do_remote_prefill": True, "remote_engine_id": own.engine_id, "remote_host": own.host}
+            params |= {"remote_port": own.port, "tp_size": own.tp_size}
+            if task.transfer_id is not None:
+                params["transfer_id"] = task.transfer_id
+        elif task.upstream is not None and task.upstream.answer is not None:
+            params = copy.deepcopy(task.upstream.answer)
+        if not self.calm and dice.random() < 0.25:
+            task.is_wrong = True
+            prompt, params = self._wrong(task, prompt, params)
+        for _ in range(1 if self.calm or dice.random() < 0.9 else 2):
+            request = Request(self._id(task), prompt, params, dice.choice([1, 3, 8]), dice.choice([None, None, 2]))
+            task.children.append(request)
+            if task.decode in self.cluster.running:
+                task.decode.add(request)
+            else:
+                request.status = Status.ERROR
+
+    def _wrong(self, task: Task, prompt: tuple[int, ...], params: Any) -> tuple[tuple[int, ...], Any]:
+        """Another prompt, or parameters that somebody has changed on the way."""
+        dice, where = self.dice, self.dice.randrange(len(prompt))
+        prompts = (
+            prompt[:where] + ((prompt[where] + 1) % 50,) + prompt[where + 1 :],
+            prompt[: where + 1],
+            (*prompt, 7),
+        )
+        if dice.random() < 0.4 or not isinstance(params, dict):
+            return dice.choice(prompts), params
+        others = [one.upstream.answer for one in self.tasks if one.upstream is not None and one.upstream.answer]
+        if others and dice.random() < 0.2:
+            return prompt, copy.deepcopy(dice.choice(others))
+        params = dict(params)
+        manifest = params.get("kvcached_nixl")
+        if manifest is not None and dice.random() < 0.6:
+            manifest = params["kvcached_nixl"] = dict(manifest)
+            blocks = list(manifest["groups"][0]["block_ids"])
+            dice.shuffle(blocks)
+            changed: dict[str, Any] = {
+                "groups": [{"first_token": 0, "block_ids": dice.choice([blocks, [b + 1 for b in blocks], blocks[1:]])}],
+                "digest": "0" * 32,
+                "start": "0" * 16,
+                "request_id": "cmpl-unknown-0-aaaaaaaa",
+                "num_tokens": manifest["num_tokens"] + dice.choice([-1, 1]),
+                "block_size": 2 * manifest["block_size"],
+                "lease_seconds": 3.0,
+                "protocol": 3,
+            }
+            key = dice.choice(list(changed))
+            manifest[key] = changed[key]
+            return prompt, params
+        changed = {
+            "tp_size": dice.choice([2, 3, 10**9, "1", True]),
+            "remote_host": dice.choice(["host-d0", "nowhere", ""]),
+            "remote_port": dice.choice([1, 0, -1]),
+            "remote_engine_id": "p9",
+            "do_remote_decode": True,
+            "kvcached_nixl": None,
+            "transfer_id": dice.choice([3, "x"]),
+        }
+        key = dice.choice(list(changed))
+        params[key] = changed[key]
+        return prompt, params
+
+    def _route(self) -> None:
+        """The router goes on with a task."""
+        waiting = [task for task in self.tasks if task.upstream is None or not task.children]
+        if not waiting:
+            return
+        task = self.dice.choice(waiting)
+        if task.upstream is None:
+            self._send_prefill(task)
+        elif task.both_at_once or task.upstream.status.is_finished or task.prefill not in self.cluster.alive:
+            self._send_decode(task)
+
+    def _preempt(self) -> None:
+        busy = [engine for engine in self.cluster.running if engine.running]
+        if busy:
+            engine = self.dice.choice(busy)
+            request = self.dice.choice(engine.running)
+            engine.running.remove(request)
+            engine.preempt(request)
+
+    def _abort(self) -> None:
+        live = [
+            (engine, request)
+            for engine in self.cluster.running
+            for request in engine.requests.values()
+            if not request.status.is_finished
+        ]
+        # While its KV is under way, for preference.
+        remote = [one for one in live if one[1].status is Status.REMOTE]
+        if live:
+            engine, request = self.dice.choice(remote if remote and self.dice.random() < 0.6 else live)
+            engine.abort(request)
+
+    def _time(self) -> None:
+        self._advance(self.dice.choice([0.01, 0.6, 2.0] if self.calm else [0.01, 0.6, 2.0, 5.0, 12.0, 40.0]))
+
+    def _advance(self, seconds: float) -> None:
+        clock = self.cluster.clock
+        until = clock.now_seconds() + seconds
+        for at, engine in sorted(self.dying, key=lambda one: one[0]):
+            if at <= until:
+                clock.advance(max(0.0, at - clock.now_seconds()))
+                self.cluster.kill(engine)
+                self.dying.remove((at, engine))
+        clock.advance(until - clock.now_seconds())
+
+    def _upset(self) -> None:
+        dice, cluster = self.dice, self.cluster
+        engine = dice.choice([*self.prefills, *self.decodes])
+        kind = dice.choice(["lose", "lose", "kill", "die", "vanish", "back", "back", "refuse", "accept"])
+        if kind == "back":
+            self._come_back()
+        elif kind in ("refuse", "accept"):
+            for worker in engine.workers:
+                worker.agent.refuse_posts = kind == "refuse"
+        elif engine not in cluster.running or dice.random() < 0.4:
+            return
+        elif kind == "lose":
+            agent = dice.choice(engine.workers).agent
+            if agent._peers:
+                agent.lose(dice.choice(sorted(agent._peers)))
+        elif kind == "vanish":
+            cluster.vanish(engine)
+        else:
+            self._end(engine, at_once=kind == "kill")
+
+    def _come_back(self) -> None:
+        for engine in list(self.cluster.frozen):
+            self.cluster.come_back(engine)
+
+    def _end(self, engine: Engine, *, at_once: bool) -> None:
+        """It ends, at once or its workers a moment later; most are started again."""
+        cluster = self.cluster
+        if at_once:
+            cluster.kill(engine)
+        else:
+            cluster.stop_listening(engine)
+            self.dying.append((cluster.clock.now_seconds() + DYING_SECONDS, engine))
+        if self.dice.random() < 0.7:
+            self._replace(engine, cluster.engine(engine.own.engine_id, engine.kind))
+
+    def _replace(self, old: Engine, new: Engine) -> None:
+        for engines in (self.prefills, self.decodes):
+            engines[:] = [new if engine is old else engine for engine in engines]
+        for task in self.tasks:
+            if task.prefill is old and task.upstream is None:
+                task.prefill = new
+            if task.decode is old and not task.children:
+                task.decode = new
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        """Every request ends in time, as it must, and nothing is left."""
+        cluster = self.cluster
+        self._calm_down()
+        for _ in range(4):
+            while self._unsent():
+                self._route()
+                cluster.settle()
+            cluster.settle()
+        # One after the other, where each takes all blocks.
+        self._wait((len(self.tasks) + 1) * (TIMEOUT_SECONDS + LEASE_SECONDS), lambda: not self._open())
+        assert not self._open(), f"they never end: {self._open()}"
+        for task in self.tasks:
+            for child in task.children:
+                self._judge(task, child)
+        self._wait(FORGOTTEN_SECONDS, lambda: next(cluster.left(), None) is None)
+        left = "\n".join(cluster.left())
+        assert not left, left
+
+    def _calm_down(self) -> None:
+        """Everybody is alive or known to be dead."""
+        for engine in [one for one in self.cluster.engines if one in self.cluster.frozen]:
+            self.cluster.come_back(engine)
+            if self.dice.random() < 0.3:
+                self.cluster.kill(engine)
+        for engine in self.cluster.alive:
+            for worker in engine.workers:
+                worker.agent.refuse_posts = False
+
+    def _wait(self, longest: float, is_reached: Callable[[], bool]) -> None:
+        seconds = 0.0
+        while not is_reached() and seconds < longest:
+            slice_seconds = SLICE_SECONDS if seconds < 100 else 5 * SLICE_SECONDS
+            self._advance(slice_seconds)
+            self.cluster.settle()
+            seconds += slice_seconds
+
+    def _unsent(self) -> list[Task]:
+        return [
+            task
+            for task in self.tasks
+            if task.upstream is None
+            or (
+                not task.children
+                and (task.both_at_once or task.upstream.status.is_finished or task.prefill not in self.cluster.alive)
+            )
+        ]
+
+    def _open(self) -> list[Request]:
+        return [
+            request
+            for task in self.tasks
+            for engine, requests in ((task.prefill, [task.upstream]), (task.decode, task.children))
+            for request in requests
+            if request is not None and engine in self.cluster.alive and not request.status.is_finished
+        ]
+
+    def _judge(self, task: Task, child: Request) -> None:
+        if task.decode.kind.recomputes and task.decode in self.cluster.alive:
+            assert child.status is not Status.ERROR or not child.num_computed, f"{child} has failed"
+        if self.calm:
+            assert child.status is Status.STOPPED, f"{child} has failed, and nothing was wrong"
+            assert not task.decode.failures, f"{task.decode.failures}, and nothing was wrong"

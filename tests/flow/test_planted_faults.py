@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that are planted are caught: by the schedules of the property test, or by a case that is told step by step.
+
+Beside each fault stands what catches it. ``schedules`` means the first `SEEDS` of them; a case means that one. The
+schedules catch most of the others, too, when there are more of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import faults
+import pytest
+import test_hand_over_cases as cases
+from flow_pair import Pair
+from flow_schedule import Schedule
+
+from kvcached_nixl.settings import TransferMode
+
+SEEDS = 200
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+
+
+def schedules() -> None:
+    for seed in range(SEEDS):
+        Schedule(seed).run()
+
+
+def case(test: Callable[..., None], *arguments: object) -> Callable[[], None]:
+    """A case, with arguments that pytest's fixtures would give it; a mode stands for a pair of engines."""
+
+    def run() -> None:
+        test(*(Pair(one) if isinstance(one, TransferMode) else one for one in arguments))
+
+    run.__name__ = test.__name__
+    return run
+
+
+CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
+    {
+        # What a hand-over says of itself.
+        faults.decode_compares_no_digest: schedules,
+        faults.prefill_pairs_by_name_alone: case(
+            cases.test_two_prompts_under_one_name_get_their_own_kv, PUSH, "X-Request-Id", "crossed"
+        ),
+        faults.decode_believes_the_last_write: case(
+            cases.test_what_prefill_says_that_it_has_written_is_compared, PUSH, {"digest": "0" * 32}, "digest"
+        ),
+        faults.the_word_is_not_looked_for: schedules,
+        faults.the_word_stands_for_the_request_alone: case(
+            cases.test_wrong_parameters_cost_their_request, PULL, "the blocks in another order", True
+        ),
+        faults.the_word_is_published_with_the_lease_only: schedules,
+        faults.the_word_is_never_removed: schedules,
+        faults.a_request_that_stops_early_keeps_its_word: schedules,
+        faults.the_start_is_not_compared: case(cases.test_a_prefill_that_was_started_again_is_another_one, PUSH),
+        # The devices.
+        faults.decode_s_blocks_are_not_fenced: schedules,
+        faults.prefill_offers_what_its_device_has_not_ended: schedules,
+        # Blocks and their ends.
+        faults.blocks_are_given_back_at_the_failure: schedules,
+        faults.held_blocks_are_never_given_back: schedules,
+        faults.stopped_is_said_before_it_is_quiet: case(
+            cases.test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight, PUSH
+        ),
+        faults.a_failed_transfer_is_taken_for_quiet: case(
+            cases.test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed, PULL
+        ),
+        faults.what_is_given_up_is_taken_for_quiet: schedules,
+        faults.a_read_that_is_stopped_is_taken_for_quiet: schedules,
+        faults.a_write_that_is_stopped_is_taken_for_quiet: schedules,
+        faults.preempted_blocks_are_not_held: schedules,
+        faults.preempted_blocks_are_quiet_at_once: schedules,
+        faults.draining_holds_are_forgotten: schedules,
+        faults.prefill_s_blocks_are_free_when_its_request_ends: schedules,
+        faults.nobody_is_told_of_a_request_that_was_aborted: schedules,
+        faults.other_ranks_are_not_told_of_a_failure: case(
+            cases.test_a_rank_that_fails_ends_the_attempt_on_all_of_them
+        ),
+        faults.a_withdrawal_is_forgotten: schedules,
+        faults.a_peer_that_is_gone_is_quiet_at_once: case(
+            cases.test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_are_held, PUSH
+        ),
+        faults.nobody_listens_is_taken_for_the_end: case(
+            cases.test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_are_held, PUSH
+        ),
+        faults.a_peer_that_is_gone_is_not_noticed: schedules,
+        faults.handles_are_kept: schedules,
+        # Tokens and ranks.
+        faults.a_token_too_few: schedules,
+        faults.blocks_are_paired_from_the_first: schedules,
+        faults.decode_s_prefix_is_fetched_again: schedules,
+        faults.prefill_offers_more_than_it_has_computed: schedules,
+        faults.another_rank_contributes: schedules,
+        faults.one_rank_of_several_contributes: schedules,
+        faults.blocks_of_the_kernel_are_not_counted: schedules,
+        faults.heads_are_not_told_apart: schedules,
+        # Messages and time.
+        faults.the_last_write_is_taken_for_all_of_them: case(
+            cases.test_decode_goes_on_when_every_write_has_arrived, PUSH
+        ),
+        faults.writes_are_counted_and_not_told_apart: schedules,
+        faults.anybody_is_believed: schedules,
+        faults.leases_never_expire: schedules,
+        faults.leases_are_not_renewed: case(
+            cases.test_a_lease_lasts_while_decode_waits_for_blocks_and_shelters_no_other, PULL
+        ),
+        faults.a_lease_that_ends_lets_go_of_what_is_written: case(
+            cases.test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_has_ended, PUSH
+        ),
+        faults.nothing_has_a_deadline: case(cases.test_a_registration_that_is_lost_fails_at_the_deadline, PUSH),
+        faults.prefill_does_not_hear_that_it_was_read: case(cases.test_a_full_prefix_hit_frees_prefill_at_once, PULL),
+        faults.a_peer_is_asked_once: case(
+            cases.test_a_prefill_that_does_not_answer_at_once_is_asked_again, PULL, cases.HANDSHAKE_TRIES - 1
+        ),
+        faults.a_renewal_outlives_its_request: schedules,
+        faults.a_sleeping_engine_is_not_woken: schedules,
+    }
+)
+
+
+@pytest.mark.parametrize("fault", CAUGHT_BY, ids=[f"{fault.__name__}-{by.__name__}" for fault, by in CAUGHT_BY.items()])
+def test_a_planted_fault_is_caught(fault: faults.Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        CAUGHT_BY[fault]()
+    # The fault itself must not be what breaks.
+    assert not re.search("an exception was contained|unexpected keyword|positional argument", str(caught.value))
+
+
+@pytest.mark.parametrize("caught_by", {by.__name__: by for by in CAUGHT_BY.values() if by is not schedules}.values())
+def test_what_catches_them_passes_without_them(caught_by: Callable[[], None]) -> None:
+    """The schedules do so in `test_property`."""
+    caught_by()
+
+
+def test_every_fault_has_its_row() -> None:
+    planted = {
+        function
+        for function in vars(faults).values()
+        if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["patch"]
+    }
+    assert planted == set(CAUGHT_BY) and len(planted) >= 20

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the start of an interpreter costs with the gate open, and what it says when something is not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from environments import Environment, install_wheel, make_environment
+
+ON = {"ENABLE_KVCACHED": "1"}
+MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+OURS = {"", ".compat", ".compat.names", ".finders", ".start", ".version"}
+BUILD_FILE = "Wheel-Version: 1.0\nBuild: 1hostvmm\nTag: cp311-abi3-any\n"
+
+
+@pytest.fixture
+def own(wheels: Path, tmp_path: Path) -> Environment:
+    """With the package, from the normal wheel, and nobody else's: it may be damaged."""
+    (wheel,) = (wheels / "standard").glob("*.whl")
+    return install_wheel(make_environment(tmp_path / "env"), wheel)
+
+
+@pytest.fixture
+def on_host_memory(tree: Callable[..., Path], tmp_path: Path) -> Path:
+    """A tree whose kvcached says that it is the build on host memory."""
+    copy = tmp_path / "tree"
+    shutil.copytree(tree("0.28.0"), copy)
+    (info,) = copy.glob("kvcached-*.dist-info")
+    (info / "WHEEL").write_text(BUILD_FILE)
+    return copy
+
+
+def test_a_start_imports_six_small_modules(installed: Environment) -> None:
+    """pip, compile workers and shells start with the gate open, too: no wrapt, no patching, nothing of inspect."""
+    without, with_ours = (set(json.loads(installed.run("-c", MODULES, **environ).stdout)) for environ in ({}, ON))
+    assert with_ours - without - {"__future__"} == {f"kvcached_nixl{name}" for name in OURS}
+
+
+def test_searching_for_kvcached_is_not_importing_it(installed: Environment, tree: Callable[..., Path]) -> None:
+    """kvcached's own start file searches for it in every process."""
+    code = "import importlib.util as u, sys; print(u.find_spec('kvcached') is not None, 'wrapt' in sys.modules)"
+    assert installed.run("-c", code, path=(tree("0.28.0"),), **ON).stdout.split() == ["True", "False"]
+
+
+@pytest.mark.parametrize("first", ["vllm", "kvcached"])
+def test_the_hook_of_another_tool_in_front_changes_nothing(
+    with_wheel: Environment, tree: Callable[..., Path], first: str
+) -> None:
+    """A tracer hooks vLLM after our start: its search for vLLM is under way when we put our hooks."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import json, probe, wrapt\n"
+        "wrapt.register_post_import_hook(lambda module: print('theirs ran'), 'vllm')\n"
+        "print(json.dumps(probe.run(sys.argv[2:])))"
+    )
+    actions = (first, "vllm", "create=NixlConnector")
+    done = with_wheel.run("-c", code, str(Path(__file__).parent), *actions, path=(tree("0.28.0"),), **ON)
+    theirs, ours = done.stdout.splitlines()
+    plain = with_wheel.probe(*actions, path=(tree("0.28.0"),), **ON)
+    assert theirs == "theirs ran"
+    assert (json.loads(ours)["wrapped"], json.loads(ours)["outcomes"]) == (plain["wrapped"], plain["outcomes"])
+    assert plain["wrapped"]
+
+
+def test_uninstalling_before_vllm_is_imported_takes_the_watch_away(
+    with_wheel: Environment, tree: Callable[..., Path]
+) -> None:
+    """The import that comes later is stock."""
+    state = with_wheel.probe("uninstall", "vllm", "kvcached", "create=NixlConnector", path=(tree("0.28.0"),), **ON)
+    assert (state["wrapped"], state["outcomes"]) == ({}, {})
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["all gone", "a folder left"])
+def test_a_start_file_that_outlives_the_package_says_so_in_one_line(own: Environment, left: bool) -> None:
+    """And nothing at all where nobody asked for kvcached."""
+    package = own.site_packages / "kvcached_nixl"
+    shutil.rmtree(package)
+    if left:
+        (package / "__pycache__").mkdir(parents=True)
+    assert own.run("-c", "print('runs')").stderr == ""
+    done = own.run("-c", "print('runs')", **ON)
+    assert done.stdout == "runs\n"
+    # site.py runs start files twice in a virtual environment.
+    (line,) = set(done.stderr.splitlines())
+    assert line.startswith("kvcached_nixl.pth: No module named 'kvcached_nixl")
+    assert "not patched" in line and "delete this .pth file" in line
+
+
+def test_a_package_of_which_a_part_is_gone_does_not_open_the_gate(own: Environment, tree: Callable[..., Path]) -> None:
+    """The connector cannot be imported, and the error says why. Other connectors are not disturbed."""
+    (own.site_packages / "kvcached_nixl" / "settings.py").unlink()
+    actions = ("vllm", "create=NixlConnector", "create=MultiConnector:NixlConnector")
+    state = own.probe(*actions, "create=OtherConnector", path=(tree("0.28.0"),), **ON)
+    assert all(error.startswith("ImportError") for error in state["created"][:2])
+    assert all(word in state["created"][0] for word in ("kvcached_nixl.settings", "found", "remedy"))
+    assert state["created"][2] == "OtherConnector"
+
+
+def break_the_emulator(own: Environment) -> None:
+    (own.site_packages / "kvcached_nixl" / "hostvmm" / "hooks.py").write_text("raise OSError('hooks are broken')")
+
+
+def test_a_gpu_host_needs_nothing_of_the_emulator(own: Environment, tree: Callable[..., Path]) -> None:
+    """With any kvcached but the build on host memory, a broken emulator is not even imported."""
+    break_the_emulator(own)
+    state = own.probe("vllm", "kvcached", "create=NixlConnector", path=(tree("0.28.0"),), **ON)
+    assert state["created"] == ["NixlPullConnector"] and state["refusals"] == {}
+
+
+def test_on_host_memory_a_broken_emulator_stops_the_start(own: Environment, on_host_memory: Path) -> None:
+    """Its absence would be a crash far from its cause."""
+    whole = own.probe("vllm", "create=NixlConnector", path=(on_host_memory,), **ON)
+    break_the_emulator(own)
+    broken = own.probe("vllm", "create=NixlConnector", path=(on_host_memory,), **ON)
+    assert whole["created"] == ["NixlPullConnector"]
+    assert broken["created"][0].startswith("StartRefused") and "hooks are broken" in broken["created"][0]

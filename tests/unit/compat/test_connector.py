@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.compat.connector` over stand-ins for vLLM's NIXL connector: by name, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.compat.connector import SchedulerView, WorkerView
+from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.errors import ContractChanged, LayoutRefused
+from kvcached_nixl.scheduler.start import StockScheduler
+from kvcached_nixl.worker.handover.start import StockWorker
+from kvcached_nixl.worker.registration import StockWorker as RegisteredWorker
+
+
+class FullAttentionSpec:
+    page_size_bytes = 64
+    block_size = 16
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class RSWASpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec:
+    page_size_bytes = 64
+    block_size = 16
+
+
+class ChunkedLocalAttentionSpec:
+    pass
+
+
+class MambaSpec:
+    page_size_bytes = 64
+
+
+class UniformTypeKVCacheSpecs:
+    def __init__(self, **specs: Any) -> None:
+        self.kv_cache_specs = specs
+
+
+def groups(*specs: Any) -> list[SimpleNamespace]:
+    return [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+
+
+def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, data_parallel_index=3),
+        cache_config=SimpleNamespace(block_size=16),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="e", kv_load_failure_policy=policy, kv_connector_extra_config={"a": 1}
+        ),
+    )
+    return SchedulerView(config, SimpleNamespace(kv_cache_groups=groups(*specs)))
+
+
+ENVS = "VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_NIXL_SIDE_CHANNEL_PORT = 'h', 5600"
+
+
+def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..., ModuleType]) -> None:
+    """Each data-parallel engine has a port of its own."""
+    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
+    view: StockScheduler = scheduler(FullAttentionSpec())
+    assert (view.engine_id, view.host, view.port, view.tp_size, view.block_size) == ("e", "h", 5603, 2, 16)
+    assert view.extra_config == {"a": 1} and not view.recomputes
+    assert scheduler(policy="recompute").recomputes
+
+
+@pytest.mark.parametrize(
+    ("specs", "dropping"),
+    [
+        ([FullAttentionSpec()], []),
+        ([FullAttentionSpec(), MLAAttentionSpec()], []),
+        ([SlidingWindowSpec()], ["SlidingWindowSpec"]),
+        ([FullAttentionSpec(), SlidingWindowSpec()], ["SlidingWindowSpec"]),
+        ([ChunkedLocalAttentionSpec()], ["ChunkedLocalAttentionSpec"]),
+        ([RSWASpec()], ["RSWASpec"]),
+        ([UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=FullAttentionSpec())], []),
+        ([UniformTypeKVCacheSpecs(a=SlidingWindowSpec(), b=SlidingWindowSpec())], ["SlidingWindowSpec"] * 2),
+    ],
+    ids=[
+        "full",
+        "latent",
+        "all windows",
+        "some windows",
+        "chunks",
+        "unknown to its base",
+        "uniform",
+        "uniform windows",
+    ],
+)
+def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(specs: list[Any], dropping: list[str]) -> None:
+    """B5: not by the number of groups."""
+    assert scheduler(*specs).dropping_groups == dropping
+
+
+def worker(**changed: Any) -> WorkerView:
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    cache = SimpleNamespace(cache_dtype="auto", block_size=16)
+    model = SimpleNamespace(
+        model="m", revision=None, dtype="bf16", quantization=None, hf_overrides={},
+        get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
+    )  # fmt: skip
+    for owner in (parallel, cache, model):
+        for name in [name for name in changed if name in vars(owner) or (owner is cache and name.startswith("calc"))]:
+            setattr(owner, name, changed.pop(name))
+    half = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            parallel_config=parallel, cache_config=cache, speculative_config=changed.pop("speculative", None)
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"a": 1}),
+        model_config=model,
+        engine_id="e",
+        world_size=2,
+        tp_rank=1,
+        backend_name="FLASH",
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=[1, 2, 3]),
+        num_blocks=7,
+        use_mla=False,
+        device_id=0,
+        nixl_memory_type="DRAM",
+        nixl_backends=("UCX",),
+        _physical_blocks_per_logical_kv_block=2,
+        _layer_specs={"a": FullAttentionSpec(), "b": UniformTypeKVCacheSpecs(b=SlidingWindowSpec())},
+        _registered_descs=[],
+        xfer_stats="stock",
+        xfer_handshake_metadata=None,
+    )
+    vars(half).update(changed)
+    return WorkerView(SimpleNamespace(connector_worker=half))
+
+
+def test_a_workers_half_is_what_our_worker_asks_for() -> None:
+    view = worker()
+    asked: tuple[StockWorker | None, RegisteredWorker] = (None, view)
+    assert asked[1] is view
+    assert (view.engine_id, view.tp_size, view.tp_rank, view.use_mla) == ("e", 2, 1, False)
+    assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block, view.total_kv_heads) == (7, 3, 2, 8)
+    assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
+    assert view.page_bytes() == {"a": 32, "b": 32}
+    assert view.unserved == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+        ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
+        ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
+    ],
+)
+def test_what_no_peer_could_make_sense_of_is_named(changed: dict[str, Any], found: str) -> None:
+    """A5."""
+    assert [one for one, _ in worker(**changed).unserved] == [found]
+    assert worker(calculate_kv_scales=False).unserved == []
+
+
+def test_groups_whose_blocks_are_of_several_sizes_are_named() -> None:
+    """A position would be in another block than the manifest says."""
+    other = FullAttentionSpec()
+    other.block_size = 32
+    config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec(), other), kv_cache_tensors=[1])
+    ((found, expected),) = worker(kv_cache_config=config).unserved
+    assert found == "KV-cache groups with blocks of 16, 32 tokens"
+    assert expected == "blocks of 16 tokens in every group"
+
+
+FACTS: list[dict[str, Any]] = [
+    {"model": "n"},
+    {"revision": "r"},
+    {"dtype": "fp16"},
+    {"cache_dtype": "fp8"},
+    {"quantization": "awq"},
+    {"hf_overrides": {"rope_theta": 1}},
+    {"get_total_num_kv_heads": lambda: 4},
+    {"get_head_size": lambda: 128},
+    {"get_total_num_hidden_layers": lambda: 3},
+    {"backend_name": "TRITON"},
+    {"speculative": SimpleNamespace(method="eagle", model="s")},
+    {"kv_cache_config": SimpleNamespace(kv_cache_groups=[1, 2], kv_cache_tensors=[1])},
+]
+
+
+@pytest.mark.parametrize("changed", FACTS, ids=lambda changed: next(iter(changed)))
+def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any]) -> None:
+    plain, other = dict(worker().facts), dict(worker(**changed).facts)
+    assert plain.keys() == other.keys() and "vLLM" in plain
+    assert len([name for name in plain if plain[name] != other[name]]) == 1
+
+
+def test_overrides_that_cannot_be_written_down_are_none() -> None:
+    """vLLM takes a function there, too; its text is another one in each process."""
+    assert worker(hf_overrides=lambda config: config).facts == worker().facts
+
+
+def test_a_state_beside_attention_is_refused_in_words() -> None:
+    with pytest.raises(LayoutRefused, match="MambaSpec"):
+        worker(_layer_specs={"a": MambaSpec()}).page_bytes()
+
+
+def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
+    backend = SimpleNamespace(
+        get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size: [
+            2, num_blocks, block_size, num_kv_heads, head_size,
+        ]
+    )  # fmt: skip
+    shape, numbers = worker(attn_backends=[backend]).probe_cache_shape()
+    assert shape == (2, numbers["num_blocks"], numbers["block_size"], numbers["num_heads"], 1)
+    assert len({*numbers.values()}) == 3 and min(numbers.values()) > 1000
+
+
+def test_memory_is_registered_with_vllms_agent_and_deregistered_by_it() -> None:
+    done: list[Any] = []
+    agent = SimpleNamespace(
+        get_reg_descs=lambda rows, memory_type: (rows, memory_type),
+        register_memory=lambda descriptors, backends: done.append((descriptors, backends)),
+    )
+    view = worker(nixl_wrapper=agent)
+    view.register_memory([(4096, 64)], 2)
+    descriptors = [(4096, 64, 2, "")], "DRAM"
+    assert done == [(descriptors, ["UCX"])]
+    assert view.worker._registered_descs == [descriptors] and view.worker.device_id == 2
+
+
+@pytest.mark.parametrize("name", METADATA_MODULES)
+def test_a_handshake_is_offered_in_vllms_own_envelope(make_module: Callable[..., ModuleType], name: str) -> None:
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        make_module(".".join(parts[:end])).__path__ = []
+    make_module(
+        name,
+        "class NixlHandshakePayload:\n"
+        "    def __init__(self, compatibility_hash, agent_metadata_bytes):\n"
+        "        self.told = compatibility_hash, agent_metadata_bytes",
+    )
+    view = worker()
+    view.offer_handshake("tag", b"metadata")
+    assert view.worker.xfer_handshake_metadata.told == ("tag", b"metadata")
+
+
+def test_our_account_takes_the_place_of_vllms() -> None:
+    view = worker()
+    view.use_stats("ours")
+    assert view.stats == "ours"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp_rank",
+        "world_size",
+        "_physical_blocks_per_logical_kv_block",
+        "_layer_specs",
+        "xfer_stats",
+        "nixl_memory_type",
+    ],
+)
+def test_a_name_that_is_gone_is_refused_and_not_guessed(name: str) -> None:
+    view = worker()
+    delattr(view.worker, name)
+    asked: list[Callable[[], Any]] = [
+        lambda: view.tp_rank,
+        lambda: view.tp_size,
+        lambda: view.kernel_blocks_per_block,
+        view.page_bytes,
+        lambda: view.use_stats("ours"),
+        lambda: view.memory_type,
+    ]
+    refused = []
+    for ask in asked:
+        try:
+            ask()
+        except ContractChanged as cause:
+            refused.append(cause.found)
+    assert refused and all(repr(name) in found for found in refused)
+
+
+def test_the_same_in_the_engine(make_module: Callable[..., ModuleType]) -> None:
+    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    view = scheduler(FullAttentionSpec())
+    with pytest.raises(ContractChanged, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        _ = view.host
+    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
+    del view.config.parallel_config.data_parallel_index
+    with pytest.raises(ContractChanged, match="data_parallel_index"):
+        _ = view.port

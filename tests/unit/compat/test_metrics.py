@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.compat.metrics` over stand-ins for vLLM's classes: from a worker to what Prometheus shows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.compat import metrics
+from kvcached_nixl.compat.locate import STATS_MODULES
+from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.worker.handover.engine_side import Counted
+
+STOCK = '''
+from dataclasses import dataclass, field
+
+
+@dataclass
+class NixlKVConnectorStats:
+    """As vLLM's: lists of numbers by name, which processes add up."""
+
+    data: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        if not self.data:
+            self.reset()
+
+    def reset(self):
+        names = "transfer_duration", "bytes_transferred", "num_descriptors", "failed", "expired"
+        self.data = {name: [] for name in names}
+
+    def record_transfer(self, res):
+        self.data["transfer_duration"].append(res.xferDuration / 1e6)
+        self.data["bytes_transferred"].append(res.totalBytes)
+        self.data["num_descriptors"].append(res.descCount)
+
+    def record_failed_transfer(self):
+        self.data["failed"].append(1)
+
+    def record_kv_expired_req(self):
+        self.data["expired"].append(1)
+
+    def is_empty(self):
+        return not any(self.data[name] for name in ("transfer_duration", "failed", "expired"))
+
+    def aggregate(self, other):
+        if not other.is_empty():
+            for name, numbers in other.data.items():
+                self.data[name].extend(numbers)
+        return self
+
+
+class Metric:
+    made = {}
+
+    def __init__(self, name, documentation, labelnames, multiprocess_mode=None):
+        self.labelnames, self.values, self.key = list(labelnames), {}, None
+        Metric.made[name] = self
+
+    def labels(self, *values):
+        assert len(values) == len(self.labelnames)
+        self.key = values
+        return self
+
+    def inc(self, amount=1):
+        self.values[self.key] = self.values.get(self.key, 0) + amount
+
+    def set(self, value):
+        self.values[self.key] = value
+
+
+class NixlPromMetrics:
+    _counter_cls = _gauge_cls = Metric
+
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self.observed = []
+
+    def observe(self, transfer_stats_data, engine_idx=0):
+        self.observed.append((transfer_stats_data, engine_idx))
+'''
+
+
+@pytest.fixture(params=STATS_MODULES)
+def stock(request: pytest.FixtureRequest, make_module: Callable[..., ModuleType]) -> Iterator[ModuleType]:
+    name = request.param
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        make_module(".".join(parts[:end])).__path__ = []
+    metrics._stats_class.cache_clear()
+    metrics._prom_class.cache_clear()
+    yield make_module(name, STOCK)
+    metrics._stats_class.cache_clear()
+    metrics._prom_class.cache_clear()
+
+
+def counted(**fields: Any) -> Counted:
+    made = Counted()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.usefixtures("stock")
+def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
+    account = metrics.stats()
+    assert account.is_empty()
+    metrics.record(account, counted())
+    assert account.is_empty()
+    made = counted(moved=[(64, 2, 0.5), (8, 1, 0.25)], expired=2, quarantined_blocks=3)
+    made.failures.update({Cause.LEASE: 2, Cause.DIGEST: 1})
+    metrics.record(account, made)
+    assert not account.is_empty()
+    assert account.data == {
+        "transfer_duration": [0.5, 0.25],
+        "bytes_transferred": [64, 8],
+        "num_descriptors": [2, 1],
+        "failed": [1, 1, 1],
+        "expired": [1, 1],
+        "kvcached_nixl_failures": [Cause.LEASE, Cause.LEASE, Cause.DIGEST],
+        "kvcached_nixl_quarantined_blocks": [3],
+    }
+    assert all(type(cause) is int for cause in account.data["kvcached_nixl_failures"]), "they go through msgpack"
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_workers_account_goes_to_an_engine_in_another_process() -> None:
+    """The class is made in each process and is in no module: pickle could not find it, and every step's output would
+    be lost with it."""
+    account = metrics.stats()
+    metrics.record(account, counted(moved=[(64, 2, 0.5)], quarantined_blocks=3))
+    sent = pickle.dumps(account)
+    metrics._stats_class.cache_clear()
+    there = pickle.loads(sent)
+    assert type(there) is metrics._stats_class() and there.data == account.data
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("what", ["failures", "quarantined_blocks"])
+def test_either_is_enough_to_be_told(what: str) -> None:
+    """Also that nothing is in quarantine any more."""
+    account, made = metrics.stats(), counted()
+    if what == "failures":
+        made.failures[Cause.LEASE] = 1
+    else:
+        made.quarantined_blocks = 0
+    metrics.record(account, made)
+    assert not account.is_empty()
+    account.reset()
+    assert account.is_empty()
+
+
+@pytest.mark.usefixtures("stock")
+def test_accounts_of_several_ranks_are_added_up() -> None:
+    one, other = metrics.stats(), metrics.stats()
+    made = counted(quarantined_blocks=3)
+    made.failures[Cause.LOST] = 1
+    for account in (one, other):
+        metrics.record(account, made)
+    summed = one.aggregate(other)
+    assert summed.data["kvcached_nixl_failures"] == [Cause.LOST, Cause.LOST]
+    assert metrics.stats(copy.deepcopy(summed.data)).data == summed.data, "and read again in another process"
+
+
+def test_the_api_server_shows_failures_by_cause_and_the_last_of_the_blocks(stock: ModuleType) -> None:
+    shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    failures = stock.Metric.made["kvcached_nixl:handover_failures"]
+    blocks = stock.Metric.made["kvcached_nixl:quarantined_blocks"]
+    assert failures.labelnames == ["model", "engine", "cause"]
+    assert blocks.values == {("m", "0"): 0, ("m", "1"): 0}, "there before anything has happened"
+    data = {"kvcached_nixl_failures": [Cause.LEASE, Cause.LEASE, 2], "kvcached_nixl_quarantined_blocks": [7, 3]}
+    shown.observe(data, 1)
+    assert failures.values == {("m", "1", "lease"): 2, ("m", "1", "digest"): 1}
+    assert blocks.values == {("m", "0"): 0, ("m", "1"): 3}
+    shown.observe({}, 1)
+    shown.observe({"kvcached_nixl_failures": [], "kvcached_nixl_quarantined_blocks": [0]})
+    assert blocks.values == {("m", "0"): 0, ("m", "1"): 3}
+    assert shown.observed[0] == (data, 1), "vLLM's own are shown as ever"
+
+
+@pytest.mark.usefixtures("stock")
+def test_the_classes_are_made_once() -> None:
+    """Accounts of one process are of one type."""
+    assert type(metrics.stats()) is type(metrics.stats({}))
+    assert isinstance(metrics.stats(), metrics._stats_class())
+
+
+def test_without_vllm_there_is_nothing_to_count_in() -> None:
+    metrics._stats_class.cache_clear()
+    with pytest.raises(ImportError):
+        metrics.first_module(["no_such_package.stats"])

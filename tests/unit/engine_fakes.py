@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's side is asked about by vLLM: requests and blocks that a test makes up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcached_nixl.scheduler.fetching import Terms
+from kvcached_nixl.scheduler.handover import Reports
+from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.params import RemotePrefill, prefill_params
+
+BLOCK_SIZE = 4
+TOKENS = 10
+LEASE = 30.0
+TIMEOUT = 120.0
+OWN = RemotePrefill("own", "10.0.0.1", 5600, 2)
+PREFILL = RemotePrefill("p", "10.0.0.2", 5601, 2)
+OWN_START, PREFILL_START = "00000000000000aa", "00000000000000bb"
+COORDINATES = {"remote_engine_id": "p", "remote_host": "10.0.0.2", "remote_port": 5601, "tp_size": 2}
+
+
+def prompt(seed: int = 0, num_tokens: int = TOKENS) -> list[int]:
+    return [seed * 1000 + place for place in range(num_tokens)]
+
+
+@dataclass
+class Asked:
+    """vLLM's request. ``digested``: how often its digest was made, which takes long."""
+
+    request_id: str
+    params: dict[str, Any] | None
+    tokens: list[int] = field(default_factory=prompt)
+    digested: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.tokens)
+
+    def digest(self, num_tokens: int) -> str:
+        self.digested += 1
+        return digest_of(self.tokens, num_tokens)
+
+
+class Pool:
+    """vLLM's blocks. A block is with a request, taken from it, or free; ``windows``: first tokens kept, per group."""
+
+    def __init__(self, *windows: int, are_shared: bool = False) -> None:
+        self.are_shared = are_shared
+        self.of: dict[str, list[Any]] = {}
+        self.freed: list[Any] = []
+        self.windows = windows or (0,)
+        self.asked_for: list[int] = []
+
+    def take(self, request_id: str) -> list[Any]:
+        return self.of.pop(request_id, [])
+
+    def give_back(self, blocks: list[Any]) -> None:
+        self.freed += blocks
+        twice = [block for block, times in Counter(self.freed).items() if times > 1]
+        assert not twice, f"given back twice: {twice}"
+
+    def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        self.asked_for.append(num_tokens)
+        return tuple(window // BLOCK_SIZE * BLOCK_SIZE for window in self.windows)
+
+
+def terms(**changed: Any) -> Terms:
+    fields: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "pushes": False,
+        "drops_blocks": False,
+        "recomputes": False,
+        "lease_seconds": LEASE,
+        "timeout_seconds": TIMEOUT,
+    }
+    return Terms(**fields | changed)
+
+
+def manifest_of(
+    tokens: list[int], request_id: str = "cmpl-p-0-0123abcd", first_tokens: tuple[int, ...] = (0,), **changed: Any
+) -> Manifest:
+    """As prefill makes it; its blocks count from 50 on."""
+    end = -(-len(tokens) // BLOCK_SIZE)
+    groups = tuple(BlockRange(first, tuple(range(50 + first // BLOCK_SIZE, 50 + end))) for first in first_tokens)
+    fields: dict[str, Any] = {
+        "protocol": PROTOCOL,
+        "start": PREFILL_START,
+        "request_id": request_id,
+        "digest": digest_of(tokens, len(tokens)),
+        "num_tokens": len(tokens),
+        "block_size": BLOCK_SIZE,
+        "context_parallel": (1, 1),
+        "groups": groups,
+        "lease_seconds": LEASE,
+    }
+    return Manifest(**fields | changed)
+
+
+def answer_of(manifest: Manifest, transfer_id: str | None = None) -> dict[str, Any]:
+    return prefill_params(PREFILL, manifest, transfer_id=transfer_id, transfer_mode="pull")
+
+
+def of_decode(
+    name: str = "d1", tokens: list[int] | None = None, manifest: Manifest | None = None, **more: Any
+) -> Asked:
+    """Decode's request with prefill's answer to the same prompt."""
+    tokens = prompt() if tokens is None else tokens
+    return Asked(name, answer_of(manifest_of(tokens) if manifest is None else manifest) | more, tokens)
+
+
+def at_once(name: str = "d1", tokens: list[int] | None = None, **more: Any) -> Asked:
+    """Decode's request of a router that asks both at once."""
+    params = {"do_remote_prefill": True, "transfer_id": "t", **COORDINATES, **more}
+    return Asked(name, params, prompt() if tokens is None else tokens)
+
+
+def of_prefill(name: str = "p1", tokens: list[int] | None = None, **more: Any) -> Asked:
+    return Asked(name, {"do_remote_decode": True, "transfer_id": "t", **more}, prompt() if tokens is None else tokens)
+
+
+def reports(sent: set[str] | None = None, received: set[str] | None = None, invalid: set[int] | None = None) -> Reports:
+    return Reports(sent or set(), received or set(), invalid or set())

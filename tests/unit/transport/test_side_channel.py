@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transport/side_channel.py: both sides, against sockets that speak as vLLM's do, or do not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcached_nixl.transport import side_channel as module
+
+zmq = pytest.importorskip("zmq", reason="vLLM's side channel is a ZMQ socket: pip install pyzmq")
+
+JOIN_SECONDS = 20.0
+POLL_MS = 20
+METADATA = b"\x00metadata\xff"
+REPLY = {"compatibility_hash": "abc", "agent_metadata_bytes": METADATA}
+CLOCK = msgspec.msgpack.encode(1234.5)
+ASK = b"get_meta_msg"
+
+
+class Stock:
+    """A ROUTER in a thread, as ``_nixl_handshake_listener`` is one. ``frames``: what it replies; None: nothing.
+
+    Attributes:
+        asked: every question, decoded.
+    """
+
+    def __init__(self, frames: list[bytes] | None, address: str = "127.0.0.1") -> None:
+        self.frames = frames
+        self.asked: list[Any] = []
+        self._stop = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self.port = self._socket.bind_to_random_port(f"tcp://[{address}]" if ":" in address else f"tcp://{address}")
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._stop.is_set():
+            if self._socket.poll(POLL_MS):
+                identity, empty, question = self._socket.recv_multipart()
+                self.asked.append(msgspec.msgpack.decode(question))
+                if self.frames is not None:
+                    self._socket.send_multipart([identity, empty, *self.frames])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(JOIN_SECONDS)
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., Stock]]:
+    """listen(frames, address): a listener that is closed when the test ends."""
+    made: list[Stock] = []
+
+    def make(*arguments: Any) -> Stock:
+        made.append(Stock(*arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REPLY_SECONDS", 0.2)
+
+
+@pytest.fixture
+def channel() -> Iterator[Callable[..., module.SideChannel]]:
+    """channel(names_stage): one that is closed when the test ends."""
+    made: list[module.SideChannel] = []
+
+    def make(names_stage: bool = False) -> module.SideChannel:
+        made.append(module.SideChannel(names_stage=names_stage))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
+
+
+# --------------------------------------------------------------------------------------------------------------- asking
+
+
+@pytest.mark.parametrize("further", [[], [CLOCK]], ids=["one frame", "with the clock"])
+@pytest.mark.parametrize(("names_stage", "question"), [(False, [ASK, 3]), (True, [ASK, 0, 3])])
+def test_a_rank_is_asked_for_as_each_vllm_expects_it(
+    listen: Callable[..., Stock],
+    channel: Callable[..., module.SideChannel],
+    names_stage: bool,
+    question: list[Any],
+    further: list[bytes],
+) -> None:
+    """By its rank, since 0.26 by its pipeline stage too; the listener's clock behind the answer is not needed."""
+    listener = listen([msgspec.msgpack.encode(REPLY), *further])
+    asking = channel(names_stage)
+    assert asking.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert asking.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert listener.asked == [question, question]
+
+
+def test_fields_that_are_not_needed_are_not_looked_at(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
+) -> None:
+    listener = listen([msgspec.msgpack.encode({**REPLY, "kv_cache_layout": "NHD"})])
+    assert channel().ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_address_of_the_sixth_version_is_reached(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
+) -> None:
+    listener = listen([msgspec.msgpack.encode(REPLY)], "::1")
+    assert channel().ask("::1", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+
+
+def test_a_name_is_looked_up_as_the_listener_looks_it_up(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM allows the sixth version for addresses of it alone, so for a name it listens on the fourth.
+
+    ZMQ tries one address of a name. Where "localhost" is ::1 too, that would be one at which nobody listens.
+    """
+    allowed: list[int] = []
+    real = zmq.asyncio.Socket.setsockopt
+
+    def setsockopt(self: Any, option: int, value: int) -> None:
+        if option == zmq.IPV6:
+            allowed.append(value)
+        real(self, option, value)
+
+    listener = listen([msgspec.msgpack.encode(REPLY)])
+    monkeypatch.setattr(zmq.asyncio.Socket, "setsockopt", setsockopt)
+    assert channel().ask("localhost", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert allowed == [0]
+
+
+def test_nobody_listens(channel: Callable[..., module.SideChannel]) -> None:
+    """Told at once and by this error alone, because it says that the peer is gone."""
+    with pytest.raises(ConnectionRefusedError):
+        channel(True).ask("127.0.0.1", free_port(), 0).result(JOIN_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "host", ["no such host", "a\0b", "x" * 300, "\ud800", "*", "127.0.0.1;tcp://127.0.0.1", "", "."]
+)
+def test_an_address_that_is_none_is_an_error_and_nobody_is_gone(
+    channel: Callable[..., module.SideChannel], host: str
+) -> None:
+    """Whatever a client writes into ``remote_host``; these errors are the ones that `Peers` takes in."""
+    with pytest.raises((OSError, ValueError)) as raised:
+        channel().ask(host, free_port(), 0).result(JOIN_SECONDS)
+    # Asyncio takes an empty name for this machine.
+    assert not isinstance(raised.value, ConnectionRefusedError) or host == ""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_listener_that_keeps_silent_is_not_waited_for(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
+) -> None:
+    """It is alive, so this is no refusal."""
+    listener = listen(None)
+    with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{listener.port} does not answer within 0\.2 s") as raised:
+        channel(True).ask("127.0.0.1", listener.port, 1).result(JOIN_SECONDS)
+    assert isinstance(raised.value, OSError) and not isinstance(raised.value, ConnectionRefusedError)
+    assert listener.asked == [[ASK, 0, 1]]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_process_that_hangs_is_not_waited_for(channel: Callable[..., module.SideChannel]) -> None:
+    """Its kernel takes the connection and nobody reads; the question that is left over does not keep the asker."""
+    with socket.create_server(("127.0.0.1", 0)) as hung, pytest.raises(TimeoutError):
+        channel().ask("127.0.0.1", hung.getsockname()[1], 0).result(JOIN_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"compatibility_hash": "abc"}),
+        msgspec.msgpack.encode({**REPLY, "compatibility_hash": 5}),
+        b"\x91" * 100_000,
+        b"\x81\xb2compatibility_hash\xa1\xff",
+    ],
+    ids=["empty", "rubbish", "half", "number", "nested", "no text"],
+)
+def test_an_answer_that_is_none_is_an_error_of_its_own(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], frame: bytes
+) -> None:
+    """Neither refused nor late: somebody else's socket may be there."""
+    listener = listen([frame])
+    with pytest.raises(ValueError, match="answers what cannot be read"):
+        channel().ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS)
+
+
+def test_many_that_do_not_answer_hold_up_nobody(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
+) -> None:
+    """C5: eight black holes occupied the pool of handshakes for 50 s."""
+    silent, sound = listen(None), listen([msgspec.msgpack.encode(REPLY)])
+    asking = channel()
+    waiting = [asking.ask("127.0.0.1", silent.port, 0) for _ in range(100)]
+    assert asking.ask("127.0.0.1", sound.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert not any(future.done() for future in waiting)
+
+
+def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
+    """Whoever is asked then never answers; that is known as well."""
+    silent = listen(None)
+    asking = module.SideChannel(names_stage=False)
+    waiting = [asking.ask("127.0.0.1", silent.port, 0) for _ in range(5)]
+    begun = time.monotonic()
+    asking.close()
+    assert time.monotonic() - begun < module._REPLY_SECONDS / 2
+    for future in waiting:
+        with pytest.raises((CancelledError, OSError)):
+            future.result(0)
+    asking.close()
+
+
+def test_one_that_was_never_asked_is_closed_at_once() -> None:
+    module.SideChannel(names_stage=False).close()
+
+
+# ------------------------------------------------------------------------------------------------------------ answering
+
+
+class Own:
+    """Our `Listener`, and a peer's socket to it."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.woken = threading.Event()
+        self.host, self.port = host, free_port()
+        answers = {0: ("tag 0", b"rank 0"), 1: ("tag 1", b"rank 1")}
+        self.listener = module.Listener(host, self.port, answers, self.woken.set, "key")
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.connect(module._address(host, self.port))
+
+    def say(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def ask(self, question: Any) -> list[bytes]:
+        self.say(b"", msgspec.msgpack.encode(question))
+        assert self._socket.poll(JOIN_SECONDS * 1000), "no answer"
+        empty, *frames = self._socket.recv_multipart()
+        assert empty == b""
+        return list(frames)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self.listener.close()
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
+    monkeypatch.setattr(module, "_STOP_SECONDS", 0.02)
+    made = Own()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("question", "compatibility", "metadata"),
+    [((ASK, 0), "tag 0", b"rank 0"), ((ASK, 1), "tag 1", b"rank 1"), ((ASK, 0, 1), "tag 1", b"rank 1")],
+    ids=str,
+)
+def test_each_vllms_question_is_answered(own: Own, question: Any, compatibility: str, metadata: bytes) -> None:
+    """Those that name a stage expect the listener's clock behind the answer."""
+    reply, *further = own.ask(question)
+    assert msgspec.msgpack.decode(reply) == {"compatibility_hash": compatibility, "agent_metadata_bytes": metadata}
+    assert [type(msgspec.msgpack.decode(frame)) for frame in further] == ([float] if len(question) == 3 else [])
+
+
+@pytest.mark.parametrize(
+    "question",
+    [(ASK, 2), (ASK, -1), (ASK, "0"), (ASK, None), (ASK, [0]), (ASK, 1, 0), (ASK, 0, 7), (ASK, 2**63)],
+    ids=str,
+)
+def test_a_rank_that_is_not_here_is_answered_in_words(own: Own, question: Any) -> None:
+    """B7: it ended the listener. The words stand where the asker compares and shows them."""
+    found = msgspec.msgpack.decode(own.ask(question)[0])
+    assert "this engine has [0, 1]; correct the router's tp_size" in found["compatibility_hash"]
+    assert found["agent_metadata_bytes"] == b"" and len(found["compatibility_hash"]) < 200
+    assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
+
+
+RUBBISH = {
+    "nothing": (b"", b""),
+    "no msgpack": (b"", b"\xc1"),
+    "a bomb": (b"", b"\x91" * 1000),
+    "a larger bomb": (b"", b"\x91" * 60_000),
+    "no question": (b"", msgspec.msgpack.encode([b"other", 0])),
+    "a number": (b"", msgspec.msgpack.encode(7)),
+    "a long list": (b"", msgspec.msgpack.encode([ASK, 0, 0, 0])),
+    "one frame": (b"x",),
+    "many frames": (b"", b"", b"", b"x"),
+    "too long": (b"", b"x" * 5000),
+    "half a character": (b"", b"\x92\xa1\xff\x00"),
+    "another key": (b"", msgspec.msgpack.encode([module._WAKE, b"yek"])),
+}
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_what_cannot_be_read_ends_nothing(own: Own, kind: str) -> None:
+    """B7: 1,000 nested arrays, and no handshake any more."""
+    for _ in range(3):
+        own.say(*RUBBISH[kind])
+    assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
+    assert not own.woken.is_set()
+
+
+def test_a_question_of_any_depth_ends_nothing(own: Own) -> None:
+    """Just as deep as can be read may be deeper than can be shown."""
+    for depth in (*range(1, 60, 7), *range(800, 1010, 1)):
+        own.say(b"", b"\x92\xac" + ASK + b"\x91" * depth + b"\xc0")
+    deadline = time.monotonic() + JOIN_SECONDS
+    while time.monotonic() < deadline:
+        found = msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"]
+        if found == "tag 1":
+            break
+    assert found == "tag 1"
+
+
+def test_a_message_without_end_is_not_taken_in(own: Own) -> None:
+    """ZMQ drops the connection that it comes on, and no other."""
+    own.say(b"", b"x" * (1 << 20))
+    with zmq.Context() as context, context.socket(zmq.REQ) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        other.connect(f"tcp://127.0.0.1:{own.port}")
+        other.send(msgspec.msgpack.encode((ASK, 0)))
+        assert other.poll(JOIN_SECONDS * 1000)
+
+
+def test_its_own_workers_wake_it(own: Own, channel: Callable[..., module.SideChannel]) -> None:
+    """With the key; again and again, over one connection."""
+    waking = channel()
+    waking.wake("127.0.0.1", own.port, "yek")
+    for _ in range(3):
+        waking.wake("127.0.0.1", own.port, "key")
+        assert own.woken.wait(JOIN_SECONDS)
+        own.woken.clear()
+    assert len(waking._own) == 1
+
+
+def test_both_sides_understand_each_other(own: Own, channel: Callable[..., module.SideChannel]) -> None:
+    for names_stage in (False, True):
+        assert channel(names_stage).ask("127.0.0.1", own.port, 1).result(JOIN_SECONDS) == ("tag 1", b"rank 1")
+    found, metadata = channel().ask("127.0.0.1", own.port, 9).result(JOIN_SECONDS)
+    assert "no rank 9" in found and metadata == b""
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_it_listens_at_the_sixth_version(
+    monkeypatch: pytest.MonkeyPatch, channel: Callable[..., module.SideChannel]
+) -> None:
+    monkeypatch.setattr(module, "_STOP_SECONDS", 0.02)
+    made = Own("::1")
+    try:
+        asking = channel()
+        assert asking.ask("::1", made.port, 0).result(JOIN_SECONDS) == ("tag 0", b"rank 0")
+        asking.wake("::1", made.port, "key")
+        assert made.woken.wait(JOIN_SECONDS)
+    finally:
+        made.close()
+
+
+def test_an_address_that_is_taken_is_an_error_with_its_name(own: Own) -> None:
+    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
+        module.Listener("127.0.0.1", own.port, {}, lambda: None, "key")
+
+
+def test_when_it_is_closed_nobody_listens(own: Own, channel: Callable[..., module.SideChannel]) -> None:
+    own.listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        channel().ask("127.0.0.1", own.port, 0).result(JOIN_SECONDS)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""wire/digest.py: equal in every process for what makes equal KV, and different for everything else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_nixl.wire.digest import digest_of
+
+TOKENS = list(range(100, 132))
+IMAGE = ("hash-of-an-image", 4, 8)
+
+
+def test_it_is_these_digits() -> None:
+    """Golden: a change of this text is a change of protocol, for both sides compute it by themselves."""
+    assert digest_of(TOKENS, 32) == "860d56d571564ee9fd13064f5f7a0e85"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"token_ids": [*TOKENS[:31], 0]},
+        {"token_ids": [0, *TOKENS[1:]]},
+        {"token_ids": [TOKENS[1], TOKENS[0], *TOKENS[2:]]},
+        {"token_ids": None},
+        {"num_tokens": 31},
+        {"embeddings": b"\x00"},
+        {"features": [IMAGE]},
+        {"features": [("another", 4, 8)]},
+        {"features": [("hash-of-an-image", 5, 8)]},
+        {"features": [("hash-of-an-image", 4, 9)]},
+        {"features": [IMAGE, ("another", 16, 8)]},
+        {"lora": "adapter"},
+        {"salt": "adapter"},
+        {"lora": "a", "salt": "b"},
+        {"lora": "ab"},
+        {"salt": "ab"},
+        {"lora": "\ud800"},
+    ],
+    ids=str,
+)
+def test_everything_that_kv_follows_from_counts(changed: dict[str, Any]) -> None:
+    """Each against the plain prompt and against each other."""
+    others = [{}, {"features": [IMAGE, IMAGE]}, {"lora": "b", "salt": "a"}]
+    found = digest_of(**{"token_ids": TOKENS, "num_tokens": 32} | changed)
+    assert len(found) == 32 and int(found, 16) >= 0
+    assert found not in [digest_of(**{"token_ids": TOKENS, "num_tokens": 32} | one) for one in others]
+
+
+def test_the_order_in_which_features_are_named_does_not_matter() -> None:
+    features = [IMAGE, ("b", 16, 2), ("a", 16, 2)]
+    assert len({digest_of(TOKENS, 32, features=order) for order in (features, features[::-1], iter(features))}) == 1
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40), st.lists(st.integers(0, 9), max_size=40))
+def test_the_first_tokens_of_a_longer_prompt_have_the_digest_of_the_shorter(
+    tokens: list[int], further: list[int]
+) -> None:
+    """Decode's prompt may go on where prefill's ended, with an image behind it."""
+    behind = ("behind", len(tokens), 4)
+    shorter = digest_of(tokens, len(tokens), lora="l", salt="s", features=[("in it", 0, 1)])
+    longer = digest_of([*tokens, *further], len(tokens), lora="l", salt="s", features=[("in it", 0, 1), behind])
+    assert shorter == longer
+    if further:
+        assert digest_of([*tokens, *further], len(tokens) + 1, lora="l", salt="s") != shorter
+
+
+def test_an_image_that_begins_in_front_of_the_end_counts() -> None:
+    """Even where its end is behind it: its first tokens are computed from all of it."""
+    assert digest_of(TOKENS, 8, features=[IMAGE]) != digest_of(TOKENS, 8)
+    assert digest_of(TOKENS, 4, features=[IMAGE]) == digest_of(TOKENS, 4)
+
+
+def test_embeddings_stand_for_tokens_that_are_not_there() -> None:
+    assert digest_of(None, 2, embeddings=b"ab") != digest_of(None, 2, embeddings=b"ac")
+    assert digest_of([1], 1, embeddings=b"") != digest_of(None, 1, embeddings=bytes(8))
+
+
+def test_another_process_finds_the_same() -> None:
+    """vLLM's own block hashes differ between processes."""
+    code = "from kvcached_nixl.wire.digest import digest_of; print(digest_of(range(100, 132), 32, lora='é'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == digest_of(TOKENS, 32, lora="é")
+
+
+def test_a_long_prompt_costs_little() -> None:
+    """64k tokens; the bound is ten times what a slow machine takes."""
+    tokens = list(range(65_536))
+    begun = time.perf_counter()
+    digest_of(tokens, 65_536)
+    assert time.perf_counter() - begun < 0.1

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""wire/manifest.py: what cannot be true is refused, and its word stands for all of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_nixl.wire.checked import Malformed, convert
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json, ranges_of
+
+MANIFEST = Manifest(
+    protocol=PROTOCOL,
+    start="0123456789abcdef",
+    request_id="cmpl-r-0-0123abcd",
+    digest="0123456789abcdef" * 2,
+    num_tokens=10,
+    block_size=4,
+    context_parallel=(1, 1),
+    groups=(BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 8))),
+    lease_seconds=30.0,
+)
+OTHER: dict[str, Any] = {
+    "start": "0123456789abcdee",
+    "request_id": "cmpl-r-0-0123abce",
+    "digest": "0123456789abcdee" * 2,
+    "num_tokens": 9,
+    "block_size": 4,
+    "groups": (BlockRange(0, (7, 9, 3)), BlockRange(4, (2, 8))),
+    "lease_seconds": 29.0,
+}
+
+
+@pytest.mark.parametrize("field", sorted(set(OTHER) - {"block_size"}))
+def test_the_word_changes_with_every_field(field: str) -> None:
+    assert {*OTHER, "protocol", "context_parallel"} == set(Manifest.__struct_fields__)
+    other = msgspec.structs.replace(MANIFEST, **{field: OTHER[field]})
+    assert 0 < other.word < 2**64
+    assert other.word != MANIFEST.word
+
+
+def test_the_word_changes_with_the_block_size() -> None:
+    """The same ids, of half as many tokens each."""
+    made = msgspec.structs.replace(MANIFEST, groups=())
+    assert made.word != msgspec.structs.replace(made, block_size=2).word
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0, [7, 3, 8]], [4, [2, 8]]],
+        [[0, [7, 3, 9]], [4, [8, 2]]],
+        [[4, [2, 8]], [0, [7, 3, 9]]],
+        [[0, [7, 3, 9]], [0, [1, 2, 8]]],
+        [[0, [7, 3, 9]]],
+        [[4, [3, 9]], [4, [2, 8]]],
+    ],
+    ids=str,
+)
+def test_the_word_changes_with_any_block(groups: list[Any]) -> None:
+    """A6: the id of one request with the blocks of another is attested by nobody."""
+    made = msgspec.structs.replace(MANIFEST, groups=tuple(BlockRange(first, tuple(ids)) for first, ids in groups))
+    assert made.word != MANIFEST.word
+
+
+def test_a_word_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is no word in the table."""
+
+    class Nothing:
+        def digest(self) -> bytes:
+            return bytes(8)
+
+    monkeypatch.setattr("hashlib.blake2b", lambda *_, **__: Nothing())
+    assert MANIFEST.word == 1
+
+
+def test_the_word_is_this_one() -> None:
+    """Golden: both sides compute it by themselves."""
+    assert MANIFEST.word == 3825018385949781619
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    block_size=st.integers(1, 32),
+    first=st.integers(0, 3),
+    lease_seconds=st.floats(0, 86_400, exclude_min=True) | st.integers(1, 86_400),
+    request_id=st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20),
+)
+def test_it_comes_back_from_a_router_as_it_was(
+    num_tokens: int, block_size: int, first: int, lease_seconds: float, request_id: str
+) -> None:
+    """Through JSON, and with whole numbers written without a point, as JavaScript does: the same word."""
+    first_block = min(first, (num_tokens - 1) // block_size)
+    ids = tuple(range(5, 5 + -(-num_tokens // block_size) - first_block))
+    made = msgspec.structs.replace(
+        MANIFEST,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        request_id=request_id,
+        groups=(BlockRange(first_block * block_size, ids),),
+        lease_seconds=float(lease_seconds),
+    )
+    plain = as_json(made)
+    again = json.loads(json.dumps(plain))
+    assert convert(again, Manifest) == made
+    assert convert(again, Manifest).word == made.word
+    if made.lease_seconds.is_integer():
+        assert convert(again | {"lease_seconds": int(made.lease_seconds)}, Manifest).word == made.word
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"protocol": 3}, "another kvcached_nixl"),
+        ({"protocol": 5}, "protocol 4"),
+        ({"protocol": "4"}, "protocol"),
+        ({"start": 12}, "start"),
+        ({"start": "0123456789abcdeg"}, "start"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "\ud800"}, "request_id"),
+        ({"request_id": "x" * 1025}, "request_id"),
+        ({"digest": "0"}, "digest"),
+        ({"digest": None}, "digest"),
+        ({"num_tokens": 0}, "at least one token"),
+        ({"num_tokens": 2**31}, "num_tokens"),
+        ({"num_tokens": 13}, "end where the tokens do"),
+        ({"num_tokens": 8}, "end where the tokens do"),
+        ({"num_tokens": 10.0}, "num_tokens"),
+        ({"block_size": 0}, "at least one"),
+        ({"block_size": -4}, "block_size"),
+        ({"block_size": 5}, "end where the tokens do|start a block"),
+        ({"context_parallel": [2, 1]}, "context parallelism"),
+        ({"context_parallel": [1, 2]}, "context parallelism"),
+        ({"context_parallel": [1]}, "context_parallel"),
+        ({"groups": None}, "groups"),
+        ({"groups": [{"first_token": 2, "block_ids": [7, 3]}]}, "start a block"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3]}]}, "end where the tokens do"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9, 1]}]}, "end where the tokens do"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 7]}]}, "no block twice"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, -1]}]}, "block_ids"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 2**31]}]}, "block_ids"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, True]}]}, "block_ids"),
+        ({"groups": [{"first_token": 12, "block_ids": []}, {"first_token": 16, "block_ids": []}]}, "end where"),
+        ({"groups": [{"block_ids": [7, 3, 9]}]}, "first_token"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9], "more": 1}]}, "more"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}] * 65}, "at most 64"),
+        ({"lease_seconds": 0}, "lease_seconds"),
+        ({"lease_seconds": float("nan")}, "lease_seconds"),
+        ({"lease_seconds": float("inf")}, "lease_seconds"),
+        ({"lease_seconds": True}, "lease_seconds"),
+        ({"surplus": 1}, "surplus"),
+    ],
+    ids=lambda value: ascii(value)[:60] if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_malformed_and_named(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(Malformed, match=words):
+        convert(as_json(MANIFEST) | changed, Manifest)
+
+
+@pytest.mark.parametrize("missing", Manifest.__struct_fields__)
+def test_a_missing_field_is_named(missing: str) -> None:
+    plain = as_json(MANIFEST)
+    del plain[missing]
+    with pytest.raises(Malformed, match=missing):
+        convert(plain, Manifest)
+
+
+def test_what_prefill_itself_makes_is_held_to_the_same() -> None:
+    with pytest.raises(ValueError, match="no block twice"):
+        msgspec.structs.replace(MANIFEST, groups=(BlockRange(0, (1, 2, 1)),))
+
+
+def test_ranges_hold_the_prompt_and_nothing_else() -> None:
+    """Whatever else is allocated: generated tokens, look-ahead; and what has left a window is not there."""
+    blocks = ([7, 3, 9, 11, 12], [0, 5, 6, 13, 14])
+    assert ranges_of(blocks, (0, 4), 10, 4) == (BlockRange(0, (7, 3, 9)), BlockRange(4, (5, 6)))
+    assert ranges_of(blocks, (0, 4), 8, 4) == (BlockRange(0, (7, 3)), BlockRange(4, (5,)))
+    assert ranges_of(blocks, (0, 0), 1, 4) == (BlockRange(0, (7,)), BlockRange(0, (0,)))
+    with pytest.raises(ValueError, match="zip"):
+        ranges_of(blocks, (0,), 10, 4)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""wire/messages.py: each message comes back as it was sent, and nothing else ever comes out of bytes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.lease import beats, is_beat
+from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
+from kvcached_nixl.wire.messages import (
+    MAX_ATTEMPT,
+    PREFIX,
+    Message,
+    Peer,
+    Registration,
+    Release,
+    Stopped,
+    Withdrawal,
+    Written,
+    decode,
+    draw_attempt,
+    encode,
+    is_ours,
+)
+
+DIGEST = "0123456789abcdef" * 2
+PEER = Peer(EngineId("engine"), "127.0.0.1", 5600, 2, 1)
+MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, 32, (1, 1), (), 30.0)
+REGISTRATION = Registration(
+    attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, name="transfer:t", request_id="p-1",
+    digest=DIGEST, first_token=32, end_token=97, block_size=32, block_ids=((3, 9, 4), (0, 2**31 - 1, 5)),
+)  # fmt: skip
+MESSAGES: list[Message] = [
+    REGISTRATION,
+    Withdrawal(7, PEER),
+    Release("p-1", "request:x", DIGEST, 1, 2),
+    Release("", "request:x", "", 0, 1),
+    Written(7, 0, 2),
+    Written(MAX_ATTEMPT - 1, 1, 0, MANIFEST),
+    Stopped(0, 1, 8, "no peer"),
+]
+FUZZED_MESSAGES = 100_000
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
+    assert decode(encode(message)) == message
+    assert is_ours(encode(message))
+    assert not is_beat(encode(message))
+
+
+def test_only_the_write_with_the_manifest_is_the_last() -> None:
+    assert Written(7, 0, 2, MANIFEST).is_last
+    assert not Written(7, 0, 2).is_last
+
+
+@pytest.mark.parametrize(
+    "stock", [b"HB:a,b", b"PUSH_REG:\x80", b"cmpl-1-0-abcdef01:1", b"KVNX3:\x80", b"", *beats(["a"])]
+)
+def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> None:
+    assert not is_ours(stock)
+    with pytest.raises(Malformed, match="expected it to start with"):
+        decode(stock)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attempt": -1},
+        {"attempt": MAX_ATTEMPT},
+        {"attempt": "7"},
+        {"attempt": True},
+        {"name": None},
+        {"request_id": None},
+        {"digest": "x"},
+        {"first_token": 33},
+        {"first_token": 128},
+        {"first_token": 97},
+        {"first_token": -32},
+        {"end_token": 32},
+        {"end_token": 2**31},
+        {"block_size": 0},
+        {"block_ids": []},
+        {"block_ids": [[1]] * 65},
+        {"block_ids": [[1, 1]]},
+        {"block_ids": [[-1]]},
+        {"block_ids": [[2**31]]},
+        {"block_ids": [1, 2]},
+        {"decode": {"engine_id": "e", "host": "h", "port": 0, "tp_size": 1, "tp_rank": 0}},
+        {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 1}},
+        {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 10**9, "tp_rank": 0}},
+        {"decode": {"engine_id": "", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 0}},
+        {"decode": {"engine_id": "e" * 1025, "host": "h", "port": 1, "tp_size": 1, "tp_rank": 0}},
+        {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 0, "more": 1}},
+        {"surplus": 1},
+        {"say": "unknown"},
+    ],
+    ids=lambda changed: str(changed)[:60],
+)
+def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> None:
+    """A wrong field is found on receipt, before any block is looked at."""
+    fields = msgspec.to_builtins(REGISTRATION) | changed
+    with pytest.raises(Malformed):
+        decode(PREFIX + msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        (Written(7, 0, 2, MANIFEST), {"index": -1}),
+        (Written(7, 0, 2, MANIFEST), {"index": "0"}),
+        (Written(7, 0, 2, MANIFEST), {"index": 2**31}),
+        (Written(7, 0, 2, MANIFEST), {"tp_rank": 1024}),
+        (Written(7, 0, 2, MANIFEST), {"attempt": MAX_ATTEMPT}),
+        (Written(7, 0, 2, MANIFEST), {"manifest": {}}),
+        (Written(7, 0, 2, MANIFEST), {"manifest": msgspec.to_builtins(MANIFEST) | {"num_tokens": 0}}),
+        (Stopped(7, 0, 2, "w"), {"cause": -1}),
+        (Stopped(7, 0, 2, "w"), {"reason": None}),
+        (Withdrawal(7, PEER), {"decode": None}),
+        (Withdrawal(7, PEER), {"attempt": -1}),
+        (Release("p", "n", DIGEST, 0, 1), {"tp_rank": 1}),
+        (Release("p", "n", DIGEST, 0, 1), {"tp_size": 0}),
+        (Release("p", "n", DIGEST, 0, 1), {"tp_size": 1025}),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else str(one)[:40],
+)
+def test_other_messages_out_of_range_are_malformed(message: Message, changed: dict[str, Any]) -> None:
+    with pytest.raises(Malformed):
+        decode(PREFIX + msgspec.msgpack.encode(msgspec.to_builtins(message) | changed))
+
+
+def test_nesting_bombs_are_malformed() -> None:
+    """As the message, and in a field of one."""
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    bombs = [b"\x91" * 100_000, b"\x81\xa3say" * 100_000]
+    bombs += [msgspec.msgpack.encode(msgspec.to_builtins(REGISTRATION) | {"block_ids": deep})]
+    for bomb in bombs:
+        with pytest.raises(Malformed):
+            decode(PREFIX + bomb)
+
+
+def test_a_hundred_thousand_mutated_messages_raise_nothing_but_malformed() -> None:
+    """Bits flipped, bytes dropped, doubled and exchanged, and two messages run together."""
+    draw = random.Random(2)
+    sound = [encode(message)[len(PREFIX) :] for message in MESSAGES]
+    read = malformed = 0
+    for number in range(FUZZED_MESSAGES):
+        mutated = bytearray(sound[number % len(sound)])
+        for _ in range(draw.randrange(1, 4)):
+            place = draw.randrange(len(mutated))
+            kind = draw.randrange(5)
+            if kind == 0:
+                mutated[place] ^= 1 << draw.randrange(8)
+            elif kind == 1:
+                del mutated[place : place + draw.randrange(1, 4)]
+                mutated = mutated or bytearray(b"\x80")
+            elif kind == 2:
+                mutated[place:place] = mutated[: draw.randrange(8)]
+            elif kind == 3:
+                mutated[place] = draw.randrange(256)
+            else:
+                mutated[place:] = draw.choice(sound)[place:] or b"\xc0"
+        try:
+            message = decode(PREFIX + bytes(mutated))
+        except Malformed:
+            malformed += 1
+            continue
+        read += 1
+        if not read % 50:
+            # What is read is in range, so it can be sent on.
+            assert decode(encode(message)) == message
+    assert malformed > 50_000
+    assert read > 1_000
+
+
+def test_attempts_differ() -> None:
+    drawn = {draw_attempt() for _ in range(1000)}
+    assert len(drawn) == 1000
+    assert all(0 <= one < MAX_ATTEMPT for one in drawn)

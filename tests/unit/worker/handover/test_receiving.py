@@ -1,0 +1,736 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/handover/{receiving,attempt}.py: decode's attempts, READ and WRITE, from their blocks to the last byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from unit.worker_fakes import (
+    BLOCK_SIZE,
+    DIGEST,
+    OTHER_DIGEST,
+    OTHER_START,
+    TOKENS,
+    Local,
+    Memory,
+    Remote,
+    address,
+    manifest,
+    wanted,
+)
+
+from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.manifest import BlockRange, Manifest
+from kvcached_nixl.wire.messages import Release, Stopped, Withdrawal, Written, decode
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import Released, Wanted
+from kvcached_nixl.worker.handover.peers import REFUSED_SECONDS
+from kvcached_nixl.worker.handover.receiving import GONE_SECONDS, REPEAT_SECONDS, Receiving
+
+MANIFEST = manifest(17, 13, 19)
+ALL_WRITTEN = manifest()
+
+
+class Decode(Local):
+    """`Receiving`, and what it has reported."""
+
+    def __init__(self, mode: TransferMode = TransferMode.PULL, **more: Any) -> None:
+        super().__init__(**more)
+        self.failed: dict[int, Cause] = {}
+        self.said: dict[int, str] = {}
+        self.over: list[int] = []
+        self.receiving = Receiving(self.side, self.clock, mode, self._failed, self._over)
+        self.peers.gone, self.peers.unreachable = self.receiving.gone, self.receiving.unreachable
+
+    def _failed(self, wanted: Wanted, cause: HandOverFailed) -> None:
+        assert wanted.attempt not in self.failed, "reported twice"
+        self.failed[wanted.attempt], self.said[wanted.attempt] = cause.cause, str(cause)
+
+    def _over(self, wanted: Wanted) -> None:
+        assert wanted.attempt not in self.over, "over twice"
+        self.over.append(wanted.attempt)
+
+    def want(self, one: Wanted) -> None:
+        self.receiving.want(one)
+        self.receiving.begin(one.attempt)
+
+    def hear(self) -> None:
+        for agent, said in self.transport.received():
+            message = decode(said)
+            assert isinstance(message, (Written, Stopped))
+            self.receiving.handle(agent, message)
+
+    def deliver(self) -> None:
+        super().deliver()
+        self.hear()
+        super().deliver()
+
+    def is_clean(self) -> bool:
+        receiving = self.receiving
+        tables = [receiving._attempts, receiving._reported, receiving._asked_again, receiving._writers]
+        tables += [receiving._probed, receiving._ended_at, self.side.waiting_for_landing]
+        return not any(map(len, tables)) and not self.unreleased() and not self.posting.is_busy
+
+
+@pytest.fixture
+def pull() -> Decode:
+    return Decode()
+
+
+@pytest.fixture
+def push() -> Decode:
+    return Decode(TransferMode.PUSH)
+
+
+def keep(remote: Remote, made: Manifest = MANIFEST) -> None:
+    """Prefill has these blocks, and their word."""
+    remote.memory.cells[:] = np.arange(remote.memory.cells.size).reshape(remote.memory.cells.shape) + 1
+    assert remote.table.publish(made.request_id, made.word)
+
+
+def is_read(
+    decode: Decode, remote: Remote, blocks: tuple[int, ...] = (7, 3, 9), theirs: tuple[int, ...] = (17, 13, 19)
+) -> bool:
+    return all(
+        np.array_equal(decode.memory.cells[:, here], remote.memory.cells[:, there])
+        for here, there in zip(blocks, theirs, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- READ
+
+
+def test_blocks_are_read_and_then_the_word_and_prefill_is_told(pull: Decode) -> None:
+    remote = pull.remote()
+    keep(remote)
+    pull.want(wanted(1, MANIFEST))
+    pull.turn()
+    blocks = pull.in_flight
+    assert [one.operation for one in blocks] == ["READ"]
+    assert len(pull.transport.posted) == 1, "the word is read when the blocks have been, and not before"
+    pull.network.deliver(blocks[0])
+    pull.turn()
+    assert len(pull.transport.posted) == 2 and not pull.over
+    pull.deliver()
+    assert (pull.over, pull.failed) == ([1], {})
+    assert is_read(pull, remote)
+    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
+    untouched = [block for block in range(32) if block not in (7, 3, 9)]
+    assert not pull.memory.cells[:, untouched].any()
+    assert pull.is_clean() and not pull.landing_words.any()
+
+
+def test_nothing_is_read_before_the_device_has_ended_what_it_was_given(pull: Decode) -> None:
+    """A3, R8: a step under way may still write these blocks."""
+    remote = pull.remote()
+    keep(remote)
+    pull.receiving.want(wanted(1, MANIFEST))
+    pull.deliver()
+    assert pull.transport.posted == [] and pull.asking.asked == []
+    pull.receiving.begin(1)
+    pull.deliver()
+    assert pull.over == [1]
+
+
+@pytest.mark.parametrize("kept", [None, "another", "of before"])
+def test_without_the_word_nothing_that_was_read_is_used(pull: Decode, kept: str | None) -> None:
+    """A6, R3: blocks of a manifest that prefill never made, or keeps no more."""
+    remote = pull.remote()
+    if kept == "another":
+        keep(remote, msgspec.structs.replace(MANIFEST, groups=(BlockRange(0, (17, 13, 18)),)))
+    elif kept == "of before":
+        keep(remote)
+        remote.words[:] = 0
+    pull.want(wanted(1, MANIFEST))
+    pull.deliver()
+    assert (pull.over, pull.failed) == ([1], {1: Cause.LEASE})
+    assert remote.heard() == []
+    assert pull.is_clean()
+
+
+def test_a_word_that_goes_while_blocks_are_read_is_seen(pull: Decode) -> None:
+    remote = pull.remote()
+    keep(remote)
+    pull.want(wanted(1, MANIFEST))
+    pull.turn()
+    remote.words[:] = 0
+    pull.deliver()
+    assert pull.failed == {1: Cause.LEASE}
+
+
+@pytest.mark.parametrize("word", [False, True], ids=["of the blocks", "of the word"])
+def test_a_read_that_fails_costs_its_attempt_and_the_peer_is_met_again(pull: Decode, word: bool) -> None:
+    remote = pull.remote()
+    keep(remote)
+    pull.want(wanted(1, MANIFEST))
+    pull.turn()
+    if word:
+        pull.network.deliver(pull.in_flight[0])
+        pull.turn()
+    pull.network.fail(pull.in_flight[0])
+    pull.deliver()
+    assert (pull.over, pull.failed) == ([1], {1: Cause.LOST})
+    assert pull.peers.is_known("remote-0"), "at once"
+    pull.want(wanted(2, MANIFEST))
+    pull.deliver()
+    assert pull.over == [1, 2] and 2 not in pull.failed
+    assert pull.is_clean()
+
+
+@pytest.mark.parametrize("word", [False, True], ids=["while blocks are read", "while the word is"])
+def test_an_aborted_read_is_over_when_nothing_is_in_flight(pull: Decode, word: bool) -> None:
+    """R2, nixl#2067. Prefill hears nothing: its lease ends, or another attempt wants it."""
+    remote = pull.remote()
+    keep(remote)
+    pull.want(wanted(1, MANIFEST))
+    pull.turn()
+    if word:
+        pull.network.deliver(pull.in_flight[0])
+        pull.turn()
+    pull.receiving.fail(1, HandOverFailed(Cause.STOPPED, "gone"))
+    pull.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "again"))
+    assert pull.failed == {1: Cause.STOPPED}
+    pull.clock.advance(1)
+    pull.turn()
+    assert pull.over == []
+    pull.network.deliver(pull.in_flight[0])
+    pull.clock.advance(1)
+    pull.turn()
+    assert pull.over == [1]
+    assert remote.heard() == []
+    assert pull.is_clean()
+
+
+def test_a_read_that_never_ends_is_failed_and_not_over(pull: Decode) -> None:
+    """B10: its blocks stay held, and nothing else waits for it."""
+    pull.network.vanish("remote-0")
+    keep(pull.remote())
+    pull.want(wanted(1, MANIFEST))
+    pull.turn()
+    pull.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
+    for _ in range(20):
+        pull.clock.advance(10)
+        pull.turn()
+        pull.receiving.turn()
+    assert (pull.over, pull.failed) == ([], {1: Cause.DEADLINE})
+    other = pull.remote("other", address=address("other", port=5602))
+    keep(other)
+    one = wanted(2, MANIFEST)
+    one.prefill = RemotePrefill("other", "10.0.0.2", 5602, 1)
+    pull.want(one)
+    pull.deliver()
+    assert pull.over == [2] and 2 not in pull.failed
+
+
+def test_aborted_before_anything_began_it_is_over_at_once(pull: Decode) -> None:
+    pull.receiving.want(wanted(1, MANIFEST))
+    pull.receiving.fail(1, HandOverFailed(Cause.STOPPED, "gone"))
+    assert pull.over == [1]
+    pull.receiving.begin(1)
+    pull.receiving.begin(2)
+    pull.deliver()
+    assert pull.transport.posted == [] and pull.is_clean()
+
+
+def test_aborted_while_prefill_is_met_it_is_over_at_once(pull: Decode) -> None:
+    remote = pull.remote(is_answering=False)
+    pull.want(wanted(1, MANIFEST))
+    pull.receiving.fail(1, HandOverFailed(Cause.STOPPED, "gone"))
+    assert pull.over == [1]
+    pull.asking.open.pop().set_result(remote.answer())
+    pull.deliver()
+    assert pull.transport.posted == []
+
+
+def test_parameters_of_an_earlier_start_are_refused_before_a_byte_moves(pull: Decode) -> None:
+    keep(pull.remote(start=OTHER_START))
+    pull.want(wanted(1, MANIFEST))
+    pull.deliver()
+    assert (pull.over, pull.failed) == ([1], {1: Cause.START})
+    assert pull.transport.posted == []
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        manifest(17, 13, 32),
+        manifest(17, 13, 2**31 - 1),
+        manifest(17, 13, block_size=5, num_tokens=10),
+        manifest(17, 13, 19, 20, 21, block_size=2, num_tokens=10),
+        manifest(17, 13, num_tokens=8),
+        msgspec.structs.replace(MANIFEST, groups=MANIFEST.groups * 2),
+        msgspec.structs.replace(MANIFEST, groups=()),
+        msgspec.structs.replace(MANIFEST, groups=(BlockRange(8, (19,)),)),
+    ],
+    ids=["a block too many", "far out", "block size", "smaller blocks", "short", "groups", "no groups", "too late"],
+)
+def test_a_manifest_that_does_not_fit_prefills_memory_costs_only_its_attempt(pull: Decode, made: Manifest) -> None:
+    """B9: block ids out of range marked a healthy peer lost."""
+    remote = pull.remote()
+    keep(remote, made)
+    pull.want(wanted(1, made))
+    pull.deliver()
+    assert (pull.over, pull.failed) == ([1], {1: Cause.RANGE})
+    assert pull.transport.posted == [] and pull.peers.is_known("remote-0")
+
+
+def test_a_pull_without_a_manifest_is_refused(pull: Decode) -> None:
+    pull.want(wanted(1, None))
+    assert (pull.over, pull.failed) == ([1], {1: Cause.NO_MANIFEST})
+
+
+@pytest.mark.parametrize("cause", [Cause.UNREACHABLE, Cause.REFUSED])
+def test_a_prefill_that_is_not_met_costs_the_attempt(pull: Decode, cause: Cause) -> None:
+    remote = pull.remote()
+    error: Any = ConnectionRefusedError() if cause is Cause.UNREACHABLE else ("another tag", b"")
+    pull.asking.answers[remote.place] = error
+    pull.want(wanted(1, MANIFEST))
+    pull.deliver()
+    assert (pull.over, pull.failed) == ([1], {1: cause})
+
+
+def test_blocks_of_the_prefix_cache_are_not_read(pull: Decode) -> None:
+    remote = pull.remote()
+    keep(remote)
+    pull.want(wanted(1, MANIFEST, blocks=(3, 9), first_token=4))
+    pull.deliver()
+    assert pull.over == [1] and not pull.failed
+    assert is_read(pull, remote, (3, 9), (13, 19))
+    assert not pull.memory.cells[:, 7].any()
+
+
+def test_sizes_of_blocks_may_differ() -> None:
+    """Tokens have positions; blocks follow from them on each side."""
+    decode = Decode(kernel_blocks_per_block=2, memory=Memory(block_size=2))
+    remote = decode.remote(memory=Memory(block_size=8))
+    made = manifest(5, 6, block_size=8)
+    keep(remote, made)
+    decode.want(wanted(1, made, blocks=(7, 3, 9)))
+    decode.deliver()
+    assert decode.over == [1] and not decode.failed, decode.said
+    here = decode.memory.cells[:, [14, 15, 6, 7, 18]].reshape(2, TOKENS)
+    there = remote.memory.cells[:, [5, 6]].reshape(2, 16)[:, :TOKENS]
+    assert np.array_equal(here, there)
+
+
+def test_every_rank_that_has_heads_is_read_from() -> None:
+    """Prefill at tensor parallel 2, decode at 1: either rank's word has to be there."""
+    for missing in (None, 0, 1):
+        decode = Decode(memory=Memory(num_heads=2))
+        remotes = [
+            decode.remote(address=address(tp_size=2, tp_rank=rank), memory=Memory(num_heads=1, first_head=rank))
+            for rank in range(2)
+        ]
+        for rank, remote in enumerate(remotes):
+            if rank != missing:
+                keep(remote)
+            remote.memory.cells[:] = rank + 1
+        decode.want(wanted(1, MANIFEST, tp_size=2))
+        decode.deliver()
+        assert decode.over == [1]
+        if missing is None:
+            assert not decode.failed
+            assert decode.memory.cells[:, [7, 3, 9], :2, 0].min() == 1
+            assert decode.memory.cells[:, [7, 3, 9], :2, 1].max() == decode.memory.cells[:, 7, 0, 1].min() == 2
+            assert [len(remote.heard()) for remote in remotes] == [1, 1]
+        else:
+            assert decode.failed == {1: Cause.LEASE}
+        assert decode.is_clean()
+
+
+def test_one_rank_that_fails_stops_the_others_and_waits_for_them() -> None:
+    decode = Decode(memory=Memory(num_heads=2))
+    remotes = [
+        decode.remote(address=address(tp_size=2, tp_rank=rank), memory=Memory(num_heads=1, first_head=rank))
+        for rank in range(2)
+    ]
+    for remote in remotes:
+        keep(remote)
+    decode.want(wanted(1, MANIFEST, tp_size=2))
+    decode.turn()
+    first, second = decode.in_flight
+    decode.network.fail(first)
+    decode.turn()
+    assert (decode.over, decode.failed) == ([], {1: Cause.LOST})
+    decode.network.deliver(second)
+    decode.clock.advance(1)
+    decode.turn()
+    assert decode.over == [1]
+
+
+def test_a_latent_is_read_from_one_rank_and_the_others_are_told() -> None:
+    decode = Decode(is_latent=True)
+    remotes = [decode.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
+    keep(remotes[0])
+    decode.receiving.want(wanted(1, MANIFEST, tp_size=2))
+    decode.deliver()
+    assert [remote.heard() for remote in remotes] == [[], [Release("p-1", "transfer:t", DIGEST, 0, 1)]]
+    decode.receiving.begin(1)
+    decode.deliver()
+    assert decode.over == [1] and not decode.failed
+    assert [len(remote.heard()) for remote in remotes] == [1, 0]
+
+
+def test_sizes_that_do_not_divide_fail_the_request_and_nothing_else() -> None:
+    decode = Decode(tp_size=2)
+    decode.want(wanted(1, MANIFEST, tp_size=3))
+    assert (decode.over, decode.failed) == ([1], {1: Cause.REFUSED})
+    assert "3 and decode's 2 do not divide" in decode.said[1]
+    decode.receiving.release(Released(RemotePrefill("remote", "10.0.0.2", 5601, 3), "p-1", "", DIGEST))
+    assert decode.asking.asked == []
+
+
+def test_more_words_than_there_is_room_for_are_read_one_after_the_other() -> None:
+    """C3: without a spin, and without forgetting those that wait behind one that was aborted."""
+    decode = Decode(landings=1)
+    keep(decode.remote())
+    for number in range(1, 7):
+        decode.want(wanted(number, MANIFEST))
+    decode.turn()
+    for one in decode.in_flight:
+        decode.network.deliver(one)
+    decode.turn()
+    assert len(decode.in_flight) == 1 and len(decode.side.waiting_for_landing) == 5
+    for number in (2, 3, 4):
+        decode.receiving.fail(number, HandOverFailed(Cause.STOPPED, "gone"))
+    decode.deliver()
+    assert sorted(decode.over) == [1, 2, 3, 4, 5, 6]
+    assert sorted(decode.failed) == [2, 3, 4]
+    assert decode.is_clean() and decode.side.landings.has_room
+
+
+# --------------------------------------------------------------------------------------------------------------- WRITE
+
+
+def registered(push: Decode, one: Wanted, **more: Any) -> Remote:
+    remote = push.remote(**more)
+    push.want(one)
+    push.deliver()
+    return remote
+
+
+def test_blocks_are_registered_with_everything_that_prefill_checks(push: Decode) -> None:
+    remote = registered(push, wanted(1, None))
+    (said,) = remote.heard()
+    assert said == msgspec.structs.replace(
+        said, attempt=1, decode_request_id="d1", decode=push.side.own, name="transfer:t", request_id="",
+        digest=DIGEST, first_token=0, end_token=TOKENS, block_size=BLOCK_SIZE, block_ids=((7, 3, 9),),
+    )  # fmt: skip
+    assert push.asking.asked == [remote.place]
+    assert not push.over and len(push.receiving) == 1
+
+
+def test_with_a_manifest_prefills_request_is_named() -> None:
+    decode = Decode(TransferMode.PUSH, kernel_blocks_per_block=2, memory=Memory(block_size=2))
+    remote = registered(decode, wanted(1, MANIFEST))
+    (said,) = remote.heard()
+    assert (said.request_id, said.block_size, said.block_ids) == ("p-1", 2, ((14, 15, 6, 7, 18, 19),))  # type: ignore[union-attr]
+
+
+def test_nothing_is_registered_before_the_device_has_ended_what_it_was_given(push: Decode) -> None:
+    """A3: prefill's WRITE would land, and a step under way write over it."""
+    remote = push.remote()
+    push.receiving.want(wanted(1, None))
+    push.deliver()
+    assert remote.heard() == [] and push.asking.asked == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 2, 0, 1), (0, 0, 0, 1, 2)], ids=str)
+def test_it_is_there_when_every_write_has_arrived_in_any_order(push: Decode, order: tuple[int, ...]) -> None:
+    """Late, doubled, reordered: numbers decide (vllm#48633, rows C1 and C2)."""
+    remote = registered(push, wanted(1, None))
+    for place, index in enumerate(order):
+        assert not push.over
+        remote.say("local", Written(1, 0, index, ALL_WRITTEN if index == 2 else None))
+        push.deliver()
+        assert bool(push.over) == ({0, 1, 2} <= set(order[: place + 1]))
+    assert not push.failed and push.is_clean()
+    remote.say("local", Written(1, 0, 0))
+    push.deliver()
+    assert push.receiving.dropped == {"unknown attempt": 1}
+
+
+@pytest.mark.parametrize(
+    ("made", "cause"),
+    [
+        (manifest(digest=OTHER_DIGEST), Cause.DIGEST),
+        (manifest(num_tokens=9), Cause.DIGEST),
+        (manifest(num_tokens=12), Cause.DIGEST),
+        (manifest(start=OTHER_START), Cause.START),
+        (manifest(request_id="p-2"), Cause.PROTOCOL),
+    ],
+    ids=["digest", "shorter", "longer", "start", "request"],
+)
+def test_what_was_written_is_checked(push: Decode, made: Manifest, cause: Cause) -> None:
+    """A2: prefill's last word says what it was."""
+    remote = registered(push, wanted(1, MANIFEST))
+    remote.say("local", Written(1, 0, 1, made))
+    push.deliver()
+    assert push.failed == {1: cause} and not push.over, "another WRITE of it may be in flight"
+    remote.say("local", Written(1, 0, 0))
+    push.deliver()
+    assert push.over == [1]
+
+
+def test_where_both_are_asked_at_once_any_request_of_that_prompt_will_do(push: Decode) -> None:
+    remote = registered(push, wanted(1, None))
+    remote.say("local", Written(1, 0, 0, manifest(request_id="whatever")))
+    push.deliver()
+    assert push.over == [1] and not push.failed
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [Written(1, 0, 3), Written(1, 0, 2, ALL_WRITTEN)],
+        [Written(1, 0, 2, ALL_WRITTEN), Written(1, 0, 3)],
+        [Written(1, 0, 2, ALL_WRITTEN), Written(1, 0, 1, ALL_WRITTEN)],
+        [Written(1, 0, 1, ALL_WRITTEN), Written(1, 0, 2, ALL_WRITTEN)],
+    ],
+    ids=["behind the last", "beyond the last", "two last ones", "two, growing"],
+)
+def test_wrong_numbers_never_make_a_request_received(push: Decode, said: list[Written]) -> None:
+    """The bytes cannot be trusted; but nobody has said that it stopped, so the blocks stay held."""
+    remote = registered(push, wanted(1, None))
+    remote.heard()
+    for message in said:
+        remote.say("local", message)
+    push.deliver()
+    assert push.failed == {1: Cause.PROTOCOL} and not push.over
+    assert remote.heard() == [Withdrawal(1, push.side.own)]  # type: ignore[arg-type]
+    remote.say("local", Stopped(1, 0, Cause.STOPPED, "withdrawn"))
+    push.deliver()
+    assert push.over == [1] and push.is_clean()
+
+
+@pytest.mark.parametrize("cause", [Cause.DIGEST, Cause.LEASE, Cause.DEADLINE])
+def test_a_rank_that_has_stopped_says_why(push: Decode, cause: Cause) -> None:
+    remote = registered(push, wanted(1, None))
+    remote.say("local", Stopped(1, 0, cause, "x" * 5000))
+    push.deliver()
+    assert (push.over, push.failed) == ([1], {1: cause})
+    assert "rank 0 of prefill stopped: xxx" in push.said[1] and len(push.said[1]) < 600
+
+
+def test_a_cause_that_nobody_knows_is_one_all_the_same(push: Decode) -> None:
+    remote = registered(push, wanted(1, None))
+    remote.say("local", Stopped(1, 0, 4711, "of a later protocol"))
+    push.deliver()
+    assert push.failed == {1: Cause.STOPPED}
+
+
+def test_an_aborted_request_is_withdrawn_and_waited_for(push: Decode) -> None:
+    """Asked again now and then: a word may get lost."""
+    remote = registered(push, wanted(1, None))
+    remote.heard()
+    push.receiving.fail(1, HandOverFailed(Cause.STOPPED, "gone"))
+    push.deliver()
+    assert remote.heard() == [Withdrawal(1, push.side.own)]  # type: ignore[arg-type]
+    assert not push.over
+    for _ in range(3):
+        push.clock.advance(REPEAT_SECONDS)
+        assert push.receiving.turn() == push.clock.now_seconds() + REPEAT_SECONDS
+        push.deliver()
+        assert remote.heard() == [Withdrawal(1, push.side.own)]  # type: ignore[arg-type]
+    remote.say("local", Written(1, 0, 0))
+    push.deliver()
+    assert not push.over, "more may follow"
+    remote.say("local", Stopped(1, 0, Cause.STOPPED, "withdrawn"))
+    push.deliver()
+    assert push.over == [1]
+    assert push.receiving.turn() is None and push.is_clean()
+
+
+def test_what_arrives_whole_although_it_was_withdrawn_is_over(push: Decode) -> None:
+    remote = registered(push, wanted(1, None))
+    push.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN))
+    push.deliver()
+    assert push.over == [1] and push.failed == {1: Cause.DEADLINE}
+
+
+def test_aborted_before_it_was_registered_it_is_over_at_once(push: Decode) -> None:
+    remote = push.remote(is_answering=False)
+    push.want(wanted(1, None))
+    push.receiving.fail(1, HandOverFailed(Cause.STOPPED, "gone"))
+    assert push.over == [1]
+    push.asking.open.pop().set_result(remote.answer())
+    push.deliver()
+    assert remote.heard() == [] and push.is_clean()
+
+
+def test_a_contributor_that_cannot_be_told_over_two_connections_fails_the_request(push: Decode) -> None:
+    """It will not write, so nothing is waited for, and it is not asked whether it lives either."""
+    remote = push.remote()
+    push.peers.probe(remote.address)
+    push.turn()
+
+    def refuse(peer: str, notification: bytes) -> None:
+        raise TransportError("no way")
+
+    push.transport.send = refuse  # type: ignore[method-assign]
+    push.want(wanted(1, None))
+    assert not push.over and len(push.asking.asked) == 2
+    push.turn()
+    assert (push.over, push.failed) == ([1], {1: Cause.LOST})
+    push.turn()
+    assert push.is_clean()
+    asked = len(push.asking.asked)
+    for _ in range(3):
+        push.clock.advance(REPEAT_SECONDS)
+        push.receiving.turn()
+    assert len(push.asking.asked) == asked
+
+
+def test_a_contributor_that_was_started_again_since_it_was_met_is_told(push: Decode) -> None:
+    remote = push.remote()
+    push.peers.probe(remote.address)
+    push.turn()
+    push.transport.lose("remote-0")
+    push.want(wanted(1, None))
+    push.deliver()
+    assert len(remote.heard()) == 1
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN))
+    push.deliver()
+    assert push.over == [1] and not push.failed
+
+
+@pytest.mark.parametrize(
+    ("agent", "message", "counted"),
+    [
+        ("remote-0", Written(9, 0, 0), "unknown attempt"),
+        ("remote-0", Stopped(9, 0, 1, ""), "unknown attempt"),
+        ("remote-0", Written(1, 1, 0, ALL_WRITTEN), "not a contributor"),
+        ("stranger-0", Written(1, 0, 0, ALL_WRITTEN), "not a contributor"),
+        ("stranger-0", Stopped(1, 0, 1, ""), "not a contributor"),
+    ],
+    ids=["attempt", "stopped attempt", "rank", "agent", "agent that stops"],
+)
+def test_what_does_not_fit_is_dropped_and_counted(push: Decode, agent: str, message: Any, counted: str) -> None:
+    registered(push, wanted(1, None))
+    push.receiving.handle(agent, message)
+    assert push.receiving.dropped == {counted: 1}
+    assert not push.over and not push.failed
+
+
+def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
+    push = Decode(TransferMode.PUSH, memory=Memory(num_heads=2))
+    remotes = [
+        push.remote(address=address(tp_size=2, tp_rank=rank), memory=Memory(num_heads=1, first_head=rank))
+        for rank in range(2)
+    ]
+    push.want(wanted(1, None, tp_size=2))
+    push.deliver()
+    assert [len(remote.heard()) for remote in remotes] == [1, 1]
+    remotes[0].say("local", Stopped(1, 0, Cause.LOST, "no peer"))
+    push.deliver()
+    assert (push.over, push.failed) == ([], {1: Cause.LOST})
+    assert [remote.heard() for remote in remotes] == [[], [Withdrawal(1, push.side.own)]]  # type: ignore[arg-type]
+    remotes[0].say("local", Stopped(1, 0, Cause.LOST, "again"))
+    push.deliver()
+    assert push.receiving.dropped == {"after the end": 1}
+    remotes[1].say("local", Stopped(1, 1, Cause.STOPPED, "withdrawn"))
+    push.deliver()
+    assert push.over == [1] and push.is_clean()
+
+
+# ---------------------------------------------------------------------------------------------------------- who is gone
+
+
+def test_a_writer_that_does_not_listen_fails_at_once_and_is_over_when_it_is_gone(push: Decode) -> None:
+    """Its workers may outlive its engine for a moment, and what they write arrives."""
+    remote = registered(push, wanted(1, None))
+    push.asking.answers[remote.place] = ConnectionRefusedError()
+    push.clock.advance(REPEAT_SECONDS)
+    push.receiving.turn()
+    push.deliver()
+    assert (push.over, push.failed) == ([], {1: Cause.LOST})
+    waited = 0.0
+    while not push.receiving._ended_at:
+        push.clock.advance(REPEAT_SECONDS)
+        waited += REPEAT_SECONDS
+        push.receiving.turn()
+        push.deliver()
+        assert push.over == [] and waited < 60
+    assert waited >= REFUSED_SECONDS
+    push.clock.advance(GONE_SECONDS)
+    push.receiving.turn()
+    assert push.over == [1] and push.is_clean()
+
+
+def test_a_writer_that_is_silent_is_not_gone(push: Decode) -> None:
+    """B3: the client hears of it at the deadline; the blocks stay in quarantine, for it may still write."""
+    remote = registered(push, wanted(1, None))
+    push.network.vanish(remote.transport.name)
+    push.asking.answers[remote.place] = TimeoutError("silent")
+    for _ in range(10):
+        push.clock.advance(REPEAT_SECONDS)
+        push.receiving.turn()
+        push.deliver()
+    assert not push.over and not push.failed
+    push.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
+    for _ in range(10):
+        push.clock.advance(REPEAT_SECONDS)
+        push.receiving.turn()
+        push.deliver()
+    assert not push.over and push.failed == {1: Cause.DEADLINE}
+    # Its host has come back, with another engine behind the address.
+    again = Remote(address("another"), push.network.agent("another agent"))
+    push.asking.answers[remote.place] = again.answer()
+    push.clock.advance(REPEAT_SECONDS)
+    push.receiving.turn()
+    push.deliver()
+    push.clock.advance(GONE_SECONDS)
+    push.receiving.turn()
+    assert push.over == [1]
+
+
+def test_who_is_probed_is_who_is_waited_for(push: Decode) -> None:
+    """Once each few seconds, however many wait for it; not at all when nobody does."""
+    remote = registered(push, wanted(1, None))
+    for number in range(2, 50):
+        push.want(wanted(number, None))
+    push.deliver()
+    asked = len(push.asking.asked)
+    push.clock.advance(REPEAT_SECONDS)
+    push.receiving.turn()
+    assert len(push.asking.asked) == asked + 1
+    push.deliver()
+    for number in range(1, 50):
+        remote.say("local", Written(number, 0, 0, ALL_WRITTEN))
+    push.deliver()
+    assert len(push.over) == 49 and push.is_clean()
+    assert push.receiving.turn() is None
+
+
+def test_nothing_is_needed_so_every_rank_is_told() -> None:
+    push = Decode(TransferMode.PUSH)
+    remotes = [push.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
+    push.receiving.release(Released(RemotePrefill("remote", "10.0.0.2", 5601, 2), "", "transfer:t", DIGEST))
+    push.deliver()
+    assert [remote.heard() for remote in remotes] == [[Release("", "transfer:t", DIGEST, 0, 1)]] * 2
+
+
+def test_a_turn_costs_what_is_due() -> None:
+    """C1: ten thousand that wait are not looked at."""
+    push = Decode(TransferMode.PUSH)
+    push.remote()
+    for number in range(1, 1001):
+        push.want(wanted(number, None))
+    push.deliver()
+
+    class Untouched(dict):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            raise AssertionError("all that wait were looked at")
+
+        values = items = keys = __iter__  # type: ignore[assignment]
+
+    push.receiving._attempts = Untouched(push.receiving._attempts)
+    for _ in range(3):
+        push.receiving.turn()
+        push.clock.advance(REPEAT_SECONDS)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a worker over the in-memory transport, and peers whose answers and words a test makes up."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.transport.base import State
+from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
+from kvcached_nixl.wire.handshake import Answer, RankHandshake
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.messages import Message, Peer, Registration, decode, encode
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.step import Wanted
+from kvcached_nixl.worker.handover.attempt import Side
+from kvcached_nixl.worker.handover.local import Place, Routes, fits
+from kvcached_nixl.worker.handover.peers import Peers
+from kvcached_nixl.worker.handover.posting import Budget, Posting
+from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Landings, Words, WordTable
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 32
+CELL_BYTES = 8
+TAG = "kvcached_nixl/4 pull [test]"
+START, OTHER_START = "00000000000000aa", "00000000000000bb"
+DIGEST, OTHER_DIGEST = "0" * 32, "1" * 32
+TOKENS = 10
+
+
+class Memory:
+    """A rank's KV: ``cells[plane, block, token, head]`` of 8 bytes, and the planes that describe it."""
+
+    def __init__(self, num_heads: int = 1, first_head: int = 0, block_size: int = BLOCK_SIZE, fill: int = 0) -> None:
+        self.cells = np.full((2, NUM_BLOCKS, block_size, num_heads), fill, dtype=np.int64)
+        strides = self.cells.strides
+        self.planes = Planes(
+            bases=tuple(int(self.cells.ctypes.data) + plane * strides[0] for plane in range(2)),
+            block_stride_bytes=strides[1],
+            token_stride_bytes=strides[2],
+            head_stride_bytes=strides[3],
+            cell_bytes=CELL_BYTES,
+            num_blocks=NUM_BLOCKS,
+            block_size=block_size,
+            num_heads=num_heads,
+            first_head=first_head,
+        )
+
+
+class Asking:
+    """Stands in for the side channel. What nobody answers stays open until the test answers it.
+
+    Attributes:
+        asked: (host, port, rank), in order.
+        answers: by the same, for those that are answered at once: a compatibility string and metadata, or an error.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+        self.open: list[Future[tuple[str, bytes]]] = []
+        self.answers: dict[tuple[str, int, int], tuple[str, bytes] | Exception] = {}
+        self.woken: list[tuple[str, int, str]] = []
+        self.is_closed = False
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        self.asked.append((host, port, tp_rank))
+        future: Future[tuple[str, bytes]] = Future()
+        found = self.answers.get((host, port, tp_rank))
+        if isinstance(found, Exception):
+            future.set_exception(found)
+        elif found is not None:
+            future.set_result(found)
+        else:
+            self.open.append(future)
+        return future
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        self.woken.append((host, port, key))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class Remote:
+    """A rank of another engine, as far as one rank sees it: an address, an agent, memory, words."""
+
+    address: Peer
+    transport: MemoryTransport
+    memory: Memory = field(default_factory=Memory)
+    start: str = START
+    kernel_blocks_per_block: int = 1
+    words: Words = field(default_factory=lambda: np.zeros((BUCKETS, WORDS_PER_BUCKET), dtype=np.uint64))
+
+    @property
+    def table(self) -> WordTable:
+        made = WordTable.__new__(WordTable)
+        WordTable.__init__(made, np.zeros_like(self.words))
+        made._words = self.words
+        return made
+
+    def handshake(self, **changed: Any) -> RankHandshake:
+        rank = RankHandshake(
+            engine_id=self.address.engine_id,
+            tp_size=self.address.tp_size,
+            tp_rank=self.address.tp_rank,
+            agent_metadata=self.transport.metadata(),
+            device_id=0,
+            memory=(self.memory.planes,),
+            kernel_blocks_per_block=self.kernel_blocks_per_block,
+            words_address=int(self.words.ctypes.data),
+        )
+        return msgspec.structs.replace(rank, **changed)
+
+    def answer(self, compatibility: str = TAG, start: str | None = None, **changed: Any) -> tuple[str, bytes]:
+        rank = msgspec.msgpack.encode(self.handshake(**changed))
+        return compatibility, msgspec.msgpack.encode(Answer(self.start if start is None else start, rank))
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        return self.address.host, self.address.port, self.address.tp_rank
+
+    def say(self, agent: str, message: Message) -> None:
+        self.transport.add_peer(agent.encode())
+        self.transport.send(agent, encode(message))
+
+    def heard(self) -> list[Message]:
+        return [decode(notification) for _, notification in self.transport.received()]
+
+
+def address(engine_id: str = "remote", *, port: int = 5601, tp_size: int = 1, tp_rank: int = 0) -> Peer:
+    return Peer(EngineId(engine_id), "10.0.0.2", port, tp_size, tp_rank)
+
+
+class Local:
+    """One rank's `Side`, and everything it needs."""
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        is_latent: bool = False,
+        kernel_blocks_per_block: int = 1,
+        memory: Memory | None = None,
+        budget: Budget | None = None,
+        landings: int = LANDINGS,
+    ) -> None:
+        self.network = Network() if network is None else network
+        self.clock = ManualClock(1000.0)
+        self.transport = self.network.agent("local")
+        self.asking = Asking()
+        self.memory = Memory() if memory is None else memory
+        place = Place(EngineId("local"), tp_size, tp_rank, (self.memory.planes,), kernel_blocks_per_block, is_latent)
+        self.gone: list[str] = []
+        self.unreachable: list[str] = []
+        self.woken = 0
+        self.moved: list[tuple[str, int, int, float]] = []
+        self.peers = Peers(self.transport, self.clock, self.asking.ask, TAG, lambda rank: fits(place, rank), self._wake)
+        self.peers.gone, self.peers.unreachable = self.gone.append, self.unreachable.append
+        self.posting = Posting(
+            self.transport,
+            self.clock,
+            self.peers.lost,
+            lambda *moved: self.moved.append(moved),
+            budget,
+            self.peers.connection,
+        )
+        self.landing_words = np.zeros((landings, WORDS_PER_BUCKET), dtype=np.uint64)
+        own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
+        self.side = Side(
+            place, self.transport, self.peers, self.posting, Routes(place), Landings(self.landing_words), own
+        )
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def remote(self, name: str = "remote", *, is_answering: bool = True, **more: Any) -> Remote:
+        """A rank of another engine, which answers handshakes at once."""
+        where = more.pop("address", None) or address(name)
+        made = Remote(where, self.network.agent(f"{name}-{where.tp_rank}"), **more)
+        if is_answering:
+            self.asking.answers[made.place] = made.answer()
+        return made
+
+    def turn(self) -> None:
+        self.peers.turn()
+        self.posting.turn()
+        self.peers.turn()
+
+    def deliver(self) -> None:
+        """Until nothing moves any more."""
+        self.turn()
+        while [one for one in self.network.pending if not self.network.vanished & {one.sender, one.receiver}]:
+            self.network.deliver_all()
+            self.turn()
+        self.turn()
+
+    @property
+    def in_flight(self) -> list[Posted]:
+        return [one for one in self.network.pending if one.is_transfer]
+
+    def unreleased(self) -> list[Posted]:
+        return [one for one in self.transport.unreleased() if one.state is not State.IN_FLIGHT]
+
+
+def manifest(
+    *block_ids: int, request_id: str = "p-1", num_tokens: int = TOKENS, block_size: int = BLOCK_SIZE, **changed: Any
+) -> Manifest:
+    groups = (BlockRange(0, block_ids),) if block_ids else ()
+    made = Manifest(PROTOCOL, START, request_id, DIGEST, num_tokens, block_size, (1, 1), groups, 30.0)
+    return msgspec.structs.replace(made, **changed)
+
+
+def wanted(
+    attempt: int = 1,
+    made: Manifest | None = None,
+    *,
+    blocks: tuple[int, ...] = (7, 3, 9),
+    first_token: int = 0,
+    end_token: int = TOKENS,
+    tp_size: int = 1,
+    engine_id: str = "remote",
+    name: str = "transfer:t",
+) -> Wanted:
+    return Wanted(
+        attempt,
+        DecodeRequestId(f"d{attempt}"),
+        RemotePrefill(engine_id, "10.0.0.2", 5601, tp_size),
+        made,
+        name,
+        DIGEST,
+        first_token,
+        end_token,
+        (BlockRange(first_token, blocks),),
+    )
+
+
+def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -> Registration:
+    made = Registration(
+        attempt=attempt,
+        decode_request_id=DecodeRequestId(f"d{attempt}"),
+        decode=address() if decode is None else decode,
+        name="transfer:t",
+        request_id="",
+        digest=DIGEST,
+        first_token=0,
+        end_token=TOKENS,
+        block_size=BLOCK_SIZE,
+        block_ids=((17, 13, 19),),
+    )
+    return msgspec.structs.replace(made, **changed)
