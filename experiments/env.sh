@@ -136,7 +136,8 @@ if [[ ! -f $tools/.stamp || $(<"$tools/.stamp") != "$want_tools" ]]; then
     ) 8>"$root/.venvs/.lock-tools"
 fi
 uv=$tools/bin/uv
-install() { "$uv" pip install --python "$python" --no-deps "${uv_options[@]}" "$@" >&2; }
+# Compiled here, on all cores at once: where PYTHONDONTWRITEBYTECODE is set, each process would compile vLLM and torch anew.
+install() { "$uv" pip install --python "$python" --no-deps --compile-bytecode "${uv_options[@]}" "$@" >&2; }
 
 [[ -x $python ]] || { step "making $venv" && "$uv" venv --quiet --no-python-downloads --python "$base" "$venv" >&2; }
 mkdir -p "$stamps"

@@ -28,6 +28,7 @@ from handover_node import (
     computed_alone,
     ends_by_policy,
     prefilled,
+    rest,
     served,
 )
 from test_transport import until
@@ -82,6 +83,8 @@ def test_a_decode_that_is_told_a_wrong_tp_size_holds_up_no_other(node: Callable[
     misled.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), "tp_size": 2})
     misled.step_until(lambda: DECODE_ID in misled.ended)
     assert misled.ended[DECODE_ID] == "error"
+    # The lease of what it has not fetched ends.
+    rest(prefill)
     served(prefill, decode)
 
 
@@ -203,6 +206,8 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
         wanted = {**given, "remote_port": impostor.port}
         decode.add(DECODE_ID, wanted)
         ends_by_policy(policy, decode, prefill)
+        # A beat may have begun another handshake, which would answer the next request with this lie.
+        until(lambda: not len(decode.thread._side.peers))
         failures = [Cause(one) for one in decode.worker.xfer_stats.data["kvcached_nixl_failures"]]
         assert len(failures) == number and failures[-1] in expected and impostor.asked > before, (name, failures[-1])
         decode.scheduler.reset_prefix_cache()

@@ -70,7 +70,8 @@ def test_a_transfer_that_never_ends_fails_in_time_and_keeps_its_blocks(
     policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Findings B3, B10: the client hears at ``handover_timeout``; blocks come back when NIXL says that it has ended."""
-    prefill = node(PREFILL_FILLING, kv_lease_duration=TIMEOUT_SECONDS)
+    # Long enough for decode to come in time on any machine.
+    prefill = node(PREFILL_FILLING, kv_lease_duration=3)
     decode = node(DECODE_FILLING, policy=policy, handover_timeout=TIMEOUT_SECONDS)
     served(prefill, decode)
     gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
