@@ -31,7 +31,7 @@ from typing import Any
 
 from kvcached_nixl.errors import SettingsError
 
-__all__ = ["SERVER_LOGGER", "Gate", "Settings", "TransferMode", "read_gate"]
+__all__ = ["SERVER_LOGGER", "Gate", "Server", "Settings", "TransferMode", "read_gate"]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""
@@ -133,6 +133,52 @@ class Settings:
             ),
             handover_timeout_seconds=_handover_timeout(extra_config),
         )
+
+
+@dataclass(frozen=True)
+class Server:
+    """What else of a server's configuration decides whether its NIXL connector may start.
+
+    Attributes:
+        connector: name of its class; ``is_stock_push``: it is vLLM's own push connector.
+        ids_may_repeat: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
+        buffer_device: ``kv_buffer_device``; ``device``: where the model runs.
+        host_buffer_refused: why no buffer of the host may stand between; "" if it may.
+    """
+
+    connector: str
+    is_stock_push: bool
+    ids_may_repeat: bool
+    buffer_device: str
+    device: str
+    host_buffer_refused: str
+
+    def require_servable(self) -> None:
+        """Raises `SettingsError`: it may not."""
+        if self.is_stock_push:
+            raise SettingsError(
+                found=f"kv_connector {self.connector}",
+                expected='NixlConnector with "transfer_mode": "push"',
+                consequence="vLLM's own push classes leave requests waiting for ever when prefill fails, and end "
+                "prefill's worker when a WRITE does (tests/contract/test_stock_push_defects.py).",
+                remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} '
+                "on both sides.",
+            )
+        if self.ids_may_repeat:
+            raise SettingsError(
+                found="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
+                expected="request ids that vLLM makes unique, as it does by default",
+                consequence="A request whose id comes again would be taken for its predecessor, and decode would use "
+                "KV whose blocks have been given to another.",
+                remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
+            )
+        if self.host_buffer_refused and self.buffer_device == "cpu" and self.device != "cpu":
+            raise SettingsError(
+                found=f'kv_buffer_device="cpu" on {self.device}',
+                expected=f'kv_buffer_device="{self.device}"',
+                consequence=f"{self.host_buffer_refused}.",
+                remedy=f'Remove kv_buffer_device from --kv-transfer-config, or set it to "{self.device}".',
+            )
 
 
 def _require(extra_config: Mapping[str, Any], key: str, only: bool, consequence: str) -> None:

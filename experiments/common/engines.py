@@ -17,9 +17,9 @@ import numpy as np
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.fetching import Terms
 from kvcached_nixl.scheduler.handover import HandOver, Reports
 from kvcached_nixl.scheduler.listening import answers_of
+from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.digest import digest_of

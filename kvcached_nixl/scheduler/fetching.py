@@ -22,53 +22,17 @@ from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import Blocks, Request
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.wish import Terms, Wish
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.lease import is_nameable
-from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import draw_attempt
-from kvcached_nixl.wire.params import Fetch, asks, read_fetch
+from kvcached_nixl.wire.params import asks, read_fetch
 from kvcached_nixl.wire.step import BlockIds, Released, Renewed, Step, Wanted
 
-__all__ = ["Fetching", "Terms"]
+__all__ = ["Fetching"]
 
 logger = logging.getLogger(SERVER_LOGGER)
-
-NULL_BLOCK_ID = 0
-"""vLLM's placeholder block: it backs no token, and every request with a sliding window holds it."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What holds for every hand-over of an engine.
-
-    Attributes:
-        block_size: tokens in a logical block.
-        pushes: prefill writes; else decode reads.
-        drops_blocks: some KV-cache group lets go of blocks while it computes (a sliding window).
-        recomputes: ``kv_load_failure_policy`` is "recompute".
-        lease_seconds: what prefill grants where it does not say.
-        timeout_seconds: after which a hand-over has failed.
-    """
-
-    block_size: int
-    pushes: bool
-    drops_blocks: bool
-    recomputes: bool
-    lease_seconds: float
-    timeout_seconds: float
-
-
-@dataclass
-class _Wish:
-    """A request that names a prefill. ``end_token``: one past the last token that prefill has of its prompt."""
-
-    fetch: Fetch | None
-    refused: HandOverFailed | None
-    is_checked: bool = False
-    is_tried: bool = False
-    digest: str = ""
-    end_token: int = 0
 
 
 @dataclass
@@ -92,7 +56,7 @@ class Fetching:
         self._terms = terms
         self._clock = clock
         self._holds = holds
-        self._wishes: dict[DecodeRequestId, _Wish] = {}
+        self._wishes: dict[DecodeRequestId, Wish] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._attempt_of: dict[DecodeRequestId, int] = {}
         self._deadlines = Deadlines[int]()
@@ -122,9 +86,9 @@ class Fetching:
         try:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.pushes)
         except HandOverFailed as cause:
-            self._wishes[request_id] = _Wish(None, cause)
+            self._wishes[request_id] = Wish(None, cause)
             return
-        self._wishes[request_id] = _Wish(fetch, None)
+        self._wishes[request_id] = Wish(fetch, None)
         lease_seconds = self._terms.lease_seconds if fetch.manifest is None else fetch.manifest.lease_seconds
         if is_nameable(fetch.lease_name):
             step.renewed.append(Renewed(request_id, fetch.prefill, fetch.lease_name, lease_seconds))
@@ -143,7 +107,7 @@ class Fetching:
             return 0, False
         if not wish.is_checked:
             wish.is_checked = True
-            self._check(wish, request)
+            wish.check(request, self._terms)
         if wish.refused is None and num_computed_tokens % self._terms.block_size:
             words = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
             wish.refused = HandOverFailed(Cause.RANGE, words)
@@ -171,7 +135,7 @@ class Fetching:
         try:
             if refused is not None:
                 raise refused
-            groups = self._groups(wish, block_ids, first_token)
+            groups = wish.groups(block_ids, first_token, self._terms)
         except HandOverFailed as cause:
             self._refuse(request_id, cause)
             self._failing[request_id] = cause
@@ -265,45 +229,6 @@ class Fetching:
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _check(self, wish: _Wish, request: Request) -> None:
-        """Compare the manifest with the prompt, and say how far prefill's tokens reach."""
-        wish.end_token = num_tokens = request.num_prompt_tokens
-        if wish.fetch is None:
-            return
-        manifest = wish.fetch.manifest
-        if manifest is not None:
-            num_tokens = manifest.num_tokens
-            wish.end_token = min(num_tokens, request.num_prompt_tokens)
-            if num_tokens > request.num_prompt_tokens:
-                words = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
-                wish.refused = HandOverFailed(Cause.DIGEST, words)
-                return
-        wish.digest = request.digest(num_tokens)
-        if manifest is not None and manifest.digest != wish.digest:
-            wish.refused = HandOverFailed(Cause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens")
-        if self._terms.drops_blocks:
-            # The last token is computed again here, and its window begins one token earlier than the next one's.
-            wish.end_token = min(wish.end_token, request.num_prompt_tokens - 1)
-
-    def _groups(self, wish: _Wish, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
-        """The blocks to fill: those of a window that has moved on are not there, and not needed."""
-        size, found = self._terms.block_size, []
-        end = -(-wish.end_token // size)
-        assert wish.fetch is not None
-        theirs = wish.fetch.manifest.groups if wish.fetch.manifest is not None else None
-        for place, group in enumerate(block_ids):
-            begin = first_token // size
-            while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
-                begin += 1
-            blocks = tuple(group[begin:end])
-            is_whole = len(blocks) == end - begin > 0 and NULL_BLOCK_ID not in blocks
-            if not is_whole or (begin * size > first_token and not self._terms.drops_blocks):
-                raise HandOverFailed(Cause.RANGE, f"it has no blocks for the tokens {first_token} to {wish.end_token}")
-            if theirs is not None and (len(theirs) != len(block_ids) or theirs[place].first_token > begin * size):
-                raise HandOverFailed(Cause.RANGE, f"prefill has not kept the tokens from {begin * size} on")
-            found.append(BlockRange(begin * size, blocks))
-        return tuple(found)
-
     def _refuse(self, request_id: DecodeRequestId, cause: HandOverFailed) -> None:
         self.counts[cause.cause] += 1
         logger.warning("The KV of request %s is not taken from prefill: %s", request_id, cause)
@@ -332,7 +257,7 @@ class Fetching:
         attempt.is_held = True
         self.num_quarantined_blocks += self._holds.num_blocks - before
 
-    def _release(self, wish: _Wish, step: Step) -> None:
+    def _release(self, wish: Wish, step: Step) -> None:
         """Tell prefill that nothing is needed (vllm#41269)."""
         fetch = wish.fetch
         if fetch is not None:

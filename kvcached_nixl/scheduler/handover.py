@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.engine import Blocks, Progress, Request
-from kvcached_nixl.scheduler.fetching import Fetching, Terms
+from kvcached_nixl.scheduler.fetching import Fetching
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.offering import Offering
+from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, BlockIds, Step, failure_of, overs_of, quiets_of
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Blocks, Progress, Request
-from kvcached_nixl.scheduler.fetching import NULL_BLOCK_ID, Terms
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.wish import NULL_BLOCK_ID, Terms
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.scheduler.fetching import Terms
 from kvcached_nixl.scheduler.handover import HandOver
+from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.wire.params import RemotePrefill
 

@@ -113,26 +113,26 @@ def build_connector_meta(call: Call) -> Any:
     return attach_step(call.proceed(), side_of(call.instance).take_step(progress))
 
 
-REQUEST_FINISHED = _of_connector(
-    "request_finished", "scheduler", ("request", "block_ids"), "blocks would be reused while they are read."
+_REUSED = "blocks would be reused while they are read."
+REQUEST_FINISHED = _of_connector("request_finished", "scheduler", ("request", "block_ids"), _REUSED)
+REQUEST_FINISHED_ALL_GROUPS = _of_connector(
+    "request_finished_all_groups", "scheduler", ("request", "block_ids"), _REUSED
 )
 
 
 @REQUEST_FINISHED.around
 def request_finished(call: Call) -> Any:
-    request = call.argument("request")
-    return side_of(call.instance).finished(RequestView(request), is_whole(request), (call.argument("block_ids"),))
-
-
-REQUEST_FINISHED_ALL_GROUPS = _of_connector(
-    "request_finished_all_groups", "scheduler", ("request", "block_ids"), "blocks would be reused while they are read."
-)
+    return _finished(call, (call.argument("block_ids"),))
 
 
 @REQUEST_FINISHED_ALL_GROUPS.around
 def request_finished_all_groups(call: Call) -> Any:
+    return _finished(call, call.argument("block_ids"))
+
+
+def _finished(call: Call, block_ids: Any) -> Any:
     request = call.argument("request")
-    return side_of(call.instance).finished(RequestView(request), is_whole(request), call.argument("block_ids"))
+    return side_of(call.instance).finished(RequestView(request), is_whole(request), block_ids)
 
 
 ON_NEW_REQUEST = _of_connector(
@@ -174,22 +174,10 @@ def _handshake_metadata(attribute: str, versions: str) -> Patch:
 
 
 SET_HANDSHAKE = _handshake_metadata("set_xfer_handshake_metadata", "<0.26")
-
-
-@SET_HANDSHAKE.around
-def set_xfer_handshake_metadata(call: Call) -> None:
-    _listen(call)
-
-
 SET_HANDSHAKE_BY_STAGE = _handshake_metadata("set_xfer_handshake_metadata_pp_aware", ">=0.26")
 
 
-@SET_HANDSHAKE_BY_STAGE.around
-def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
-    _listen(call)
-
-
-def _listen(call: Call) -> None:
+def listen(call: Call) -> None:
     side = side_of(call.instance)
     answers = answers_of(call.argument("metadata"), side.start)
     side.listen(Listener(side.own.host, side.own.port, answers, side.woken, side.wake_key))
@@ -319,8 +307,8 @@ SEAMS = (
     request_finished_all_groups,
     on_new_request,
     has_pending_push_work,
-    set_xfer_handshake_metadata,
-    set_xfer_handshake_metadata_pp_aware,
+    SET_HANDSHAKE.around(listen),
+    SET_HANDSHAKE_BY_STAGE.around(listen),
     register_kv_caches,
     start_load_kv,
     wait_for_save,

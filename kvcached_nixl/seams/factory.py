@@ -19,10 +19,10 @@ from kvcached_nixl.compat.connector import SchedulerView
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.versions import Capability, installed_row
-from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
+from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler import start
-from kvcached_nixl.settings import Settings
+from kvcached_nixl.settings import Server, Settings
 
 __all__ = ["GATES", "require_complete"]
 
@@ -67,7 +67,7 @@ def construct(call: Call) -> None:
     require_complete(call.registry, cls.__name__)
     config = _config_of(call)
     Settings.from_extra_config(config.kv_connector_extra_config)
-    _require_mode(cls, config)
+    _server(cls, config).require_servable()
     call.proceed()
     if call.argument("role").name == "SCHEDULER":
         view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
@@ -118,43 +118,16 @@ def _config_of(call: Call) -> Any:
         ) from cause
 
 
-def _require_mode(cls: type, config: Any) -> None:
-    row = installed_row()
-    if any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__):
-        raise SettingsError(
-            found=f"kv_connector {cls.__name__}",
-            expected='NixlConnector with "transfer_mode": "push"',
-            consequence="vLLM's own push classes leave requests waiting for ever when prefill fails, and end prefill's "
-            "worker when a WRITE does (tests/contract/test_stock_push_defects.py).",
-            remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} on '
-            "both sides.",
-        )
-    if _request_ids_are_clients():
-        raise SettingsError(
-            found="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
-            expected="request ids that vLLM makes unique, as it does by default",
-            consequence="A request whose id comes again would be taken for its predecessor, and decode would use KV "
-            "whose blocks have been given to another.",
-            remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
-        )
-    host_buffer = row.provides[Capability.HOST_BUFFER]
-    device = _device_type()
-    if host_buffer.refused and config.kv_buffer_device == "cpu" and device != "cpu":
-        raise SettingsError(
-            found=f'kv_buffer_device="cpu" on {device}',
-            expected=f'kv_buffer_device="{device}"',
-            consequence=f"{host_buffer.note}.",
-            remedy=f'Remove kv_buffer_device from --kv-transfer-config, or set it to "{device}".',
-        )
-
-
-def _request_ids_are_clients() -> bool:
+def _server(cls: type, config: Any) -> Server:
     from vllm import envs
-
-    return bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)
-
-
-def _device_type() -> str:
     from vllm.platforms import current_platform
 
-    return str(current_platform.device_type)
+    host_buffer = installed_row().provides[Capability.HOST_BUFFER]
+    return Server(
+        connector=cls.__name__,
+        is_stock_push=any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__),
+        ids_may_repeat=bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION),
+        buffer_device=str(config.kv_buffer_device),
+        device=str(current_platform.device_type),
+        host_buffer_refused=host_buffer.note if host_buffer.refused else "",
+    )

@@ -317,6 +317,7 @@ def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     with (
         mock.patch.object(fetching, "_terms", terms),
         mock.patch.object(serving, "_unmatched_seconds", seconds),
+        mock.patch.object(serving._pairing, "_unmatched_seconds", seconds),
         mock.patch.object(serving._leases, "_lease_seconds", seconds),
     ):
         yield

@@ -42,7 +42,7 @@ from vllm.v1.request import RequestStatus
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
-from kvcached_nixl.worker.handover import serving
+from kvcached_nixl.worker.handover import pairing
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 node, pair = handover_node.node, handover_node.pair
@@ -279,7 +279,7 @@ def test_prefills_request_aborted_in_its_queue_ends_decodes(
     policy: str, order: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once if decode has registered; else soon, because the router may be trying both again."""
-    monkeypatch.setattr(serving, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(pairing, "GRACE_SECONDS", 0.3)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
     if order == "registered before":
         registered(decode, prefill)

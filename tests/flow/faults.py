@@ -15,20 +15,23 @@ from kvcached_nixl.scheduler.fetching import Fetching
 from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.offering import Offering
+from kvcached_nixl.scheduler.wish import Wish
 from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.worker.descriptors import Route
 from kvcached_nixl.worker.handover import engine_side, peers, receiving
-from kvcached_nixl.worker.handover.attempt import ReadShare, WriteShare
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.lease import Leases
 from kvcached_nixl.worker.handover.local import Routes
 from kvcached_nixl.worker.handover.offer import Memory
+from kvcached_nixl.worker.handover.pairing import Pairing
 from kvcached_nixl.worker.handover.peers import Peers
 from kvcached_nixl.worker.handover.posting import Posting
+from kvcached_nixl.worker.handover.reading import ReadShare
 from kvcached_nixl.worker.handover.receiving import Receiving
+from kvcached_nixl.worker.handover.registering import WriteShare
 from kvcached_nixl.worker.handover.serving import Serving
 from kvcached_nixl.worker.handover.verification import Landings, WordTable
 from kvcached_nixl.worker.handover.writing import Writer
@@ -61,18 +64,18 @@ def then(patch: Patcher, owner: Any, name: str, action: Callable[..., None]) -> 
 
 
 def decode_compares_no_digest(patch: Patcher) -> None:
-    def accept(_: Any, wish: Any, __: Any) -> None:
+    def accept(wish: Any, *_: Any) -> None:
         if wish.refused is not None and wish.refused.cause is Cause.DIGEST:
             wish.refused = None
 
-    then(patch, Fetching, "_check", accept)
+    then(patch, Wish, "check", accept)
 
 
 def prefill_pairs_by_name_alone(patch: Patcher) -> None:
     def wanted_by(self: Any, registration: Any) -> Any:
         return next(iter(self._named.get(registration.name, {}).values()), None)
 
-    patch.setattr(Serving, "_wanted_by", wanted_by)
+    patch.setattr(Pairing, "wanted_by", wanted_by)
 
 
 def decode_believes_the_last_write(patch: Patcher) -> None:
@@ -98,7 +101,7 @@ def the_word_is_never_removed(patch: Patcher) -> None:
 
 def a_request_that_stops_early_keeps_its_word(patch: Patcher) -> None:
     def stop(self: Any, request_id: Any, *arguments: Any, **named: Any) -> None:
-        if request_id not in self._offers:
+        if request_id not in self._pairing.offers:
             remove, self._words.remove = self._words.remove, nothing
             original(self, request_id, *arguments, **named)
             self._words.remove = remove
@@ -192,7 +195,7 @@ def preempted_blocks_are_quiet_at_once(patch: Patcher) -> None:
 
 def draining_holds_are_forgotten(patch: Patcher) -> None:
     def preempt(self: Any, request_id: Any, _: int) -> None:
-        offer = self._offers.get(request_id)
+        offer = self._pairing.offers.get(request_id)
         if offer is not None:
             offer.block_ids, offer.ready_tokens, offer.manifest = (), 0, None
 
@@ -266,11 +269,11 @@ def blocks_are_paired_from_the_first(patch: Patcher) -> None:
 
 
 def decode_s_prefix_is_fetched_again(patch: Patcher) -> None:
-    def groups(self: Any, wish: Any, block_ids: Any, _: int) -> Any:
-        return original(self, wish, block_ids, 0)
+    def groups(self: Any, block_ids: Any, _: int, terms: Any) -> Any:
+        return original(self, block_ids, 0, terms)
 
-    original = Fetching._groups
-    patch.setattr(Fetching, "_groups", groups)
+    original = Wish.groups
+    patch.setattr(Wish, "groups", groups)
 
 
 def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:

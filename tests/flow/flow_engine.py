@@ -19,9 +19,9 @@ from flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.fetching import Terms
 from kvcached_nixl.scheduler.handover import HandOver, Reports
 from kvcached_nixl.scheduler.listening import answers_of
+from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import RankHandshake, Tag

@@ -22,10 +22,10 @@ from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.lease import is_beat
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode, encode
+from kvcached_nixl.worker.handover.pairing import GRACE_SECONDS
 from kvcached_nixl.worker.handover.peers import HANDSHAKE_TRIES, REFUSED_SECONDS
 from kvcached_nixl.worker.handover.posting import Budget
 from kvcached_nixl.worker.handover.receiving import GONE_SECONDS, REPEAT_SECONDS
-from kvcached_nixl.worker.handover.serving import GRACE_SECONDS
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 BYTES_PER_TOKEN = 2 * 2 * 8

@@ -22,6 +22,7 @@ from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Wanted
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.local import Place, Routes, fits
+from kvcached_nixl.worker.handover.meeting import Meeting
 from kvcached_nixl.worker.handover.peers import Peers
 from kvcached_nixl.worker.handover.posting import Budget, Posting
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Landings, Words, WordTable
@@ -164,7 +165,8 @@ class Local:
         self.unreachable: list[str] = []
         self.woken = 0
         self.moved: list[tuple[str, int, int, float]] = []
-        self.peers = Peers(self.transport, self.clock, self.asking.ask, TAG, lambda rank: fits(place, rank), self._wake)
+        meeting = Meeting(self.transport, TAG, lambda rank: fits(place, rank))
+        self.peers = Peers(meeting, self.clock, self.asking.ask, self._wake)
         self.peers.gone, self.peers.unreachable = self.gone.append, self.unreachable.append
         self.posting = Posting(
             self.transport,

@@ -6,11 +6,15 @@
     thread        the transfer thread: everything that touches the NIXL agent happens on it
     receiving     decode: what its requests wait for, and their ends
     attempt       decode: one request's attempt, with a share for each rank of prefill that has a part of its bytes
+    reading       decode: a share that it READs itself
+    registering   decode: a share that prefill WRITEs
     serving       prefill: what is offered, who asked for it, when its blocks are free
+    pairing       prefill: which registration is served from which offer
     offer         prefill: one request that is offered
     writing       prefill: one registration that is being written
     posting       both: READs and WRITEs, as many bytes in flight as there is room for
     peers         both: ranks of other engines, from the handshake to their end
+    meeting       both: what a handshake found out, and whether two ranks may exchange KV
     verification  both: words that say which hand-overs prefill still keeps
     lease         both: leases that prefill grants and decode renews
     start         puts them together, once per process

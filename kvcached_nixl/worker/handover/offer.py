@@ -18,7 +18,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration
-from kvcached_nixl.worker.handover.peers import Known
+from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.posting import Job
 
 __all__ = ["Memory", "Offer", "Writing", "WritingKey"]

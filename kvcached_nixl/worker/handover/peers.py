@@ -18,12 +18,12 @@ from typing import NamedTuple, TypeAlias
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import Transport, TransportError
+from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
 from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.worker.handover.meeting import Known, Meeting
 
-__all__ = ["Ask", "Known", "Peers"]
+__all__ = ["Ask", "Peers"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -37,14 +37,6 @@ REFUSED_SECONDS = 10.0
 """For so long nobody listens where a peer did, before it counts as gone and blocks that it may write as free."""
 FORGOTTEN_SECONDS = 600.0
 """A peer that nothing names for so long is forgotten; to meet it again costs one handshake."""
-
-
-class Known(NamedTuple):
-    """A rank after its handshake. ``agent``: as the transport calls it; another one after each start."""
-
-    agent: str
-    start: str
-    rank: RankHandshake
 
 
 class _Waiting(NamedTuple):
@@ -68,8 +60,7 @@ class Peers:
     """See the module.
 
     Args:
-        compatibility: this rank's own string, which a peer must equal.
-        fits: says in words what of a peer's memory does not fit this rank's, or "".
+        meeting: how a rank is met.
         wake: called, on any thread, when a handshake has ended.
 
     Attributes:
@@ -81,18 +72,15 @@ class Peers:
 
     def __init__(
         self,
-        transport: Transport,
+        meeting: Meeting,
         clock: Clock,
         ask: Ask,
-        compatibility: str,
-        fits: Callable[[RankHandshake], str],
         wake: Callable[[], None],
     ) -> None:
-        self._transport = transport
+        self._meeting = meeting
+        self._transport = meeting.transport
         self._clock = clock
         self._ask = ask
-        self._compatibility = compatibility
-        self._fits = fits
         self._wake = wake
         self._links: dict[Peer, _Link] = {}
         self._addresses: dict[str, dict[Peer, None]] = {}
@@ -217,7 +205,7 @@ class Peers:
         link.is_asked = False
         link.tries += 1
         try:
-            known = self._meet(link.address, *future.result())
+            known = self._meeting.meet(link.address, *future.result())
         except ConnectionRefusedError:
             self._refused(link)
         except OSError as cause:
@@ -247,28 +235,6 @@ class Peers:
         self._fail(link, Cause.UNREACHABLE, words, is_gone=is_gone)
         if agent is not None and not is_gone:
             self.unreachable(agent)
-
-    def _meet(self, address: Peer, compatibility: str, metadata: bytes) -> Known:
-        where = f"engine {address.engine_id} at {address.host}:{address.port}"
-        if compatibility != self._compatibility:
-            raise HandOverFailed(
-                Cause.REFUSED,
-                f"{where} offers {compatibility!r:.2000}; expected {self._compatibility!r}. Run the same vLLM, "
-                "kvcached, kvcached_nixl and model with the same KVCACHED_CONTIGUOUS_LAYOUT, dtype and transfer_mode "
-                "on both sides; `python -m kvcached_nixl` prints what each has.",
-            )
-        answer = read_answer(metadata)
-        rank = read_rank(answer.rank)
-        if (rank.engine_id, rank.tp_size, rank.tp_rank) != (address.engine_id, address.tp_size, address.tp_rank):
-            raise HandOverFailed(
-                Cause.UNREACHABLE if rank.engine_id != address.engine_id else Cause.REFUSED,
-                f"engine {rank.engine_id} (rank {rank.tp_rank} of {rank.tp_size}) answers at {address.host}:"
-                f"{address.port}; expected rank {address.tp_rank} of {address.tp_size} of engine {address.engine_id}",
-            )
-        misfit = self._fits(rank)
-        if misfit:
-            raise HandOverFailed(Cause.REFUSED, f"{where} does not fit: {misfit}")
-        return Known(self._transport.add_peer(rank.agent_metadata, rank.device_id), answer.start, rank)
 
     def _know(self, link: _Link, known: Known) -> None:
         place = (link.address.host, link.address.port, link.address.tp_rank)

@@ -15,8 +15,10 @@ from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, Release, Stopped, Written, encode
 from kvcached_nixl.wire.step import Released, Wanted
-from kvcached_nixl.worker.handover.attempt import Attempt, ReadShare, Share, Side, WriteShare
+from kvcached_nixl.worker.handover.attempt import Attempt, Share, Side
 from kvcached_nixl.worker.handover.local import contributors, peers_of
+from kvcached_nixl.worker.handover.reading import ReadShare
+from kvcached_nixl.worker.handover.registering import WriteShare
 
 __all__ = ["Receiving"]
 

@@ -23,14 +23,12 @@ from kvcached_nixl.wire.messages import Registration, Release, Withdrawal
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.lease import Leases
 from kvcached_nixl.worker.handover.offer import Memory, Offer, Writing, WritingKey
+from kvcached_nixl.worker.handover.pairing import Pairing
 from kvcached_nixl.worker.handover.verification import WordTable
 from kvcached_nixl.worker.handover.writing import Writer
 
 __all__ = ["Serving"]
 
-GRACE_SECONDS = 5.0
-"""How long a registration waits for a request whose name prefill knows, though not for what decode wants: the router
-may be trying both again, and prefill's comes second."""
 PROBE_SECONDS = 5.0
 """How often a rank of decode is asked whether it is there, once what is written to it is overdue."""
 
@@ -65,31 +63,24 @@ class Serving:
         self._words = words
         self._is_writing = is_writing
         self._unmatched_seconds = unmatched_seconds
-        self._lease_seconds = lease_seconds
         self._done, self._quiet, self._expired = done, quiet, expired
-        self._offers: dict[PrefillRequestId, Offer] = {}
-        self._named: dict[str, dict[PrefillRequestId, Offer]] = {}
+        self._pairing = Pairing(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._writings: dict[WritingKey, Writing] = {}
         self._of_agent: dict[str, dict[WritingKey, Writing]] = {}
         self._over = Memory[WritingKey]()
-        self._recent = Deadlines[str]()
-        self._unmatched = Deadlines[WritingKey]()
         self._stuck = Deadlines[WritingKey]()
-        self._unmatched_of: dict[str, dict[WritingKey, Writing]] = {}
-        self._released = Deadlines[tuple[str, str]]()
-        self._released_ranks: dict[tuple[str, str], dict[int, int]] = {}
         self._leases = Leases(clock, lease_seconds=lease_seconds)
         self.dropped: Counter[str] = Counter()
         self._writer = Writer(side, self._ended, self._written)
 
     def __len__(self) -> int:
         """Offers and registrations that are not over."""
-        return len(self._offers) + len(self._writings)
+        return len(self._pairing.offers) + len(self._writings)
 
     @property
     def is_awaiting(self) -> bool:
         """Whether a rank of decode waits for what it may say or has said at any moment."""
-        return bool(self._writings) or (self._is_writing and bool(self._offers))
+        return bool(self._writings) or (self._is_writing and bool(self._pairing.offers))
 
     @property
     def is_delivering(self) -> bool:
@@ -112,11 +103,11 @@ class Serving:
 
         Call it again when there are more. Fewer than before: what was computed was no good, and is computed anew.
         """
-        offer = self._offers.get(request_id)
+        offer = self._pairing.offers.get(request_id)
         if offer is None:
-            offer = self._offers[request_id] = Offer(request_id, name, digest, num_tokens)
-            self._named.setdefault(name, {})[request_id] = offer
-            self._claim(offer)
+            offer = Offer(request_id, name, digest, num_tokens)
+            for tp_rank, tp_size in self._pairing.add(offer).items():
+                self._settle_rank(offer, tp_rank, tp_size)
         if ready_tokens < offer.ready_tokens:
             for writing in list(offer.writings.values()):
                 if writing.next_token > ready_tokens:
@@ -127,7 +118,7 @@ class Serving:
 
     def finish(self, request_id: PrefillRequestId) -> None:
         """The request computes no more tokens. Its blocks are kept until decode has them or the lease ends."""
-        offer = self._offers.get(request_id)
+        offer = self._pairing.offers.get(request_id)
         if offer is None:
             self._done(request_id)
             return
@@ -138,8 +129,8 @@ class Serving:
         self._settle(offer)
 
     def renew(self, names: Iterable[str]) -> None:
-        """Decode still wants these requests. It may know the name of the transfer only."""
-        self._leases.renew(one for name in names for one in self._named.get(name, (PrefillRequestId(name),)))
+        """Decode still wants these requests."""
+        self._leases.renew(one for name in names for one in self._pairing.renewed_by(name))
 
     def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
         """The request is gone: nothing more is posted, and its word is gone at once.
@@ -149,7 +140,7 @@ class Serving:
         """
         # Its word is published before the device has got there, and its offer only then.
         self._words.remove(request_id)
-        offer = self._offers.get(request_id)
+        offer = self._pairing.offers.get(request_id)
         if offer is None:
             if is_kept:
                 self._done(request_id)
@@ -162,7 +153,7 @@ class Serving:
 
         What was written stays written.
         """
-        offer = self._offers.get(request_id)
+        offer = self._pairing.offers.get(request_id)
         if offer is None:
             self._quiet(hold)
             return
@@ -200,11 +191,11 @@ class Serving:
         """What is due now; returns when to call again, in the clock's seconds, None if nothing will be."""
         now = self._clock.now_seconds()
         for request_id in self._leases.take_due(now):
-            offer = self._offers.get(request_id)
+            offer = self._pairing.offers.get(request_id)
             # Whoever is being written to has come in time.
             if offer is not None:
                 self._settle(offer)
-        for key in self._unmatched.take_due(now):
+        for key in self._pairing.take_due(now):
             writing = self._writings.get(key)
             if writing is not None:
                 self._writer.stop(writing, Cause.DEADLINE, "prefill has no request of this name and prompt")
@@ -215,11 +206,7 @@ class Serving:
                 self._stuck[key] = now + PROBE_SECONDS
                 self._writer.stop(writing, Cause.DEADLINE, "it has not been written in time")
                 self._side.peers.probe(writing.registration.decode)
-        for name in self._released.take_due(now):
-            del self._released_ranks[name]
-        self._recent.take_due(now)
-        timers = (self._leases, self._unmatched, self._stuck, self._released, self._recent)
-        due = (one.first_seconds for one in timers)
+        due = (one.first_seconds for one in (self._leases, self._pairing, self._stuck))
         return min((one for one in due if one is not None), default=None)
 
     # ---------------------------------------------------------------------------------------------------------- inside
@@ -234,60 +221,20 @@ class Serving:
         # Whoever waits for prefill hears first that it does not come.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
         if registration.request_id:
-            offer = self._offers.get(PrefillRequestId(registration.request_id))
+            offer = self._pairing.offers.get(PrefillRequestId(registration.request_id))
             if offer is None or offer.stopped:
                 self._writer.stop(writing, Cause.LEASE, "prefill does not keep this request any more")
             elif (offer.digest, offer.num_tokens) != (registration.digest, registration.end_token):
                 self._writer.stop(writing, Cause.DIGEST, "prefill computed another prompt")
             else:
-                self._join(writing, offer)
+                self._pairing.join(writing, offer)
         else:
-            offer = self._wanted_by(registration)
+            offer = self._pairing.wanted_by(registration)
             if offer is not None:
-                self._join(writing, offer)
+                self._pairing.join(writing, offer)
             else:
-                self._wait(writing)
+                self._pairing.wait(writing)
         self._writer.connect(writing)
-
-    def _wanted_by(self, registration: Registration) -> Offer | None:
-        """The oldest offer of this name and prompt that this rank of decode has not had."""
-        meant = registration.digest, registration.end_token
-        rank = registration.decode.tp_rank
-        for offer in self._named.get(registration.name, {}).values():
-            had = {*offer.settled, *(one.registration.decode.tp_rank for one in offer.writings.values())}
-            if (offer.digest, offer.num_tokens) == meant and not offer.stopped and rank not in had:
-                return offer
-        return None
-
-    def _join(self, writing: Writing, offer: Offer) -> None:
-        writing.offer = offer
-        offer.writings[writing.key] = writing
-
-    def _wait(self, writing: Writing) -> None:
-        name = writing.registration.name
-        is_known = name in self._named or name in self._recent
-        seconds = min(self._unmatched_seconds, GRACE_SECONDS) if is_known else self._unmatched_seconds
-        self._unmatched[writing.key] = self._clock.now_seconds() + seconds
-        self._unmatched_of.setdefault(name, {})[writing.key] = writing
-
-    def _claim(self, offer: Offer) -> None:
-        """Registrations that have waited for this offer are served from it; releases that came before it count."""
-        for writing in list(self._unmatched_of.get(offer.name, {}).values()):
-            if writing.stopping is None and self._wanted_by(writing.registration) is offer:
-                self._no_longer_unmatched(writing)
-                self._join(writing, offer)
-        self._released.pop((offer.name, offer.digest), None)
-        for tp_rank, tp_size in self._released_ranks.pop((offer.name, offer.digest), {}).items():
-            if all(writing.registration.decode.tp_rank != tp_rank for writing in offer.writings.values()):
-                self._settle_rank(offer, tp_rank, tp_size)
-
-    def _no_longer_unmatched(self, writing: Writing) -> None:
-        self._unmatched.pop(writing.key, None)
-        waiting = self._unmatched_of.get(writing.registration.name)
-        if waiting is not None:
-            waiting.pop(writing.key, None)
-            if not waiting:
-                del self._unmatched_of[writing.registration.name]
 
     def _withdraw(self, agent: str, message: Withdrawal) -> None:
         key = agent, message.attempt
@@ -300,19 +247,10 @@ class Serving:
         self._writer.answer(agent, message.decode, message.attempt, Cause.STOPPED, "withdrawn")
 
     def _release(self, message: Release) -> None:
-        if message.request_id:
-            offer = self._offers.get(PrefillRequestId(message.request_id))
-        else:
-            named = self._named.get(message.name, {}).values()
-            fitting = (one for one in named if one.digest == message.digest and message.tp_rank not in one.settled)
-            offer = next(fitting, None)
+        offer = self._pairing.released_by(message)
         if offer is not None:
             self._settle_rank(offer, message.tp_rank, message.tp_size)
             self._settle(offer)
-        elif not message.request_id:
-            name = message.name, message.digest
-            self._released_ranks.setdefault(name, {})[message.tp_rank] = message.tp_size
-            self._released[name] = self._clock.now_seconds() + self._lease_seconds
 
     def _ended(self, writing: Writing) -> None:
         """Nothing of it is in flight, and it has been answered if it was stopped."""
@@ -323,7 +261,7 @@ class Serving:
             del self._of_agent[writing.agent]
         self._over.add(writing.key)
         self._stuck.pop(writing.key, None)
-        self._no_longer_unmatched(writing)
+        self._pairing.forget(writing)
         offer = writing.offer
         if offer is not None:
             del offer.writings[writing.key]
@@ -349,7 +287,7 @@ class Serving:
                 self._quiet(hold)
             offer.draining = []
         # The end of its last registration may have settled it already.
-        if not offer.finished or offer.writings or self._offers.get(offer.request_id) is not offer:
+        if not offer.finished or offer.writings or self._pairing.offers.get(offer.request_id) is not offer:
             return
         if not (offer.is_satisfied or offer.stopped):
             if offer.request_id in self._leases:
@@ -358,12 +296,7 @@ class Serving:
         # Before the blocks can be given back.
         self._words.remove(offer.request_id)
         self._leases.pop(offer.request_id, None)
-        del self._offers[offer.request_id]
-        named = self._named[offer.name]
-        del named[offer.request_id]
-        if not named:
-            del self._named[offer.name]
-        self._recent[offer.name] = self._clock.now_seconds() + self._lease_seconds
+        self._pairing.remove(offer)
         if offer.is_kept:
             self._done(offer.request_id)
 

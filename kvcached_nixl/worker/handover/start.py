@@ -20,6 +20,7 @@ from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.commands import IsReached, Known
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.local import Place, Routes, fits
+from kvcached_nixl.worker.handover.meeting import Meeting
 from kvcached_nixl.worker.handover.peers import Ask, Peers
 from kvcached_nixl.worker.handover.posting import Posting
 from kvcached_nixl.worker.handover.receiving import Receiving
@@ -131,11 +132,9 @@ def assemble(
     reported = Reported(clock)
     ask: Ask = channel.ask
     peers = Peers(
-        transport,
+        Meeting(transport, compatibility, lambda rank: fits(place, rank)),
         clock,
         ask,
-        compatibility,
-        lambda rank: fits(place, rank),
         lambda: thread[0].wake() if thread else None,
     )
     posting = Posting(transport, clock, peers.lost, reported.moved, connection=peers.connection)

@@ -17,8 +17,8 @@ from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, Stopped, Written, encode
 from kvcached_nixl.worker.descriptors import Blocks
 from kvcached_nixl.worker.handover.attempt import Side
+from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.offer import Offer, Writing
-from kvcached_nixl.worker.handover.peers import Known
 from kvcached_nixl.worker.handover.posting import Job
 
 __all__ = ["Writer"]

@@ -14,7 +14,8 @@ from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.handshake import Answer
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.handover.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES, REFUSED_SECONDS, Known
+from kvcached_nixl.worker.handover.meeting import Known
+from kvcached_nixl.worker.handover.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES, REFUSED_SECONDS
 
 
 class Needing:

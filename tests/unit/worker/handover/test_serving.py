@@ -25,7 +25,8 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Message, Registration, Release, Stopped, Withdrawal, Written, decode
 from kvcached_nixl.worker.handover.offer import REMEMBERED
 from kvcached_nixl.worker.handover.offer import Memory as Remembered
-from kvcached_nixl.worker.handover.serving import GRACE_SECONDS, PROBE_SECONDS, Serving
+from kvcached_nixl.worker.handover.pairing import GRACE_SECONDS
+from kvcached_nixl.worker.handover.serving import PROBE_SECONDS, Serving
 from kvcached_nixl.worker.handover.verification import BUCKETS, WORDS_PER_BUCKET, WordTable
 
 P1, P2 = PrefillRequestId("p-1"), PrefillRequestId("p-2")
@@ -83,16 +84,9 @@ class Prefill(Local):
         return made
 
     def is_clean(self) -> bool:
-        serving = self.serving
-        tables = [
-            serving._offers,
-            serving._named,
-            serving._writings,
-            serving._of_agent,
-            serving._unmatched,
-            serving._stuck,
-        ]
-        tables += [serving._unmatched_of, serving._leases, serving._released, serving._released_ranks]
+        serving, pairing = self.serving, self.serving._pairing
+        tables = [pairing.offers, pairing._named, pairing._unmatched, pairing._unmatched_of, pairing._released]
+        tables += [pairing._released_ranks, serving._writings, serving._of_agent, serving._stuck, serving._leases]
         return not any(map(len, tables)) and not self.unreleased() and serving._writer.num_final == 0
 
 
@@ -192,7 +186,7 @@ def test_requests_of_the_same_prompt_under_one_name_are_had_one_each(prefill: Pr
     prefill.deliver()
     found = {one.attempt: one.manifest for one in said(remote) if isinstance(one, Written)}
     assert {attempt: made.request_id for attempt, made in found.items() if made} == {1: "p-1", 2: "p-2"}
-    assert len(prefill.serving._unmatched) == 1
+    assert len(prefill.serving._pairing._unmatched) == 1
 
 
 def test_an_exact_request_is_found_by_its_id_alone(prefill: Prefill, remote: Remote) -> None:
@@ -288,9 +282,9 @@ def test_a_name_is_forgotten_with_its_lease(prefill: Prefill, remote: Remote) ->
     prefill.serving.stop(P1, "aborted")
     prefill.clock.advance(LEASE)
     prefill.serving.turn()
-    assert len(prefill.serving._recent) == 0
+    assert len(prefill.serving._pairing._recent) == 0
     prefill.register(remote)
-    assert list(prefill.serving._unmatched.values()) == [prefill.clock.now_seconds() + UNMATCHED]
+    assert list(prefill.serving._pairing._unmatched.values()) == [prefill.clock.now_seconds() + UNMATCHED]
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -596,7 +590,7 @@ def test_a_stopped_offer_that_is_still_read_takes_in_nobody(prefill: Prefill, re
     prefill.turn()
     prefill.network.deliver_all()
     assert [one.cause for one in said(other) if isinstance(one, Stopped)] == [Cause.LEASE]
-    assert len(prefill.serving._unmatched) == 1
+    assert len(prefill.serving._pairing._unmatched) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- leases
@@ -685,7 +679,7 @@ def test_a_release_by_name_before_its_offer_counts(prefill: Prefill) -> None:
     prefill.clock.advance(LEASE)
     prefill.serving.turn()
     prefill.serving.turn()
-    assert not prefill.serving._released_ranks and prefill.is_clean()
+    assert not prefill.serving._pairing._released_ranks and prefill.is_clean()
 
 
 def test_a_release_by_id_before_its_offer_is_dropped(prefill: Prefill) -> None:
@@ -826,7 +820,7 @@ def test_a_turn_costs_what_is_due() -> None:
 
         values = items = keys = __iter__  # type: ignore[assignment]
 
-    prefill.serving._offers = Untouched(prefill.serving._offers)
+    prefill.serving._pairing.offers = Untouched(prefill.serving._pairing.offers)
     prefill.serving._writings = Untouched(prefill.serving._writings)
     for _ in range(3):
         prefill.serving.turn()

@@ -293,7 +293,7 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
 def test_a_defect_in_a_message_has_no_further_effect(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails what it names, and its sender hears of it."""
     remote = push.remote()
-    monkeypatch.setattr(type(push.thread._serving), "_wanted_by", defective)
+    monkeypatch.setattr(type(push.thread._serving._pairing), "wanted_by", defective)
     remote.say("local", registration(1, remote.address))
     push.deliver()
     (stopped,) = remote.heard()

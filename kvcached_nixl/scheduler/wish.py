@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode: what one request wants of prefill, whether that fits its prompt, and which blocks it is to fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcached_nixl.scheduler.engine import Request
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.params import Fetch
+from kvcached_nixl.wire.step import BlockIds
+
+__all__ = ["NULL_BLOCK_ID", "Terms", "Wish"]
+
+NULL_BLOCK_ID = 0
+"""vLLM's placeholder block: it backs no token, and every request with a sliding window holds it."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for every hand-over of an engine.
+
+    Attributes:
+        block_size: tokens in a logical block.
+        pushes: prefill writes; else decode reads.
+        drops_blocks: some KV-cache group lets go of blocks while it computes (a sliding window).
+        recomputes: ``kv_load_failure_policy`` is "recompute".
+        lease_seconds: what prefill grants where it does not say.
+        timeout_seconds: after which a hand-over has failed.
+    """
+
+    block_size: int
+    pushes: bool
+    drops_blocks: bool
+    recomputes: bool
+    lease_seconds: float
+    timeout_seconds: float
+
+
+@dataclass
+class Wish:
+    """A request that names a prefill. Once per request, on the engine's thread.
+
+    Attributes:
+        fetch: whom it names; None if its parameters cannot be used.
+        refused: why it is not handed over.
+        is_checked: its prompt was compared.
+        is_tried: it was given blocks, or refused; another time it is computed here.
+        digest: of the tokens that prefill has.
+        end_token: one past the last of them.
+    """
+
+    fetch: Fetch | None
+    refused: HandOverFailed | None
+    is_checked: bool = False
+    is_tried: bool = False
+    digest: str = ""
+    end_token: int = 0
+
+    def check(self, request: Request, terms: Terms) -> None:
+        """Compare the manifest with the prompt, and say how far prefill's tokens reach."""
+        self.end_token = num_tokens = request.num_prompt_tokens
+        if self.fetch is None:
+            return
+        manifest = self.fetch.manifest
+        if manifest is not None:
+            num_tokens = manifest.num_tokens
+            self.end_token = min(num_tokens, request.num_prompt_tokens)
+            if num_tokens > request.num_prompt_tokens:
+                words = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
+                self.refused = HandOverFailed(Cause.DIGEST, words)
+                return
+        self.digest = request.digest(num_tokens)
+        if manifest is not None and manifest.digest != self.digest:
+            self.refused = HandOverFailed(Cause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens")
+        if terms.drops_blocks:
+            # The last token is computed again here, and its window begins one token earlier than the next one's.
+            self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
+
+    def groups(self, block_ids: BlockIds, first_token: int, terms: Terms) -> tuple[BlockRange, ...]:
+        """The blocks to fill: those of a window that has moved on are not there, and not needed.
+
+        Raises:
+            HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept them.
+        """
+        size, found = terms.block_size, []
+        end = -(-self.end_token // size)
+        assert self.fetch is not None
+        theirs = self.fetch.manifest.groups if self.fetch.manifest is not None else None
+        for place, group in enumerate(block_ids):
+            begin = first_token // size
+            while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
+                begin += 1
+            blocks = tuple(group[begin:end])
+            is_whole = len(blocks) == end - begin > 0 and NULL_BLOCK_ID not in blocks
+            if not is_whole or (begin * size > first_token and not terms.drops_blocks):
+                raise HandOverFailed(Cause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
+            if theirs is not None and (len(theirs) != len(block_ids) or theirs[place].first_token > begin * size):
+                raise HandOverFailed(Cause.RANGE, f"prefill has not kept the tokens from {begin * size} on")
+            found.append(BlockRange(begin * size, blocks))
+        return tuple(found)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: which registration is served from which offer. Once per worker, on the transfer thread.
+
+Decode may come first, and may know no more than a name: then it waits for an offer of that name, and of that prompt.
+Names alone pair nothing (rule R7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.messages import Registration, Release
+from kvcached_nixl.worker.handover.offer import Offer, Writing, WritingKey
+
+__all__ = ["GRACE_SECONDS", "Pairing"]
+
+GRACE_SECONDS = 5.0
+"""How long a registration waits for a request whose name prefill knows, though not for what decode wants: the router
+may be trying both again, and prefill's comes second."""
+
+
+class Pairing:
+    """See the module.
+
+    Args:
+        remembered_seconds: for how long the name of an offer that is over, and a release that came first, count.
+        unmatched_seconds: how long a registration waits for prefill's request to appear.
+
+    Attributes:
+        offers: those that are not over, by the request's id.
+    """
+
+    def __init__(self, clock: Clock, *, remembered_seconds: float, unmatched_seconds: float) -> None:
+        self._clock = clock
+        self._remembered_seconds = remembered_seconds
+        self._unmatched_seconds = unmatched_seconds
+        self.offers: dict[PrefillRequestId, Offer] = {}
+        self._named: dict[str, dict[PrefillRequestId, Offer]] = {}
+        self._recent = Deadlines[str]()
+        self._unmatched = Deadlines[WritingKey]()
+        self._unmatched_of: dict[str, dict[WritingKey, Writing]] = {}
+        self._released = Deadlines[tuple[str, str]]()
+        self._released_ranks: dict[tuple[str, str], dict[int, int]] = {}
+
+    @property
+    def first_seconds(self) -> float | None:
+        """When something is due next."""
+        due = (one.first_seconds for one in (self._unmatched, self._released, self._recent))
+        return min((one for one in due if one is not None), default=None)
+
+    def add(self, offer: Offer) -> dict[int, int]:
+        """There is a new offer; registrations that have waited for it are joined to it.
+
+        Returns: ranks of decode that need nothing of it, as they have said before: tp_rank -> tp_size.
+        """
+        self.offers[offer.request_id] = offer
+        self._named.setdefault(offer.name, {})[offer.request_id] = offer
+        for writing in list(self._unmatched_of.get(offer.name, {}).values()):
+            if writing.stopping is None and self.wanted_by(writing.registration) is offer:
+                self.forget(writing)
+                self.join(writing, offer)
+        self._released.pop((offer.name, offer.digest), None)
+        ranks = self._released_ranks.pop((offer.name, offer.digest), {})
+        served = {writing.registration.decode.tp_rank for writing in offer.writings.values()}
+        return {tp_rank: tp_size for tp_rank, tp_size in ranks.items() if tp_rank not in served}
+
+    def remove(self, offer: Offer) -> None:
+        """It is over. Its name counts as known for a while."""
+        del self.offers[offer.request_id]
+        named = self._named[offer.name]
+        del named[offer.request_id]
+        if not named:
+            del self._named[offer.name]
+        self._recent[offer.name] = self._clock.now_seconds() + self._remembered_seconds
+
+    def join(self, writing: Writing, offer: Offer) -> None:
+        """The registration is served from this offer."""
+        writing.offer = offer
+        offer.writings[writing.key] = writing
+
+    def wanted_by(self, registration: Registration) -> Offer | None:
+        """The oldest offer of this name and prompt that this rank of decode has not had."""
+        meant = registration.digest, registration.end_token
+        rank = registration.decode.tp_rank
+        for offer in self._named.get(registration.name, {}).values():
+            had = {*offer.settled, *(one.registration.decode.tp_rank for one in offer.writings.values())}
+            if (offer.digest, offer.num_tokens) == meant and not offer.stopped and rank not in had:
+                return offer
+        return None
+
+    def wait(self, writing: Writing) -> None:
+        """There is no offer for it yet."""
+        name = writing.registration.name
+        is_known = name in self._named or name in self._recent
+        seconds = min(self._unmatched_seconds, GRACE_SECONDS) if is_known else self._unmatched_seconds
+        self._unmatched[writing.key] = self._clock.now_seconds() + seconds
+        self._unmatched_of.setdefault(name, {})[writing.key] = writing
+
+    def forget(self, writing: Writing) -> None:
+        """It waits for no offer any more. Harmless if it has not waited."""
+        self._unmatched.pop(writing.key, None)
+        waiting = self._unmatched_of.get(writing.registration.name)
+        if waiting is not None:
+            waiting.pop(writing.key, None)
+            if not waiting:
+                del self._unmatched_of[writing.registration.name]
+
+    def renewed_by(self, name: str) -> Iterator[PrefillRequestId]:
+        """Whose lease a beat renews. Decode may know the name of the transfer only."""
+        return iter(self._named.get(name, (PrefillRequestId(name),)))
+
+    def released_by(self, message: Release) -> Offer | None:
+        """The offer of which a rank of decode needs nothing more; what comes before its offer is kept for it."""
+        if message.request_id:
+            return self.offers.get(PrefillRequestId(message.request_id))
+        for offer in self._named.get(message.name, {}).values():
+            if offer.digest == message.digest and message.tp_rank not in offer.settled:
+                return offer
+        meant = message.name, message.digest
+        self._released_ranks.setdefault(meant, {})[message.tp_rank] = message.tp_size
+        self._released[meant] = self._clock.now_seconds() + self._remembered_seconds
+        return None
+
+    def take_due(self, now_seconds: float) -> list[WritingKey]:
+        """Registrations that have waited for too long; what is remembered for too long is forgotten."""
+        for meant in self._released.take_due(now_seconds):
+            del self._released_ranks[meant]
+        self._recent.take_due(now_seconds)
+        return self._unmatched.take_due(now_seconds)

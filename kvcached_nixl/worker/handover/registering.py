@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill WRITEs: one share of an attempt, on decode's side. Owned by the transfer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.messages import Peer, Registration, Stopped, Withdrawal, Written, encode
+from kvcached_nixl.worker.handover.attempt import Attempt, Side
+from kvcached_nixl.worker.handover.local import kernel_blocks
+from kvcached_nixl.worker.handover.meeting import Known
+
+__all__ = ["WriteShare"]
+
+
+class WriteShare:
+    """One rank of prefill writes into blocks that this rank has registered, and says with the last WRITE what it wrote.
+
+    Attributes:
+        agent: who was told of the blocks, and may write until it has stopped or is gone.
+    """
+
+    def __init__(self, side: Side, attempt: Callable[[], Attempt], address: Peer) -> None:
+        self._side = side
+        self._attempt = attempt
+        self.address = address
+        self.agent: str | None = None
+        self.is_quiet = False
+        self._known: Known | None = None
+        self._arrived: set[int] = set()
+        self._highest = 0
+        self._last: int | None = None
+        self._is_stopping = False
+        self._is_begun_again = False
+
+    def begin(self) -> None:
+        manifest = self._attempt().wanted.manifest
+        start = "" if manifest is None else manifest.start
+        self._side.peers.need(self.address, start, self._connected, self._fail)
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        if self.agent is None:
+            self.is_quiet = True
+        elif self._side.own is not None:
+            withdrawal = Withdrawal(self._attempt().number, self._side.own)
+            self._side.peers.send(self.address, encode(withdrawal))
+
+    def gone(self) -> None:
+        """Whoever was told of the blocks is gone for good."""
+        if not self.is_quiet:
+            self.is_quiet = True
+            self._fail(HandOverFailed(Cause.LOST, f"rank {self.address.tp_rank} of prefill is gone"))
+
+    def take(self, message: Written | Stopped) -> None:
+        """What the rank says of this attempt."""
+        if isinstance(message, Stopped):
+            self.is_quiet = True
+            cause = Cause(message.cause) if message.cause in set(Cause) else Cause.STOPPED
+            words = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
+            self._fail(HandOverFailed(cause, words))
+            return
+        last = message.index if message.is_last else self._last
+        self._highest = max(self._highest, message.index)
+        if last is not None and (self._highest > last or self._last not in (None, last)):
+            # Somebody counts wrongly, so the bytes cannot be trusted; but it has not said that it stopped.
+            self._fail(HandOverFailed(Cause.PROTOCOL, f"rank {self.address.tp_rank} of prefill numbers WRITEs wrongly"))
+            return
+        self._arrived.add(message.index)
+        if message.manifest is not None:
+            self._last = message.index
+            misfit = self._misfit(message.manifest)
+            if misfit is not None:
+                self._fail(misfit)
+        if self._last is not None and len(self._arrived) == self._last + 1:
+            self.is_quiet = True
+            self._attempt().settle()
+
+    def _misfit(self, made: Manifest) -> HandOverFailed | None:
+        """Why what was written is not what was wanted."""
+        wanted = self._attempt().wanted
+        if made.digest != wanted.digest or made.num_tokens != wanted.end_token:
+            return HandOverFailed(Cause.DIGEST, f"prefill wrote {made.num_tokens} tokens of another prompt")
+        if self._known is not None and made.start != self._known.start:
+            return HandOverFailed(Cause.START, "prefill has been started again")
+        if wanted.manifest is not None and made.request_id != wanted.manifest.request_id:
+            return HandOverFailed(Cause.PROTOCOL, "prefill wrote another request than the parameters name")
+        return None
+
+    def _connected(self, known: Known) -> None:
+        attempt, side = self._attempt(), self._side
+        if self._is_stopping or side.own is None:
+            return
+        self._known, wanted, ratio = known, attempt.wanted, side.place.kernel_blocks_per_block
+        registration = Registration(
+            attempt=wanted.attempt,
+            decode_request_id=wanted.request_id,
+            decode=side.own,
+            name=wanted.name,
+            request_id="" if wanted.manifest is None else wanted.manifest.request_id,
+            digest=wanted.digest,
+            first_token=wanted.first_token,
+            end_token=wanted.end_token,
+            block_size=side.place.kernel_block_size,
+            block_ids=tuple(tuple(kernel_blocks(group.block_ids, ratio)) for group in wanted.groups),
+        )
+        try:
+            side.transport.send(known.agent, encode(registration))
+        except TransportError as cause:
+            # It was not told, so it will not write.
+            side.peers.lost(known.agent)
+            if self._is_begun_again:
+                words = f"rank {self.address.tp_rank} of prefill was not reached: {cause}"
+                self._fail(HandOverFailed(Cause.LOST, words))
+            else:
+                # It may have been started again since it was met.
+                self._is_begun_again = True
+                self.begin()
+            return
+        self.agent = known.agent
+
+    def _fail(self, cause: HandOverFailed) -> None:
+        if self.agent is None:
+            self._is_stopping = self.is_quiet = True
+        self._attempt().fail(cause)
