@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -11,10 +13,15 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.wish import Terms
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode
 from kvcached_nixl.wire.params import RemotePrefill
 
 __all__ = ["StockScheduler", "start"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+"""How long vLLM's own connector keeps a request's blocks."""
 
 
 class StockScheduler(Protocol):
@@ -52,6 +59,12 @@ def start(stock: StockScheduler, clock: Clock) -> HandOver:
             consequence="Blocks that leave a window are given back while prefill still computes; none of them may be "
             "pushed. The engine stops.",
             remedy='Use "transfer_mode": "pull" for this model.',
+        )
+    if STOCK_TIMEOUT in os.environ:
+        logger.warning(
+            "%s has no effect: a request's blocks are kept for kv_lease_duration, %g s, which decode renews.",
+            STOCK_TIMEOUT,
+            settings.kv_lease_duration_seconds,
         )
     terms = Terms(
         block_size=stock.block_size,

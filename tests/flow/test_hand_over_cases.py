@@ -949,6 +949,31 @@ def test_a_rank_that_fails_ends_the_attempt_on_all_of_them() -> None:
     pair.nothing_is_left()
 
 
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)], ids=["2 to 2", "1 to 2", "2 to 1"])
+def test_a_rank_whose_word_that_it_has_stopped_is_lost_is_asked_again(ranks: tuple[int, int]) -> None:
+    """Until then the blocks of all ranks stay held, and the other ranks' words change nothing about it."""
+    pair = Pair(PUSH, kind(tp_size=ranks[0]), kind(tp_size=ranks[1]))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.until(found, Status.REMOTE)
+    for _ in range(3):
+        pair.round()
+    pair.decode.abort(found)
+    while not pair.messages(Stopped):
+        for posted in pair.messages(Registration, Withdrawal):
+            pair.wire.deliver(posted)
+        pair.turn()
+        pair.decode.step()
+    lost = pair.messages(Stopped)[-1]
+    pair.wire.drop(lost)
+    for _ in range(5):
+        pair.round()
+    assert pair.decode.quarantined == 5 and pair.decode.handover._holds.num_blocks == 5
+    pair.pass_time(REPEAT_SECONDS + 1)
+    assert pair.decode.quarantined == 0
+    pair.nothing_is_left()
+
+
 def test_a_notification_that_is_lost_fails_at_the_deadline(push: Pair) -> None:
     """The bytes have arrived; nobody says so."""
     found = in_flight(push)

@@ -107,3 +107,15 @@ def test_the_deadline_is_a_setting() -> None:
 def test_settings_that_cannot_be_used_stop_the_start() -> None:
     with pytest.raises(SettingsError, match="bidirectional_kv_xfer"):
         start(Stock({"bidirectional_kv_xfer": True}), ManualClock())
+
+
+def test_a_timeout_of_vllms_that_decides_nothing_here_is_said_to_do_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Finding D3."""
+    started(Stock())
+    assert not caplog.records
+    monkeypatch.setenv("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "480")
+    started(Stock({"kv_lease_duration": 12}))
+    (record,) = caplog.records
+    assert "VLLM_NIXL_ABORT_REQUEST_TIMEOUT has no effect" in record.message and "12 s" in record.message

@@ -204,6 +204,28 @@ def test_where_a_turns_time_runs_out_another_peer_comes_first_in_the_next() -> N
     assert all(len(one) == 1 for one in posted)
 
 
+def test_what_a_turn_had_no_time_for_is_told_from_what_there_is_no_room_for() -> None:
+    """The transfer thread comes back at once for the first; for the second it waits until something has ended."""
+    mover = Mover(Budget(descriptors=1, peer_transfers=3))
+    mover.job("a", 3)
+    mover.job("b", 1)
+    calls = iter([0.0, 0.0, 0.0, 2 * POSTING_SECONDS])
+
+    class Late:
+        def now_seconds(self) -> float:
+            return next(calls, 2 * POSTING_SECONDS)
+
+    mover.posting._clock, clock = Late(), mover.posting._clock
+    mover.posting.turn()
+    assert mover.posting.has_more and 0 < len(mover.in_flight()) < 3
+    mover.posting._clock = clock
+    mover.posting.turn()
+    assert not mover.posting.has_more and len(mover.in_flight()) == 3
+    while mover.network.pending:
+        mover.deliver(*mover.in_flight())
+    assert mover.ended == {"a": "", "b": ""} and not mover.posting.has_more
+
+
 def test_what_is_urgent_comes_before_what_waits() -> None:
     """A word to look at, behind a thousand blocks: it is 512 bytes, and a request waits for nothing else."""
     mover = Mover()
