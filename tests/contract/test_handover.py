@@ -405,7 +405,8 @@ def test_an_engine_that_is_asked_while_it_stands_still_is_asked_again(
     take, asked_for = side_channel.Listener._take, list[Any]()
 
     def take_late(listener: Any, frames: list[bytes]) -> None:
-        asked_for.append(frames)
+        # A worker's word to its own engine comes this way, too.
+        asked_for.extend([frames] if b"get_meta_msg" in frames[-1] else [])
         if len(asked_for) > 2:
             take(listener, frames)
 
