@@ -85,7 +85,7 @@ class Fuzz:
             client = pair.decode if self.random.random() < 0.85 else pair.prefill
             verdict, detail = await self._ask(client, prompt, salt, drawn)
             self.found.verdicts[verdict] += 1
-            self.found.by_change[f"{drawn.change}: {verdict}"] += 1
+            self.found.by_change.update(f"{change}: {verdict}" for change in set(drawn.change.split("+")))
             said = f"{drawn.change} n={drawn.n} prompt {prompt}: {detail} {json.dumps(drawn.params)[:1500]}"
             if verdict == "wrong":
                 self.found.wrong.append(said)
