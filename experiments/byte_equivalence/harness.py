@@ -23,6 +23,7 @@ from experiments.byte_equivalence.compare import (
     compare_blocks,
     compare_senders,
     largest_logprob_gap,
+    until_tie,
 )
 from experiments.byte_equivalence.phases import (
     BLOCK_SIZE,
@@ -208,10 +209,11 @@ class Harness:
         answers: list[Difference] = []
         blocks: list[Difference] = []
         exact: list[Difference] = []
-        gap = 0.0
+        gap, ties = 0.0, 0
         for place, (prompt, answer, observed) in enumerate(zip(self.prompts, baseline.answers, seen, strict=True)):
             answers += compare_answers(prompt.name, answer, observed.hand_over.answer, tolerance)
-            gap = max(gap, largest_logprob_gap(answer, observed.hand_over.answer))
+            until = until_tie(answer, observed.hand_over.answer, tolerance)
+            gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not answer)
             fewest = fewest_received(prompt, self.prompts[:place], BLOCK_SIZE)
             blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=fewest)
             if baseline.stock and phase.exact_between_arms:
@@ -224,8 +226,10 @@ class Harness:
                 arm.name,
                 f"{name}: tokens and log-probabilities ({phase.dtype})",
                 answers,
-                f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance",
+                f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance"
+                + (f", {ties} of them up to a tie" if ties else ""),
                 largest_gap_nats=gap,
+                ties=ties,
             )
         )
         received = count_received(seen)

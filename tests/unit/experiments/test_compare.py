@@ -16,6 +16,7 @@ from experiments.byte_equivalence.compare import (
     compare_senders,
     largest_logprob_gap,
     match_records,
+    until_tie,
 )
 from experiments.common.client import Answer, HandOver, per_group
 
@@ -66,6 +67,30 @@ def test_alternatives_count_too() -> None:
     """A log-probability that only an alternative has wrong is seen."""
     moved = replace(ANSWER, top_logprobs=[{"5": -0.1, "9": -2.5}, *ANSWER.top_logprobs[1:]])
     assert largest_logprob_gap(ANSWER, moved) == pytest.approx(0.5)
+
+
+def of_tie(gap: float, *, token: int) -> Answer:
+    """Three tokens, of which the second is one of two that are ``gap`` nats apart."""
+    tops = [{"token_id:5": -0.1}, {"token_id:6": -0.5, "token_id:8": -0.5 - gap}, {f"token_id:{token + 1}": -0.3}]
+    return Answer([5, token, token + 1], [-0.1, -0.5, -0.3], tops)
+
+
+@pytest.mark.parametrize(("gap", "is_tie"), [(0.0, True), (0.25, True), (0.26, False), (2.0, False)])
+def test_a_tie_that_rounding_decides_ends_the_comparison(gap: float, is_tie: bool) -> None:
+    """With one row, a matrix product is rounded in another way on some processors: an Intel's AMX, in bfloat16."""
+    one, other = of_tie(gap, token=6), of_tie(gap, token=8)
+    assert bool(compare_answers("p", one, other, 0.125)) is not is_tie
+    assert len(until_tie(one, other, 0.125)[0].token_ids) == (1 if is_tie else 3)
+    # Between arms that hand over there is no tolerance.
+    assert compare_answers("p", one, other, 0.0) if gap else not compare_answers("p", one, other, 0.0)
+
+
+def test_a_tie_needs_both_tokens_on_both_sides() -> None:
+    """What one side did not think of is no tie; and what came before it is compared all the same."""
+    one, other = of_tie(0.0, token=6), of_tie(0.0, token=8)
+    assert compare_answers("p", one, replace(other, top_logprobs=[{}, {"token_id:8": -0.5}, {}]), 0.125)
+    assert compare_answers("p", one, replace(other, top_logprobs=[]), 0.125)
+    assert compare_answers("p", one, replace(other, logprobs=[-0.5, *other.logprobs[1:]]), 0.125)
 
 
 def test_a_log_probability_that_is_no_number_is_reported() -> None:
