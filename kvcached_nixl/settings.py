@@ -23,7 +23,6 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -38,6 +37,8 @@ SERVER_LOGGER = "vllm.kvcached_nixl"
 
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
 DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
+LONGEST_SECONDS = 86_400
+"""A manifest names a lease of a day at most."""
 
 
 class Gate(Enum):
@@ -211,8 +212,8 @@ def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:
 def _seconds(extra_config: Mapping[str, Any], key: str, default: float, consequence: str) -> float:
     value = extra_config.get(key, default)
     # bool is an int: "kv_lease_duration": true would be a lease of one second.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise _bad(key, value, "a finite number of seconds above 0", consequence)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_SECONDS:
+        raise _bad(key, value, f"a number of seconds above 0 and up to {LONGEST_SECONDS:,}", consequence)
     return float(value)
 
 

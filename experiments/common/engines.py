@@ -40,6 +40,7 @@ class Request:
     request_id: str
     token_ids: Sequence[int]
     params: Mapping[str, Any] | None
+    computes_prompt: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

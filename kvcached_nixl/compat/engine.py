@@ -56,6 +56,11 @@ class RequestView:
         found = self.request.kv_transfer_params
         return found if isinstance(found, Mapping) else None
 
+    @property
+    def computes_prompt(self) -> bool:
+        """Log-probabilities of its prompt, or a pooled prompt: vLLM reads no prefix cache for it either."""
+        return bool(private(self.request, "skip_reading_prefix_cache"))
+
     def digest(self, num_tokens: int) -> str:
         """Of its first tokens, and of all that their KV follows from."""
         request = self.request

@@ -23,6 +23,11 @@ class Request(Protocol):
         """Its ``kv_transfer_params``, as a client or router has sent them."""
         ...
 
+    @property
+    def computes_prompt(self) -> bool:
+        """It wants something of each token of its prompt, so it may read none of their KV from anywhere."""
+        ...
+
     def digest(self, num_tokens: int) -> str:
         """Of its first tokens, as `wire.digest` makes it."""
         ...

@@ -105,9 +105,13 @@ class Fetching:
         wish = self._wishes.get(DecodeRequestId(request.request_id))
         if wish is None or wish.is_tried:
             return 0, False
-        if not wish.is_checked:
-            wish.is_checked = True
-            wish.check(request, self._terms)
+        wish.check(request, self._terms)
+        if wish.refused is None and request.computes_prompt:
+            logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request.request_id)
+            wish.is_tried = True
+            step.unrenewed.append(DecodeRequestId(request.request_id))
+            self._release(wish, step)
+            return 0, False
         if wish.refused is None and num_computed_tokens % self._terms.block_size:
             words = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
             wish.refused = HandOverFailed(Cause.RANGE, words)
@@ -182,6 +186,7 @@ class Fetching:
             del self._failing[request_id]
             self._aborted.add(request_id)
         elif not wish.is_tried:
+            wish.check(request, self._terms)
             self._release(wish, step)
 
     # ----------------------------------------------------------------------------------------------- what has become

@@ -59,7 +59,10 @@ class Wish:
     end_token: int = 0
 
     def check(self, request: Request, terms: Terms) -> None:
-        """Compare the manifest with the prompt, and say how far prefill's tokens reach."""
+        """Compare the manifest with the prompt, and say how far prefill's tokens reach. Again does nothing."""
+        if self.is_checked:
+            return
+        self.is_checked = True
         self.end_token = num_tokens = request.num_prompt_tokens
         if self.fetch is None:
             return
@@ -93,10 +96,13 @@ class Wish:
             while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
                 begin += 1
             blocks = tuple(group[begin:end])
-            is_whole = len(blocks) == end - begin > 0 and NULL_BLOCK_ID not in blocks
+            # A group may need none: a chunk that begins with the prompt's last token.
+            is_whole = len(blocks) == end - begin and (blocks or terms.drops_blocks) and NULL_BLOCK_ID not in blocks
             if not is_whole or (begin * size > first_token and not terms.drops_blocks):
                 raise HandOverFailed(Cause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
             if theirs is not None and (len(theirs) != len(block_ids) or theirs[place].first_token > begin * size):
                 raise HandOverFailed(Cause.RANGE, f"prefill has not kept the tokens from {begin * size} on")
             found.append(BlockRange(begin * size, blocks))
+        if not any(one.block_ids for one in found):
+            raise HandOverFailed(Cause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
         return tuple(found)

@@ -13,11 +13,13 @@ Its own workers may tell it that something has ended, under a key that nobody el
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,6 +36,8 @@ _REPLY_SECONDS = 5.0
 _STOP_SECONDS = 0.5
 _ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
 """Questions under way: each holds sockets, and a router may name any number of places."""
+_LOOKED_UP_AT_ONCE, _NAMES_REMEMBERED = 64, 4096
+"""Names of hosts: a server of names that does not answer holds each for many seconds."""
 _LONGEST_QUESTION_BYTES = 1024
 _LONGEST_ANSWER_BYTES = 64 << 20
 
@@ -144,6 +148,10 @@ class SideChannel:
         self._asked_at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
         self._asked_there: WeakValueDictionary[tuple[str, int], asyncio.Semaphore] = WeakValueDictionary()
         self._own: dict[tuple[str, int], Any] = {}
+        self._names = ThreadPoolExecutor(_LOOKED_UP_AT_ONCE, "kvcached-nixl-names")
+        self._looking_up = asyncio.Semaphore(_LOOKED_UP_AT_ONCE)
+        self._lookups: set[asyncio.Future[list[str]]] = set()
+        self._looked_up: dict[str, list[str]] = {}
 
     def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
         """(compatibility string, metadata) of a rank.
@@ -187,9 +195,12 @@ class SideChannel:
             for task in pending:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            for socket in self._own.values():
-                socket.close(0)
+            for own in self._own.values():
+                own.close(0)
             self._context.destroy(linger=0)
+            self._names.shutdown(wait=False, cancel_futures=True)
+            for lookup in set(self._lookups):
+                lookup.cancel()
             loop.close()
 
     async def _ask(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
@@ -201,20 +212,14 @@ class SideChannel:
                 raise OSError(f"the side channel at {host}:{port} cannot be asked: {cause}") from cause
 
     async def _asked_alone(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
-        try:
-            # ZMQ would go on trying without a word.
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _REPLY_SECONDS)
-        except asyncio.TimeoutError as cause:
-            raise TimeoutError(f"no connection to {host}:{port} within {_REPLY_SECONDS:g} s") from cause
-        writer.close()
+        address = await self._listening(host, port)
         assert self._context is not None
         with self._context.socket(zmq.REQ) as asking:
             asking.setsockopt(zmq.LINGER, 0)
             asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
-            # As the listener: with it ZMQ takes one address of a name, and a name may be ::1 and 127.0.0.1.
-            asking.setsockopt(zmq.IPV6, int(":" in host))
+            asking.setsockopt(zmq.IPV6, int(":" in address))
             try:
-                asking.connect(_address(host, port))
+                asking.connect(_address(address, port))
                 await asking.send(msgspec.msgpack.encode((_ASK, 0, tp_rank) if self._names_stage else (_ASK, tp_rank)))
                 frames = await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS)
             except asyncio.TimeoutError as cause:
@@ -226,18 +231,78 @@ class SideChannel:
             raise ValueError(f"the side channel at {host}:{port} answers what cannot be read: {cause}") from cause
         return reply.compatibility_hash, reply.agent_metadata_bytes
 
+    async def _listening(self, host: str, port: int) -> str:
+        """An address of a host where somebody listens. ZMQ would go on trying without a word."""
+        trying = [asyncio.ensure_future(self._reached(one, port)) for one in await self._addresses(host)]
+        failures: list[OSError] = []
+        try:
+            for one in asyncio.as_completed(trying):
+                try:
+                    return await one
+                except OSError as cause:
+                    failures.append(cause)
+        finally:
+            for task in trying:
+                task.cancel()
+        # Nobody is there only if nobody listens at any of them.
+        raise next((one for one in failures if not isinstance(one, ConnectionRefusedError)), failures[0])
+
+    async def _reached(self, address: str, port: int) -> str:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _REPLY_SECONDS)
+        except asyncio.TimeoutError as cause:
+            raise TimeoutError(f"no connection to {address}:{port} within {_REPLY_SECONDS:g} s") from cause
+        writer.close()
+        return address
+
+    async def _addresses(self, host: str) -> list[str]:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            pass
+        else:
+            return [host]
+        await self._looking_up.acquire()
+        found = asyncio.get_running_loop().run_in_executor(self._names, _look_up, host)
+        # Nobody can call a look-up back, so it keeps its place until it has ended.
+        self._lookups.add(found)
+        found.add_done_callback(self._looked)
+        try:
+            addresses = await asyncio.wait_for(asyncio.shield(found), _REPLY_SECONDS)
+        except (asyncio.TimeoutError, OSError) as cause:
+            if host not in self._looked_up:
+                raise OSError(f"no address of {host} was found within {_REPLY_SECONDS:g} s: {cause}") from cause
+            return self._looked_up[host]
+        if len(self._looked_up) >= _NAMES_REMEMBERED:
+            self._looked_up.clear()
+        self._looked_up[host] = addresses
+        return addresses
+
+    def _looked(self, lookup: asyncio.Future[list[str]]) -> None:
+        self._lookups.discard(lookup)
+        self._looking_up.release()
+
     def _wake(self, host: str, port: int, key: str) -> None:
         assert self._context is not None
-        socket = self._own.get((host, port))
-        if socket is None:
-            socket = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, int(":" in host))
-            socket.connect(_address(host, port))
+        own = self._own.get((host, port))
+        if own is None:
+            own = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
+            own.setsockopt(zmq.LINGER, 0)
+            own.setsockopt(zmq.IPV6, int(":" in host))
+            own.connect(_address(host, port))
         try:
-            socket.send_multipart([b"", msgspec.msgpack.encode((_WAKE, key.encode()))], zmq.NOBLOCK)
+            own.send_multipart([b"", msgspec.msgpack.encode((_WAKE, key.encode()))], zmq.NOBLOCK)
         except zmq.ZMQError as cause:
             logger.info("The engine was not told that something has ended: %s", cause)
+
+
+def _look_up(host: str) -> list[str]:
+    """All addresses of a name; of the fourth version if there are any, as a listener under that name binds."""
+    found = [
+        (family, str(address[0])) for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    ]
+    fourth = [address for family, address in found if family == socket.AF_INET]
+    return list(dict.fromkeys(fourth or [address for _, address in found]))
 
 
 def _address(host: str, port: int) -> str:

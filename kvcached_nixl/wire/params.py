@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 MANIFEST_KEY = "kvcached_nixl"
+MAX_REQUEST_ID = 1000
+"""Below what an `Identifier` may have: the two sides' ids of one request may differ by a few characters."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 
 
@@ -117,8 +119,11 @@ def name_of(params: Mapping[str, Any], request_id: str) -> str:
     """The name under which the two requests of a push may meet; equal for both, whatever vLLM added to their ids.
 
     Raises:
-        Malformed: ``transfer_id`` or ``remote_request_id`` is there and is no string that can be used.
+        Malformed: ``transfer_id`` or ``remote_request_id`` is there and is no string that can be used, or the request's
+            own id is too long for a manifest.
     """
+    if len(request_id) > MAX_REQUEST_ID:
+        raise Malformed(f"a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
     names = convert({key: params[key] for key in ("transfer_id", "remote_request_id") if key in params}, _Names)
     # Two kinds of letters in front, so that no explicit name is ever taken for a request's.
     if names.transfer_id is not None:

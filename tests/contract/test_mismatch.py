@@ -49,11 +49,8 @@ POLICIES = ["fail", "recompute"]
 
 @pytest.fixture
 def both(node: Callable[..., Node]) -> Callable[[str], tuple[Node, Node]]:
-    """both(policy): prefill, whose leases are short, and decode."""
-    return lambda policy: (
-        node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS),
-        node(DECODE_FILLING, policy=policy),
-    )
+    """both(policy): prefill and decode."""
+    return lambda policy: (node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy))
 
 
 def causes(decode: Node) -> list[Cause]:

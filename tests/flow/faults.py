@@ -161,6 +161,17 @@ def a_failed_transfer_is_taken_for_quiet(patch: Patcher) -> None:
     patch.setattr(Posting, "_fail", fail)
 
 
+def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
+    """What is in flight would count as one of an earlier connection."""
+
+    def know(self: Any, link: Any, known: Any) -> None:
+        self._connections.pop(known.agent, None)
+        original(self, link, known)
+
+    original = Peers._know
+    patch.setattr(Peers, "_know", know)
+
+
 def what_is_given_up_is_taken_for_quiet(patch: Patcher) -> None:
     def settle(self: Any, job: Any) -> None:
         self._settle(job)

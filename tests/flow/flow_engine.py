@@ -75,6 +75,7 @@ class Request:
     num_external: int = 0
     placeholders: int = 0
     epoch: int = 0
+    computes_prompt: bool = False
     sequence: Sequence64 = field(init=False)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from flow_pair import PROMPT, Pair, kind
 from flow_schedule import SHAPES, Defects
 
 from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.lease import is_beat
 from kvcached_nixl.wire.manifest import Manifest
@@ -1007,6 +1008,88 @@ def test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed(pair: Pai
     assert found.status is not Status.REMOTE
     pair.settle()
     pair.nothing_is_left()
+
+
+def is_quiet_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
+    """It fails, and the rest of it arrives until its peer is removed; blocks are given back after that."""
+    pair.wire.fail(transfer, 0.3, rest=True)
+    for _ in range(8):
+        pair.round()
+    for rest in pair.wire.rests:
+        # The watch knows whose the blocks are by now.
+        pair.wire.land(rest)
+    assert request.status is not Status.REMOTE
+    pair.settle()
+    pair.nothing_is_left()
+
+
+def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_meanwhile(pair: Pair) -> None:
+    """A stale request, or a probe for somebody else's, leads to another handshake over the same connection."""
+    found = in_flight(pair)
+    (transfer,) = pair.transfers
+    mover, other = (pair.prefill, pair.decode) if pair.cluster.pushes else (pair.decode, pair.prefill)
+    mover.workers[0].side.thread._side.peers.probe(pair.address(other))
+    pair.turn()
+    assert pair.cluster.questions
+    for _ in range(3):
+        pair.round()
+    assert pair.transfers == [transfer]
+    is_quiet_once_removed(pair, transfer, found)
+
+
+def test_one_clients_end_does_not_free_the_blocks_of_another(pull: Pair) -> None:
+    """One goes away while its READ is under way; decode looks whether prefill lives; then the other's READ fails."""
+    pull.acquaint()
+    prompts = (PROMPT, tuple(reversed(PROMPT)))
+    upstream = [pull.ask_prefill(prompt) for prompt in prompts]
+    pull.settle()
+    gone, found = (pull.ask_decode(one.answer, prompt) for one, prompt in zip(upstream, prompts, strict=True))
+    pull.until_posted(2)
+    pull.decode.abort(gone)
+    for _ in range(3):
+        pull.round()
+    pull.clock.advance(REPEAT_SECONDS + 1)
+    for _ in range(3):
+        pull.round()
+    (transfer,) = [one for one in pull.transfers if found in pull.wire.meant[one][0]]
+    is_quiet_once_removed(pull, transfer, found)
+
+
+@pytest.mark.parametrize("end", ["restarts", "vanishes and comes back"])
+def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: str) -> None:
+    """It is under way by one name, and its successor answers at the other one."""
+    own = pair.prefill.own
+    by_alias = {"remote_host": "alias"}
+    pair.cluster.listening["alias", own.port] = pair.prefill
+    pair.acquaint()
+    upstream = pair.ask_prefill((1, 2, 3, 4, 5, 6))
+    pair.settle()
+    assert upstream.answer is not None
+    other = pair.ask_decode({**upstream.answer, **by_alias}, (1, 2, 3, 4, 5, 6))
+    pair.settle()
+    assert is_right(other, 6)
+    if pair.cluster.pushes:
+        found = pair.ask_decode(pair.meet(transfer_id="t", **by_alias))
+        for _ in range(10):
+            pair.round()
+    else:
+        upstream = pair.ask_prefill()
+        pair.settle()
+        assert upstream.answer is not None
+        found = pair.ask_decode({**upstream.answer, **by_alias})
+        pair.until_posted()
+    if end == "restarts":
+        successor = pair.cluster.restart(pair.prefill)
+    else:
+        pair.cluster.vanish(pair.prefill)
+        pair.pass_time(20)
+        pair.cluster.listening.pop((own.host, own.port))
+        pair.cluster.alive.remove(pair.prefill)
+        successor = pair.cluster.engine("p", pair.prefill.kind)
+    pair.cluster.listening["alias", own.port] = successor
+    pair.pass_time(TIMEOUT_SECONDS + 30)
+    assert found.status is Status.STOPPED and not found.num_external
+    assert not pair.decode.quarantined and not pair.decode.handover._holds.num_blocks
 
 
 def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:

@@ -69,6 +69,9 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.a_failed_transfer_is_taken_for_quiet: case(
             cases.test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed, PULL
         ),
+        faults.each_handshake_is_a_connection_of_its_own: case(
+            cases.test_one_clients_end_does_not_free_the_blocks_of_another, PULL
+        ),
         faults.what_is_given_up_is_taken_for_quiet: schedules,
         faults.a_read_that_is_stopped_is_taken_for_quiet: schedules,
         faults.a_write_that_is_stopped_is_taken_for_quiet: schedules,

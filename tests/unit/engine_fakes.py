@@ -35,6 +35,7 @@ class Asked:
     params: dict[str, Any] | None
     tokens: list[int] = field(default_factory=prompt)
     digested: int = 0
+    computes_prompt: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -52,21 +52,23 @@ class Place:
 class Routes:
     """What lies between this rank's memory and that of each peer, found once per peer.
 
-    ``of`` is asked with the peer's agent and memory; `forget` when the agent is gone.
+    ``of`` is asked with the peer's agent and memory; `forget` when the agent is gone. An agent is anybody's to name, so
+    what one address says of its memory is not used for another address.
     """
 
     place: Place
-    _found: dict[str, tuple[Route, ...]] = field(default_factory=dict)
+    _found: dict[str, tuple[tuple[Planes, ...], tuple[Route, ...]]] = field(default_factory=dict)
 
     def of(self, agent: str, memory: Sequence[Planes]) -> tuple[Route, ...]:
         """Raises ValueError: the two do not fit."""
-        routes = self._found.get(agent)
-        if routes is None:
+        before, routes = self._found.get(agent, ((), ()))
+        if before is not memory and before != tuple(memory):
             words = misfit(self.place.memory, memory)
             if words:
                 raise ValueError(words)
             pairs = zip(self.place.memory, memory, strict=True)
-            routes = self._found[agent] = tuple(Route(here, there) for here, there in pairs)
+            routes = tuple(Route(here, there) for here, there in pairs)
+            self._found[agent] = tuple(memory), routes
         return routes
 
     def forget(self, agent: str) -> None:

@@ -84,6 +84,8 @@ class Peers:
         self._wake = wake
         self._links: dict[Peer, _Link] = {}
         self._addresses: dict[str, dict[Peer, None]] = {}
+        # One from an agent's first handshake until it is removed, whatever handshakes there are meanwhile.
+        self._connections: dict[str, object] = {}
         self._places: dict[tuple[str, int, int], Peer] = {}
         self._ended: deque[tuple[_Link, Future[tuple[str, bytes]]]] = deque()
         self._unused = Deadlines[Peer]()
@@ -160,7 +162,7 @@ class Peers:
 
     def connection(self, agent: str) -> object:
         """What stands for the present connection to an agent; another one, or None, once that is lost."""
-        return next((link.known for link in self._links_of(agent) if link.known is not None), None)
+        return self._connections.get(agent)
 
     def lost(self, agent: str) -> None:
         """The connection to a rank does not work any more. It may live: whatever names it next begins a handshake."""
@@ -242,10 +244,15 @@ class Peers:
         if before is not None and before != link.address and before in self._links:
             self._drop(self._links[before])
         if link.last_agent not in (None, known.agent):
+            others = [other for other in self._links_of(link.last_agent) if other is not link]
             self._let_go(link)
+            for other in others:
+                # It was known by other names, too: whether it is still there is asked under all of them.
+                self._begin(other)
         link.known, link.last_agent, link.tries, link.refused_at_seconds = known, known.agent, 0, None
         self._places[place] = link.address
         self._addresses.setdefault(known.agent, {})[link.address] = None
+        self._connections.setdefault(known.agent, object())
         waiting, link.waiting = link.waiting, []
         for one in waiting:
             if one.start in ("", known.start):
@@ -290,6 +297,7 @@ class Peers:
         """The connection over an address is given up; the last one to an agent is taken down."""
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
+            self._connections.pop(known.agent, None)
             self._transport.remove_peer(known.agent)
 
     def _links_of(self, agent: str) -> list[_Link]:

@@ -44,6 +44,7 @@ def request(**fields: Any) -> SimpleNamespace:
         "mm_features": [],
         "lora_request": None,
         "cache_salt": None,
+        "skip_reading_prefix_cache": False,
     }
     return SimpleNamespace(**made | fields)
 
@@ -55,6 +56,12 @@ def image(name: str = "i", offset: int = 2, length: int = 3) -> SimpleNamespace:
 def test_a_request_is_what_vllm_says_it_is() -> None:
     view = RequestView(request(kv_transfer_params={"a": 1}))
     assert (view.request_id, view.num_prompt_tokens, view.params) == ("r", TOKENS, {"a": 1})
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_request_that_reads_no_prefix_computes_its_prompt(skips: bool) -> None:
+    """``prompt_logprobs``, and a completion with ``echo`` and ``logprobs``."""
+    assert RequestView(request(skip_reading_prefix_cache=skips)).computes_prompt is skips
 
 
 @pytest.mark.parametrize("params", [None, [], "text", 7, [["a", 1]]], ids=str)

@@ -274,6 +274,42 @@ def test_the_last_block_is_not_fetched_if_only_the_last_token_is_in_it() -> None
     assert decode.take().wanted[0].groups == (BlockRange(0, (7, 3)),)
 
 
+def test_a_group_may_need_nothing_of_what_is_handed_over() -> None:
+    """Attention in chunks, and a prompt whose last token begins one."""
+    decode = Decode(drops_blocks=True)
+    tokens = prompt(num_tokens=9)
+    request = of_decode(tokens=tokens, manifest=manifest_of(tokens, first_tokens=(0, 8)))
+    decode.arrive(request)
+    assert decode.match(request) == (8, True)
+    decode.allocate(request, ([7, 3, 9], [0, 0, 5]), 8)
+    assert decode.take().wanted[0].groups == (BlockRange(0, (7, 3)), BlockRange(8, ()))
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bool, recomputes: bool) -> None:
+    """vLLM leaves those of tokens that it has not computed as memory happens to be (``echo`` with ``logprobs``)."""
+    decode = Decode(pushes=pushes, recomputes=recomputes)
+    request = of_decode()
+    request.computes_prompt = True
+    decode.arrive(request)
+    assert decode.match(request) == (0, False)
+    decode.allocate(request, BLOCKS, 0)
+    step = decode.take()
+    assert not step.wanted and [one.digest for one in step.released] == [request.digest(TOKENS)]
+    assert step.unrenewed == [D1] and not decode.fetching.counts
+
+
+def test_a_request_that_is_gone_before_it_was_looked_at_says_what_it_wanted() -> None:
+    """Else prefill, which knows it by name and prompt, would keep its blocks for a lease."""
+    decode = Decode(pushes=True)
+    request = at_once()
+    decode.arrive(request)
+    decode.finish(request)
+    (released,) = decode.take().released
+    assert (released.request_id, released.digest) == ("", request.digest(TOKENS))
+
+
 @pytest.mark.parametrize(
     ("first_tokens", "blocks", "is_dropping", "words"),
     [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -140,24 +141,72 @@ def test_an_address_of_the_sixth_version_is_reached(
 
 
 def test_a_name_is_looked_up_as_the_listener_looks_it_up(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
+) -> None:
+    """vLLM allows the sixth version for addresses of it alone, so for a name it listens on the fourth."""
+    listener = listen([msgspec.msgpack.encode(REPLY)])
+    assert channel().ask("localhost", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert all("." in address for address in module._look_up("localhost"))
+
+
+def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
+    """What names stand for; whoever asks for another one hears nothing for a while."""
+
+    def look_up(host: str) -> list[str]:
+        if host not in addresses:
+            time.sleep(1.0)
+            raise OSError("no answer")
+        return addresses[host]
+
+    monkeypatch.setattr(module, "_look_up", look_up)
+
+
+def test_a_name_of_several_addresses_is_reached_at_the_one_that_listens(
     listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM allows the sixth version for addresses of it alone, so for a name it listens on the fourth.
-
-    ZMQ tries one address of a name. Where "localhost" is ::1 too, that would be one at which nobody listens.
-    """
-    allowed: list[int] = []
-    real = zmq.asyncio.Socket.setsockopt
-
-    def setsockopt(self: Any, option: int, value: int) -> None:
-        if option == zmq.IPV6:
-            allowed.append(value)
-        real(self, option, value)
-
     listener = listen([msgspec.msgpack.encode(REPLY)])
-    monkeypatch.setattr(zmq.asyncio.Socket, "setsockopt", setsockopt)
-    assert channel().ask("localhost", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
-    assert allowed == [0]
+    named(monkeypatch, peer=["127.0.0.2", "127.0.0.1", "127.0.0.3"])
+    assert channel().ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+
+
+def test_nobody_listens_at_any_address_of_a_name(
+    channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a prefill with such a name would never be found dead, and decode keep its blocks for ever."""
+    named(monkeypatch, peer=["127.0.0.1", "127.0.0.2"])
+    with pytest.raises(ConnectionRefusedError):
+        channel().ask("peer", free_port(), 0).result(JOIN_SECONDS)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_address_that_does_not_answer_may_be_the_one_that_lives(
+    channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connect(address: str, port: int) -> Any:
+        if address == "127.0.0.2":
+            await asyncio.sleep(60)
+        raise ConnectionRefusedError(f"nobody at {address}")
+
+    named(monkeypatch, peer=["127.0.0.1", "127.0.0.2"])
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    with pytest.raises(TimeoutError, match=r"no connection to 127\.0\.0\.2"):
+        channel().ask("peer", free_port(), 0).result(JOIN_SECONDS)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_names_that_nobody_knows_hold_up_no_other_name(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up cannot be called back; and one that has once succeeded serves when the next one does not."""
+    listener, one = listen([msgspec.msgpack.encode(REPLY)]), channel()
+    named(monkeypatch, peer=["127.0.0.1"])
+    lost = [one.ask(f"lost-{number}", listener.port, 0) for number in range(module._LOOKED_UP_AT_ONCE - 1)]
+    assert one.ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    named(monkeypatch)
+    assert one.ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    for future in lost:
+        with pytest.raises(OSError, match="no address of lost-"):
+            future.result(JOIN_SECONDS)
 
 
 def test_nobody_listens(channel: Callable[..., module.SideChannel]) -> None:

@@ -16,6 +16,7 @@ from kvcached_nixl.wire.checked import MAX_TP_SIZE, Malformed
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 from kvcached_nixl.wire.params import (
     MANIFEST_KEY,
+    MAX_REQUEST_ID,
     Fetch,
     RemotePrefill,
     asks,
@@ -248,6 +249,16 @@ def test_a_name_that_is_none_is_malformed_and_named(key: str, wrong: object) -> 
 def test_a_request_whose_own_id_nobody_can_send_is_refused() -> None:
     with pytest.raises(HandOverFailed, match="no Unicode text"):
         read(BOTH_AT_ONCE, may_rendezvous=True, request_id="cmpl-\ud800")
+
+
+def test_a_request_whose_id_no_manifest_can_name_is_refused_on_both_sides() -> None:
+    """Whatever else names it: prefill's own word of its last WRITE would be malformed, and decode wait in vain."""
+    longest = "cmpl-" + "x" * (MAX_REQUEST_ID - 5)
+    assert name_of({}, longest) and name_of({"transfer_id": "t"}, longest)
+    with pytest.raises(Malformed, match="1001 characters"):
+        name_of({"transfer_id": "t"}, longest + "x")
+    with pytest.raises(HandOverFailed, match="1001 characters"):
+        read(BOTH_AT_ONCE, may_rendezvous=True, request_id=longest + "x")
 
 
 def test_an_explicit_name_counts_more_than_the_id_of_prefill() -> None:

@@ -132,6 +132,16 @@ def test_what_lies_between_two_ranks_is_found_once_and_forgotten() -> None:
     assert len(routes) == 0
 
 
+def test_what_one_address_says_of_an_agents_memory_is_not_used_for_another() -> None:
+    """Anybody may answer with the metadata of another engine's agent, and with places of its own making."""
+    routes, liar, honest = Local().side.routes, Memory(), Memory()
+    lie = routes.of("a", (liar.planes,))
+    truth = routes.of("a", (honest.planes,))
+    groups = [(Blocks((1,)), Blocks((2,)), 0)]
+    assert not (routes.ranges(lie, groups, 4).remote == routes.ranges(truth, groups, 4).remote).all()
+    assert routes.of("a", (honest.planes,)) is truth and len(routes) == 1
+
+
 def test_groups_are_moved_together_and_those_without_a_token_left_out() -> None:
     local = Local()
     routes = local.side.routes.of("a", (Memory().planes,))

@@ -332,6 +332,37 @@ def test_a_connection_is_another_one_once_it_was_lost(local: Local) -> None:
     assert local.peers.connection("nobody") is None
 
 
+def test_a_connection_is_the_same_one_after_another_handshake(local: Local) -> None:
+    """Else what is in flight over it would count as lost already, and its blocks as quiet, when it fails."""
+    remote = met(local)
+    first = local.peers.connection("remote-0")
+    local.peers.probe(remote.address)
+    local.turn()
+    assert local.peers.connection("remote-0") is first
+    by_name = msgspec.structs.replace(remote.address, host="by.name")
+    local.asking.answers["by.name", remote.address.port, 0] = remote.answer()
+    Needing(local, by_name)
+    local.turn()
+    local.asking.answers[remote.place] = ConnectionRefusedError("nobody")
+    local.peers.probe(remote.address)
+    local.turn()
+    assert local.peers.connection("remote-0") is first, "it is known by the other name still"
+
+
+def test_who_was_started_again_is_looked_for_by_all_its_names(local: Local) -> None:
+    remote = met(local)
+    by_name = msgspec.structs.replace(remote.address, host="by.name")
+    local.asking.answers["by.name", remote.address.port, 0] = remote.answer()
+    Needing(local, by_name)
+    local.turn()
+    again = Remote(remote.address, local.network.agent("another agent"), start=OTHER_START)
+    local.asking.answers[remote.place] = local.asking.answers["by.name", remote.address.port, 0] = again.answer()
+    local.peers.probe(remote.address)
+    local.turn()
+    local.turn()
+    assert local.gone == ["remote-0"]
+
+
 def test_a_handshake_that_meets_a_defect_costs_what_it_belongs_to(local: Local) -> None:
     remote = local.remote()
     local.asking.answers[remote.place] = IndexError("of ours")
