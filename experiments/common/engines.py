@@ -54,6 +54,7 @@ class Pool:
     """Numbered blocks, and whose they are. Number 0 is vLLM's placeholder, and nobody's."""
 
     are_shared = False
+    stalled = None
 
     def __init__(self, order: Sequence[int]) -> None:
         self.free_blocks = list(reversed(order))

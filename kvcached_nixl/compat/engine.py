@@ -29,6 +29,7 @@ __all__ = [
     "scheduled",
     "tell_finished",
     "wake_of",
+    "with_ended",
     "with_reports",
 ]
 
@@ -94,6 +95,17 @@ class EngineBlocks:
     def are_shared(self) -> bool:
         """Whether another connector may load KV into them, which may turn out to be no good (``MultiConnector``)."""
         return side_of(private(self.engine_scheduler, "connector")) is None
+
+    @property
+    def stalled(self) -> str | None:
+        """The request that is next, if none runs: it waits for blocks, and no other one will free any."""
+        scheduler = self.engine_scheduler
+        if private(scheduler, "running"):
+            return None
+        # vLLM 0.28 keeps those that it has passed over in a queue of their own.
+        queues = (private(scheduler, "waiting"), vars(scheduler).get("skipped_waiting", ()))
+        waiting = (one for queue in queues for one in queue if one.status.name in ("WAITING", "PREEMPTED"))
+        return next((str(one.request_id) for one in waiting), None)
 
     def take(self, request_id: str) -> list[Any]:
         """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request.
@@ -219,6 +231,20 @@ def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
         if counted < 0:
             requests[request_id].num_cached_tokens = 0
     return ours
+
+
+def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> Any:
+    """End requests with an error, and tell it with what a step has brought for clients."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    requests = private(engine_scheduler, "requests")
+    for request in [requests[one] for one in request_ids if one in requests]:
+        engine_scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+        told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+        output = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
+        told.outputs = [*told.outputs, output]
+    return outputs
 
 
 def rest(core: Any, longest_seconds: float) -> None:

@@ -50,6 +50,11 @@ class Blocks(Protocol):
         """Whether another connector may load KV into them, which may turn out to be no good."""
         ...
 
+    @property
+    def stalled(self) -> str | None:
+        """The request that is next, if none runs: it waits for blocks, and no other one will free any."""
+        ...
+
     def take(self, request_id: str) -> list[Any]:
         """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request."""
         ...

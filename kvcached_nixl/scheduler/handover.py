@@ -7,6 +7,7 @@ they report comes back with a step's output; between steps the engine sleeps unt
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,10 +18,14 @@ from kvcached_nixl.scheduler.fetching import Fetching
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.offering import Offering
 from kvcached_nixl.scheduler.wish import Terms
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, BlockIds, Step, failure_of, overs_of, quiets_of
 
 __all__ = ["HandOver", "Reports"]
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 
 class Listener(Protocol):
@@ -56,6 +61,8 @@ class HandOver:
         self.start = start
         self.wake_key = wake_key
         self._drops_blocks = terms.drops_blocks
+        self._timeout_seconds = terms.timeout_seconds
+        self._clock = clock
         self._holds = Holds()
         self._fetching = Fetching(terms, clock, self._holds)
         self._offering = Offering(own, start, terms, self._holds)
@@ -65,6 +72,7 @@ class HandOver:
         self._blocks: Blocks | None = None
         self._wake: Callable[[], None] | None = None
         self._failed: set[str] = set()
+        self._stalled: tuple[str, float] | None = None
         self._listener: Listener | None = None
 
     # ------------------------------------------------------------------------------------------------ the engine's loop
@@ -179,6 +187,32 @@ class HandOver:
             reports.invalid.add(FAILING)
         quiet = quiets_of(reports.sent)
         self._offering.ended(reports.sent, quiet, blocks)
+
+    def take_starved(self) -> set[str]:
+        """A request that has waited for blocks for too long, where nothing but a quarantine can free any (rule R4).
+
+        It may be anybody's, and those behind it in the queue wait for it.
+        """
+        may_stall = self._fetching.num_quarantined_blocks and not (self.num_waiting or self.num_kept)
+        request_id = self._bound().stalled if may_stall else None
+        if request_id is None:
+            self._stalled = None
+            return set()
+        now = self._clock.now_seconds()
+        if self._stalled is None or self._stalled[0] != request_id:
+            self._stalled = request_id, now
+        if now < self._stalled[1] + self._timeout_seconds:
+            return set()
+        self._stalled = None
+        self._fetching.counts[Cause.QUARANTINE] += 1
+        logger.warning(
+            "Request %s fails: it has waited %g s for blocks, nothing else runs, and %d blocks are in quarantine for "
+            "peers that have vanished and may still write. Bring them back on their addresses, or restart this engine.",
+            request_id,
+            self._timeout_seconds,
+            self._fetching.num_quarantined_blocks,
+        )
+        return {request_id}
 
     def take_failed(self) -> set[str]:
         """Requests whose KV has not come, since the last call."""

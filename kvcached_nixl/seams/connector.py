@@ -9,6 +9,7 @@ Runs in: the configuration's methods in every process; the others in the engine 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
@@ -18,7 +19,7 @@ from kvcached_nixl.compat.connector import WorkerView
 from kvcached_nixl.compat.engine import RequestView, blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
 from kvcached_nixl.compat.versions import installed_row
-from kvcached_nixl.patching import Call, Patch, Target
+from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.listening import answers_of
@@ -49,7 +50,6 @@ def get_required_kvcache_layout(call: Call) -> str | None:
 
 
 def _of_connector(
-    attribute: str,
     process: Process,
     parameters: tuple[str, ...],
     why: str,
@@ -57,75 +57,65 @@ def _of_connector(
     target: Target = FACADE,
     versions: str = "",
     kind: Kind = "method",
-) -> Patch:
-    return Patch(
-        target=target,
-        attribute=attribute,
-        kind=kind,
-        process=process,
-        parameters=("cls" if kind == "classmethod" else "self", *parameters),
-        versions=versions,
-        needs="pull",
-        why=why,
-        upstream="vllm/distributed/kv_transfer/kv_connector/v1/base.py; vllm#50558, vllm#48633, vllm#52234",
-        remove_when="vLLM's own hand-over says what it is, and checks it",
-    )
+) -> Callable[[Callable[[Call], Any]], Seam]:
+    """The function below is what runs in place of the connector's method of that name."""
+
+    def bind(wrapper: Callable[[Call], Any]) -> Seam:
+        patch = Patch(
+            target=target,
+            attribute=wrapper.__name__,
+            kind=kind,
+            process=process,
+            parameters=("cls" if kind == "classmethod" else "self", *parameters),
+            versions=versions,
+            needs="pull",
+            why=why,
+            upstream="vllm/distributed/kv_transfer/kv_connector/v1/base.py; vllm#50558, vllm#48633, vllm#52234",
+            remove_when="vLLM's own hand-over says what it is, and checks it",
+        )
+        return patch.around(wrapper)
+
+    return bind
 
 
 # ------------------------------------------------------------------------------------------------------- in the engine
 
-GET_NUM_NEW_MATCHED_TOKENS = _of_connector(
-    "get_num_new_matched_tokens",
+
+@_of_connector(
     "scheduler",
     ("request", "num_computed_tokens"),
     "what a client sends would decide which blocks are read.",
 )
-
-
-@GET_NUM_NEW_MATCHED_TOKENS.around
 def get_num_new_matched_tokens(call: Call) -> Any:
     request = RequestView(call.argument("request"))
     return side_of(call.instance).matched(request, call.argument("num_computed_tokens"))
 
 
-UPDATE_STATE_AFTER_ALLOC = _of_connector(
-    "update_state_after_alloc",
+@_of_connector(
     "scheduler",
     ("request", "blocks", "num_external_tokens"),
     "decode's blocks would be paired with prefill's by counting them.",
 )
-
-
-@UPDATE_STATE_AFTER_ALLOC.around
 def update_state_after_alloc(call: Call) -> None:
     request, blocks = RequestView(call.argument("request")), blocks_of(call.argument("blocks"))
     side_of(call.instance).allocated(request, blocks, call.argument("num_external_tokens"))
 
 
-BUILD_CONNECTOR_META = _of_connector(
-    "build_connector_meta", "scheduler", ("scheduler_output",), "the workers would hear nothing."
-)
-
-
-@BUILD_CONNECTOR_META.around
+@_of_connector("scheduler", ("scheduler_output",), "the workers would hear nothing.")
 def build_connector_meta(call: Call) -> Any:
     progress = (Progress(*one) for one in scheduled(call.argument("scheduler_output")))
     return attach_step(call.proceed(), side_of(call.instance).take_step(progress))
 
 
 _REUSED = "blocks would be reused while they are read."
-REQUEST_FINISHED = _of_connector("request_finished", "scheduler", ("request", "block_ids"), _REUSED)
-REQUEST_FINISHED_ALL_GROUPS = _of_connector(
-    "request_finished_all_groups", "scheduler", ("request", "block_ids"), _REUSED
-)
 
 
-@REQUEST_FINISHED.around
+@_of_connector("scheduler", ("request", "block_ids"), _REUSED)
 def request_finished(call: Call) -> Any:
     return _finished(call, (call.argument("block_ids"),))
 
 
-@REQUEST_FINISHED_ALL_GROUPS.around
+@_of_connector("scheduler", ("request", "block_ids"), _REUSED)
 def request_finished_all_groups(call: Call) -> Any:
     return _finished(call, call.argument("block_ids"))
 
@@ -135,49 +125,40 @@ def _finished(call: Call, block_ids: Any) -> Any:
     return side_of(call.instance).finished(RequestView(request), is_whole(request), block_ids)
 
 
-ON_NEW_REQUEST = _of_connector(
-    "on_new_request",
+@_of_connector(
     "scheduler",
     ("request",),
     "vLLM's own worker would renew leases that it knows nothing of.",
     versions=">=0.22",
 )
-
-
-@ON_NEW_REQUEST.around
 def on_new_request(call: Call) -> None:
     """Our patch of the engine's scheduler hears of it on every version."""
 
 
-HAS_PENDING_PUSH_WORK = _of_connector(
-    "has_pending_push_work",
+@_of_connector(
     "scheduler",
     (),
     "an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
     versions=">=0.24",
 )
-
-
-@HAS_PENDING_PUSH_WORK.around
 def has_pending_push_work(call: Call) -> bool:
     return bool(side_of(call.instance).pending)
 
 
-def _handshake_metadata(attribute: str, versions: str) -> Patch:
-    return _of_connector(
-        attribute,
-        "scheduler",
-        ("metadata",),
-        "one question that cannot be answered would end vLLM's listener, and every later handshake wait in vain.",
-        versions=versions,
-    )
+_ASKED_IN_VAIN = "one question that cannot be answered would end vLLM's listener, and every later handshake be in vain."
 
 
-SET_HANDSHAKE = _handshake_metadata("set_xfer_handshake_metadata", "<0.26")
-SET_HANDSHAKE_BY_STAGE = _handshake_metadata("set_xfer_handshake_metadata_pp_aware", ">=0.26")
+@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions="<0.26")
+def set_xfer_handshake_metadata(call: Call) -> None:
+    _listen(call)
 
 
-def listen(call: Call) -> None:
+@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions=">=0.26")
+def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
+    _listen(call)
+
+
+def _listen(call: Call) -> None:
     side = side_of(call.instance)
     answers = answers_of(call.argument("metadata"), side.start)
     side.listen(Listener(side.own.host, side.own.port, answers, side.woken, side.wake_key))
@@ -185,16 +166,13 @@ def listen(call: Call) -> None:
 
 # ------------------------------------------------------------------------------------------------------- in the worker
 
-REGISTER_KV_CACHES = _of_connector(
-    "register_kv_caches",
+
+@_of_connector(
     "worker",
     ("kv_caches",),
     "kvcached reserves more blocks than vLLM planned and keeps K, V or layers apart where the stock worker takes them "
     "for dense; it would move other blocks' bytes.",
 )
-
-
-@REGISTER_KV_CACHES.around
 def register_kv_caches(call: Call) -> None:
     view = WorkerView(call.instance)
     settings = Settings.from_extra_config(view.extra_config)
@@ -207,37 +185,26 @@ def register_kv_caches(call: Call) -> None:
     )
 
 
-START_LOAD_KV = _of_connector(
-    "start_load_kv",
+@_of_connector(
     "worker",
     ("forward_context", "kwargs"),
     "the transfer thread would hear nothing.",
     target=PULL_FACADE,
 )
-
-
-@START_LOAD_KV.around
 def start_load_kv(call: Call) -> None:
     side_of(call.instance).begin_step(step_of(call.instance))
 
 
-WAIT_FOR_SAVE = _of_connector("wait_for_save", "worker", (), "what a step computed would not be offered.")
-
-
-@WAIT_FOR_SAVE.around
+@_of_connector("worker", (), "what a step computed would not be offered.")
 def wait_for_save(call: Call) -> None:
     side_of(call.instance).end_step()
 
 
-GET_FINISHED = _of_connector(
-    "get_finished",
+@_of_connector(
     "worker",
     ("finished_req_ids",),
     "the stock worker would take the transfer thread's notifications, and requests would wait for ever.",
 )
-
-
-@GET_FINISHED.around
 def get_finished(call: Call) -> tuple[set[str], set[str]]:
     side = side_of(call.instance)
     ended = side.take_ended()
@@ -245,21 +212,13 @@ def get_finished(call: Call) -> tuple[set[str], set[str]]:
     return ended.sent, ended.received
 
 
-GET_LOAD_ERRORS = _of_connector(
-    "get_block_ids_with_load_errors", "worker", (), "a hand-over that has failed would be taken for one that is there."
-)
-
-
-@GET_LOAD_ERRORS.around
+@_of_connector("worker", (), "a hand-over that has failed would be taken for one that is there.")
 def get_block_ids_with_load_errors(call: Call) -> set[int]:
     marks: set[int] = side_of(call.instance).take_marks()
     return marks
 
 
-SHUTDOWN = _of_connector("shutdown", "every", (), "the transfer thread would use an agent that is gone.")
-
-
-@SHUTDOWN.around
+@_of_connector("every", (), "the transfer thread would use an agent that is gone.")
 def shutdown(call: Call) -> None:
     side = side_of(call.instance)
     if side is not None:
@@ -269,52 +228,26 @@ def shutdown(call: Call) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- metrics
 
-BUILD_STATS = _of_connector(
-    "build_kv_connector_stats",
+
+@_of_connector(
     "every",
     ("data",),
     "our figures would not fit vLLM's account.",
     kind="classmethod",
 )
-
-
-@BUILD_STATS.around
 def build_kv_connector_stats(call: Call) -> Any:
     return metrics.stats(call.argument("data"))
 
 
-BUILD_METRICS = _of_connector(
-    "build_prom_metrics",
+@_of_connector(
     "every",
     ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     "why hand-overs bring no KV would be in no metric.",
     kind="classmethod",
 )
-
-
-@BUILD_METRICS.around
 def build_prom_metrics(call: Call) -> Any:
     names = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
     return metrics.prom_metrics(*map(call.argument, names))
 
 
-SEAMS = (
-    get_required_kvcache_layout,
-    get_num_new_matched_tokens,
-    update_state_after_alloc,
-    build_connector_meta,
-    request_finished,
-    request_finished_all_groups,
-    on_new_request,
-    has_pending_push_work,
-    SET_HANDSHAKE.around(listen),
-    SET_HANDSHAKE_BY_STAGE.around(listen),
-    register_kv_caches,
-    start_load_kv,
-    wait_for_save,
-    get_finished,
-    get_block_ids_with_load_errors,
-    shutdown,
-    build_kv_connector_stats,
-    build_prom_metrics,
-)
+SEAMS = tuple(one for one in list(vars().values()) if isinstance(one, Seam))

@@ -17,6 +17,7 @@ from kvcached_nixl.compat.engine import (
     rest,
     tell_finished,
     wake_of,
+    with_ended,
     with_reports,
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
@@ -61,9 +62,12 @@ UPDATE_FROM_OUTPUT = Patch(
 def update_from_output(call: Call) -> Any:
     output = call.argument("model_runner_output")
     reports = reports_of(output)
+    starved: set[str] = set()
     for side in bound_sides(call.instance):
         side.collect(reports)
-    return call.proceed(model_runner_output=with_reports(call.instance, output, reports))
+        starved |= side.take_starved()
+    outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
+    return with_ended(call.instance, outputs, starved) if starved else outputs
 
 
 HANDLE_INVALID_BLOCKS = Patch(

@@ -38,6 +38,9 @@ class Cause(IntEnum):
     DEFECT = 12
     """An exception of our own that only this hand-over pays for."""
 
+    QUARANTINE = 13
+    """What it needs is in quarantine, and nothing else would free enough."""
+
     @property
     def label(self) -> str:
         return self.name.lower()

@@ -100,6 +100,32 @@ def test_a_transfer_that_never_ends_fails_in_time_and_keeps_its_blocks(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_that_fits_beside_no_quarantine_is_told_so(
+    policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule R4, whoever's request it is: vLLM would wait at the head of its queue for blocks that nobody gives back."""
+    prefill = node(PREFILL_FILLING)
+    decode = node(DECODE_FILLING, policy=policy, handover_timeout=TIMEOUT_SECONDS)
+    served(prefill, decode)
+    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
+    asked(decode, prefilled(prefill, PREFILL_ID))
+    until(lambda: gate.kept)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    until_both(prefill, decode, lambda: not decode.scheduler.has_requests())
+    assert quarantined(decode) == BLOCKS
+    large, small = "cmpl-l-0-eeeeeeee", "cmpl-s-0-eeeeeeee"
+    decode.add(large, None, first_token=100, num_tokens=(USABLE - 1) * BLOCK_SIZE)
+    decode.add(small, None, first_token=300, num_tokens=BLOCK_SIZE)
+    decode.step_until(lambda: small in decode.ended)
+    assert (decode.ended[large], decode.ended[small]) == ("error", "length")
+    assert f"{BLOCKS} blocks are in quarantine" in decode.log.text
+    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.DEADLINE, Cause.QUARANTINE]
+    gate.closed = False
+    rest(prefill, decode)
+    computed_alone(decode)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_prefill_that_is_silent_fails_the_request_in_time(
     policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

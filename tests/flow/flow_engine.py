@@ -283,6 +283,7 @@ class Engine:
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
         self.handover.bind(self.pool)
+        self.pool.next_up = self._next_up
         self.handover.arrived(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
@@ -489,6 +490,7 @@ class Engine:
             set(output.invalid),
         )
         self.handover.collect(reports)
+        starved = self.handover.take_starved()
         assert reports.invalid <= {FAILING}
         sent = {name for name in reports.sent if name in self.requests}
         received = {name for name in reports.received if name in self.requests}
@@ -508,6 +510,11 @@ class Engine:
         for name in sorted(sent):
             assert self.requests[name].status.is_finished, f"{name} is still computed and was sent"
             self._free_blocks(self.requests[name])
+        self._finish([self.requests[name] for name in starved if name in self.requests], Status.ERROR)
+
+    def _next_up(self) -> str | None:
+        waiting = (one for one in (*self.waiting, *self.skipped) if one.status is Status.WAITING)
+        return None if self.running else next((one.request_id for one in waiting), None)
 
     def _let_load_fail(self, names: set[str]) -> set[str]:
         ours = {name for name in names if name in self.requests}

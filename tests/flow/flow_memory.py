@@ -7,7 +7,7 @@ from. Blocks that nobody has are poisoned at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,7 @@ class Pool:
     Attributes:
         newest_first: use the block again that was freed last (kvcached), not the one that was freed first (vLLM).
         are_shared: another connector may load KV into them, which may turn out to be no good.
+        next_up: the request that its engine would begin next, if it runs none.
     """
 
     shape: Shape
@@ -160,6 +161,11 @@ class Pool:
     free: dict[int, None] = field(default_factory=dict)
     sum_of: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    next_up: Callable[[], str | None] = lambda: None
+
+    @property
+    def stalled(self) -> str | None:
+        return self.next_up()
 
     def __post_init__(self) -> None:
         self.holders = [[] for _ in range(self.shape.num_blocks)]

@@ -1092,6 +1092,26 @@ def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: st
     assert not pair.decode.quarantined and not pair.decode.handover._holds.num_blocks
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) -> None:
+    """A host vanishes that may write most of decode's pool: what does not fit in the rest fails, what does goes on."""
+    pair = Pair(PUSH, kind(num_blocks=40), kind(num_blocks=20))
+    large = tuple(range(1, 46))
+    found = pair.ask_decode(pair.meet(transfer_id="t"), large)
+    for _ in range(10):
+        pair.round()
+    pair.cluster.vanish(pair.prefill)
+    behind = [] if is_alone else [pair.ask_decode(None, (5, 6, 7)) for _ in range(2)]
+    pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert found.status is Status.WAITING and pair.decode.quarantined == 12 and pair.causes() == {"deadline": 1}
+    pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert found.status is Status.ERROR and pair.causes() == {"deadline": 1, "quarantine": 1}
+    assert [one.status for one in behind] == [Status.STOPPED] * len(behind)
+    plain = pair.ask_decode(None, (5, 6, 7))
+    pair.settle()
+    assert plain.status is Status.STOPPED and pair.decode.quarantined == 12
+
+
 def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:
     """vllm#50754: prefill tells decode, instead of leaving it to wait."""
     pair.acquaint()

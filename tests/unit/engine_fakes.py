@@ -54,6 +54,7 @@ class Pool:
         self.of: dict[str, list[Any]] = {}
         self.freed: list[Any] = []
         self.windows = windows or (0,)
+        self.stalled: str | None = None
         self.asked_for: list[int] = []
 
     def take(self, request_id: str) -> list[Any]:

@@ -58,6 +58,31 @@ def test_a_request_is_what_vllm_says_it_is() -> None:
     assert (view.request_id, view.num_prompt_tokens, view.params) == ("r", TOKENS, {"a": 1})
 
 
+def of_status(*names: str) -> list[SimpleNamespace]:
+    return [SimpleNamespace(request_id=f"r{at}", status=SimpleNamespace(name=name)) for at, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "skipped", "expected"),
+    [
+        ([], ["WAITING", "WAITING"], None, "r0"),
+        ([], ["WAITING_FOR_REMOTE_KVS", "PREEMPTED"], None, "r1"),
+        ([], [], ["WAITING_FOR_FSM", "WAITING"], "r1"),
+        ([], ["WAITING_FOR_REMOTE_KVS"], None, None),
+        ([], [], None, None),
+        (["RUNNING"], ["WAITING"], None, None),
+    ],
+)
+def test_who_is_next_where_nothing_runs(
+    running: list[str], waiting: list[str], skipped: list[str] | None, expected: str | None
+) -> None:
+    """vLLM 0.28 keeps those that it has passed over in a queue of their own."""
+    scheduler = SimpleNamespace(running=of_status(*running), waiting=of_status(*waiting))
+    if skipped is not None:
+        scheduler.skipped_waiting = of_status(*skipped)
+    assert EngineBlocks(scheduler).stalled == expected
+
+
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_request_that_reads_no_prefix_computes_its_prompt(skips: bool) -> None:
     """``prompt_logprobs``, and a completion with ``echo`` and ``logprobs``."""

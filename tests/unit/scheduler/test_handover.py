@@ -76,6 +76,36 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, "key", OWN_START)
 
 
+def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R4. Nobody else's blocks could help it: then it is vLLM's to wait."""
+    attempt = engine.waiting()
+    engine.clock.advance(TIMEOUT)
+    engine.handover.collect(reports())
+    engine.pool.stalled = "d1"
+    assert not engine.handover.take_starved()
+    engine.clock.advance(TIMEOUT - 1)
+    assert not engine.handover.take_starved(), "its own time begins when it is next"
+    kept = engine.sending()
+    engine.handover.finished(kept, True, BLOCKS)
+    engine.clock.advance(1)
+    assert not engine.handover.take_starved(), "prefill's blocks come back when their lease ends"
+    engine.handover.collect(reports(sent={kept.request_id}))
+    assert not engine.handover.take_starved()
+    engine.clock.advance(TIMEOUT)
+    engine.pool.stalled = "another"
+    assert not engine.handover.take_starved()
+    engine.pool.stalled = "d1"
+    assert not engine.handover.take_starved()
+    engine.clock.advance(TIMEOUT)
+    assert engine.handover.take_starved() == {"d1"} and "3 blocks are in quarantine" in caplog.text
+    assert engine.handover.take_step([]).counts == {Cause.QUARANTINE: 1}
+    engine.handover.collect(reports(received={over_id(attempt)}))
+    engine.clock.advance(TIMEOUT)
+    assert not engine.handover.take_starved(), "nothing is in quarantine any more"
+
+
 def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
     """vLLM's own, another connector's, and those of a second one of ours."""
     attempt = engine.waiting()
