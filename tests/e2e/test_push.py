@@ -145,8 +145,10 @@ class Router:
 
     @staticmethod
     def _ask(client: Client, name: str, tokens: int, params: dict[str, Any]) -> asyncio.Task[dict[str, Any]]:
+        # What the KV follows from is the same on both sides, a salt as well.
+        salt = str(params["transfer_id"])
         return asyncio.create_task(
-            client.complete(PROMPT, max_tokens=tokens, salt=name, request_id=name, kv_transfer_params=params)
+            client.complete(PROMPT, max_tokens=tokens, salt=salt, request_id=name, kv_transfer_params=params)
         )
 
 
