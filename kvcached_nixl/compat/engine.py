@@ -100,7 +100,8 @@ class EngineBlocks:
     def stalled(self) -> str | None:
         """The request that is next, if none runs: it waits for blocks, and no other one will free any."""
         scheduler = self.engine_scheduler
-        if private(scheduler, "running"):
+        # A scheduler that is paused begins nothing, whatever is free.
+        if private(scheduler, "running") or private(scheduler, "pause_state"):
             return None
         # vLLM 0.28 keeps those that it has passed over in a queue of their own.
         queues = (private(scheduler, "waiting"), vars(scheduler).get("skipped_waiting", ()))
