@@ -17,7 +17,8 @@ Sets up what it needs (experiments/env.sh) and runs the tests; without arguments
   contract   what is assumed of vLLM, kvcached and NIXL; real NIXL agents             minutes, on each vLLM version
   e2e        real servers, and the quick byte-equivalence run                         minutes, on each vLLM version
 
-KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the versions (both by default).
+KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the versions (both by default). KVCACHED_NIXL_ALL=1 runs what takes minutes with
+every version, not with the newest alone.
 exit status: 0 all passed; 1 a test failed; 2 the set-up failed
 END
 }
