@@ -17,7 +17,7 @@ import numpy as np
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.handover import HandOver, Reports
+from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.listening import answers_of
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import Settings, TransferMode
@@ -26,6 +26,7 @@ from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import RankHandshake
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.step import Reports
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.start import Channel, assemble
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from experiments.common.engines import Ended
 from experiments.step_cost.sides import ARRIVING_BLOCKS, SIDES, Side
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.handover import Reports
 from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.wire.step import Reports
 
 RUNNING = 32
 """Requests that a step computes; none of them is handed over."""

@@ -15,10 +15,10 @@ from typing import Any
 from kvcached_nixl.compat.attached import side_of, sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.step import Reports
 
 __all__ = [
     "EngineBlocks",
-    "Reports",
     "RequestView",
     "blocks_of",
     "bound_sides",
@@ -175,15 +175,6 @@ def blocks_of(blocks: Any) -> tuple[list[int], ...]:
     """Block ids per group of vLLM's ``KVCacheBlocks``."""
     found: tuple[list[int], ...] = blocks.get_block_ids()
     return found
-
-
-@dataclass
-class Reports:
-    """What vLLM has summed up of its workers after a step: sets of request ids, and of blocks that hold no KV."""
-
-    sent: set[str]
-    received: set[str]
-    invalid: set[int]
 
 
 def reports_of(model_runner_output: Any) -> Reports:

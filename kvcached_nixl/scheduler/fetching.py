@@ -102,26 +102,25 @@ class Fetching:
 
     def matched(self, request: Request, num_computed_tokens: int, step: Step) -> tuple[int, bool]:
         """Tokens that prefill has beyond those decode has, and whether they come between steps."""
-        wish = self._wishes.get(DecodeRequestId(request.request_id))
+        request_id = DecodeRequestId(request.request_id)
+        wish = self._wishes.get(request_id)
         if wish is None or wish.is_tried:
             return 0, False
         wish.check(request, self._terms)
-        if wish.refused is None and request.computes_prompt:
-            logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request.request_id)
-            wish.is_tried = True
-            step.unrenewed.append(DecodeRequestId(request.request_id))
-            self._release(wish, step)
-            return 0, False
         if wish.refused is None and num_computed_tokens % self._terms.block_size:
             words = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
             wish.refused = HandOverFailed(Cause.RANGE, words)
-        missing = wish.end_token - num_computed_tokens
-        if wish.refused is not None and self._terms.recomputes:
-            wish.is_tried = True
-            self._refuse(DecodeRequestId(request.request_id), wish.refused)
-            step.unrenewed.append(DecodeRequestId(request.request_id))
-            return 0, False
-        return (missing, True) if missing > 0 else (0, False)
+        if wish.refused is None and request.computes_prompt:
+            logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request_id)
+            self._release(wish, step)
+        elif wish.refused is not None and self._terms.recomputes:
+            self._refuse(request_id, wish.refused)
+        else:
+            missing = wish.end_token - num_computed_tokens
+            return (missing, True) if missing > 0 else (0, False)
+        wish.is_tried = True
+        step.unrenewed.append(request_id)
+        return 0, False
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int, step: Step) -> None:
         """A request was given blocks for all of its prompt; once per request, after a preemption decode computes."""

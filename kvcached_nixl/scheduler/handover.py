@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvcached_nixl.clock import Clock
@@ -21,30 +20,15 @@ from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FAILING, BlockIds, Step, failure_of, overs_of, quiets_of
+from kvcached_nixl.wire.step import FAILING, BlockIds, Reports, Step, failure_of, overs_of, quiets_of
 
-__all__ = ["HandOver", "Reports"]
+__all__ = ["HandOver"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
 
 class Listener(Protocol):
     def close(self) -> None: ...
-
-
-@dataclass
-class Reports:
-    """What vLLM sums up of its workers after a step. ``collect`` changes it.
-
-    Attributes:
-        sent: requests whose blocks are free; ids of ours among them.
-        received: requests that wait no more; ids of ours among them.
-        invalid: block ids that hold no KV; marks of ours among them.
-    """
-
-    sent: set[str]
-    received: set[str]
-    invalid: set[int]
 
 
 class HandOver:
@@ -151,10 +135,6 @@ class HandOver:
         if quarantined != self._quarantined:
             step.quarantined_blocks = self._quarantined = quarantined
         return step
-
-    def is_read(self, request_id: str) -> bool:
-        """Whether the workers may be reading the blocks of a request that is still computed."""
-        return self._offering.is_read(request_id)
 
     def spares(self, request_id: str) -> bool:
         """Whether a request that ends must keep every block until `finished` is asked, out of its window or not."""

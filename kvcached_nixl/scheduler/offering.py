@@ -22,7 +22,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest, ranges_of
-from kvcached_nixl.wire.params import RemotePrefill, asks, name_of, prefill_params, require_prefill_role
+from kvcached_nixl.wire.params import RemotePrefill, asks, name_of, prefill_params, require_one_role
 from kvcached_nixl.wire.step import BlockIds, Offered, Step
 
 __all__ = ["Offering"]
@@ -84,7 +84,7 @@ class Offering:
         if asks(params, "do_remote_prefill"):
             return
         try:
-            require_prefill_role(params)
+            require_one_role(params)
             name = name_of(params, request.request_id)
         except (HandOverFailed, Malformed) as cause:
             self.counts[Cause.PARAMETERS] += 1

@@ -37,7 +37,7 @@ __all__ = [
     "name_of",
     "prefill_params",
     "read_fetch",
-    "require_prefill_role",
+    "require_one_role",
 ]
 
 MANIFEST_KEY = "kvcached_nixl"
@@ -99,7 +99,7 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
     Raises:
         HandOverFailed: one is missing, has an unusable value or contradicts another; the message names it.
     """
-    _require_one_role(params)
+    require_one_role(params)
     try:
         prefill = convert({key: params[key] for key in _FIELDS if params.get(key) is not None}, RemotePrefill)
         manifest = None if params.get(MANIFEST_KEY) is None else convert(params[MANIFEST_KEY], Manifest)
@@ -134,15 +134,6 @@ def name_of(params: Mapping[str, Any], request_id: str) -> str:
     return f"request:{_RANDOM_SUFFIX.sub('', _utf8(meant))}"
 
 
-def require_prefill_role(params: Mapping[str, Any]) -> None:
-    """Check a prefill request's parameters, but for its name.
-
-    Raises:
-        HandOverFailed: both roles are named, or one in a form that is no boolean.
-    """
-    _require_one_role(params)
-
-
 def prefill_params(
     prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: str
 ) -> dict[str, Any]:
@@ -166,7 +157,12 @@ def prefill_params(
 _FIELDS = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 
 
-def _require_one_role(params: Mapping[str, Any]) -> None:
+def require_one_role(params: Mapping[str, Any]) -> None:
+    """Check that exactly one of the two roles is true.
+
+    Raises:
+        HandOverFailed: both roles are named, or one in a form that is no boolean.
+    """
     roles = {key: params[key] for key in ("do_remote_prefill", "do_remote_decode") if params.get(key) is not None}
     if not all(isinstance(value, bool) for value in roles.values()) or sum(roles.values()) != 1:
         # Only of what kind other values are: they may be of any size, and nested deeper than can be shown.

@@ -12,6 +12,7 @@ taken out again before vLLM looks. A request of prefill's whose blocks nobody ne
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -27,6 +28,7 @@ __all__ = [
     "Offered",
     "Released",
     "Renewed",
+    "Reports",
     "Step",
     "Wanted",
     "failed_mark",
@@ -80,6 +82,21 @@ def _taken(names: set[str], prefix: str) -> list[str]:
     ours = [name for name in names if name.startswith(prefix)]
     names.difference_update(ours)
     return [name.removeprefix(prefix) for name in ours]
+
+
+@dataclass
+class Reports:
+    """What vLLM has summed up of its workers after a step; whoever takes ours out changes it.
+
+    Attributes:
+        sent: requests whose blocks are free; ids of ours among them.
+        received: requests that wait no more; ids of ours among them.
+        invalid: block ids that hold no KV; marks of ours among them.
+    """
+
+    sent: set[str]
+    received: set[str]
+    invalid: set[int]
 
 
 class Wanted(msgspec.Struct):

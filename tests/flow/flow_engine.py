@@ -19,14 +19,14 @@ from flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.handover import HandOver, Reports
+from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.listening import answers_of
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import RankHandshake, Tag
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FAILING, Step
+from kvcached_nixl.wire.step import FAILING, Reports, Step
 from kvcached_nixl.worker.handover.commands import IsReached
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.local import Place

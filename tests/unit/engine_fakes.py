@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcached_nixl.scheduler.handover import Reports
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
+from kvcached_nixl.wire.step import Reports
 
 BLOCK_SIZE = 4
 TOKENS = 10

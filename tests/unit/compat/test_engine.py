@@ -15,7 +15,6 @@ from unit.engine_fakes import TOKENS, prompt
 from kvcached_nixl.compat.attached import attach
 from kvcached_nixl.compat.engine import (
     EngineBlocks,
-    Reports,
     RequestView,
     blocks_of,
     bound_sides,
@@ -30,6 +29,7 @@ from kvcached_nixl.compat.engine import (
 )
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.step import Reports
 
 # ------------------------------------------------------------------------------------------------------------- requests
 

@@ -23,7 +23,7 @@ from kvcached_nixl.wire.params import (
     name_of,
     prefill_params,
     read_fetch,
-    require_prefill_role,
+    require_one_role,
 )
 
 PREFILL = RemotePrefill("e", "127.0.0.1", 5600, 2)
@@ -86,7 +86,7 @@ def test_both_roles_or_none_or_no_booleans_are_refused(roles: dict[str, Any]) ->
         read(plain | roles)
     assert refused.value.cause is Cause.PARAMETERS
     with pytest.raises(HandOverFailed, match="exactly one"):
-        require_prefill_role(roles)
+        require_one_role(roles)
     assert len(str(refused.value)) < 500
 
 
@@ -107,8 +107,8 @@ def test_a_field_with_an_endless_name_is_not_shown_whole() -> None:
 
 
 def test_one_role_is_enough() -> None:
-    require_prefill_role({"do_remote_decode": True})
-    require_prefill_role({"do_remote_decode": True, "do_remote_prefill": False})
+    require_one_role({"do_remote_decode": True})
+    require_one_role({"do_remote_decode": True, "do_remote_prefill": False})
     assert read({key: value for key, value in ANSWER.items() if key != "do_remote_decode"}).manifest == MANIFEST
 
 
