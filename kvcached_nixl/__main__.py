@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcached_nixl import install, report, status
 from kvcached_nixl.compat.versions import found_version, import_vllm
@@ -24,6 +24,17 @@ kvcached_nixl came to, and for each capability whether this package, vLLM or nob
 
 It imports vLLM and applies the patches in its own process as a server with ENABLE_KVCACHED=true
 would, so the answer is the one that server would get. Nothing outside this process is changed.
+"""
+_DOCTOR = """\
+Finds out, over NIXL itself, whether what is registered follows kvcached's pages as they come and go: for
+each transport that UCX could choose on this host, alone, in processes of its own, with a few MiB. A
+server does the same before it offers a handshake; here it can be looked at before the first deployment.
+"""
+_DOCTOR_EPILOG = """\
+exit status:
+  0  kvcached's pages may be registered: every transport that could be chosen follows them
+  1  a NIXL connector would be refused here, or nothing could be found out; the output says why
+  2  wrong usage
 """
 _EPILOG = """\
 exit status:
@@ -44,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="doctor")
+    _add_doctor(commands.add_parser)
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return _doctor(options)
 
     # The report goes to standard output; in the log it would be there twice.
     logging.getLogger(SERVER_LOGGER).disabled = True
@@ -61,6 +76,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if gate != Gate.ON.value:
             print(f"\nThis package is {gate}. The above is what ENABLE_KVCACHED=true would give.")
     return 1 if found.refused else 0
+
+
+def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add(
+        "doctor",
+        help="what this host lets NIXL do with kvcached's pages",
+        description=_DOCTOR,
+        epilog=_DOCTOR_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON, for programs")
+    parser.add_argument(
+        "--backend", action="append", help="NIXL backend, as in kv_connector_extra_config (default UCX)"
+    )
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="which device (default 0)")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Examine this host. Returns the exit status."""
+    os.environ["ENABLE_KVCACHED"] = "true"
+    install()
+    print("moving bytes over each lane, which takes some seconds ...", file=sys.stderr)
+    try:
+        from kvcached_nixl import doctor
+
+        found = doctor.examine(tuple(options.backend or ("UCX",)), options.device)
+    except ImportError as cause:
+        print(f"doctor: {cause}. Run it where vLLM, kvcached and NIXL are installed.", file=sys.stderr)
+        return 1
+    except Refused as cause:
+        print(cause, file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(doctor.to_json(found), indent=2))
+    else:
+        print(doctor.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0 if found.is_direct else 1
 
 
 def _gate() -> str:

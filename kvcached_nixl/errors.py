@@ -7,6 +7,7 @@
     ├── MissingDependency   something that the connector cannot work without is not installed
     ├── SettingsError       an environment variable or a kv_connector_extra_config key has an unusable value
     ├── LayoutRefused       the KV memory does not have a shape whose bytes can be described exactly
+    ├── MemoryRefused       a transport does not follow the pages of the KV memory, or that is not known
     └── StartRefused        the sum of all of the above, raised where vLLM constructs the connector
 
 Each carries four sentences: what was found, what was expected, what would have happened, what to do.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 __all__ = [
     "ContractChanged",
     "LayoutRefused",
+    "MemoryRefused",
     "MissingDependency",
     "Refused",
     "SettingsError",
@@ -89,6 +91,10 @@ class SettingsError(Refused):
 
 class LayoutRefused(Refused):
     """The KV memory does not have a shape whose bytes can be described exactly."""
+
+
+class MemoryRefused(Refused):
+    """A transport does not follow the pages of the KV memory, or that is not known."""
 
 
 class StartRefused(Refused):

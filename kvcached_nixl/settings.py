@@ -16,7 +16,10 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
     kv_lease_duration    seconds that prefill keeps a finished request's blocks without hearing of decode, 30 by
                          default. Equal on both sides: decode's heartbeats come every sixth of it.
     bidirectional_kv_xfer    vLLM's; must stay false: what decode computes is not handed back
-    host_buffer_gib      refused for now
+    memory_path          "auto", the default: kvcached's pages are registered if every transport that could be chosen is
+                         proved to follow them. "direct": the same, said. "host" and "device", through a slab of other
+                         memory, are refused for now
+    host_buffer_gib      refused
     enforce_handshake_compat     vLLM's; must stay true: it is what tells peers apart
     enable_cross_layers_blocks   vLLM's; must stay false: it allocates KV memory past kvcached
 """
@@ -30,7 +33,7 @@ from typing import Any
 
 from kvcached_nixl.errors import SettingsError
 
-__all__ = ["SERVER_LOGGER", "Gate", "Server", "Settings", "TransferMode", "read_gate"]
+__all__ = ["SERVER_LOGGER", "Gate", "MemoryPath", "Server", "Settings", "TransferMode", "read_gate"]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""
@@ -77,6 +80,13 @@ class TransferMode(str, Enum):
     PUSH = "push"
 
 
+class MemoryPath(str, Enum):
+    """What is asked for of the memory that NIXL touches."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+
+
 @dataclass(frozen=True)
 class Settings:
     """The extra configuration of one connector.
@@ -85,11 +95,13 @@ class Settings:
         transfer_mode: who moves the bytes.
         kv_lease_duration_seconds: how long prefill keeps blocks without hearing from decode.
         handover_timeout_seconds: after which a hand-over that has not ended fails.
+        memory_path: what is asked for of the memory that NIXL touches.
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
     kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
     handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
+    memory_path: MemoryPath = MemoryPath.AUTO
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -102,7 +114,7 @@ class Settings:
             raise _bad(
                 "host_buffer_gib",
                 extra_config["host_buffer_gib"],
-                "no such key: staging through host memory is not provided yet",
+                "memory_path, which says what memory NIXL touches",
                 "Blocks would move directly although staging was asked for.",
             )
         _require(
@@ -133,6 +145,7 @@ class Settings:
                 "Blocks would be reused while decode still reads them, or never be given back.",
             ),
             handover_timeout_seconds=_handover_timeout(extra_config),
+            memory_path=_memory_path(extra_config),
         )
 
 
@@ -207,6 +220,19 @@ def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:
         return TransferMode(value)
     except ValueError:
         raise _bad("transfer_mode", value, '"pull" or "push"', "It is not known who is to move the blocks.") from None
+
+
+def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
+    value = extra_config.get("memory_path", MemoryPath.AUTO.value)
+    try:
+        return MemoryPath(value)
+    except ValueError:
+        raise _bad(
+            "memory_path",
+            value,
+            '"auto" or "direct" ("host" and "device" are not provided yet)',
+            "It is not known what memory NIXL may touch.",
+        ) from None
 
 
 def _seconds(extra_config: Mapping[str, Any], key: str, default: float, consequence: str) -> float:

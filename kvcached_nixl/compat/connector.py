@@ -16,6 +16,7 @@ from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.private import first_module, private
 from kvcached_nixl.compat.versions import found_version
 from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.proof.result import Question
 
 __all__ = ["SchedulerView", "WorkerView"]
 
@@ -203,6 +204,13 @@ class WorkerView:
     def memory_type(self) -> str:
         """NIXL's word for where the KV cache is."""
         return str(private(self.worker, "nixl_memory_type"))
+
+    def question(self, caches: Mapping[str, Any]) -> Question:
+        """What has to be known before these tensors are registered."""
+        cache = next(iter(caches.values()))
+        # Torch has -1 for the device of host memory.
+        index = max(int(cache.get_device()), 0)
+        return Question(str(cache.device.type), index, self.memory_type, tuple(self.backends))
 
     @property
     def device_id(self) -> int:

@@ -7,7 +7,9 @@ and installs it, `activate` makes vLLM's CPU worker accept it and is inert with 
 what is in use, `is_hostvmm_build` tells it from a build for a GPU.
 
 KVCACHED_HOSTVMM_GIB is the emulated device's size. Processes of one user share a device as they would a GPU;
-KVCACHED_HOSTVMM_DEVICE names another one. Accounts are kept by process id, so sharers must see each other's ids.
+KVCACHED_HOSTVMM_DEVICE names another one. Accounts are kept by process id, so sharers must see each other's ids. With
+KVCACHED_HOSTVMM_REGISTRATION=pinned, memory that is registered with NIXL does not follow its pages, as under a network
+card (`pinning`).
 
 Every process with ENABLE_KVCACHED imports this package to ask `recognition`. The rest is imported when it is used: on a
 GPU host nothing here may be able to fail.

@@ -14,7 +14,7 @@ import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
 
-from . import hooks
+from . import hooks, pinning
 from .recognition import is_hostvmm_build
 
 # With this prefix wrapt keeps the attribute on the wrapper, and finds it through wrappers put around ours.
@@ -99,6 +99,18 @@ HOOKS: tuple[Hook, ...] = (
     ),
 )
 
+PINNING_HOOKS = tuple(
+    Hook(
+        "nixl_cu12._api",
+        f"nixl_agent.{name}",
+        _wrapped_by(wrapper),
+        "registers what is mapped at that moment, as a network card does",
+        "NIXL 0.10 to 1.5",
+    )
+    for name, wrapper in (("get_reg_descs", pinning.get_reg_descs), ("get_xfer_descs", pinning.get_xfer_descs))
+)
+"""Where KVCACHED_HOSTVMM_REGISTRATION is set; an unusable value of it is refused when something is registered."""
+
 
 @dataclass
 class Activation:
@@ -138,7 +150,8 @@ def activate(environment: Mapping[str, str] = os.environ) -> Activation:
     if not is_hostvmm_build():
         return Activation("the installed kvcached is not the build on host memory", active=False)
     activation = Activation("kvcached on host memory", active=True)
-    for hook in HOOKS:
+    pins = pinning.REGISTRATION_VARIABLE in environment
+    for hook in (*HOOKS, *(PINNING_HOOKS if pins else ())):
         wrapt.when_imported(hook.module)(partial(_apply, activation, hook))
     return activation
 

@@ -21,6 +21,7 @@ from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
+from kvcached_nixl.proof.find import find
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.listening import answers_of
 from kvcached_nixl.settings import Settings
@@ -28,6 +29,7 @@ from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import registration
 from kvcached_nixl.worker.handover import start
 from kvcached_nixl.worker.memory_order import required_memory_order
+from kvcached_nixl.worker.memory_path import require_direct
 
 REQUIRED_LAYOUT = Patch(
     target=FACADE,
@@ -176,12 +178,16 @@ def _listen(call: Call) -> None:
 def register_kv_caches(call: Call) -> None:
     view = WorkerView(call.instance)
     settings = Settings.from_extra_config(view.extra_config)
-    layout = registration.register(view, call.argument("kv_caches"))
+    caches = call.argument("kv_caches")
+    proof = find(view.question(caches))
+    require_direct(settings.memory_path, proof)
+    layout = registration.register(view, caches)
     channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
     view.use_stats(metrics.stats())
     attach(call.instance, start.start(view, layout, settings, channel, MonotonicClock()))
     call.note(
-        f"{layout.arrangement.value}, {layout.num_blocks} blocks, {layout.descriptors_per_block} descriptors a block"
+        f"{layout.arrangement.value}, {layout.num_blocks} blocks, {layout.descriptors_per_block} descriptors a block; "
+        f"registrations follow over {', '.join(lane.name for lane in proof.lanes)}"
     )
 
 

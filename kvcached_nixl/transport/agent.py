@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, TransportError
 
-__all__ = ["NixlTransport", "descriptors", "peer_name", "register_host_memory", "state_of"]
+__all__ = ["NixlTransport", "descriptors", "make_agent", "peer_name", "register_host_memory", "state_of"]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
@@ -51,6 +52,13 @@ def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequenc
     found = agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
     agent.register_memory(found, backends=list(backends))
     return found
+
+
+def make_agent(backends: Sequence[str]) -> Any:
+    """An agent of one's own, named as no other one is."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
 
 
 class NixlTransport:

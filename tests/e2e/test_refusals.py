@@ -83,16 +83,20 @@ async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) 
 
 
 @pytest.mark.parametrize(
-    ("extra", "word"),
+    ("extra", "environment", "word"),
     [
-        ({"transfer_mode": "shove"}, "transfer_mode"),
-        ({"enforce_handshake_compat": False}, "enforce_handshake_compat"),
+        ({"transfer_mode": "shove"}, {}, "transfer_mode"),
+        ({"enforce_handshake_compat": False}, {}, "enforce_handshake_compat"),
+        ({"memory_path": "direct"}, {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}, "mapped after registration"),
     ],
-    ids=["unknown mode", "no compatibility check"],
+    ids=["unknown mode", "no compatibility check", "registrations that pin"],
 )
-def test_an_unusable_configuration_stops_the_engine_at_start(extra: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_what_cannot_be_served_stops_the_engine_at_start(
+    extra: dict[str, Any], environment: dict[str, str], word: str, tmp_path: Path
+) -> None:
     """The server ends before it listens, and its log says what was found, expected and what to do."""
-    with pytest.raises(ServerError, match="ended with status"), running([spec("refused", **extra)], tmp_path):
+    refused = spec("refused", environment={**KVCACHED, **environment}, **extra)
+    with pytest.raises(ServerError, match="ended with status"), running([refused], tmp_path):
         pass
     log = (tmp_path / "refused.log").read_text(errors="replace")
     assert word in log

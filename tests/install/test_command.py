@@ -83,3 +83,11 @@ def test_the_summary_is_logged_once_per_process(with_wheel: Environment, tree: C
     folder = str(Path(__file__).parent)
     done = with_wheel.run("-c", code, folder, path=(tree("0.28.0"),), ENABLE_KVCACHED="1")
     assert done.stderr.count("vllm.kvcached_nixl kvcached_nixl ") == 1, done.stderr
+
+
+def test_the_doctor_says_what_is_missing(with_wheel: Environment) -> None:
+    """Where there is no vLLM to look at, it is no crash."""
+    done = with_wheel.run(*COMMAND, "doctor")
+    assert done.returncode == 1
+    assert "where vLLM, kvcached and NIXL are installed" in done.stderr and "Traceback" not in done.stderr
+    assert "exit status:" in with_wheel.run(*COMMAND, "doctor", "--help").stdout

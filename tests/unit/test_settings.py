@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import Gate, Settings, TransferMode, read_gate
+from kvcached_nixl.settings import Gate, MemoryPath, Settings, TransferMode, read_gate
 
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "TRUE"])
@@ -46,6 +46,18 @@ def test_defaults_are_pull_and_thirty_seconds_and_two_minutes() -> None:
 @pytest.mark.parametrize(("word", "mode"), [("pull", TransferMode.PULL), ("push", TransferMode.PUSH)])
 def test_the_transfer_mode_is_taken_by_its_name(word: str, mode: TransferMode) -> None:
     assert Settings.from_extra_config({"transfer_mode": word}) == Settings(mode)
+
+
+def test_the_memory_path_is_taken_by_its_name() -> None:
+    assert Settings.from_extra_config({}).memory_path is MemoryPath.AUTO
+    for path in MemoryPath:
+        assert Settings.from_extra_config({"memory_path": path.value}).memory_path is path
+
+
+@pytest.mark.parametrize("value", ["", "Direct", "host", "device", None, 1, True, ["direct"]])
+def test_another_memory_path_is_refused(value: Any) -> None:
+    with pytest.raises(SettingsError, match="memory_path"):
+        Settings.from_extra_config({"memory_path": value})
 
 
 @pytest.mark.parametrize("value", ["PUSH", "PULL", "both", "", None, 1, True])

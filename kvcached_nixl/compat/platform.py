@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM and kvcached make of this host: device, memory, pages. Imports both; starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Platform", "platform"]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Attributes:
+    device: vLLM's word for the kind of device.
+    memory_type: NIXL's word for where the KV cache is then.
+    runner: vLLM's model runner, V1 or V2.
+    page_bytes: kvcached's page of physical memory.
+    is_contiguous: kvcached keeps all layers of a block side by side.
+    """
+
+    device: str
+    memory_type: str
+    runner: str
+    page_bytes: int
+    is_contiguous: bool
+
+
+def platform() -> Platform:
+    """Source of the memory type: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.28)."""
+    from kvcached import utils
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_type)
+    stock = current_platform.get_nixl_memory_type()
+    wish = envs.VLLM_USE_V2_MODEL_RUNNER
+    return Platform(
+        device=device,
+        memory_type=stock or ("DRAM" if device == "cpu" else "VRAM"),
+        runner="as vLLM decides by the model" if wish is None else "V2" if wish else "V1",
+        page_bytes=int(utils.PAGE_SIZE),
+        is_contiguous=bool(utils.CONTIGUOUS_LAYOUT),
+    )

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m kvcached_nixl doctor``: what this host lets NIXL do with kvcached's pages, before a server asks."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvcached_nixl.compat.platform import Platform, platform
+from kvcached_nixl.proof.find import find
+from kvcached_nixl.proof.result import SLOW, LaneFound, Proof, Question
+from kvcached_nixl.version import __version__
+
+__all__ = ["Findings", "examine", "render", "to_json"]
+
+_UNLIMITED = "unlimited"
+_SHARED_BYTES = 1 << 30
+"""Less than that in /dev/shm, and UCX's shared memory may not come about in a container."""
+_MAPPINGS = 65_530
+"""Linux's default for vm.max_map_count."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found on this host.
+
+    Attributes:
+        limits: name -> value, as the kernel has them for this process.
+        advice: what to change, in words.
+    """
+
+    platform: Platform
+    proof: Proof
+    limits: dict[str, int | str]
+    advice: tuple[str, ...]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a server would register kvcached's pages."""
+        return not self.proof.why_not
+
+
+def examine(backends: Sequence[str], device_index: int) -> Findings:
+    """Find out, anew.
+
+    Raises:
+        MemoryRefused: it cannot be found out.
+    """
+    here = platform()
+    proof = find(Question(here.device, device_index, here.memory_type, tuple(backends)), is_fresh=True)
+    limits = _limits()
+    return Findings(here, proof, limits, (*_of_lanes(proof), *_of_limits(proof, limits)))
+
+
+def render(findings: Findings, *, colour: bool = False) -> str:
+    """For people, over several lines, without a newline at the end."""
+    here, proof = findings.platform, findings.proof
+    order = "contiguous" if here.is_contiguous else "non-contiguous"
+    names = [name for name in proof.environment if not name.isupper()]
+    lines = [f"kvcached_nixl {__version__} doctor", "", "this host"]
+    lines += [f"  {name:<16} {proof.environment[name].split()[0]}" for name in names if proof.environment[name]]
+    lines += [
+        f"  {'device':<16} {here.device} {proof.question.device_index}, which NIXL calls {here.memory_type}",
+        f"  {'model runner':<16} {here.runner}",
+        f"  {'kvcached':<16} pages of {here.page_bytes >> 20} MiB, {order} layout",
+    ]
+    lines += [f"  {name:<16} {value}" for name, value in proof.environment.items() if name.isupper()]
+    lines += ["", f"lanes that could be chosen to carry KV, each alone (proved in {proof.seconds:.1f} s)"]
+    lines += [_row(("lane", "follows", "kvcached's pages, GB/s", "other memory, GB/s", "descriptors/s"))]
+    lines += [_row(("", "", "READ / WRITE", "READ / WRITE", ""))]
+    for lane in proof.lanes:
+        cells = _row(_cells(lane))
+        lines.append(f"\x1b[{'31' if lane.why_not else '32'}m{cells}\x1b[0m" if colour else cells)
+    lines += ["", "limits"]
+    lines += [
+        f"  {name:<16} {value:,}" if isinstance(value, int) else f"  {name:<16} {value}"
+        for name, value in findings.limits.items()
+    ]
+    if findings.advice:
+        lines += ["", "what to change", *(f"  - {words}" for words in findings.advice)]
+    verdict = "kvcached's pages are registered with NIXL" if findings.is_direct else "a NIXL connector is refused"
+    return "\n".join([*lines, "", f"memory path: {'direct' if findings.is_direct else 'none'}: {verdict}"])
+
+
+def to_json(findings: Findings) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "kvcached_nixl": __version__,
+        "memory_path": "direct" if findings.is_direct else None,
+        "platform": asdict(findings.platform),
+        "proof": msgspec.to_builtins(findings.proof),
+        "refused": list(findings.proof.why_not),
+        "limits": findings.limits,
+        "advice": list(findings.advice),
+    }
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "  " + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, (16, 10, 24, 20, 14), strict=True)).rstrip()
+
+
+def _cells(lane: LaneFound) -> tuple[str, ...]:
+    if lane.unusable:
+        return lane.name, "not known", "", "", ""
+    elastic, ordinary = (lane.rates[place] for place in ("elastic", "ordinary"))
+    return (
+        lane.name,
+        "no" if lane.wrong else "yes",
+        *(f"{one.read / 1e9:.3g} / {one.write / 1e9:.3g}" for one in (elastic, ordinary)),
+        f"{elastic.descriptors:,.0f}",
+    )
+
+
+def _limits() -> dict[str, int | str]:
+    def limit(which: int) -> int | str:
+        soft, _ = resource.getrlimit(which)
+        return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+    return {
+        "ulimit -l, bytes": limit(resource.RLIMIT_MEMLOCK),
+        "ulimit -n": limit(resource.RLIMIT_NOFILE),
+        "max_map_count": int(Path("/proc/sys/vm/max_map_count").read_text()),
+        "/dev/shm, bytes": shutil.disk_usage("/dev/shm").free,
+    }
+
+
+def _of_lanes(proof: Proof) -> list[str]:
+    found = [*proof.why_not, *proof.why_slow]
+    bad = [lane.name for lane in proof.lanes if lane.why_not and lane.transports]
+    left = [lane.name for lane in proof.lanes if not lane.why_not and lane.transports]
+    if bad and left:
+        found.append(f"leave them out with UCX_TLS=^{','.join(bad)}, in the environment of every server")
+    if proof.why_slow:
+        found.append(f"more than {SLOW:g} times as slow as other memory is a copy path: check the build of UCX")
+    return found
+
+
+def _of_limits(proof: Proof, limits: dict[str, int | str]) -> list[str]:
+    found = []
+    locked, mappings, shared = (limits[name] for name in ("ulimit -l, bytes", "max_map_count", "/dev/shm, bytes"))
+    if proof.environment["cards"] and locked != _UNLIMITED:
+        found.append("ulimit -l unlimited: network cards pin what they register")
+    if isinstance(mappings, int) and mappings < _MAPPINGS:
+        found.append(f"sysctl -w vm.max_map_count={_MAPPINGS}: each page of kvcached's is a mapping")
+    if isinstance(shared, int) and shared < _SHARED_BYTES:
+        found.append("give the container more shared memory (--shm-size=1g, or an emptyDir of medium Memory)")
+    return found

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What UCX could choose on this host, said by the UCX that NIXL has loaded. It opens devices: in a forked process."""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import re
+from pathlib import Path
+from types import MappingProxyType
+
+__all__ = ["transports_of", "ucx_lanes"]
+
+_FEATURES = 1 << 0
+"""UCP_PARAM_FIELD_FEATURES: the only parameter that is given."""
+_RMA, _AM = 1 << 1, 1 << 6
+"""What NIXL asks UCX for: remote memory access, and active messages for notifications."""
+
+_NEEDS = MappingProxyType(
+    {
+        # They move bytes only; something else has to connect the two processes.
+        "cma": "tcp",
+        "knem": "tcp",
+        "xpmem": "tcp",
+        # The same; and memory of the device is told from the host's by the one that copies it.
+        "cuda_copy": "tcp",
+        "cuda_ipc": "cuda_copy,tcp",
+        "gdr_copy": "cuda_copy,tcp",
+        "rocm_copy": "tcp",
+        "rocm_ipc": "rocm_copy,tcp",
+        "ze_copy": "tcp",
+        "ze_ipc": "ze_copy,tcp",
+        "rc_*": "ud_verbs:aux,ud_mlx5:aux",
+        "dc_*": "ud_mlx5:aux",
+        "gga_*": "rc_mlx5,ud_mlx5:aux",
+    }
+)
+"""Transport -> what it cannot be used without, as far as UCX's documentation says it."""
+
+
+class _Params(ctypes.Structure):
+    # ucp_params_t; what follows the features is not looked at.
+    _fields_ = (("field_mask", ctypes.c_uint64), ("features", ctypes.c_uint64), ("rest", ctypes.c_char * 512))
+
+
+def ucx_lanes() -> tuple[str, ...]:
+    """UCX's transports between two processes, as ``UCX_TLS`` lets it choose now; a NIXL agent was made before.
+
+    Raises:
+        OSError, RuntimeError: UCX is not loaded, or does not answer.
+    """
+    ucp = ctypes.CDLL(_loaded("libucp"))
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    major, minor, release = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    ucp.ucp_get_version(*map(ctypes.byref, (major, minor, release)))
+    config, context = ctypes.c_void_p(), ctypes.c_void_p()
+    _require(ucp.ucp_config_read(None, None, ctypes.byref(config)), "ucp_config_read")
+    params = _Params(_FEATURES, _RMA | _AM)
+    _require(
+        ucp.ucp_init_version(major, minor, ctypes.byref(params), config, ctypes.byref(context)), "ucp_init_version"
+    )
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    ucp.ucp_context_print_info(context, stream)
+    libc.fclose(stream)
+    ucp.ucp_cleanup(context)
+    return _named((text.value or b"").decode())
+
+
+def transports_of(lane: str, device: str) -> tuple[str, str]:
+    """``UCX_TLS`` with which UCX has no other way than this one to move bytes; and the same with TCP.
+
+    The second is for what UCX does not use alone: NIXL asks for lanes that notice the end of a peer, and those that do
+    not are at most chosen beside another one.
+    """
+    needs = next((needs for pattern, needs in _NEEDS.items() if fnmatch.fnmatch(lane, pattern)), "")
+    names = [lane, *filter(None, needs.split(","))]
+    if device == "cuda" and "cuda_copy" not in names:
+        names.append("cuda_copy")
+    return ",".join(names), ",".join(dict.fromkeys((*names, "tcp")))
+
+
+def _named(text: str) -> tuple[str, ...]:
+    """From what UCX prints: ``resource 4 : md 3 dev 0 flags -- posix/memory``."""
+    found = re.findall(r"resource\s+\d+\s*:.*?(\w+)/\S+\s*$", text, re.MULTILINE)
+    # Both ends of `self` are one endpoint; two engines never are.
+    return tuple(name for name in dict.fromkeys(found) if name != "self")
+
+
+def _loaded(library: str) -> str:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if Path(path).name.startswith(library):
+            return f"/{path}"
+    raise OSError(f"{library} is not loaded")
+
+
+def _require(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"UCX's {what} answered {ctypes.c_int8(status).value}")

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof at start, over real NIXL and real kvcached: what follows is found to follow, what does not is caught."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcached_nixl.errors import MemoryRefused
+from kvcached_nixl.hostvmm import is_hostvmm_build
+from kvcached_nixl.proof.find import find
+from kvcached_nixl.proof.result import AS_CONFIGURED, Proof, Question
+
+pytestmark = [
+    pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory"),
+    pytest.mark.timeout(180),
+]
+QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
+STATES = ("mapped before registration", "mapped after registration", "mapped again")
+WAYS = ("a peer READ", "a peer WRITE", "its own WRITE", "its own READ")
+
+
+def prove(cache: Path, question: Question = QUESTION, **environ: str) -> Proof:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "KVCACHED_"))}
+    return find(question, {**inherited, "XDG_CACHE_HOME": str(cache), **environ})
+
+
+def test_every_lane_of_this_machine_follows_the_pages(tmp_path: Path) -> None:
+    """TCP everywhere; what else there is, and what UCX chooses of it."""
+    proof = prove(tmp_path)
+    names = [lane.name for lane in proof.lanes]
+    assert {"tcp", AS_CONFIGURED} <= set(names) and len(names) == len(set(names)) and "self" not in names
+    assert proof.why_not == ()
+    for lane in proof.lanes:
+        assert set(lane.rates) == {"elastic", "ordinary"}
+        assert all(min(rates.read, rates.write, rates.descriptors) > 0 for rates in lane.rates.values())
+    assert prove(tmp_path) == proof
+
+
+def test_a_registration_that_pins_is_caught_on_every_lane(tmp_path: Path) -> None:
+    """What was mapped at registration is right even so: a proof that only looked at that would see nothing."""
+    proof = prove(tmp_path, KVCACHED_HOSTVMM_REGISTRATION="pinned", UCX_TLS="tcp,cma")
+    assert {lane.name for lane in proof.lanes} >= {"tcp", AS_CONFIGURED}
+    for lane in proof.lanes:
+        assert not lane.unusable
+        found = " | ".join(lane.wrong)
+        assert STATES[0] not in found
+        for state, words in zip(STATES[1:], lane.wrong, strict=True):
+            assert state in words and all(way in words for way in WAYS)
+    assert len(proof.why_not) == len(proof.lanes)
+
+
+def test_only_what_ucx_may_choose_is_asked_for(tmp_path: Path) -> None:
+    assert [lane.name for lane in prove(tmp_path, UCX_TLS="tcp").lanes] == ["tcp", AS_CONFIGURED]
+
+
+@pytest.mark.parametrize(
+    ("question", "environ"),
+    [(QUESTION, {"UCX_TLS": "no_such_transport"}), (Question("cpu", 0, "DRAM", ("NO_SUCH_BACKEND",)), {})],
+    ids=["transport", "backend"],
+)
+def test_what_cannot_be_used_is_not_taken_for_proved(
+    tmp_path: Path, question: Question, environ: dict[str, str]
+) -> None:
+    try:
+        proof = prove(tmp_path, question, **environ)
+    except MemoryRefused as refused:
+        assert "no proof" in refused.found
+    else:
+        assert len(proof.why_not) == len(proof.lanes)
+
+
+@pytest.mark.parametrize("registration", ["follows", "pinned"])
+def test_the_doctor_says_what_a_server_would_do(registration: str) -> None:
+    """Its exit status, what is left of it for programs, and what to change."""
+    found = subprocess.run(
+        [sys.executable, "-m", "kvcached_nixl", "doctor", "--json"],
+        env={**os.environ, "UCX_TLS": "tcp,cma", "KVCACHED_HOSTVMM_REGISTRATION": registration},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    said = json.loads(found.stdout[found.stdout.index("{\n") :])
+    is_direct = registration == "follows"
+    assert found.returncode == (0 if is_direct else 1)
+    assert said["memory_path"] == ("direct" if is_direct else None)
+    assert bool(said["refused"]) is not is_direct and said["advice"][: len(said["refused"])] == said["refused"]
+    assert {lane["name"] for lane in said["proof"]["lanes"]} >= {"tcp", AS_CONFIGURED}
+    assert said["platform"]["page_bytes"] == 2 << 20 and said["limits"]["max_map_count"] > 0

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asked once per boot, versions and settings; what a prover cannot tell stops the start in words."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvcached_nixl.errors import MemoryRefused
+from kvcached_nixl.proof import find as finding
+from kvcached_nixl.proof.find import find
+from kvcached_nixl.proof.result import LaneFound, Question, Rates
+
+QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
+RATES = Rates(1e9, 1e9, 1e5)
+LANE = LaneFound("tcp", "tcp", rates={"elastic": RATES, "ordinary": RATES})
+SAYS = msgspec.json.encode((LANE,)).decode()
+
+
+class Prover:
+    """Stands in for ``python -m kvcached_nixl.proof``: notes each question, and says what a test has it say."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.asked = folder / "asked"
+        self.program = folder / "python"
+        self.environ = {"XDG_CACHE_HOME": str(folder / "cache"), "PATH": "/usr/bin:/bin"}
+        self.says(f"echo NIXL INFO; echo '{SAYS}'")
+        patch.setattr(sys, "executable", str(self.program))
+
+    def says(self, script: str) -> None:
+        self.program.write_text(f'#!/bin/sh\ncat >>"{self.asked}"; echo >>"{self.asked}"\n{script}\n')
+        self.program.chmod(0o755)
+
+    @property
+    def questions(self) -> list[Question]:
+        return [msgspec.json.decode(line, type=Question) for line in self.asked.read_text().splitlines()]
+
+
+@pytest.fixture
+def prover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prover:
+    return Prover(tmp_path, monkeypatch)
+
+
+def test_a_prover_is_asked_once(prover: Prover) -> None:
+    first = find(QUESTION, prover.environ)
+    assert first.lanes == (LANE,) and first.question == QUESTION and first.seconds > 0
+    assert find(QUESTION, prover.environ) == first
+    assert prover.questions == [QUESTION]
+
+
+def test_several_workers_that_start_at_once_ask_one_prover(prover: Prover) -> None:
+    prover.says(f"sleep 0.2; echo '{SAYS}'")
+    with ThreadPoolExecutor(4) as at_once:
+        found = set(at_once.map(lambda _: find(QUESTION, prover.environ).seconds, range(4)))
+    assert len(found) == 1 and prover.questions == [QUESTION]
+
+
+def test_it_is_asked_again_when_something_has_changed(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings, versions, the host's start, its cards, the device: each is a question of its own."""
+    find(QUESTION, prover.environ)
+    for name in ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_PLUGIN_DIR", "KVCACHED_HOSTVMM_REGISTRATION"):
+        find(QUESTION, {**prover.environ, name: "other"})
+    find(msgspec.structs.replace(QUESTION, device_index=1), prover.environ)
+    monkeypatch.setattr(finding, "_version", lambda package: "9.9")
+    find(QUESTION, prover.environ)
+    boot = prover.program.with_name("boot_id")
+    boot.write_text("another")
+    monkeypatch.setattr(finding, "_BOOT", boot)
+    find(QUESTION, prover.environ)
+    assert len(prover.questions) == 8
+    find(QUESTION, {**prover.environ, "HOME": "/elsewhere"})
+    assert len(prover.questions) == 8
+
+
+def test_it_can_be_asked_afresh(prover: Prover) -> None:
+    before = find(QUESTION, prover.environ)
+    assert find(QUESTION, prover.environ, is_fresh=True) != before
+    assert len(prover.questions) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"lanes": []}'])
+def test_what_was_kept_and_cannot_be_read_is_asked_again(prover: Prover, content: bytes) -> None:
+    find(QUESTION, prover.environ)
+    (kept,) = Path(prover.environ["XDG_CACHE_HOME"]).rglob("proof-*.json")
+    kept.write_bytes(content)
+    assert find(QUESTION, prover.environ).lanes == (LANE,)
+    assert len(prover.questions) == 2
+
+
+def test_nothing_has_to_be_kept(prover: Prover, tmp_path: Path) -> None:
+    """A file where the folder should be: a container may have no home that can be written."""
+    (tmp_path / "cache").write_text("")
+    assert find(QUESTION, prover.environ).lanes == (LANE,)
+    assert find(QUESTION, prover.environ).lanes == (LANE,)
+    assert len(prover.questions) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo no device >&2; exit 1", "status 1: no device"),
+        ("exit 0", "status 0"),
+        ("echo nonsense", "the prover said nonsense"),
+        ("echo '[]'", "no lane"),
+        ("exec sleep 60", "timed out"),
+    ],
+)
+def test_a_prover_that_cannot_tell_stops_the_start(
+    prover: Prover, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
+    monkeypatch.setattr(finding, "PROVER_SECONDS", 0.5)
+    prover.says(script)
+    with pytest.raises(MemoryRefused, match=words):
+        find(QUESTION, prover.environ)
+    assert not list(Path(prover.environ["XDG_CACHE_HOME"]).rglob("proof-*.json")), "it is asked again next time"
