@@ -90,7 +90,18 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--backend", action="append", help="NIXL backend, as in kv_connector_extra_config (default UCX)"
     )
+    parser.add_argument(
+        "--peer", type=_address, metavar="HOST:PORT", help="a running engine's side channel: read from it"
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="which of its ranks (default 0)")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="which device (default 0)")
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected HOST:PORT, with a port of 1 to 65535")
+    return host.strip("[]"), int(port)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -101,12 +112,16 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         from kvcached_nixl import doctor
 
-        found = doctor.examine(tuple(options.backend or ("UCX",)), options.device)
+        peer = None if options.peer is None else (*options.peer, options.rank)
+        found = doctor.examine(tuple(options.backend or ("UCX",)), options.device, peer)
     except ImportError as cause:
         print(f"doctor: {cause}. Run it where vLLM, kvcached and NIXL are installed.", file=sys.stderr)
         return 1
     except Refused as cause:
         print(cause, file=sys.stderr)
+        return 1
+    except (OSError, TimeoutError, ValueError) as cause:
+        print(f"doctor: {options.peer[0]}:{options.peer[1]} was not read from: {cause}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(doctor.to_json(found), indent=2))

@@ -13,8 +13,12 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.compat.platform import Platform, platform
+from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.proof.find import find
+from kvcached_nixl.proof.peer import PeerFound, read_from
 from kvcached_nixl.proof.result import SLOW, LaneFound, Proof, Question
+from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.version import __version__
 
 __all__ = ["Findings", "examine", "render", "to_json"]
@@ -33,12 +37,14 @@ class Findings:
     Attributes:
         limits: name -> value, as the kernel has them for this process.
         advice: what to change, in words.
+        peer: a rank of a running engine, if one was asked for.
     """
 
     platform: Platform
     proof: Proof
     limits: dict[str, int | str]
     advice: tuple[str, ...]
+    peer: PeerFound | None = None
 
     @property
     def is_direct(self) -> bool:
@@ -46,16 +52,30 @@ class Findings:
         return not self.proof.why_not
 
 
-def examine(backends: Sequence[str], device_index: int) -> Findings:
+def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, int] | None = None) -> Findings:
     """Find out, anew.
+
+    Args:
+        peer: (host, port, rank) of a running engine, by its side channel.
 
     Raises:
         MemoryRefused: it cannot be found out.
+        OSError, TimeoutError, ValueError: the peer cannot be met, or not be read from.
     """
     here = platform()
-    proof = find(Question(here.device, device_index, here.memory_type, tuple(backends)), is_fresh=True)
+    question = Question(here.device, device_index, here.memory_type, tuple(backends))
+    proof = find(question, is_fresh=True)
     limits = _limits()
-    return Findings(here, proof, limits, (*_of_lanes(proof), *_of_limits(proof, limits)))
+    met = None
+    if peer is not None:
+        channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
+        try:
+            met = read_from(channel, *peer, question)
+        except TransportError as cause:
+            raise OSError(str(cause)) from cause
+        finally:
+            channel.close()
+    return Findings(here, proof, limits, (*_of_lanes(proof), *_of_limits(proof, limits)), met)
 
 
 def render(findings: Findings, *, colour: bool = False) -> str:
@@ -82,6 +102,8 @@ def render(findings: Findings, *, colour: bool = False) -> str:
         f"  {name:<16} {value:,}" if isinstance(value, int) else f"  {name:<16} {value}"
         for name, value in findings.limits.items()
     ]
+    if findings.peer is not None:
+        lines += _of_peer(findings.peer)
     if findings.advice:
         lines += ["", "what to change", *(f"  - {words}" for words in findings.advice)]
     verdict = "kvcached's pages are registered with NIXL" if findings.is_direct else "a NIXL connector is refused"
@@ -98,6 +120,7 @@ def to_json(findings: Findings) -> dict[str, Any]:
         "refused": list(findings.proof.why_not),
         "limits": findings.limits,
         "advice": list(findings.advice),
+        "peer": msgspec.to_builtins(findings.peer),
     }
 
 
@@ -115,6 +138,24 @@ def _cells(lane: LaneFound) -> tuple[str, ...]:
         *(f"{one.read / 1e9:.3g} / {one.write / 1e9:.3g}" for one in (elastic, ordinary)),
         f"{elastic.descriptors:,.0f}",
     )
+
+
+def _of_peer(peer: PeerFound) -> list[str]:
+    lines = [
+        "",
+        f"engine {peer.engine_id}, rank {peer.tp_rank} of {peer.tp_size}",
+        f"  READ from here   {peer.read / 1e9:.3g} GB/s, {peer.descriptors:,.0f} descriptors/s",
+        f"  must be equal    {peer.compatibility}",
+    ]
+    for planes in peer.memory:
+        lines += [
+            f"  registered       {len(planes.bases)} planes of {planes.num_blocks:,} blocks",
+            f"    a block        {planes.block_size} tokens of {planes.num_heads} heads from {planes.first_head} on, "
+            f"{planes.cell_bytes} bytes each",
+            f"    strides        {planes.block_stride_bytes:,} bytes a block, {planes.token_stride_bytes:,} a token, "
+            f"{planes.head_stride_bytes:,} a head",
+        ]
+    return lines
 
 
 def _limits() -> dict[str, int | str]:

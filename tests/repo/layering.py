@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": BASICS,
     "patching": {"errors"},
     "compat": {*BASICS, "patching", "wire", "proof.result"},
-    "proof": {"errors", "settings", "transport", "hostvmm"},
+    "proof": {"errors", "settings", "wire", "transport", "hostvmm"},
     "transport": {"errors", "ids"},
     "scheduler": {*BASICS, "wire", "settings"},
     "worker": {*BASICS, "wire", "settings", "transport", "proof.result"},
@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bootstrap": {"errors", "settings", "compat", "patching", "seams", "report", "hostvmm", "finders"},
     "start": {"errors", "finders", "bootstrap"},
     "__init__": {"bootstrap", "report", "version"},
-    "doctor": {"errors", "compat", "proof", "version"},
+    "doctor": {"errors", "compat", "proof", "transport", "version"},
     "__main__": {"errors", "settings", "compat", "report", "doctor", "install", "status", "version"},
     "sitecustomize": {"start"},
 }

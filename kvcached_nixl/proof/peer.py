@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a running engine's KV memory lies, and how fast it is read from here. Nothing is written to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from kvcached_nixl.proof.result import Question
+from kvcached_nixl.transport.agent import NixlTransport, make_agent
+from kvcached_nixl.transport.base import Ranges, State, TransportError
+from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
+from kvcached_nixl.wire.planes import Planes
+
+__all__ = ["PeerFound", "read_from"]
+
+BYTES = 8 << 20
+SMALL_BYTES = 4096
+READ_SECONDS = 30.0
+TRIES = 3
+
+
+class Channel(Protocol):
+    """The side channel, as far as it is needed here."""
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]: ...
+
+
+class PeerFound(msgspec.Struct, frozen=True):
+    """A rank of a running engine.
+
+    Attributes:
+        compatibility: in what a peer of it has to be equal.
+        memory: its planes.
+        read: bytes a second, in descriptors of a block of a plane.
+        descriptors: a second, of 4 KiB at most each.
+    """
+
+    compatibility: str
+    engine_id: str
+    tp_rank: int
+    tp_size: int
+    memory: tuple[Planes, ...]
+    read: float
+    descriptors: float
+
+
+def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
+    """Meet a rank as decode does, and read some of its blocks, whatever is in them.
+
+    Args:
+        question: what this side's memory is, and by which backends it is reached.
+
+    Raises:
+        OSError, TimeoutError, ValueError, TransportError: it does not answer, answers with something else, or cannot be
+            read from.
+    """
+    compatibility, metadata = channel.ask(host, port, tp_rank).result()
+    if not metadata:
+        raise ValueError(f"{host}:{port} answers: {compatibility:.500}")
+    rank = read_rank(read_answer(metadata).rank)
+    import torch
+
+    device = "cpu" if question.device == "cpu" else f"{question.device}:{question.device_index}"
+    landing = torch.zeros(BYTES, dtype=torch.uint8, device=device)
+    agent = make_agent(question.backends)
+    extent = [(landing.data_ptr(), BYTES, question.device_index, "")]
+    agent.register_memory(agent.get_reg_descs(extent, question.memory_type), backends=list(question.backends))
+    transport = NixlTransport(agent, question.memory_type, question.device_index)
+    peer = transport.add_peer(rank.agent_metadata, rank.device_id)
+    long = _ranges(rank)
+    short = np.concatenate([_cut(row) for row in long])[: BYTES // SMALL_BYTES]
+    long_seconds, short_seconds = (
+        min(_seconds(transport, peer, landing.data_ptr(), one) for _ in range(TRIES)) for one in (long, short)
+    )
+    transport.remove_peer(peer)
+    return PeerFound(
+        compatibility=compatibility,
+        engine_id=rank.engine_id,
+        tp_rank=rank.tp_rank,
+        tp_size=rank.tp_size,
+        memory=rank.memory,
+        read=int(long[:, 1].sum()) / long_seconds,
+        descriptors=len(short) / short_seconds,
+    )
+
+
+def _ranges(rank: RankHandshake) -> Ranges:
+    """Blocks of the first plane of each kind, as far as its cells lie side by side."""
+    rows: list[tuple[int, int]] = []
+    for planes in rank.memory:
+        dense = planes.cell_bytes * planes.num_heads * planes.block_size
+        length = min(dense, planes.block_stride_bytes, BYTES // len(rank.memory))
+        count = min(planes.num_blocks, BYTES // len(rank.memory) // length)
+        rows += [(planes.bases[0] + block * planes.block_stride_bytes, length) for block in range(count)]
+    return np.array(rows, np.int64)
+
+
+def _cut(row: Sequence[int]) -> Ranges:
+    begins = np.arange(row[0], row[0] + row[1], SMALL_BYTES)
+    return np.stack((begins, np.minimum(SMALL_BYTES, row[0] + row[1] - begins)), axis=1)
+
+
+def _seconds(transport: NixlTransport, peer: str, landing: int, remote: Ranges) -> float:
+    begins = landing + np.concatenate(([0], np.cumsum(remote[:-1, 1])))
+    local = np.stack((begins, remote[:, 1]), axis=1)
+    begun = time.perf_counter()
+    handle = transport.post("READ", peer, local, remote)
+    while (state := transport.state(handle)) is State.IN_FLIGHT:
+        if time.perf_counter() - begun > READ_SECONDS:
+            raise TimeoutError(f"a READ of {int(remote[:, 1].sum())} bytes did not end")
+    if state is State.FAILED:
+        raise TransportError("a READ failed")
+    transport.release(handle)
+    return time.perf_counter() - begun

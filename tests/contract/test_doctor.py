@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m kvcached_nixl doctor``: what it says is what a server would do, and what a running engine is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import engine_node
+import handover_node
+import test_geometry
+import torch
+from handover_node import PREFILL_FILLING, RESERVED, Node
+
+from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.hostvmm import is_hostvmm_build
+from kvcached_nixl.proof.peer import read_from
+from kvcached_nixl.proof.result import AS_CONFIGURED, Question
+from kvcached_nixl.transport.side_channel import SideChannel
+
+pytestmark = pytest.mark.timeout(180)
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+node = handover_node.node
+QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
+
+
+@pytest.fixture
+def direction() -> str:
+    return "pull"
+
+
+@pytest.fixture
+def channel() -> Iterator[SideChannel]:
+    one = SideChannel(names_stage=installed_row().side_channel_names_stage)
+    yield one
+    one.close()
+
+
+@pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory")
+@pytest.mark.parametrize("registration", ["follows", "pinned"])
+def test_it_says_what_a_server_would_do(registration: str) -> None:
+    """Its exit status, what is left of it for programs, and what to change."""
+    found = subprocess.run(
+        [sys.executable, "-m", "kvcached_nixl", "doctor", "--json"],
+        env={**os.environ, "UCX_TLS": "tcp,cma", "KVCACHED_HOSTVMM_REGISTRATION": registration},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    said = json.loads(found.stdout[found.stdout.index("{\n") :])
+    is_direct = registration == "follows"
+    assert found.returncode == (0 if is_direct else 1)
+    assert said["memory_path"] == ("direct" if is_direct else None)
+    assert bool(said["refused"]) is not is_direct and said["advice"][: len(said["refused"])] == said["refused"]
+    assert {lane["name"] for lane in said["proof"]["lanes"]} >= {"tcp", AS_CONFIGURED}
+    assert said["platform"]["page_bytes"] == 2 << 20 and said["limits"]["max_map_count"] > 0
+    assert said["peer"] is None
+
+
+def test_a_running_engine_is_read_from_and_left_as_it_is(node: Callable[..., Node], channel: SideChannel) -> None:
+    """Its memory as attention lays it out, in words; and no byte of it is touched."""
+    engine = node(PREFILL_FILLING)
+    where = engine.address()
+    found = read_from(channel, where["remote_host"], where["remote_port"], 0, QUESTION)
+    assert (found.engine_id, found.tp_size, found.compatibility) == (where["remote_engine_id"], 1, engine.tag)
+    assert {planes.num_blocks for planes in found.memory} == {RESERVED.num_blocks}
+    assert found.read > 0 and found.descriptors > 0
+    for cache in engine.caches.values():
+        assert (cache.narrow(0, 0, RESERVED.num_blocks).contiguous().view(torch.uint8) == PREFILL_FILLING).all()
+
+
+class Answers:
+    """A side channel that answers what a test has it answer."""
+
+    def __init__(self, *answer: Any) -> None:
+        self._answer = answer
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        future: Future[tuple[str, bytes]] = Future()
+        future.set_result(self._answer)  # type: ignore[arg-type]
+        return future
+
+
+@pytest.mark.parametrize("metadata", [b"", b"nonsense"], ids=["none", "nonsense"])
+def test_an_answer_that_is_none_is_said(metadata: bytes) -> None:
+    with pytest.raises(ValueError, match="no rank 7" if not metadata else "Expected"):
+        read_from(Answers("no rank 7: this engine has [0]", metadata), "127.0.0.1", 1, 7, QUESTION)
+
+
+def test_nobody_there_is_said(channel: SideChannel) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionRefusedError):
+            read_from(channel, "127.0.0.1", bound.getsockname()[1], 0, QUESTION)
