@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,41 @@ def test_what_cannot_be_used_is_not_taken_for_proved(
         assert "no proof" in refused.found
     else:
         assert len(proof.why_not) == len(proof.lanes)
+
+
+HAZARD = """
+import kvcached_nixl.hostvmm; kvcached_nixl.hostvmm.activate()
+import kvcached.vmm_ops, nixl._api
+from kvcached_nixl.proof.member import Remote
+from kvcached_nixl.proof.result import Question
+
+holder, peer = (Remote(Question("cpu", 0, "DRAM", ("UCX",)), "tcp") for _ in range(2))
+begins = holder.call("open", elastic=True)
+peer.call("open", elastic=False)
+peer.call("meet", holder.call("register"))
+peer.call("register")
+holder.call("map", [0])
+holder.call("fill", "elastic", 0, 7)
+for is_mapped, value in ((True, 7), (False, 0)):
+    if not is_mapped:
+        holder.call("unmap", [0])
+    peer.call("fill", "ordinary", 0, 9)
+    peer.call("move", "READ", "ordinary", begins["elastic"], [0])
+    assert peer.call("holds", "ordinary", 0, value), (is_mapped, value)
+holder.end()
+peer.end()
+"""
+
+
+def test_what_is_not_backed_is_read_as_zeros() -> None:
+    """The hazard behind the safety rules: it is no error."""
+    private = {"KVCACHED_HOSTVMM_DEVICE": f"test-{uuid.uuid4().hex}", "KVCACHED_HOSTVMM_GIB": "0.125"}
+    finished = subprocess.run(
+        [sys.executable, "-c", HAZARD],
+        env={**os.environ, **private, "ENABLE_KVCACHED": "true"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr

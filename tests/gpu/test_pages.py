@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL over kvcached's CUDA pages: the proof that a server makes when it starts, on this hardware.
+
+kvcached 0.1.6 creates pages without a shareable handle type and without the GPUDirect RDMA flag (csrc/inc/gpu_vmm.hpp),
+so which transports work, and at what speed, can only be found on hardware.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs an environment: bash experiments/env.sh")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.mark.parametrize("transports", ["cuda_copy,tcp", "cuda_ipc,cuda_copy,tcp", "all"])
+def test_a_registration_follows_the_pages(
+    transports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes are those of the page mapped now, before and after a remap, read and written; else a start is refused."""
+    from kvcached_nixl import doctor
+
+    monkeypatch.setenv("UCX_TLS", transports)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = doctor.examine(("UCX",), 0)
+    with capsys.disabled():
+        print(f"\n{torch.cuda.get_device_name(0)}\n{doctor.render(found)}")
+    assert found.platform.memory_type == "VRAM"
+    assert found.proof.why_not == ()
