@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory outside kvcached's, registered once, through which KV travels where kvcached's pages must not be registered.
+
+A slab has an area for each region of the KV cache, and a slot is in each area what a block is in its region, byte for
+byte. So a slab is described to a peer by the same planes, at other addresses, and slots are its block ids. Once per
+worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.layout import Layout, Region
+
+__all__ = ["Slab"]
+
+_ALIGNED_BYTES = 4096
+
+
+class Slab:
+    """See the module.
+
+    Args:
+        layout: of the KV cache, whose blocks are copied.
+        num_slots: at the granularity of the attention kernel, as the layout's blocks.
+        device: where the slab is. Host memory is pinned where the KV cache is on an accelerator.
+
+    Attributes:
+        extent: (address, bytes) to register.
+
+    Threads: `gather` and `scatter` are one thread's; the rest anybody's.
+    """
+
+    def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._regions = layout.regions
+        self._blocks = [_blocks_of(region, layout) for region in layout.regions]
+        is_pinned = device.type == "cpu" and self._blocks[0].device.type != "cpu"
+        begins = list(_begins(layout.regions, num_slots))
+        memory = torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        first = -memory.data_ptr() % _ALIGNED_BYTES
+        self._areas = [
+            memory[first + begin :][: num_slots * region.block_bytes].view(num_slots, region.block_bytes)
+            for region, begin in zip(layout.regions, begins, strict=False)
+        ]
+        self.extent = (memory.data_ptr() + first, begins[-1])
+
+    @staticmethod
+    def bytes_for(layout: Layout, num_slots: int) -> int:
+        """What so many slots take."""
+        return list(_begins(layout.regions, num_slots))[-1]
+
+    def planes(self, memory: Sequence[Planes]) -> tuple[Planes, ...]:
+        """The same planes in the slab.
+
+        Args:
+            memory: the planes of the KV cache.
+        """
+        return tuple(
+            msgspec.structs.replace(planes, bases=tuple(map(self._moved, planes.bases)), num_blocks=self.num_slots)
+            for planes in memory
+        )
+
+    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy blocks into slots, one for one; on an accelerator, in the current stream."""
+        for place, ids, run in self._runs(blocks, slots):
+            source, target = self._blocks[place], self._areas[place][run]
+            if target.device == source.device:
+                torch.index_select(source, 0, ids, out=target)
+            else:
+                target.copy_(source.index_select(0, ids), non_blocking=True)
+
+    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy slots into blocks, one for one; on an accelerator, in the current stream."""
+        for place, ids, run in self._runs(blocks, slots):
+            target = self._blocks[place]
+            target.index_copy_(0, ids, self._areas[place][run].to(target.device, non_blocking=True))
+
+    @property
+    def blocks_device(self) -> torch.device:
+        """Where the KV cache is."""
+        return self._blocks[0].device
+
+    def _runs(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, slice]]:
+        """For each area, and each run of slots that follow each other: the blocks, and the slots."""
+        if len(blocks) != len(slots):
+            raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected one for one")
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks_device)
+        ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
+        for begin, end in zip([0, *ends], [*ends, len(slots)], strict=True):
+            if begin < end:
+                run = slice(slots[begin], slots[begin] + end - begin)
+                for place in range(len(self._areas)):
+                    yield place, ids[begin:end], run
+
+    def _moved(self, base: int) -> int:
+        """Where a plane begins in the slab: as far from its area's beginning as it is from its region's."""
+        for region, area in zip(self._regions, self._areas, strict=True):
+            if 0 <= base - region.address < region.block_bytes:
+                return base - region.address + int(area.data_ptr())
+        raise ValueError(f"found a plane at {base:#x}; expected it in the first block of a region")
+
+
+def _begins(regions: Sequence[Region], num_slots: int) -> Iterator[int]:
+    """Where each area begins, and the last one's end."""
+    begin = 0
+    for region in regions:
+        yield begin
+        begin += -(-num_slots * region.block_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    yield begin
+
+
+def _blocks_of(region: Region, layout: Layout) -> torch.Tensor:
+    """A region as bytes, (num_blocks, block_bytes), over the memory of the tensors that attention uses."""
+    for view in layout.device_views.values():
+        storage = view.untyped_storage()
+        offset = region.address - storage.data_ptr()
+        if 0 <= offset <= storage.nbytes() - layout.num_blocks * region.block_bytes:
+            size = (layout.num_blocks, region.block_bytes)
+            return torch.empty(0, dtype=torch.uint8, device=view.device).set_(
+                storage, offset, size, (region.block_bytes, 1)
+            )
+    raise ValueError(f"found no tensor over the region at {region.address:#x}")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose the slots of a slab are. Once per worker, on the transfer thread.
+
+Two engines that each wait for the other must never lock up, so what waits for somebody else can never take the last
+slots from what moves now:
+
+    PARKED      holds KV that nobody has asked for yet; for as long as a lease lasts
+    SENDING     holds KV that a peer reads, or that is written to it, now; for as long as that lasts
+    RECEIVING   is read or written into from KV that a peer has ready, now; for as long as that lasts
+
+A share of the slots is kept for each of the last two. Whoever is SENDING may wait for a peer's RECEIVING, which waits
+for nobody: the source is there before it is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from enum import Enum
+
+__all__ = ["Slots", "Use"]
+
+
+class Use(Enum):
+    """What slots are taken for."""
+
+    PARKED = "parked"
+    SENDING = "sending"
+    RECEIVING = "receiving"
+
+
+class Slots:
+    """See the module.
+
+    Args:
+        count: slots of the slab, numbered from 0.
+        kept: of them for SENDING, and as many for RECEIVING, which PARKED never gets.
+
+    Raises:
+        ValueError: fewer slots than are kept.
+    """
+
+    def __init__(self, count: int, kept: int) -> None:
+        if not 0 < 2 * kept <= count:
+            raise ValueError(f"found {count} slots; expected at least {2 * kept}, and {kept} to be above 0")
+        self.count = count
+        self._kept = kept
+        self._free: list[tuple[int, int]] = [(0, count)]
+        self._used = dict.fromkeys(Use, 0)
+
+    def used(self, use: Use) -> int:
+        """Slots that are taken for it."""
+        return self._used[use]
+
+    def available(self, use: Use) -> int:
+        """Slots that may be taken for it now."""
+        free = self.count - sum(self._used.values())
+        spared = sum(self._spared(other) for other in (Use.SENDING, Use.RECEIVING) if other is not use)
+        return max(0, free - spared)
+
+    def take(self, wanted: int, use: Use, at_least: int = 1) -> list[int]:
+        """Up to ``wanted`` slots, side by side where there is such a place; none if fewer than ``at_least`` may be."""
+        number = min(wanted, self.available(use))
+        if number < max(1, at_least):
+            return []
+        self._used[use] += number
+        found: list[int] = []
+        while len(found) < number:
+            missing = number - len(found)
+            place = next((i for i, (_, length) in enumerate(self._free) if length >= missing), None)
+            if place is None:
+                place = max(range(len(self._free)), key=lambda i: self._free[i][1])
+            begin, length = self._free[place]
+            taken = min(length, missing)
+            found.extend(range(begin, begin + taken))
+            if taken == length:
+                del self._free[place]
+            else:
+                self._free[place] = (begin + taken, length - taken)
+        return found
+
+    def give_back(self, slots: list[int], use: Use) -> None:
+        """Nothing touches them any more."""
+        for begin, length in _runs(slots):
+            self._free_run(begin, length)
+        self._used[use] -= len(slots)
+
+    def _spared(self, use: Use) -> int:
+        return max(0, self._kept - self._used[use])
+
+    def _free_run(self, begin: int, length: int) -> None:
+        place = bisect_left(self._free, (begin, 0))
+        after = self._free[place] if place < len(self._free) else (self.count, 0)
+        before = self._free[place - 1] if place else (0, 0)
+        if begin < before[0] + before[1] or begin + length > after[0] or begin + length > self.count:
+            raise ValueError(f"found the slots {begin} to {begin + length - 1} given back, some of which were free")
+        if place < len(self._free) and after[0] == begin + length:
+            length += after[1]
+            del self._free[place]
+        if place and before[0] + before[1] == begin:
+            begin, length = before[0], before[1] + length
+            place -= 1
+            del self._free[place]
+        self._free.insert(place, (begin, length))
+
+
+def _runs(slots: list[int]) -> list[tuple[int, int]]:
+    """(begin, length) of slots that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for slot in sorted(slots):
+        if runs and sum(runs[-1]) == slot:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((slot, 1))
+    return runs

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slot is what a block is, byte for byte, wherever attention keeps a token's cells; and nothing else is touched."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcached_memory import Geometry
+
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.layout import Layout, plan
+from kvcached_nixl.worker.planes import planes_of
+from kvcached_nixl.worker.staging.slab import Slab
+
+CPU = torch.device("cpu")
+geometries = st.builds(
+    Geometry,
+    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla"]),
+    contiguous=st.booleans(),
+    num_pools=st.integers(1, 3),
+    num_kv_heads=st.sampled_from([1, 2, 3]),
+    block_size=st.sampled_from([2, 4]),
+    head_size=st.just(4),
+    num_blocks=st.integers(3, 6),
+    reserved_blocks=st.integers(6, 8),
+    groups=st.integers(1, 2),
+    head_major=st.booleans(),
+)
+
+
+def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[Planes, ...]]:
+    caches, memory = geometry.allocate()
+    for number, pool in enumerate(memory):
+        pool.view(torch.uint8).copy_(torch.arange(pool.nbytes).remainder(251 - number))
+    layout = plan(
+        caches,
+        axes=geometry.axes(),
+        page_bytes=dict.fromkeys(caches, geometry.page_bytes),
+        num_blocks=geometry.num_blocks,
+        num_pools=geometry.num_pools,
+    )
+    return layout, memory, planes_of(layout.device_views, layout.axes, first_head=0)
+
+
+def cells(memory: tuple[Planes, ...], block: int) -> list[bytes]:
+    """Every cell of a block, in an order that both sides of a transfer have."""
+    return [
+        ctypes.string_at(
+            base
+            + block * planes.block_stride_bytes
+            + token * planes.token_stride_bytes
+            + head * planes.head_stride_bytes,
+            planes.cell_bytes,
+        )
+        for planes in memory
+        for base in planes.bases
+        for token in range(planes.block_size)
+        for head in range(planes.num_heads)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(geometries, st.data())
+def test_what_is_gathered_is_described_by_the_planes_and_comes_back(geometry: Geometry, data: st.DataObject) -> None:
+    layout, memory, planes = allocate(geometry)
+    slab = Slab(layout, data.draw(st.integers(2, 7)), CPU)
+    count = data.draw(st.integers(1, min(slab.num_slots, geometry.num_blocks)))
+    blocks = data.draw(st.permutations(range(geometry.num_blocks)))[:count]
+    slots = data.draw(st.permutations(range(slab.num_slots)))[:count]
+    staged = slab.planes(planes)
+    assert {one.num_blocks for one in staged} == {slab.num_slots}
+
+    expected = {block: cells(planes, block) for block in range(geometry.num_blocks)}
+    slab.gather(blocks, slots)
+    for block, slot in zip(blocks, slots, strict=True):
+        assert cells(staged, slot) == expected[block]
+
+    to = data.draw(st.permutations(range(geometry.num_blocks)))[:count]
+    before = [pool.clone() for pool in memory]
+    slab.scatter(slots, to)
+    for slot, block in zip(slots, to, strict=True):
+        assert cells(planes, block) == cells(staged, slot)
+    for block in set(range(geometry.num_blocks)) - set(to):
+        assert cells(planes, block) == expected[block]
+    # Nothing beyond what vLLM planned, either.
+    slab.gather(blocks, slots)
+    slab.scatter(slots, blocks)
+    for pool, old in zip(memory, before, strict=True):
+        changed = (pool != old).reshape(-1).nonzero()
+        assert len(changed) <= count * geometry.block_bytes_of_all_layers() // pool.element_size()
+
+
+def test_its_extent_holds_every_slot_and_no_address_of_the_cache() -> None:
+    geometry = Geometry()
+    layout, memory, planes = allocate(geometry)
+    slab = Slab(layout, 5, CPU)
+    begin, length = slab.extent
+    assert begin % 4096 == 0 and length == Slab.bytes_for(layout, 5)
+    for one in slab.planes(planes):
+        for base in one.bases:
+            last = base + (one.num_blocks - 1) * one.block_stride_bytes + one.block_stride_bytes
+            assert begin <= base and last <= begin + length
+    for pool in memory:
+        assert pool.data_ptr() + pool.nbytes <= begin or begin + length <= pool.data_ptr()
+
+
+def test_blocks_and_slots_are_one_for_one() -> None:
+    layout, _, _ = allocate(Geometry())
+    slab = Slab(layout, 4, CPU)
+    with pytest.raises(ValueError, match="2 blocks and 1 slots"):
+        slab.gather([0, 1], [0])
+    slab.gather([], [])
