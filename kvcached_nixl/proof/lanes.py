@@ -18,7 +18,10 @@ _RMA, _AM = 1 << 1, 1 << 6
 
 _NEEDS = MappingProxyType(
     {
-        # They move bytes only; something else has to connect the two processes.
+        # They move bytes only, or do not notice the end of a peer, for which NIXL asks: another one has to connect the
+        # two processes.
+        "sysv": "tcp",
+        "posix": "tcp",
         "cma": "tcp",
         "knem": "tcp",
         "xpmem": "tcp",
@@ -35,7 +38,7 @@ _NEEDS = MappingProxyType(
         "gga_*": "rc_mlx5,ud_mlx5:aux",
     }
 )
-"""Transport -> what it cannot be used without, as far as UCX's documentation says it."""
+"""Transport -> what it cannot be used without, as UCX's documentation says, or UCX itself when it is asked."""
 
 
 class _Params(ctypes.Structure):

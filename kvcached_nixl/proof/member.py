@@ -41,6 +41,8 @@ class Member:
             os.environ["UCX_TLS"] = transports
         import torch
 
+        # A fork has none of torch's threads, and two members and their agents are more than two cores already.
+        torch.set_num_threads(1)
         self._torch = torch
         self._question = question
         self._agent = make_agent(question.backends)

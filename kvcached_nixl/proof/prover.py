@@ -47,7 +47,7 @@ def prove_lanes(question: Question) -> tuple[LaneFound, ...]:
 def _prove(question: Question, name: str, transports: Sequence[str]) -> LaneFound:
     """The first of ``transports`` counts under which the two can be connected."""
     found = LaneFound(name, transports[0])
-    for one in transports:
+    for one in dict.fromkeys(transports):
         pair = _Pair(question, LaneFound(name, one))
         try:
             pair.check()

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <iterator>
 #include <sys/mman.h>
+#include <unistd.h>
 #include <utility>
 
 using hostvmm::Allocation;
@@ -43,14 +44,39 @@ long kernel_mappings_in_use() {
   return lines;
 }
 
+constexpr long kSpareMappings = 128;
+
+// Neighbours of unlike protection, so that each page is a mapping of its own.
+void hold_spare_mappings() {
+  const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  void *spare = mmap(nullptr, kSpareMappings * page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (spare == MAP_FAILED) {
+    return;
+  }
+  for (long page = 0; page < kSpareMappings; page += 2) {
+    mprotect(static_cast<char *>(spare) + page * page_bytes, page_bytes, PROT_READ);
+  }
+  process().spare = {spare, kSpareMappings * page_bytes};
+}
+
+// Without any mapping left the process could not even say so: allocating the text, or Python's exception, takes some.
+void give_up_spare_mappings() {
+  auto &[spare, size_bytes] = process().spare;
+  if (spare != nullptr) {
+    munmap(spare, size_bytes);
+    spare = nullptr;
+  }
+}
+
 // Each page of a reserved range is a mapping of its own in the kernel, and the kernel allows a process only so many.
 hipError_t fail_to_map(const char *what, size_t page_bytes, int error) {
   if (error != ENOMEM) {
     return fail(hipErrorOperatingSystem, std::string(what) + " failed: " + std::strerror(error));
   }
+  give_up_spare_mappings();
   const long limit = kernel_mapping_limit();
   const long in_use = kernel_mappings_in_use();
-  if (limit < 0 || in_use + 16 < limit) {
+  if (limit < 0 || in_use + 2 * kSpareMappings < limit) {
     return fail(hipErrorOperatingSystem, std::string(what) + " failed: " + std::strerror(error) + " (" + std::to_string(in_use) +
                                              " memory mappings in use, vm.max_map_count is " + std::to_string(limit) +
                                              "; check the address-space limit `ulimit -v`)");
@@ -129,6 +155,9 @@ hipError_t hipMemAddressReserve(void **ptr, size_t size, size_t alignment, void 
   if (found == MAP_FAILED) {
     return fail(hipErrorOutOfMemory, "reserving " + mebibytes(static_cast<long long>(size)) + " of addresses failed: " +
                                          std::strerror(errno) + "; check the address-space limit `ulimit -v`");
+  }
+  if (process().reservations.empty()) {
+    hold_spare_mappings();
   }
   process().reservations.emplace(reinterpret_cast<uintptr_t>(found), size);
   *ptr = found;

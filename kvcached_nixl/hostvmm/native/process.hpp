@@ -8,6 +8,7 @@
 #include <mutex>
 #include <sys/types.h>
 #include <unordered_set>
+#include <utility>
 
 namespace hostvmm {
 
@@ -34,6 +35,7 @@ struct Process {
   std::map<uintptr_t, size_t> reservations; // address to bytes
   std::map<uintptr_t, Mapping> mappings;
   std::unordered_set<Allocation *> allocations;
+  std::pair<void *, size_t> spare{}; // mappings for nothing but to be given up when there is no other
   int file = -1;
   off_t file_end_bytes = 0;
 };
