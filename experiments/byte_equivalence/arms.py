@@ -61,7 +61,12 @@ ARMS: tuple[Arm, ...] = (
 )
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
 
-AMPLE_POOL: Mapping[str, str] = {"KVCACHED_HOSTVMM_GIB": "2"}
+AMPLE_POOL: Mapping[str, str] = {
+    "KVCACHED_HOSTVMM_GIB": "2",
+    # Else kvcached forgets prefixes that stock vLLM still has; P then computes other chunks of a prompt, and on some
+    # processors other chunks are other roundings.
+    "KVCACHED_MAX_CACHED_TOKENS": "-1",
+}
 
 
 def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
