@@ -143,6 +143,8 @@ class Engine:
             memory=place.memory,
             kernel_blocks_per_block=1,
             words_address=int(words.ctypes.data),
+            memory_type="DRAM",
+            is_staged=False,
         )
         envelope = _Envelope(COMPATIBILITY, msgspec.msgpack.encode(rank))
         self.answers = answers_of({0: envelope}, self.handover.start)

@@ -228,7 +228,7 @@ class PrefillSide(Side):
             first_token=0,
             end_token=BLOCK_SIZE,
             block_size=BLOCK_SIZE,
-            block_ids=((1,),),
+            groups=(BlockRange(0, (1,)),),
         )
         posted = Posted("far", "near", encode(registration))
         self.network.post(posted)

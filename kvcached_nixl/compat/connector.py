@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.private import first_module, private
 from kvcached_nixl.compat.versions import found_version
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
+from kvcached_nixl.wire.handshake import MemoryType
 
 __all__ = ["SchedulerView", "WorkerView"]
 
@@ -201,9 +204,9 @@ class WorkerView:
         return int(private(self.worker, "model_config").get_total_num_kv_heads())
 
     @property
-    def memory_type(self) -> str:
+    def memory_type(self) -> MemoryType:
         """NIXL's word for where the KV cache is."""
-        return str(private(self.worker, "nixl_memory_type"))
+        return msgspec.convert(private(self.worker, "nixl_memory_type"), MemoryType)
 
     def question(self, caches: Mapping[str, Any]) -> Question:
         """What has to be known before these tensors are registered."""

@@ -66,26 +66,26 @@ class NixlTransport:
 
     Args:
         agent: ``nixl_agent``; vLLM's ``NixlWrapper`` is that class.
-        memory_type: NIXL's word for where the KV cache is, ``DRAM`` or ``VRAM``, on both sides.
-        device_id: this side's device.
+        memory_type: NIXL's word for this side's memory that KV is moved from and to, ``DRAM`` or ``VRAM``.
+        device_id: its device.
     """
 
     def __init__(self, agent: Any, memory_type: str, device_id: int = 0) -> None:
         self._agent = agent
         self._memory_type = memory_type
         self._device_id = device_id
-        self._peers: dict[str, int] = {}
+        self._peers: dict[str, tuple[str, int]] = {}
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
-    def add_peer(self, metadata: bytes, device_id: int = 0) -> str:
+    def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as cause:
             raise TransportError(f"the peer's NIXL metadata was not accepted: {cause}") from cause
         peer = peer_name(name)
-        self._peers[peer] = device_id
+        self._peers[peer] = memory_type or self._memory_type, device_id
         return peer
 
     def remove_peer(self, peer: str) -> None:
@@ -96,7 +96,7 @@ class NixlTransport:
                 logger.info("NIXL did not know %s any more: %s", peer, cause)
 
     def send(self, peer: str, notification: bytes) -> None:
-        self._device_of(peer)
+        self._memory_of(peer)
         try:
             self._agent.send_notif(peer, notif_msg=notification)
         except Exception as cause:
@@ -119,13 +119,14 @@ class NixlTransport:
         *,
         is_host: bool = False,
     ) -> Handle:
-        devices = (0, 0) if is_host else (self._device_id, self._device_of(peer))
-        memory_type = "DRAM" if is_host else self._memory_type
+        here, there = (self._memory_type, self._device_id), self._memory_of(peer)
+        if is_host:
+            here = there = ("DRAM", 0)
         try:
             handle = self._agent.initialize_xfer(
                 operation,
-                descriptors(self._agent, local, memory_type, devices[0]),
-                descriptors(self._agent, remote, memory_type, devices[1]),
+                descriptors(self._agent, local, *here),
+                descriptors(self._agent, remote, *there),
                 peer,
                 notification,
             )
@@ -145,7 +146,7 @@ class NixlTransport:
         except Exception as cause:  # noqa: BLE001 - NIXL's; the handle is let go of with its last reference
             logger.warning("NIXL did not release a transfer: %s", cause)
 
-    def _device_of(self, peer: str) -> int:
+    def _memory_of(self, peer: str) -> tuple[str, int]:
         try:
             return self._peers[peer]
         except KeyError:

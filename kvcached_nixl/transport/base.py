@@ -50,8 +50,12 @@ class Transport(Protocol):
         """What a peer needs to add this agent."""
         ...
 
-    def add_peer(self, metadata: bytes, device_id: int = 0) -> str:
-        """Get to know an agent whose KV is on ``device_id``; returns its name. Adding it again changes nothing.
+    def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
+        """Get to know an agent; returns its name. Adding it again changes nothing.
+
+        Args:
+            device_id, memory_type: of the memory that its handshake describes, as NIXL counts and calls them; a type
+                of "" is this side's own.
 
         Raises:
             TransportError: the metadata cannot be used.

@@ -127,7 +127,7 @@ class MemoryTransport:
     def metadata(self) -> bytes:
         return self.name.encode()
 
-    def add_peer(self, metadata: bytes, device_id: int = 0) -> str:
+    def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         name = metadata.decode(errors="replace")
         if name not in self.network.agents:
             raise TransportError(f"found no agent {name!r}")

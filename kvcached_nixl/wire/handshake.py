@@ -7,9 +7,12 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     2: the tag names who moves the bytes, pull or push; push offers its own metadata in place of vLLM's.
     3: pull: each rank keeps a word per request for decode to look at, in front of the agent's metadata.
     4: one hand-over in two directions, which says what it is (`wire.manifest`); no metadata of vLLM's any more.
+    5: each side says what memory KV is moved from and to; what a side stages is written, in pull, too.
 """
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -18,9 +21,12 @@ from kvcached_nixl.wire.checked import Count, Rank, Start, TpSize, decoder, requ
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import Planes
 
-__all__ = ["Answer", "RankHandshake", "Tag", "is_tagged", "read_answer", "read_rank"]
+__all__ = ["Answer", "MemoryType", "RankHandshake", "Tag", "is_tagged", "read_answer", "read_rank"]
 
 _NAME = "kvcached_nixl"
+
+MemoryType: TypeAlias = Literal["DRAM", "VRAM"]
+"""NIXL's words for memory of the host, and of an accelerator."""
 
 
 class Tag(msgspec.Struct, frozen=True):
@@ -52,10 +58,12 @@ class RankHandshake(msgspec.Struct, frozen=True):
 
     Attributes:
         agent_metadata: NIXL's own.
-        device_id: as NIXL counts devices.
+        device_id: of ``memory``, as NIXL counts devices.
         memory: the kinds of planes of this rank, in an order that both sides have.
         kernel_blocks_per_block: blocks of the attention kernel in a block of the scheduler.
         words_address: of the table of words (`worker.handover.verification`), in registered host memory.
+        memory_type: of ``memory``, NIXL's word.
+        is_staged: ``memory`` is a slab, through which KV passes; else the KV cache itself.
     """
 
     engine_id: EngineId
@@ -66,6 +74,8 @@ class RankHandshake(msgspec.Struct, frozen=True):
     memory: tuple[Planes, ...]
     kernel_blocks_per_block: Count
     words_address: int
+    memory_type: MemoryType
+    is_staged: bool
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")

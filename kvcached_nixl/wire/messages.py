@@ -2,6 +2,8 @@
 """What the ranks of prefill and decode say to each other, as NIXL notifications.
 
     decode  -> prefill   Registration   these are my blocks, WRITE the tokens from first_token on into them
+    prefill -> decode    Ready          these tokens are ready, give me room for them
+    decode  -> prefill   Room           these are my slots, WRITE these tokens into them
     decode  -> prefill   Withdrawal     do not write any more (the request is gone), and say when you have stopped
     decode  -> prefill   Release        this rank needs nothing more of this request
     prefill -> decode    Written        travels with a WRITE and arrives when its bytes have
@@ -26,7 +28,6 @@ import msgspec
 
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import (
-    BlockId,
     Count,
     Digest,
     Identifier,
@@ -37,14 +38,16 @@ from kvcached_nixl.wire.checked import (
     decoder,
     require,
 )
-from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.manifest import BlockRange, Manifest
 
 __all__ = [
     "PREFIX",
     "Message",
     "Peer",
+    "Ready",
     "Registration",
     "Release",
+    "Room",
     "Stopped",
     "Withdrawal",
     "Written",
@@ -54,7 +57,7 @@ __all__ = [
     "is_ours",
 ]
 
-PREFIX = b"KVNX4:"
+PREFIX = b"KVNX5:"
 """Starts each notification; vLLM's own start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
 
 MAX_ATTEMPT = 2**62
@@ -97,7 +100,8 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         first_token: tokens before this one are in decode's prefix cache; a multiple of ``block_size``.
         end_token: one past the last token that prefill has to write.
         block_size: tokens in one of decode's kernel blocks.
-        block_ids: per KV-cache group, the kernel blocks that hold the tokens from ``first_token`` on.
+        groups: per KV-cache group, the kernel blocks that hold the tokens that decode needs of it.
+        by_rooms: decode gives room range by range (a slab); the groups have no blocks.
     """
 
     decode_request_id: DecodeRequestId
@@ -108,16 +112,47 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     first_token: Count
     end_token: Count
     block_size: Count
-    block_ids: tuple[tuple[BlockId, ...], ...]
+    groups: tuple[BlockRange, ...]
+    by_rooms: bool = False
+
+    @property
+    def begin_token(self) -> int:
+        """The first one that is moved of any group."""
+        return min(group.first_token for group in self.groups)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.block_size > 0, "a block size above 0")
         require(self.first_token < self.end_token, "a range of at least one token")
         require(self.first_token % self.block_size == 0, "a first token that starts a block")
-        require(0 < len(self.block_ids) <= 64, "1 to 64 KV-cache groups")
-        for group in self.block_ids:
-            require(len(set(group)) == len(group), "no block twice in a group")
+        require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
+        for group in self.groups:
+            require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
+            require(not (self.by_rooms and group.block_ids), "no blocks where there are to be rooms")
+            require(group.first_token % self.block_size == 0, "groups that start a block")
+            require(group.first_token >= self.first_token, "groups that begin no earlier than the request")
+
+
+class Room(_OfAttempt, frozen=True, tag="room"):
+    """Slots of decode's, to be written by prefill; the next one comes when prefill asks for it.
+
+    Attributes:
+        decode: who gives it.
+        first_token, end_token: the tokens it is for.
+        groups: per KV-cache group, the slots that hold those of them that decode needs.
+    """
+
+    decode: Peer
+    first_token: Count
+    end_token: Count
+    groups: tuple[BlockRange, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.first_token < self.end_token, "a range of at least one token")
+        require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
+        slots = [slot for group in self.groups for slot in group.block_ids]
+        require(len(set(slots)) == len(slots), "no slot twice")
 
 
 class Withdrawal(_OfAttempt, frozen=True, tag="withdraw"):
@@ -154,14 +189,31 @@ class _OfContributor(_OfAttempt, frozen=True):
 
 
 class Written(_OfContributor, frozen=True, tag="written"):
-    """The WRITE number ``index`` of a contributor has arrived. ``manifest``: with the last one, of all of them."""
+    """The WRITE number ``index`` of a contributor has arrived.
+
+    Attributes:
+        manifest: with the last one, of all of them.
+        end_token: with the last WRITE of a range: it and those before it have every token up to this one. Else 0.
+    """
 
     index: Count
     manifest: Manifest | None = None
+    end_token: Count = 0
 
     @property
     def is_last(self) -> bool:
         return self.manifest is not None
+
+
+class Ready(_OfContributor, frozen=True, tag="ready"):
+    """A contributor has these tokens, and no room for them."""
+
+    first_token: Count
+    end_token: Count
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.first_token < self.end_token, "a range of at least one token")
 
 
 class Stopped(_OfContributor, frozen=True, tag="stopped"):
@@ -171,7 +223,7 @@ class Stopped(_OfContributor, frozen=True, tag="stopped"):
     reason: str
 
 
-Message: TypeAlias = Registration | Withdrawal | Release | Written | Stopped
+Message: TypeAlias = Registration | Room | Withdrawal | Release | Ready | Written | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = decoder(Message)

@@ -32,9 +32,13 @@ from kvcached_nixl.worker.handover.posting import Posting
 from kvcached_nixl.worker.handover.reading import ReadShare
 from kvcached_nixl.worker.handover.receiving import Receiving
 from kvcached_nixl.worker.handover.registering import WriteShare
+from kvcached_nixl.worker.handover.rooms import Rooms
 from kvcached_nixl.worker.handover.serving import Serving
+from kvcached_nixl.worker.handover.source import Staged
 from kvcached_nixl.worker.handover.verification import Landings, WordTable
 from kvcached_nixl.worker.handover.writing import Writer
+from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.staging.staging import Staging
 
 Patcher = pytest.MonkeyPatch
 Fault = Callable[[Patcher], None]
@@ -428,3 +432,87 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
 def a_sleeping_engine_is_not_woken(patch: Patcher) -> None:
     """vllm#45168."""
     patch.setattr(HandOver, "woken", nothing)
+
+
+# --------------------------------------------------------------------------------------------------------------- a slab
+
+
+def blocks_are_free_while_they_are_copied(patch: Patcher) -> None:
+    patch.setattr(Staged, "is_copying", always(False))
+    patch.setattr(Staged, "is_free_of_blocks", lambda self, offer: offer in self._parked)
+
+
+def what_is_copied_is_told_before(patch: Patcher) -> None:
+    gather = Staging.gather
+
+    def early(self: Any, held: Any, blocks: Any, to_token: int, ended: Callable[[str], None]) -> None:
+        gather(self, held, blocks, to_token, ended)
+        held.staged_token = to_token
+
+    patch.setattr(Staging, "gather", early)
+
+
+def a_copy_that_failed_counts(patch: Patcher) -> None:
+    copy = Staging._copy
+
+    def counted(self: Any, *arguments: Any) -> None:
+        copy(self, *arguments[:-1], lambda _: arguments[-1](""))
+
+    patch.setattr(Staging, "_copy", counted)
+
+
+def slots_are_free_while_they_are_written_from(patch: Patcher) -> None:
+    def let_go(self: Any, held: Any) -> None:
+        if not held.copies and held.slots and held not in self.__dict__.setdefault("_gone", set()):
+            self._gone.add(held)
+            self._staging.give_back(held)
+
+    patch.setattr(Staged, "_let_go", let_go)
+
+    def find(self: Any, writing: Any, end_token: int) -> Any:
+        found = real(self, writing, end_token)
+        if found is not None and found.held in self._windows.get(writing, ()):
+            self._windows[writing].remove(found.held)
+            self._let_go(found.held)
+        return found
+
+    real = Staged.find
+    patch.setattr(Staged, "find", find)
+
+
+def slots_are_free_while_they_may_be_written(patch: Patcher) -> None:
+    """Those of a request that was withdrawn."""
+
+    def stop(self: Any) -> None:
+        if self._rooms is not None:
+            for writer in self._rooms._writers.values():
+                writer.may_write = False
+            self._rooms.close(self.address.tp_rank)
+
+    then(patch, WriteShare, "stop", stop)
+
+
+def slots_are_copied_when_one_rank_has_written(patch: Patcher) -> None:
+    def written(self: Any, rank: int, end_token: int) -> None:
+        for writer in self._writers.values():
+            writer.written_token = max(writer.written_token, end_token)
+        real(self, rank, end_token)
+
+    real = Rooms.written
+    patch.setattr(Rooms, "written", written)
+
+
+def slots_are_never_free_again(patch: Patcher) -> None:
+    patch.setattr(Slots, "give_back", nothing)
+
+
+def who_waits_for_slots_is_forgotten(patch: Patcher) -> None:
+    patch.setattr(Staging, "wait", nothing)
+
+
+def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
+
+    def available(self: Any, _: Any) -> int:
+        return int(self.count - sum(self._used.values()))
+
+    patch.setattr(Slots, "available", available)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flow_engine import Engine, Kind, Request, Status, Worker
 from flow_memory import Shape
@@ -23,6 +23,7 @@ from kvcached_nixl.transport.base import Ranges, State
 from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.worker.staging.slots import Use
 
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
 FORGOTTEN_SECONDS = 700.0
@@ -39,6 +40,12 @@ class Agent(MemoryTransport):
         self.network.rests = [one for one in self.network.rests if (one.sender, one.receiver) != (self.name, peer)]
 
 
+class Meant(NamedTuple):
+    targets: set[Request] = set()
+    sources: set[Request] = set()
+    takings: tuple[dict[int, int], dict[int, int]] = ({}, {})
+
+
 @dataclass
 class Wire(Network):
     """See `Network`; it asks the cluster whether bytes may go where they go.
@@ -46,13 +53,14 @@ class Wire(Network):
     Attributes:
         rests: what is left of transfers that have failed.
         said: what was handed over lately, to be handed over again.
-        meant: of each transfer the requests that own the blocks it writes, and those that own the blocks it reads.
+        meant: of each transfer the requests that own the blocks it writes, and those that own the blocks it reads; and
+            of those that go to slots, or come from some, who has them.
     """
 
     cluster: Cluster | None = None
     rests: list[Posted] = field(default_factory=list)
     said: collections.deque[Posted] = field(default_factory=lambda: collections.deque(maxlen=64))
-    meant: dict[Posted, tuple[set[Request], set[Request]]] = field(default_factory=dict)
+    meant: dict[Posted, Meant] = field(default_factory=dict)
 
     def agent(self, name: str) -> Agent:
         assert name not in self.agents
@@ -210,22 +218,25 @@ class Cluster:
 
     # ----------------------------------------------------------------------------------------------------- the watch
 
-    def meant_by(self, posted: Posted) -> tuple[set[Request], set[Request]]:
-        """Whose blocks a transfer that is posted now writes, and whose it reads."""
+    def meant_by(self, posted: Posted) -> Meant:
+        """Whose blocks a transfer that is posted now writes, and whose it reads; and who has its slots."""
         sides = self._sides(posted)
         if sides is None:
-            return set(), set()
+            return Meant()
         (target, into), (source, out_of) = sides
         if posted.operation == "WRITE":
             said = decode(posted.notification)
             assert isinstance(said, Written)
-            targets, sources = {target.engine.attempts[said.attempt]}, self._holders(source, out_of)
-            assert sources, "a WRITE reads blocks that are not one request's"
+            targets = {target.engine.attempts[said.attempt]}
+            sources = self._holders(source, out_of) if source.copier is None else set()
+            assert sources or source.copier is not None, "a WRITE reads blocks that are not one request's"
         else:
+            assert target.copier is source.copier is None, "a READ of what is staged"
             # What a READ finds is prefill's business, until the word says that it was right.
             targets, sources = self._holders(target, into), set()
-        self._allow(target, into, targets)
-        return targets, sources
+        if target.copier is None:
+            self.allow(target, target.memory.blocks_at(into), targets)
+        return Meant(targets, sources, (_takings(target, into), _takings(source, out_of)))
 
     def watch(self, posted: Posted, count: int) -> None:
         """Bytes are about to be moved."""
@@ -233,16 +244,34 @@ class Cluster:
         if not count or sides is None:
             return
         (target, into), (source, out_of) = sides
-        targets, sources = self.wire.meant[posted]
-        self._allow(target, into[:count], targets)
+        targets, sources, takings = self.wire.meant[posted]
+        for worker, ranges, had in ((target, into, takings[0]), (source, out_of, takings[1])):
+            now = _takings(worker, ranges[:count])
+            assert now.items() <= had.items(), "bytes go into a slot of somebody else, or come from one"
+        if target.copier is None:
+            self.allow(target, target.memory.blocks_at(into[:count]), targets)
         if sources:
             assert sources & self._holders(source, out_of[:count]), "a WRITE reads blocks that were given away"
+
+    def allow(self, worker: Worker, blocks: set[int], requests: set[Request]) -> None:
+        """Bytes may go there: the blocks are those of a request that waits for them, or held for what may arrive."""
+        pool = worker.engine.pool
+        for block in blocks:
+            assert pool.holders[block], "bytes go into a block that is free"
+            assert set(pool.holders[block]) <= requests, "bytes go into a block of somebody else"
+            assert block not in pool.sum_of, "bytes go into a block that others may hit"
+            for request in pool.holders[block]:
+                is_held = block not in pool.tables.get(request.request_id, [])
+                assert is_held or request.status is Status.REMOTE, "bytes go into a block that is computed on"
 
     def _sides(self, posted: Posted) -> tuple[tuple[Worker, Ranges], tuple[Worker, Ranges]] | None:
         """Where bytes go and where from; None if they are not KV."""
         assert posted.local is not None and posted.remote is not None
         here, there = self._owners[posted.sender], self._owners[posted.receiver]
-        if not here.memory.begin <= int(posted.local[0, 0]) < here.memory.end:
+        first = int(posted.local[0, 0])
+        if here.copier is not None:
+            assert not here.memory.begin <= first < here.memory.end, "NIXL touches the cache of an engine that stages"
+        if not here.moved.begin <= first < here.moved.end:
             return None
         local, remote = (here, posted.local), (there, posted.remote)
         return (remote, local) if posted.operation == "WRITE" else (local, remote)
@@ -251,17 +280,6 @@ class Cluster:
         """Requests that have all of the blocks."""
         holders = worker.engine.pool.holders
         return set.intersection(*(set(holders[block]) for block in worker.memory.blocks_at(ranges)))
-
-    def _allow(self, worker: Worker, ranges: Ranges, requests: set[Request]) -> None:
-        """The blocks are those of a request that waits for them, or are held for what may arrive."""
-        pool = worker.engine.pool
-        for block in worker.memory.blocks_at(ranges):
-            assert pool.holders[block], "bytes go into a block that is free"
-            assert set(pool.holders[block]) <= requests, "bytes go into a block of somebody else"
-            assert block not in pool.sum_of, "bytes go into a block that others may hit"
-            for request in pool.holders[block]:
-                is_held = block not in pool.tables.get(request.request_id, [])
-                assert is_held or request.status is Status.REMOTE, "bytes go into a block that is computed on"
 
     # ------------------------------------------------------------------------------------------------- letting it run
 
@@ -276,6 +294,9 @@ class Cluster:
             self.wire.deliver_all()
             for question in list(self.questions):
                 self.answer(question)
+            for engine in self.running:
+                for worker in engine.workers:
+                    worker.copy()
             self.turn()
             for engine in self.running:
                 engine.step()
@@ -285,10 +306,7 @@ class Cluster:
 
     def _is_busy(self) -> bool:
         on_wire = any(not self.wire.vanished & {one.sender, one.receiver} for one in self.wire.pending)
-        engines = any(
-            engine.is_moving or any(worker.agent.inbox or worker.side.thread._inbox for worker in engine.workers)
-            for engine in self.running
-        )
+        engines = any(engine.is_moving or any(worker.is_busy for worker in engine.workers) for engine in self.running)
         return on_wire or engines or bool(self.questions)
 
     def pass_time(self, seconds: float, slice_seconds: float = 2.5) -> None:
@@ -303,6 +321,11 @@ class Cluster:
         """What is left on engines that run; nothing should be once all requests have ended and time has passed."""
         for engine in self.running:
             yield from (f"{engine.own.engine_id}: {found}" for found in left_on(engine))
+
+
+def _takings(worker: Worker, ranges: Ranges) -> dict[int, int]:
+    """Who has the slots; nothing where blocks are moved."""
+    return {} if worker.copier is None else worker.copier.slots.takings(worker.moved.blocks_at(ranges))
 
 
 def left_on(engine: Engine) -> Iterator[str]:
@@ -336,7 +359,8 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
     yield from _left("renewals", thread._renewals)
     yield from _left("side", side)
     yield from _left("posting", side.posting)
-    yield from _left("reported", thread._reported._outcome)
+    # What was moved is told with the next step, which may never come.
+    yield from _left("reported", thread._reported._outcome, "moved", "expired")
     if serving._writer.num_final or side.posting._all_bytes:
         yield f"posting counts {serving._writer.num_final} {side.posting._all_bytes}"
     if len(side.landings._free) != worker.engine.kind.landings:
@@ -345,6 +369,13 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
         yield "a word"
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"
+    if worker.copier is not None:
+        yield from _left("staging", worker.staging, "_waiting")
+        yield from (f"waiting for slots: {waiting}" for waiting in worker.staging._waiting.values() if waiting)
+        yield from _left("copier", worker.copier)
+        yield from _left("source", serving._writer.source)
+        if any(worker.copier.slots.taken) or any(map(worker.copier.slots.used, Use)):
+            yield f"slots: {[slot for slot, taken in enumerate(worker.copier.slots.taken) if taken]}"
     for link in side.peers._links.values():
         if link.waiting or link.is_asked:
             yield f"who waits for {link.address}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
+from flow_staging import slab_of
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
@@ -145,6 +146,7 @@ class Kind:
     Attributes:
         budget: tokens in a step.
         posting: what may be in flight.
+        slots: of its slab, and how many of them are kept for what moves; 0 for an engine that stages nothing.
         depth: steps that are scheduled before the output of the first of them is looked at.
         keeps_stale_output: a preempted request takes the token of a step that was under way (vLLM 0.19).
     """
@@ -159,6 +161,7 @@ class Kind:
     are_shared: bool = False
     newest_first: bool = False
     posting: Budget = Budget()
+    slots: tuple[int, int] = (0, 0)
 
 
 class Channel:
@@ -190,7 +193,9 @@ class Worker:
         self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{tp_rank}"
         self.agent = cluster.wire.agent(self.agent_name)
         self.words: Words = np.zeros((BUCKETS + engine.kind.landings, WORDS_PER_BUCKET), dtype=np.uint64)
-        planes = (self.memory.planes,)
+        self.staging, self.copier = slab_of(self, *engine.kind.slots) if engine.kind.slots[0] else (None, None)
+        self.moved = self.memory if self.copier is None else self.copier.slab
+        planes = (self.moved.planes,)
         place = Place(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, planes, shape.ratio, shape.is_latent)
         handshake = RankHandshake(
             engine_id=place.engine_id,
@@ -201,17 +206,41 @@ class Worker:
             memory=planes,
             kernel_blocks_per_block=shape.ratio,
             words_address=int(self.words.ctypes.data),
+            memory_type="DRAM",
+            is_staged=self.staging is not None,
         )
         tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", ((2, 8),)))
         self.envelope = Envelope(tag, msgspec.msgpack.encode(handshake))
         self.channel = Channel(cluster, engine)
         self.side: EngineSide = assemble(
-            self.agent, cluster.clock, place, self.words, engine.settings, tag, self.channel, self.device.record
+            self.agent,
+            cluster.clock,
+            place,
+            self.words,
+            engine.settings,
+            tag,
+            self.channel,
+            self.device.record,
+            self.staging,
         )
         self.side.thread._side.posting._budget = engine.kind.posting
 
     def turn(self) -> float:
         return self.side.thread.turn()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something has come, or ended, that it has not looked at."""
+        return bool(
+            self.agent.inbox
+            or self.side.thread._inbox
+            or (self.copier is not None and (self.copier.asked or self.copier.ended))
+        )
+
+    def copy(self) -> None:
+        """Do all copies that are asked for."""
+        while self.copier is not None and self.copier.asked:
+            self.copier.run()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster
-from flow_engine import Engine, Kind, Request, Status
+from flow_engine import Engine, Kind, Request, Status, Worker
 from flow_memory import Shape
 
 from kvcached_nixl.scheduler import fetching
@@ -96,6 +96,8 @@ class Schedule:
     def __init__(self, seed: int, *, calm: bool | None = None) -> None:
         self.dice = dice = random.Random(seed)
         self.calm = seed % 4 == 0 if calm is None else calm
+        # In these some engines stage.
+        self.stages = seed % 3 == 2
         self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]))
         shapes = dice.choice(SHAPES)
         self.prefills = [self._start(f"p{number}", shapes[0]) for number in range(dice.choice([1, 1, 1, 2]))]
@@ -114,6 +116,7 @@ class Schedule:
             *[self._rush] * 2,
             *[self._task] * 2,
             *[self._route] * 3,
+            *[self._copy] * 3,
             self._device,
             self._local,
             self._preempt,
@@ -137,8 +140,16 @@ class Schedule:
             are_shared=dice.random() < 0.1,
             newest_first=dice.random() < 0.6,
             posting=Budget(descriptors=dice.choice([1, 2, 1024]), peer_transfers=dice.choice([1, 2, 16])),
+            slots=self._slots(),
         )
         return self.cluster.engine(name, kind)
+
+    def _slots(self) -> tuple[int, int]:
+        """Most engines that stage do so through fewer slots than a request has blocks."""
+        if not self.stages or self.dice.random() < 0.3:
+            return 0, 0
+        kept = self.dice.choice([4, 4, 8])
+        return (4 * kept if self.dice.random() < 0.7 else 100), kept
 
     def run(self, num_events: int | None = None) -> None:
         """All of it; raises AssertionError where something is not as it must be."""
@@ -186,6 +197,8 @@ class Schedule:
                 cluster.wire.deliver(posted)
         for question in list(cluster.questions):
             cluster.answer(question)
+        for worker in self._workers():
+            worker.copy()
         cluster.turn()
         for engine in cluster.running:
             engine.step()
@@ -208,9 +221,21 @@ class Schedule:
             cluster.turn()
 
     def _turn(self) -> None:
-        workers = [worker for engine in self.cluster.running for worker in engine.workers]
+        workers = self._workers()
         for worker in self.dice.sample(workers, min(len(workers), 2)):
             worker.turn()
+
+    def _workers(self) -> list[Worker]:
+        return [worker for engine in self.cluster.running for worker in engine.workers]
+
+    def _copy(self) -> None:
+        """One rank's oldest copy is made, or fails."""
+        copiers = [worker.copier for worker in self._workers() if worker.copier is not None and worker.copier.asked]
+        if copiers:
+            copier = self.dice.choice(copiers)
+            copier.fails = not self.calm and self.dice.random() < 0.05
+            copier.run()
+            copier.fails = 0
 
     def _step(self) -> None:
         running = self.cluster.running
@@ -220,8 +245,7 @@ class Schedule:
 
     def _device(self) -> None:
         """One rank's device does its next step."""
-        workers = [worker for engine in self.cluster.running for worker in engine.workers]
-        waiting = [worker for worker in workers if worker.device.done < worker.device.given]
+        waiting = [worker for worker in self._workers() if worker.device.done < worker.device.given]
         if waiting:
             device = self.dice.choice(waiting).device
             device.run(device.done + 1)

@@ -27,6 +27,7 @@ from kvcached_nixl.worker.handover.pairing import GRACE_SECONDS
 from kvcached_nixl.worker.handover.peers import HANDSHAKE_TRIES, REFUSED_SECONDS
 from kvcached_nixl.worker.handover.posting import Budget
 from kvcached_nixl.worker.handover.receiving import GONE_SECONDS, REPEAT_SECONDS
+from kvcached_nixl.worker.staging.slots import Use
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 BYTES_PER_TOKEN = 2 * 2 * 8
@@ -864,7 +865,7 @@ def test_another_layout_is_refused_in_words(pair: Pair) -> None:
     upstream = pair.ask_prefill()
     pair.settle()
     for rank, (_, metadata) in list(pair.prefill.answers.items()):
-        pair.prefill.answers[rank] = ("kvcached_nixl/4 another", metadata)
+        pair.prefill.answers[rank] = ("kvcached_nixl/5 another", metadata)
     found = pair.ask_decode(upstream.answer)
     pair.settle()
     assert found.status is Status.STOPPED and pair.causes() == {"refused": 1}
@@ -1191,7 +1192,7 @@ def test_rubbish_costs_nothing(pair: Pair) -> None:
     pair.acquaint()
     agent = pair.cluster.engine("s").workers[0].agent
     agent.add_peer(pair.prefill.workers[0].agent.metadata())
-    for notification in (b"", b"KVNX4:", b"KVNX4:" + b"\x91" * 2000, b"HB:\xff", b"req:1", b"\xff" * 100):
+    for notification in (b"", b"KVNX5:", b"KVNX5:" + b"\x91" * 2000, b"HB:\xff", b"req:1", b"\xff" * 100):
         agent.send(pair.prefill.workers[0].agent_name, notification)
     with Defects() as defects:
         pair.settle()
@@ -1396,3 +1397,112 @@ def test_what_is_counted_is_told_though_nothing_is_computed(pair: Pair) -> None:
     assert pair.decode.quarantined == 5
     pair.pass_time(1)
     assert pair.decode.quarantined == 0 and not pair.decode.has_requests
+
+
+# ----------------------------------------------------------------------------------------------------------- a slab
+
+SLOTS = (16, 4)
+"""Of which 8 may hold what nobody has asked for yet."""
+LONG = tuple(range(100, 160))
+"""15 blocks."""
+
+
+@pytest.mark.parametrize("sides", [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)], ids=["P", "D", "both"])
+@pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=["fits", "larger than the slab"])
+def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], prompt: tuple[int, ...]) -> None:
+    """Whoever of the two stages; and a request that no slab could hold goes through range by range."""
+    pair = Pair(pair.cluster.settings.transfer_mode, *(kind(slots=slots) for slots in sides))
+    found = pair.hand_over(prompt)
+    assert is_right(found, len(prompt))
+    assert pair.causes() == {}
+    pair.nothing_is_left()
+
+
+def test_blocks_are_free_when_they_are_copied(pair: Pair) -> None:
+    """Long before decode comes; the lease then keeps slots."""
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(slots=SLOTS, caches_prefixes=False))
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pool, slots = pair.prefill.pool, pair.prefill.workers[0].staging.slots
+    assert len(pool.free) == pool.shape.num_blocks - 1 and slots.used(Use.PARKED) == 5
+    pair.ask_prefill((1, 2, 3, 4))
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found)
+    pair.pass_time(LEASE_SECONDS + 1)
+    assert not slots.used(Use.PARKED), "nobody came for the other one"
+    pair.nothing_is_left()
+
+
+def test_blocks_are_not_free_while_they_are_copied() -> None:
+    pull = Pair(PULL, kind(slots=SLOTS))
+    upstream = pull.ask_prefill()
+    for _ in range(12):
+        pull.round()
+    copier = pull.prefill.workers[0].copier
+    assert upstream.status.is_finished and len(copier.asked) == 1
+    assert any(pull.prefill.pool.holders), "its copy has not begun"
+    copier.run()
+    pull.settle()
+    assert not any(pull.prefill.pool.holders)
+    pull.pass_time(LEASE_SECONDS + 1)
+    pull.nothing_is_left()
+
+
+def test_a_full_slab_makes_requests_wait_and_fail_none(pair: Pair) -> None:
+    pair = Pair(
+        pair.cluster.settings.transfer_mode,
+        kind(slots=SLOTS, caches_prefixes=False, num_blocks=100),
+        kind(slots=SLOTS, caches_prefixes=False, num_blocks=100),
+    )
+    prompts = [tuple(range(begin, begin + 22)) for begin in range(0, 200, 25)]
+    upstreams = [pair.ask_prefill(prompt, name=f"cmpl-{at}-0") for at, prompt in enumerate(prompts)]
+    pair.settle()
+    found = [
+        pair.ask_decode(upstream.answer, prompt, name=f"cmpl-{at}-0")
+        for at, (upstream, prompt) in enumerate(zip(upstreams, prompts, strict=True))
+    ]
+    pair.settle()
+    assert all(is_right(one, 22) for one in found)
+    assert pair.causes() == {}
+    pair.nothing_is_left()
+
+
+def test_two_engines_whose_slabs_are_full_serve_each_other(pair: Pair) -> None:
+    """What nobody has asked for yet never takes the last slots: each would wait for the other's until a lease ends."""
+    mode = pair.cluster.settings.transfer_mode
+    pair = Pair(mode, *(kind(slots=SLOTS, caches_prefixes=False, num_blocks=100) for _ in range(2)))
+    engines = pair.prefill, pair.decode
+    prompts = [tuple(range(begin, begin + 16)) for begin in range(0, 80, 16)]
+    upstreams = {
+        (engine, at): pair.ask_prefill(prompt, name=f"cmpl-{engine.own.engine_id}{at}-0", engine=engine)
+        for engine in engines
+        for at, prompt in enumerate(prompts)
+    }
+    pair.settle()
+    found = [
+        pair.ask_decode(
+            upstream.answer,
+            prompts[at],
+            name=f"cmpl-{engine.own.engine_id}{at}-0",
+            engine=engines[engine is pair.prefill],
+        )
+        for (engine, at), upstream in upstreams.items()
+    ]
+    pair.settle()
+    assert all(is_right(one, 16) for one in found)
+    pair.nothing_is_left()
+
+
+def test_a_copy_that_fails_costs_its_request(pair: Pair) -> None:
+    """What prefill could not copy is copied again for whoever asks; what decode could not is computed."""
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(slots=SLOTS), kind(slots=SLOTS))
+    pair.acquaint()
+    pair.prefill.workers[0].copier.fails = 1
+    assert pair.hand_over().num_external == len(PROMPT)
+    pair.decode.workers[0].copier.fails = 1
+    found = pair.hand_over(tuple(range(60, 80)))
+    assert is_right(found, 0)
+    assert pair.causes() == {"defect": 1}
+    pair.nothing_is_left()

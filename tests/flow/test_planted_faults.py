@@ -20,7 +20,7 @@ from flow_schedule import Schedule
 
 from kvcached_nixl.settings import TransferMode
 
-SEEDS = 200
+SEEDS = 300
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 
 
@@ -121,6 +121,16 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         ),
         faults.a_renewal_outlives_its_request: schedules,
         faults.a_sleeping_engine_is_not_woken: schedules,
+        # A slab.
+        faults.blocks_are_free_while_they_are_copied: schedules,
+        faults.what_is_copied_is_told_before: schedules,
+        faults.a_copy_that_failed_counts: schedules,
+        faults.slots_are_free_while_they_are_written_from: schedules,
+        faults.slots_are_free_while_they_may_be_written: schedules,
+        faults.slots_are_copied_when_one_rank_has_written: schedules,
+        faults.slots_are_never_free_again: schedules,
+        faults.who_waits_for_slots_is_forgotten: schedules,
+        faults.no_slot_is_kept_for_what_moves: case(cases.test_two_engines_whose_slabs_are_full_serve_each_other, PULL),
     }
 )
 

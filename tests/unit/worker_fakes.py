@@ -30,7 +30,7 @@ from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
 CELL_BYTES = 8
-TAG = "kvcached_nixl/4 pull [test]"
+TAG = "kvcached_nixl/5 pull [test]"
 START, OTHER_START = "00000000000000aa", "00000000000000bb"
 DIGEST, OTHER_DIGEST = "0" * 32, "1" * 32
 TOKENS = 10
@@ -117,6 +117,8 @@ class Remote:
             memory=(self.memory.planes,),
             kernel_blocks_per_block=self.kernel_blocks_per_block,
             words_address=int(self.words.ctypes.data),
+            memory_type="DRAM",
+            is_staged=False,
         )
         return msgspec.structs.replace(rank, **changed)
 
@@ -179,7 +181,7 @@ class Local:
         self.landing_words = np.zeros((landings, WORDS_PER_BUCKET), dtype=np.uint64)
         own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
         self.side = Side(
-            place, self.transport, self.peers, self.posting, Routes(place), Landings(self.landing_words), own
+            place, self.transport, self.peers, self.posting, Routes(place), Landings(self.landing_words), own=own
         )
 
     def _wake(self) -> None:
@@ -257,6 +259,9 @@ def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -
         first_token=0,
         end_token=TOKENS,
         block_size=BLOCK_SIZE,
-        block_ids=((17, 13, 19),),
+        groups=(BlockRange(0, (17, 13, 19)),),
     )
+    if "block_ids" in changed:
+        first_token = changed.get("first_token", 0)
+        changed["groups"] = tuple(BlockRange(first_token, group) for group in changed.pop("block_ids"))
     return msgspec.structs.replace(made, **changed)

@@ -28,7 +28,9 @@ from kvcached_nixl.wire.step import Wanted
 from kvcached_nixl.worker.handover.local import Place, Routes
 from kvcached_nixl.worker.handover.peers import Peers
 from kvcached_nixl.worker.handover.posting import Posting
+from kvcached_nixl.worker.handover.rooms import Rooms
 from kvcached_nixl.worker.handover.verification import Landings
+from kvcached_nixl.worker.staging.staging import Staging
 
 __all__ = ["Attempt", "Share", "Side"]
 
@@ -41,6 +43,7 @@ class Side:
 
     Attributes:
         own: this rank's address, which a registration names; None until the first step has told it.
+        staging: what KV passes through; None where NIXL touches the KV cache itself.
         waiting_for_landing: shares that look at their word when a landing is free.
     """
 
@@ -50,6 +53,7 @@ class Side:
     posting: Posting
     routes: Routes
     landings: Landings
+    staging: Staging | None = None
     own: Peer | None = None
     waiting_for_landing: list[Callable[[], None]] = field(default_factory=list)
 
@@ -92,12 +96,14 @@ class Attempt:
 
     Attributes:
         failed: why; None as long as it has not.
+        rooms: slots that its KV comes in; None as long as nobody was told of any.
     """
 
     def __init__(self, wanted: Wanted, shares: Sequence[Share], changed: Callable[[Attempt], None]) -> None:
         self.wanted = wanted
         self.shares = list(shares)
         self.failed: HandOverFailed | None = None
+        self.rooms: Rooms | None = None
         self._changed = changed
 
     @property

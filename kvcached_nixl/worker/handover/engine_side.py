@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Offered, Step, failed_mark, over_id, quiet_id
 from kvcached_nixl.worker.handover.commands import (
@@ -75,6 +75,7 @@ class EngineSide:
     Args:
         thread: the transfer thread, started.
         words: of what prefill keeps, for decode to read.
+        is_read: whether decode reads prefill's blocks, and so needs their words.
         record_event: called when steps have been given to the device; what it returns tells whether the device has done
             them, on any thread.
     """
@@ -84,13 +85,14 @@ class EngineSide:
         thread: TransferThread,
         place: Place,
         words: WordTable,
-        mode: TransferMode,
         record_event: Callable[[], IsReached],
+        *,
+        is_read: bool,
     ) -> None:
         self.thread = thread
         self.words = words
         self._place = place
-        self._mode = mode
+        self._is_read = is_read
         self._record_event = record_event
         self._step: Step | None = None
         self._is_known = False
@@ -140,7 +142,7 @@ class EngineSide:
             return
         is_reached = self._record_event()
         for one in computed:
-            if one.manifest is not None and self._mode is TransferMode.PULL:
+            if one.manifest is not None and self._is_read:
                 # Here and not on the transfer thread: decode may come as soon as prefill has answered.
                 self._publish(one.request_id, one.manifest.word)
             self.thread.submit(self._offer(one, is_reached))

@@ -62,4 +62,5 @@ class Meeting:
         misfit = self.fits(rank)
         if misfit:
             raise HandOverFailed(Cause.REFUSED, f"{where} does not fit: {misfit}")
-        return Known(self.transport.add_peer(rank.agent_metadata, rank.device_id), answer.start, rank)
+        agent = self.transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
+        return Known(agent, answer.start, rank)

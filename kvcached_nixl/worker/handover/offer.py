@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Registration
+from kvcached_nixl.wire.messages import Registration, Room
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.posting import Job
 
@@ -41,6 +41,7 @@ class Writing:
         offer: what is written; None until prefill has it.
         next_token: the first one that no WRITE was made for yet.
         next_index: number of the next WRITE.
+        room: where decode has room now, if it gives room range by range; ``asked``: the tokens for which it was asked.
         jobs: WRITEs that are queued or in flight, and whether they are the last ones.
     """
 
@@ -51,6 +52,8 @@ class Writing:
     offer: Offer | None = None
     next_token: int = 0
     next_index: int = 0
+    room: Room | None = None
+    asked: tuple[int, int] = (-1, -1)
     jobs: dict[Job, bool] = field(default_factory=dict)
     stopping: tuple[Cause, str] | None = None
     is_over: bool = False
@@ -74,6 +77,7 @@ class Offer:
         block_ids: kernel blocks per group, from the prompt's first token on; ``ready_tokens`` of them are computed.
         manifest: when all of the prompt is.
         finished: prefill computes no more of it.
+        is_over: it is offered to nobody any more.
         is_kept: vLLM keeps its blocks until it is told that nobody needs them.
         settled: ranks of decode that need nothing more of it, of ``awaited`` once that is known.
         draining: it was preempted, and the blocks of these holds may still be read.
@@ -88,6 +92,7 @@ class Offer:
     ready_tokens: int = 0
     manifest: Manifest | None = None
     finished: bool = False
+    is_over: bool = False
     stopped: str = ""
     is_kept: bool = True
     settled: set[int] = field(default_factory=set)

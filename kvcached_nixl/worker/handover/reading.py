@@ -17,15 +17,27 @@ __all__ = ["ReadShare"]
 
 
 class ReadShare:
-    """This rank reads what one rank of prefill keeps, and then the word that says that it was kept meanwhile."""
+    """This rank reads what one rank of prefill keeps, and then the word that says that it was kept meanwhile.
 
-    def __init__(self, side: Side, attempt: Callable[[], Attempt], address: Peer, manifest: Manifest) -> None:
+    Args:
+        instead: called where prefill stages: there is nothing to read, and this share is put out of its attempt.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        attempt: Callable[[], Attempt],
+        address: Peer,
+        manifest: Manifest,
+        instead: Callable[[Attempt, ReadShare], None],
+    ) -> None:
         self._side = side
         self._attempt = attempt
         self.address = address
         self.agent: str | None = None
         self.is_quiet = False
         self._manifest = manifest
+        self._instead = instead
         self._known: Known | None = None
         self._job: Job | None = None
         self._landing: int | None = None
@@ -43,6 +55,9 @@ class ReadShare:
 
     def _connected(self, known: Known) -> None:
         if self._is_stopping:
+            return
+        if known.rank.is_staged:
+            self._instead(self._attempt(), self)
             return
         self._known = known
         side, wanted, manifest, ratio = (

@@ -13,7 +13,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.messages import Peer, Release, Stopped, Written, encode
+from kvcached_nixl.wire.messages import Peer, Ready, Release, Stopped, Written, encode
 from kvcached_nixl.wire.step import Released, Wanted
 from kvcached_nixl.worker.handover.attempt import Attempt, Share, Side
 from kvcached_nixl.worker.handover.local import contributors, peers_of
@@ -76,10 +76,10 @@ class Receiving:
                 wanted.prefill, tp_rank=place.tp_rank, tp_size=place.tp_size, is_latent=place.is_latent
             )
             for address in peers_of(wanted.prefill, writers):
-                if self._mode is TransferMode.PUSH:
+                if self._mode is TransferMode.PUSH or (wanted.manifest is not None and self._side.staging is not None):
                     shares.append(WriteShare(self._side, attempt, address))
                 elif wanted.manifest is not None:
-                    shares.append(ReadShare(self._side, attempt, address, wanted.manifest))
+                    shares.append(ReadShare(self._side, attempt, address, wanted.manifest, self._be_written))
         except ValueError as cause:
             refused, others = HandOverFailed(Cause.REFUSED, str(cause)), ()
         found.append(Attempt(wanted, shares, self._changed))
@@ -96,9 +96,8 @@ class Receiving:
             return
         for share in attempt.shares:
             if isinstance(share, WriteShare):
-                self._writers[share.address][number] = None
-                self._probed.setdefault(share.address, self._clock.now_seconds() + REPEAT_SECONDS)
-        for share in attempt.shares:
+                self._expect(share, number)
+        for share in list(attempt.shares):
             # One that cannot be told ends the attempt at once.
             if attempt.failed is None:
                 share.begin()
@@ -122,7 +121,7 @@ class Receiving:
         if attempt is not None:
             attempt.fail(cause)
 
-    def handle(self, agent: str, message: Written | Stopped) -> None:
+    def handle(self, agent: str, message: Ready | Written | Stopped) -> None:
         """Take in what a contributor says. What fits no attempt, or comes from somebody else, is dropped."""
         attempt = self._attempts.get(message.attempt)
         if attempt is None:
@@ -181,6 +180,18 @@ class Receiving:
                 self._side.peers.probe(address)
         due = (self._asked_again.first_seconds, self._probed.first_seconds, self._ended_at.first_seconds)
         return min((one for one in due if one is not None), default=None)
+
+    def _expect(self, share: WriteShare, number: int) -> None:
+        """From now on a rank of prefill may write, and is asked now and then whether it lives."""
+        self._writers[share.address][number] = None
+        self._probed.setdefault(share.address, self._clock.now_seconds() + REPEAT_SECONDS)
+
+    def _be_written(self, attempt: Attempt, share: ReadShare) -> None:
+        """What prefill stages cannot be read whenever decode likes: it writes it."""
+        other = WriteShare(self._side, lambda: attempt, share.address)
+        attempt.shares[attempt.shares.index(share)] = other
+        self._expect(other, attempt.number)
+        other.begin()
 
     def _release(self, wanted: Wanted, others: tuple[int, ...]) -> None:
         """Ranks of prefill whose bytes another one has, too, are told that they need not wait."""

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Peer, Registration, Stopped, Withdrawal, Written, encode
+from kvcached_nixl.wire.manifest import BlockRange, Manifest
+from kvcached_nixl.wire.messages import Peer, Ready, Registration, Room, Stopped, Withdrawal, Written, encode
 from kvcached_nixl.worker.handover.attempt import Attempt, Side
 from kvcached_nixl.worker.handover.local import kernel_blocks
 from kvcached_nixl.worker.handover.meeting import Known
+from kvcached_nixl.worker.handover.rooms import Rooms
+from kvcached_nixl.worker.staging.staging import Held
 
 __all__ = ["WriteShare"]
 
@@ -35,6 +37,10 @@ class WriteShare:
         self._last: int | None = None
         self._is_stopping = False
         self._is_begun_again = False
+        self._rooms: Rooms | None = None
+        self._ends: dict[int, int] = {}
+        self._following = 0
+        self._has_stopped = False
 
     def begin(self) -> None:
         manifest = self._attempt().wanted.manifest
@@ -52,13 +58,18 @@ class WriteShare:
     def gone(self) -> None:
         """Whoever was told of the blocks is gone for good."""
         if not self.is_quiet:
-            self.is_quiet = True
+            self._end()
             self._fail(HandOverFailed(Cause.LOST, f"rank {self.address.tp_rank} of prefill is gone"))
 
-    def take(self, message: Written | Stopped) -> None:
+    def take(self, message: Ready | Written | Stopped) -> None:
         """What the rank says of this attempt."""
+        if isinstance(message, Ready):
+            if self._rooms is not None and not self._is_stopping:
+                end_token = min(message.end_token, self._attempt().wanted.end_token)
+                self._rooms.ready(self.address.tp_rank, message.first_token, end_token)
+            return
         if isinstance(message, Stopped):
-            self.is_quiet = True
+            self._end()
             cause = Cause(message.cause) if message.cause in set(Cause) else Cause.STOPPED
             words = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
             self._fail(HandOverFailed(cause, words))
@@ -70,14 +81,52 @@ class WriteShare:
             self._fail(HandOverFailed(Cause.PROTOCOL, f"rank {self.address.tp_rank} of prefill numbers WRITEs wrongly"))
             return
         self._arrived.add(message.index)
+        if message.end_token:
+            self._ends[message.index] = message.end_token
         if message.manifest is not None:
             self._last = message.index
             misfit = self._misfit(message.manifest)
             if misfit is not None:
                 self._fail(misfit)
+        while self._following in self._arrived:
+            end_token = self._ends.pop(self._following, 0)
+            self._following += 1
+            if end_token and self._rooms is not None and not self._is_stopping:
+                self._rooms.written(self.address.tp_rank, end_token)
+        self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
+        """Quiet: everything has been written, and nothing is copied any more."""
+        if self.is_quiet or (
+            self._rooms is not None and not self._has_stopped and not self._is_stopping and not self._rooms.is_filled
+        ):
+            return
         if self._last is not None and len(self._arrived) == self._last + 1:
-            self.is_quiet = True
+            self._end()
             self._attempt().settle()
+
+    def _end(self) -> None:
+        """Nobody writes any more."""
+        self._has_stopped = True
+        if self._rooms is not None:
+            self._rooms.close(self.address.tp_rank)
+        self.is_quiet = self._rooms is None or not self._rooms.is_copying
+
+    def _copied(self, failed: str) -> None:
+        """A range is where it belongs, or could not be copied there."""
+        if self._has_stopped:
+            self._end()
+            self._attempt().settle()
+        elif failed:
+            self._fail(HandOverFailed(Cause.DEFECT, failed))
+        else:
+            self._end_if_complete()
+
+    def _give_room(self, held: Held) -> None:
+        attempt, side = self._attempt(), self._side
+        if side.own is not None:
+            room = Room(attempt.number, side.own, held.first_token, held.end_token, held.groups)
+            side.peers.send(self.address, encode(room), only=self.agent)
 
     def _misfit(self, made: Manifest) -> HandOverFailed | None:
         """Why what was written is not what was wanted."""
@@ -95,6 +144,17 @@ class WriteShare:
         if self._is_stopping or side.own is None:
             return
         self._known, wanted, ratio = known, attempt.wanted, side.place.kernel_blocks_per_block
+        groups = tuple(
+            BlockRange(group.first_token, tuple(kernel_blocks(group.block_ids, ratio))) for group in wanted.groups
+        )
+        staging = side.staging
+        if staging is not None:
+            step = max(side.place.kernel_block_size, known.rank.memory[0].block_size)
+            if attempt.rooms is None:
+                attempt.rooms = Rooms(staging, groups, wanted.end_token, step, len(attempt.shares))
+            self._rooms = attempt.rooms
+            self._rooms.join(self.address.tp_rank, self._give_room, self._copied)
+            groups = tuple(BlockRange(group.first_token, ()) for group in groups)
         registration = Registration(
             attempt=wanted.attempt,
             decode_request_id=wanted.request_id,
@@ -105,7 +165,8 @@ class WriteShare:
             first_token=wanted.first_token,
             end_token=wanted.end_token,
             block_size=side.place.kernel_block_size,
-            block_ids=tuple(tuple(kernel_blocks(group.block_ids, ratio)) for group in wanted.groups),
+            groups=groups,
+            by_rooms=staging is not None,
         )
         try:
             side.transport.send(known.agent, encode(registration))

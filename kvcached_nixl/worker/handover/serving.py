@@ -19,11 +19,12 @@ from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Registration, Release, Withdrawal
+from kvcached_nixl.wire.messages import Registration, Release, Room, Withdrawal
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.lease import Leases
 from kvcached_nixl.worker.handover.offer import Memory, Offer, Writing, WritingKey
 from kvcached_nixl.worker.handover.pairing import Pairing
+from kvcached_nixl.worker.handover.source import Staged
 from kvcached_nixl.worker.handover.verification import WordTable
 from kvcached_nixl.worker.handover.writing import Writer
 
@@ -72,6 +73,10 @@ class Serving:
         self._leases = Leases(clock, lease_seconds=lease_seconds)
         self.dropped: Counter[str] = Counter()
         self._writer = Writer(side, self._ended, self._written)
+        if side.staging is not None:
+            self._writer.source = Staged(
+                side.staging, self._writer.advance, self._settle, self._not_copied, is_early=is_writing
+            )
 
     def __len__(self) -> int:
         """Offers and registrations that are not over."""
@@ -113,6 +118,7 @@ class Serving:
                 if writing.next_token > ready_tokens:
                     self._writer.stop(writing, Cause.STOPPED, "prefill computes some of its tokens anew")
         offer.block_ids, offer.ready_tokens, offer.manifest = block_ids, ready_tokens, manifest
+        self._writer.source.told(offer)
         for writing in list(offer.writings.values()):
             self._writer.advance(writing)
 
@@ -123,6 +129,7 @@ class Serving:
             self._done(request_id)
             return
         offer.finished = True
+        self._writer.source.told(offer)
         self._leases.grant(request_id)
         for writing in list(offer.writings.values()):
             self._writer.advance(writing)
@@ -145,7 +152,7 @@ class Serving:
             if is_kept:
                 self._done(request_id)
             return
-        offer.finished, offer.is_kept = True, is_kept
+        offer.finished, offer.is_kept = True, offer.is_kept and is_kept
         self._let_down(offer, Cause.STOPPED, reason)
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
@@ -163,10 +170,14 @@ class Serving:
 
     # ------------------------------------------------------------------------------------------------- what decode says
 
-    def handle(self, agent: str, message: Registration | Withdrawal | Release) -> None:
+    def handle(self, agent: str, message: Registration | Room | Withdrawal | Release) -> None:
         """Take in what a rank of decode says; ``agent`` is its own."""
         if isinstance(message, Registration):
             self._register(agent, message)
+        elif isinstance(message, Room):
+            writing = self._writings.get((agent, message.attempt))
+            if writing is not None:
+                self._writer.give_room(writing, message)
         elif isinstance(message, Withdrawal):
             self._withdraw(agent, message)
         else:
@@ -216,7 +227,7 @@ class Serving:
         if key in self._writings or key in self._over:
             self.dropped["doubled or late registration"] += 1
             return
-        writing = self._writings[key] = Writing(agent, registration, next_token=registration.first_token)
+        writing = self._writings[key] = Writing(agent, registration, next_token=registration.begin_token)
         self._of_agent.setdefault(agent, {})[key] = writing
         # Whoever waits for prefill hears first that it does not come.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
@@ -228,6 +239,9 @@ class Serving:
                 self._writer.stop(writing, Cause.DIGEST, "prefill computed another prompt")
             else:
                 self._pairing.join(writing, offer)
+        elif not self._is_writing:
+            # Before a request has ended its blocks may be another's at any time.
+            self._writer.stop(writing, Cause.PROTOCOL, "a pull names the request that prefill has ended")
         else:
             offer = self._pairing.wanted_by(registration)
             if offer is not None:
@@ -282,12 +296,21 @@ class Serving:
 
     def _settle(self, offer: Offer) -> None:
         """Let go of an offer that nobody waits for and nothing reads."""
-        if offer.draining and not offer.is_read:
+        is_copying = self._writer.source.is_copying(offer)
+        if offer.draining and not (is_copying or (offer.is_read and self._side.staging is None)):
             for hold in offer.draining:
                 self._quiet(hold)
             offer.draining = []
+        if offer.finished and offer.is_kept and self._writer.source.is_free_of_blocks(offer):
+            offer.is_kept, offer.block_ids = False, ()
+            self._done(offer.request_id)
         # The end of its last registration may have settled it already.
-        if not offer.finished or offer.writings or self._pairing.offers.get(offer.request_id) is not offer:
+        if (
+            not offer.finished
+            or is_copying
+            or offer.writings
+            or self._pairing.offers.get(offer.request_id) is not offer
+        ):
             return
         if not (offer.is_satisfied or offer.stopped):
             if offer.request_id in self._leases:
@@ -297,8 +320,13 @@ class Serving:
         self._words.remove(offer.request_id)
         self._leases.pop(offer.request_id, None)
         self._pairing.remove(offer)
+        offer.is_over = True
+        self._writer.source.gone(offer)
         if offer.is_kept:
             self._done(offer.request_id)
+
+    def _not_copied(self, writing: Writing, failed: str) -> None:
+        self._writer.stop(writing, Cause.DEFECT, failed)
 
     def _let_down(self, offer: Offer, cause: Cause, reason: str) -> None:
         self._words.remove(offer.request_id)

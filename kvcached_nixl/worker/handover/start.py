@@ -15,7 +15,7 @@ from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Transport
-from kvcached_nixl.wire.handshake import RankHandshake, Tag
+from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.commands import IsReached, Known
 from kvcached_nixl.worker.handover.engine_side import EngineSide
@@ -30,6 +30,7 @@ from kvcached_nixl.worker.handover.thread import TransferThread
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Landings, Words, WordTable
 from kvcached_nixl.worker.layout import Layout
 from kvcached_nixl.worker.planes import planes_of
+from kvcached_nixl.worker.staging.staging import Staging
 
 __all__ = ["Channel", "StockWorker", "assemble", "record_event", "start"]
 
@@ -50,7 +51,7 @@ class StockWorker(Protocol):
     @property
     def backends(self) -> list[str]: ...
     @property
-    def memory_type(self) -> str: ...
+    def memory_type(self) -> MemoryType: ...
     @property
     def device_id(self) -> int: ...
     @property
@@ -102,6 +103,8 @@ def start(worker: StockWorker, layout: Layout, settings: Settings, channel: Chan
         tp_rank=place.tp_rank,
         agent_metadata=transport.metadata(),
         device_id=worker.device_id,
+        memory_type=worker.memory_type,
+        is_staged=False,
         memory=memory,
         kernel_blocks_per_block=place.kernel_blocks_per_block,
         words_address=int(words.ctypes.data),
@@ -122,10 +125,12 @@ def assemble(
     compatibility: str,
     channel: Channel,
     record: Callable[[], IsReached],
+    staging: Staging | None = None,
 ) -> EngineSide:
     """All parts of one worker, its thread not started.
 
     Args:
+        place: its memory is the slab's where KV is staged.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
     thread: list[TransferThread] = []
@@ -138,7 +143,7 @@ def assemble(
         lambda: thread[0].wake() if thread else None,
     )
     posting = Posting(transport, clock, peers.lost, reported.moved, connection=peers.connection)
-    side = Side(place, transport, peers, posting, Routes(place), Landings(words[BUCKETS:]))
+    side = Side(place, transport, peers, posting, Routes(place), Landings(words[BUCKETS:]), staging)
     receiving = Receiving(side, clock, settings.transfer_mode, reported.failed, reported.over)
     table = WordTable(words[:BUCKETS])
     serving = Serving(
@@ -168,7 +173,9 @@ def assemble(
     peers.gone, peers.unreachable = gone, unreachable
     peers.is_used = lambda agent: serving.is_writing_to(agent) or receiving.is_waiting_for(agent)
     thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, channel.close))
-    return EngineSide(thread[0], place, table, settings.transfer_mode, record)
+    # What is staged is not there to be read: its blocks are given back as soon as they are copied.
+    is_read = settings.transfer_mode is TransferMode.PULL and staging is None
+    return EngineSide(thread[0], place, table, record, is_read=is_read)
 
 
 def record_event(device: torch.device) -> IsReached:

@@ -30,7 +30,7 @@ from kvcached_nixl.transport.base import Transport, TransportError
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.lease import beats, is_beat, read_beat
-from kvcached_nixl.wire.messages import Registration, Stopped, Written, decode
+from kvcached_nixl.wire.messages import Ready, Registration, Room, Stopped, Written, decode
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.commands import (
     Begin,
@@ -180,6 +180,8 @@ class TransferThread:
         self._take_reached()
         self._hear()
         self._side.peers.turn()
+        if self._side.staging is not None:
+            self._side.staging.turn()
         self._side.posting.turn()
         deadlines = [self._serving.turn(), self._receiving.turn(), self._renew()]
         if self._reported.take_news() and self._known is not None:
@@ -269,15 +271,15 @@ class TransferThread:
             self._malformed += 1
             return
         try:
-            if isinstance(message, (Written, Stopped)):
+            if isinstance(message, (Ready, Written, Stopped)):
                 self._receiving.handle(agent, message)
             else:
                 self._serving.handle(agent, message)
         except Exception as defect:
             words = f"{type(defect).__name__}: {defect}"
-            if isinstance(message, (Written, Stopped)):
+            if isinstance(message, (Ready, Written, Stopped)):
                 self._receiving.fail(message.attempt, HandOverFailed(Cause.DEFECT, words))
-            elif isinstance(message, Registration):
+            elif isinstance(message, (Registration, Room)):
                 self._serving.fail((agent, message.attempt), words)
             raise
 

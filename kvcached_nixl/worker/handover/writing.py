@@ -14,12 +14,14 @@ import msgspec
 
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.messages import Peer, Stopped, Written, encode
+from kvcached_nixl.wire.messages import Peer, Ready, Room, Stopped, Written, encode
 from kvcached_nixl.worker.descriptors import Blocks
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.offer import Offer, Writing
 from kvcached_nixl.worker.handover.posting import Job
+from kvcached_nixl.worker.handover.source import FromBlocks, Source
+from kvcached_nixl.worker.staging.staging import Held
 
 __all__ = ["Writer"]
 
@@ -34,6 +36,7 @@ class Writer:
         written: called with one that goes on, of which a WRITE has ended.
 
     Attributes:
+        source: where the bytes are.
         num_final: registrations whose last WRITEs are under way; decode waits for nothing else.
     """
 
@@ -41,6 +44,7 @@ class Writer:
         self._side = side
         self._ended = ended
         self._written_to = written
+        self.source = FromBlocks()
         self.num_final = 0
 
     @property
@@ -60,25 +64,54 @@ class Writer:
 
     def advance(self, writing: Writing) -> None:
         """Make WRITEs of the tokens that are ready and in none yet, up to a boundary that both sides' blocks share."""
-        offer, known, registration = writing.offer, writing.known, writing.registration
+        offer, registration = writing.offer, writing.registration
         if writing.stopping is not None or writing.is_complete or offer is None:
             return
         if offer.finished and offer.ready_tokens < registration.end_token:
             words = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
             self.stop(writing, Cause.STOPPED, words)
             return
+        try:
+            while self._advance(writing, offer):
+                pass
+        except (ValueError, HandOverFailed) as cause:
+            self.stop(writing, Cause.RANGE, f"no WRITE was made: {cause}")
+        except Exception as defect:
+            logger.exception("A registration fails by a defect of kvcached_nixl")
+            self.stop(writing, Cause.DEFECT, f"{type(defect).__name__}: {defect}")
+
+    def give_room(self, writing: Writing, room: Room) -> None:
+        """Decode has room for the tokens that it was asked for; what comes late or again is not looked at."""
+        first_token, end_token = writing.asked
+        if room.first_token == first_token == writing.next_token and room.end_token <= end_token:
+            writing.room = room
+            self.advance(writing)
+
+    def _advance(self, writing: Writing, offer: Offer) -> bool:
+        """Make one WRITE. Returns whether there may be another one."""
+        known, registration = writing.known, writing.registration
         end = min(offer.ready_tokens, registration.end_token)
         if end < registration.end_token:
             # A step ends anywhere; the rest of its last block goes with the next one.
             end -= end % max(self._side.place.kernel_block_size, registration.block_size)
-        if known is not None and end > writing.next_token:
-            try:
-                self._write(writing, offer, known, end)
-            except (ValueError, HandOverFailed) as cause:
-                self.stop(writing, Cause.RANGE, f"no WRITE was made: {cause}")
-            except Exception as defect:
-                logger.exception("A registration fails by a defect of kvcached_nixl")
-                self.stop(writing, Cause.DEFECT, f"{type(defect).__name__}: {defect}")
+        if known is None or end <= writing.next_token:
+            return False
+        if registration.by_rooms:
+            if writing.room is None or writing.room.end_token <= writing.next_token:
+                self._ask_for_room(writing, end)
+                return False
+            end = min(end, writing.room.end_token)
+        found = self.source.find(writing, end)
+        if found is None:
+            return False
+        self._write(writing, offer, known, found)
+        return not writing.is_complete
+
+    def _ask_for_room(self, writing: Writing, end: int) -> None:
+        if writing.asked[0] != writing.next_token:
+            writing.asked = writing.next_token, end
+            said = Ready(writing.registration.attempt, self._side.place.tp_rank, *writing.asked)
+            self._side.peers.send(writing.registration.decode, encode(said), only=writing.agent)
 
     def stop(self, writing: Writing, cause: Cause, reason: str, *, is_answered: bool = True) -> None:
         """Post nothing more of it; the first reason is the one that is told."""
@@ -107,14 +140,15 @@ class Writer:
             writing.known = known
             self.advance(writing)
 
-    def _write(self, writing: Writing, offer: Offer, known: Known, end: int) -> None:
+    def _write(self, writing: Writing, offer: Offer, known: Known, source: Source) -> None:
         registration, side = writing.registration, self._side
-        memory = known.rank.memory
-        if len(registration.block_ids) != len(offer.block_ids) or registration.block_size != memory[0].block_size:
+        memory, end = known.rank.memory, source.end_token
+        targets = registration.groups if writing.room is None else writing.room.groups
+        if len(targets) != len(source.groups) or registration.block_size != memory[0].block_size:
             raise HandOverFailed(Cause.RANGE, "the registration does not fit the handshake (groups or block size)")
         groups = [
-            (Blocks(here), Blocks(there, registration.first_token), writing.next_token)
-            for here, there in zip(offer.block_ids, registration.block_ids, strict=True)
+            (here, Blocks(there.block_ids, there.first_token), max(writing.next_token, there.first_token))
+            for here, there in zip(source.groups, targets, strict=True)
         ]
         found = side.routes.ranges(side.routes.of(known.agent, memory), groups, end)
         writing.next_token = end
@@ -129,25 +163,31 @@ class Writer:
                 side.place.tp_rank,
                 writing.next_index,
                 manifest if is_final and is_last else None,
+                end if is_last else 0,
             )
             writing.next_index += 1
             return encode(said)
 
         ended = side.contained(
-            lambda failed: self._written(writing, job, failed),
+            lambda failed: self._written(writing, job, source.held, failed),
             lambda cause: self.stop(writing, cause.cause, str(cause)),
         )
         job = Job("WRITE", known.agent, found.local, found.remote, ended, notify)
+        if source.held is not None:
+            source.held.jobs += 1
         writing.jobs[job] = is_final
         self.num_final += is_final
         side.posting.submit(job)
 
-    def _written(self, writing: Writing, job: Job, failed: str) -> None:
+    def _written(self, writing: Writing, job: Job, held: Held | None, failed: str) -> None:
         self.num_final -= writing.jobs.pop(job)
+        self.source.written(writing, held)
         if failed:
             self.stop(writing, Cause.LOST, failed)
         self._end_if_quiet(writing, True)
         if not writing.is_over:
+            # A window may be free for the tokens that follow.
+            self.advance(writing)
             self._written_to(writing)
 
     def _end_if_quiet(self, writing: Writing, is_answered: bool) -> None:
@@ -156,4 +196,5 @@ class Writer:
         writing.is_over = True
         if writing.stopping is not None and is_answered:
             self.answer(writing.agent, writing.registration.decode, writing.registration.attempt, *writing.stopping)
+        self.source.over(writing)
         self._ended(writing)

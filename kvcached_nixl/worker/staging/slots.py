@@ -51,6 +51,10 @@ class Slots:
         """Slots that are taken for it."""
         return self._used[use]
 
+    def most(self, use: Use) -> int:
+        """Slots that may be taken for it at most, when nobody has any."""
+        return self.count - self._kept * sum(other is not use for other in (Use.SENDING, Use.RECEIVING))
+
     def available(self, use: Use) -> int:
         """Slots that may be taken for it now."""
         free = self.count - sum(self._used.values())

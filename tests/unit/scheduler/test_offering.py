@@ -25,7 +25,7 @@ from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.offering import Offering
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.manifest import BlockRange, Manifest, as_json
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 from kvcached_nixl.wire.params import prefill_params, read_fetch
 from kvcached_nixl.wire.step import BlockIds, Offered, Step
 
@@ -67,7 +67,7 @@ class Prefill:
 
 
 def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Manifest:
-    return Manifest(4, OWN_START, "p1", DIGEST, TOKENS, 4, (1, 1), groups, LEASE)
+    return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, 4, (1, 1), groups, LEASE)
 
 
 def offered(block_ids: BlockIds, ready_tokens: int, made: Manifest | None = None) -> Offered:

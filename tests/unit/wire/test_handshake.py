@@ -17,7 +17,7 @@ from kvcached_nixl.wire.planes import Planes
 
 TAG = Tag("pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), "contiguous", ((16, 128), (2, 64)))
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
-RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40)
+RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40, "VRAM", True)
 OTHER: dict[str, list[Any]] = {
     "direction": ["push"],
     "facts": [
@@ -30,11 +30,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_4_is_these_words() -> None:
+def test_the_tag_of_protocol_5_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 4
+    assert PROTOCOL == 5
     assert str(TAG) == (
-        "kvcached_nixl/4 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
+        "kvcached_nixl/5 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
         "of cells of 64 bytes]"
     )
 

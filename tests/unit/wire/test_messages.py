@@ -12,14 +12,16 @@ import pytest
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.lease import beats, is_beat
-from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import (
     MAX_ATTEMPT,
     PREFIX,
     Message,
     Peer,
+    Ready,
     Registration,
     Release,
+    Room,
     Stopped,
     Withdrawal,
     Written,
@@ -34,7 +36,8 @@ PEER = Peer(EngineId("engine"), "127.0.0.1", 5600, 2, 1)
 MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, 32, (1, 1), (), 30.0)
 REGISTRATION = Registration(
     attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, name="transfer:t", request_id="p-1",
-    digest=DIGEST, first_token=32, end_token=97, block_size=32, block_ids=((3, 9, 4), (0, 2**31 - 1, 5)),
+    digest=DIGEST, first_token=32, end_token=97, block_size=32,
+    groups=(BlockRange(32, (3, 9, 4)), BlockRange(64, (2**31 - 1, 5))),
 )  # fmt: skip
 MESSAGES: list[Message] = [
     REGISTRATION,
@@ -44,6 +47,14 @@ MESSAGES: list[Message] = [
     Written(7, 0, 2),
     Written(MAX_ATTEMPT - 1, 1, 0, MANIFEST),
     Stopped(0, 1, 8, "no peer"),
+]
+GROUP = {"first_token": 32, "block_ids": [1]}
+ROOM = Room(7, PEER, 32, 97, (BlockRange(32, (3, 9, 4)), BlockRange(64, (7, 5))))
+MESSAGES += [
+    msgspec.structs.replace(REGISTRATION, groups=(BlockRange(32, ()),), by_rooms=True),
+    ROOM,
+    Ready(7, 1, 32, 97),
+    Written(7, 1, 3, None, 64),
 ]
 FUZZED_MESSAGES = 100_000
 
@@ -86,12 +97,15 @@ def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> No
         {"end_token": 32},
         {"end_token": 2**31},
         {"block_size": 0},
-        {"block_ids": []},
-        {"block_ids": [[1]] * 65},
-        {"block_ids": [[1, 1]]},
-        {"block_ids": [[-1]]},
-        {"block_ids": [[2**31]]},
-        {"block_ids": [1, 2]},
+        {"groups": []},
+        {"groups": [GROUP] * 65},
+        {"groups": [{**GROUP, "block_ids": [1, 1]}]},
+        {"groups": [{**GROUP, "block_ids": [-1]}]},
+        {"groups": [{**GROUP, "block_ids": [2**31]}]},
+        {"groups": [{**GROUP, "first_token": 0}]},
+        {"groups": [{**GROUP, "first_token": 33}]},
+        {"groups": [1, 2]},
+        {"groups": [GROUP], "by_rooms": True},
         {"decode": {"engine_id": "e", "host": "h", "port": 0, "tp_size": 1, "tp_rank": 0}},
         {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 1}},
         {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 10**9, "tp_rank": 0}},
@@ -113,6 +127,13 @@ def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("message", "changed"),
     [
+        (ROOM, {"first_token": 97}),
+        (ROOM, {"groups": []}),
+        (ROOM, {"groups": [GROUP, GROUP]}),
+        (ROOM, {"decode": None}),
+        (Ready(7, 1, 32, 97), {"end_token": 32}),
+        (Ready(7, 1, 32, 97), {"first_token": -1}),
+        (Written(7, 0, 2, MANIFEST), {"end_token": -1}),
         (Written(7, 0, 2, MANIFEST), {"index": -1}),
         (Written(7, 0, 2, MANIFEST), {"index": "0"}),
         (Written(7, 0, 2, MANIFEST), {"index": 2**31}),

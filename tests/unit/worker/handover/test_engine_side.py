@@ -11,7 +11,6 @@ import pytest
 from unit.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
@@ -78,13 +77,13 @@ class Device:
 
 
 class Worker:
-    def __init__(self, mode: TransferMode = TransferMode.PULL, *, is_known: bool = True, **place: Any) -> None:
+    def __init__(self, *, is_read: bool = True, is_known: bool = True, **place: Any) -> None:
         self.thread = Thread()
         self.device = Device()
         self.words = np.zeros((BUCKETS, WORDS_PER_BUCKET), dtype=np.uint64)
         table = WordTable(self.words)
         self.side = EngineSide(
-            cast(TransferThread, self.thread), Local(**place).side.place, table, mode, self.device.record
+            cast(TransferThread, self.thread), Local(**place).side.place, table, self.device.record, is_read=is_read
         )
         if is_known:
             self.side.begin_step(step())
@@ -150,7 +149,7 @@ def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> No
 
 
 def test_all_that_a_step_offers_shares_one_event() -> None:
-    worker = Worker(TransferMode.PUSH)
+    worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered(4, ([7],)), offered(8, ([1, 2],), "p-2")]))
     worker.side.end_step()
     assert len(worker.thread.take()) == 2 and len(worker.device.events) == 1
@@ -158,7 +157,7 @@ def test_all_that_a_step_offers_shares_one_event() -> None:
 
 def test_a_push_has_no_words() -> None:
     """Prefill itself says what it wrote."""
-    worker = Worker(TransferMode.PUSH)
+    worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered()]))
     worker.side.end_step()
     assert not worker.words.any()
@@ -184,7 +183,7 @@ def test_a_word_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_blocks_are_offered_as_the_kernel_counts_them() -> None:
-    worker = Worker(TransferMode.PUSH, kernel_blocks_per_block=2)
+    worker = Worker(is_read=False, kernel_blocks_per_block=2)
     worker.side.begin_step(step(offered=[offered(4, ([7], [3]))]))
     worker.side.end_step()
     (offer,) = worker.thread.take()
@@ -194,7 +193,7 @@ def test_blocks_are_offered_as_the_kernel_counts_them() -> None:
 @pytest.mark.parametrize("ends", ["end_step", "begin_step", "take_ended"])
 def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str) -> None:
     """vLLM calls ``wait_for_save`` only for a step that computes, and some of its paths not at all."""
-    worker = Worker(TransferMode.PUSH)
+    worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
     assert worker.thread.engine_computes
     if ends == "begin_step":
@@ -241,7 +240,7 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
 
 def test_what_is_offered_at_its_end_only_is_offered_before_it_ends() -> None:
     """Where another connector may have loaded some of it (A8)."""
-    worker = Worker(TransferMode.PUSH)
+    worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered()], finished=[P1, PrefillRequestId("p-3")]))
     assert worker.thread.take() == [Finish(PrefillRequestId("p-3"))]
     worker.side.end_step()

@@ -26,7 +26,7 @@ from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
-from kvcached_nixl.wire.messages import Release, Stopped, Withdrawal, Written, decode
+from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Released, Wanted
 from kvcached_nixl.worker.handover.peers import REFUSED_SECONDS
@@ -419,7 +419,7 @@ def test_blocks_are_registered_with_everything_that_prefill_checks(push: Decode)
     (said,) = remote.heard()
     assert said == msgspec.structs.replace(
         said, attempt=1, decode_request_id="d1", decode=push.side.own, name="transfer:t", request_id="",
-        digest=DIGEST, first_token=0, end_token=TOKENS, block_size=BLOCK_SIZE, block_ids=((7, 3, 9),),
+        digest=DIGEST, first_token=0, end_token=TOKENS, block_size=BLOCK_SIZE, groups=(BlockRange(0, (7, 3, 9)),),
     )  # fmt: skip
     assert push.asking.asked == [remote.place]
     assert not push.over and len(push.receiving) == 1
@@ -429,7 +429,8 @@ def test_with_a_manifest_prefills_request_is_named() -> None:
     decode = Decode(TransferMode.PUSH, kernel_blocks_per_block=2, memory=Memory(block_size=2))
     remote = registered(decode, wanted(1, MANIFEST))
     (said,) = remote.heard()
-    assert (said.request_id, said.block_size, said.block_ids) == ("p-1", 2, ((14, 15, 6, 7, 18, 19),))  # type: ignore[union-attr]
+    assert isinstance(said, Registration) and (said.request_id, said.block_size) == ("p-1", 2)
+    assert said.groups == (BlockRange(0, (14, 15, 6, 7, 18, 19)),) and not said.by_rooms
 
 
 def test_nothing_is_registered_before_the_device_has_ended_what_it_was_given(push: Decode) -> None:

@@ -104,8 +104,8 @@ def said(remote: Remote) -> list[Message]:
     return [decode(one) for _, one in remote.transport.received()]
 
 
-def written(manifest_: Manifest | None = None, index: int = 0, attempt: int = 1) -> Written:
-    return Written(attempt, 0, index, manifest_)
+def written(manifest_: Manifest | None = None, index: int = 0, attempt: int = 1, end_token: int = TOKENS) -> Written:
+    return Written(attempt, 0, index, manifest_, end_token)
 
 
 LAST = manifest()
@@ -299,7 +299,7 @@ def test_what_a_step_has_computed_is_written_while_the_next_one_computes(prefill
     for ready, blocks in ((3, [7]), (4, [7]), (7, [7, 3]), (9, [7, 3, 9])):
         prefill.offer(ready, blocks=(blocks,))
         prefill.deliver()
-    assert said(remote) == [written(), written(index=1)]
+    assert said(remote) == [written(end_token=4), written(index=1, end_token=8)]
     assert is_written(prefill, remote, (7, 3), (17, 13)) and not remote.memory.cells[:, 19].any()
     assert not prefill.serving.is_delivering
     prefill.offer(TOKENS)
@@ -769,7 +769,7 @@ def test_tokens_that_were_written_and_are_computed_anew_end_the_hand_over(prefil
     prefill.register(remote)
     prefill.offer(8, blocks=([7, 3],))
     prefill.deliver()
-    assert said(remote) == [written()]
+    assert said(remote) == [written(end_token=8)]
     prefill.offer(4, blocks=([7, 3],))
     prefill.offer(TOKENS, is_finished=True)
     prefill.deliver()

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: where the bytes of an offer are that can be written from now. Owned by the transfer thread.
+
+Without a slab they are in its blocks. With one they are copied out of them first:
+
+    parked    slots for all of an offer, taken when prefill tells of it, if there are as many: its blocks are free as
+              soon as the last of them is copied, whoever comes when
+    window    else, slots for a range of tokens, taken when somebody is there to be written to; the blocks are kept, and
+              one range is copied while the one before travels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvcached_nixl.worker.descriptors import Blocks
+from kvcached_nixl.worker.handover.offer import Offer, Writing
+from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.staging.staging import Held, Staging
+
+__all__ = ["FromBlocks", "Source", "Staged"]
+
+WINDOWS = 2
+"""That one registration has at a time: one that travels, and one that is copied."""
+
+
+class Source(NamedTuple):
+    """What can be written: per KV-cache group, where it is, up to ``end_token``. ``held``: slots that it is in."""
+
+    groups: tuple[Blocks, ...]
+    end_token: int
+    held: Held | None = None
+
+
+class FromBlocks:
+    """Nothing is staged."""
+
+    def told(self, offer: Offer) -> None:
+        """Prefill has told more of an offer."""
+
+    def find(self, writing: Writing, end_token: int) -> Source | None:
+        """What can be written of a registration's next tokens; None: it is advanced again when something can."""
+        assert writing.offer is not None
+        return Source(tuple(map(Blocks, writing.offer.block_ids)), end_token)
+
+    def is_copying(self, offer: Offer) -> bool:
+        """Whether an offer's blocks are being read here."""
+        return False
+
+    def is_free_of_blocks(self, offer: Offer) -> bool:
+        """Whether an offer does not need its blocks any more."""
+        return False
+
+    def written(self, writing: Writing, held: Held | None) -> None:
+        """A WRITE out of what `find` found has ended."""
+
+    def over(self, writing: Writing) -> None:
+        """A registration needs nothing more."""
+
+    def gone(self, offer: Offer) -> None:
+        """An offer is over."""
+
+
+class Staged(FromBlocks):
+    """See the module.
+
+    Args:
+        advance: called with a registration whose next tokens may be there now.
+        settle: called with an offer whose blocks are read no more, or that has failed to be copied.
+        fail: called with a registration whose tokens cannot be copied, and why.
+        is_early: what a step has computed is copied at once (push), and its blocks are held if their request loses
+            them. Else they may go to somebody else until their request has ended, so they are not looked at before.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        advance: Callable[[Writing], None],
+        settle: Callable[[Offer], None],
+        fail: Callable[[Writing, str], None],
+        *,
+        is_early: bool,
+    ) -> None:
+        self._staging = staging
+        self._advance = advance
+        self._settle = settle
+        self._fail = fail
+        self._is_early = is_early
+        self._parked: dict[Offer, Held] = {}
+        self._windows: dict[Writing, list[Held]] = {}
+        self._copying: dict[Offer, int] = {}
+
+    def told(self, offer: Offer) -> None:
+        if not offer.block_ids or not (self._is_early or offer.finished):
+            return
+        self._forget_what_is_computed_anew(offer)
+        if offer not in self._parked and not self._may_be_parked(offer):
+            return
+        if offer in self._parked or self._park(offer):
+            self._copy_parked(offer)
+        elif offer.finished:
+            self._staging.wait(Use.PARKED, offer, lambda: self._park_late(offer))
+
+    def find(self, writing: Writing, end_token: int) -> Source | None:
+        offer = writing.offer
+        assert offer is not None
+        parked = self._parked.get(offer)
+        if parked is not None:
+            end_token = _aligned(parked.staged_token, end_token, self._step(writing))
+            return Source(_blocks(parked), end_token, parked) if end_token > writing.next_token else None
+        windows = self._windows.setdefault(writing, [])
+        for window in windows:
+            if window.first_token <= writing.next_token < window.end_token:
+                return Source(_blocks(window), window.end_token, window) if not window.copies else None
+        if len(windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, writing):
+            self._open(writing, end_token)
+        return None
+
+    def is_copying(self, offer: Offer) -> bool:
+        return offer in self._copying
+
+    def is_free_of_blocks(self, offer: Offer) -> bool:
+        parked = self._parked.get(offer)
+        return parked is not None and parked.staged_token >= offer.num_tokens and offer not in self._copying
+
+    def written(self, writing: Writing, held: Held | None) -> None:
+        if held is None:
+            return
+        held.jobs -= 1
+        windows = self._windows.get(writing, [])
+        if held in windows and not held.jobs and writing.next_token >= held.end_token:
+            windows.remove(held)
+        is_parked = writing.offer is not None and self._parked.get(writing.offer) is held
+        if held not in windows and not is_parked:
+            self._let_go(held)
+
+    def over(self, writing: Writing) -> None:
+        self._staging.forget(Use.SENDING, writing)
+        for window in self._windows.pop(writing, ()):
+            self._let_go(window)
+
+    def gone(self, offer: Offer) -> None:
+        self._staging.forget(Use.PARKED, offer)
+        parked = self._parked.pop(offer, None)
+        if parked is not None:
+            self._let_go(parked)
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _forget_what_is_computed_anew(self, offer: Offer) -> None:
+        """What was computed of these tokens may have been no good, and what was copied of it is not used."""
+        parked = self._parked.get(offer)
+        if parked is not None and offer.ready_tokens < parked.staged_token:
+            del self._parked[offer]
+            self._let_go(parked)
+        for writing in offer.writings.values():
+            windows = self._windows.get(writing, [])
+            for window in [one for one in windows if one.end_token > offer.ready_tokens]:
+                windows.remove(window)
+                self._let_go(window)
+
+    def _park(self, offer: Offer) -> bool:
+        """Take slots for all of an offer. Returns whether there are as many now."""
+        size = self._staging.block_size
+        held = self._staging.take(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens, size, is_whole=True)
+        if held is not None:
+            self._parked[offer] = held
+        return held is not None
+
+    def _may_be_parked(self, offer: Offer) -> bool:
+        """Whether there may ever be slots for all of it, and none of it is in windows."""
+        has_windows = any(self._windows.get(writing) for writing in offer.writings.values())
+        return not has_windows and self._staging.fits(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens)
+
+    def _park_late(self, offer: Offer) -> bool:
+        """Slots are free: its blocks need not be kept any more."""
+        if not offer.block_ids or not self._may_be_parked(offer):
+            return True
+        if not self._park(offer):
+            return False
+        self._copy_parked(offer)
+        return True
+
+    def _copy_parked(self, offer: Offer) -> None:
+        parked, size = self._parked[offer], self._staging.block_size
+        ready = offer.ready_tokens
+        if ready < offer.num_tokens:
+            ready -= ready % size
+        # One copy after the other: what a failed one has left behind is told from what is there.
+        if ready <= parked.staged_token or parked.copies or not offer.block_ids:
+            return
+
+        def copied(failed: str) -> None:
+            self._copied(offer)
+            if self._parked.get(offer) is not parked:
+                self._let_go(parked)
+            elif failed:
+                del self._parked[offer]
+                self._let_go(parked)
+            else:
+                parked.staged_token = ready
+                self._copy_parked(offer)
+            for writing in list(offer.writings.values()):
+                self._advance(writing)
+            self._settle(offer)
+
+        self._copying[offer] = self._copying.get(offer, 0) + 1
+        self._staging.gather(parked, offer.block_ids, ready, copied)
+
+    def _open(self, writing: Writing, end_token: int) -> bool:
+        """A window for the next tokens that are in none. Returns whether it does not wait for slots."""
+        offer = writing.offer
+        assert offer is not None
+        first_token = max([writing.next_token, *(one.end_token for one in self._windows[writing])])
+        if first_token >= end_token:
+            return True
+        groups = [group.first_token for group in writing.registration.groups]
+        held = self._staging.take(Use.SENDING, groups, first_token, end_token, self._step(writing))
+        if held is None:
+            self._staging.wait(Use.SENDING, writing, lambda: self._open_late(writing, end_token))
+            return False
+        self._windows[writing].append(held)
+
+        def copied(failed: str) -> None:
+            self._copied(offer)
+            held.staged_token = held.end_token
+            if held not in self._windows.get(writing, ()):
+                self._let_go(held)
+            elif failed:
+                self._fail(writing, failed)
+            else:
+                self._advance(writing)
+            self._settle(offer)
+
+        self._copying[offer] = self._copying.get(offer, 0) + 1
+        self._staging.gather(held, offer.block_ids, held.end_token, copied)
+        return True
+
+    def _open_late(self, writing: Writing, end_token: int) -> bool:
+        # Where prefill computes some of it anew, the registration is advanced when that is there.
+        if writing.stopping is not None or writing.offer is None or writing.offer.ready_tokens < end_token:
+            return True
+        return self._open(writing, end_token)
+
+    def _copied(self, offer: Offer) -> None:
+        self._copying[offer] -= 1
+        if not self._copying[offer]:
+            del self._copying[offer]
+
+    def _let_go(self, held: Held) -> None:
+        """Its slots are free, once nothing is under way to or from them."""
+        if not held.copies and not held.jobs:
+            self._staging.give_back(held)
+
+    def _step(self, writing: Writing) -> int:
+        """Tokens after which a range may end: a block of either side's."""
+        return max(self._staging.block_size, writing.registration.block_size)
+
+
+def _aligned(staged_token: int, end_token: int, step: int) -> int:
+    return end_token if staged_token >= end_token else staged_token - staged_token % step
+
+
+def _first_tokens(offer: Offer) -> Sequence[int]:
+    """Where each KV-cache group begins: what has left its window is not there."""
+    if offer.manifest is not None:
+        return [group.first_token for group in offer.manifest.groups]
+    return [0] * len(offer.block_ids)
+
+
+def _blocks(held: Held) -> tuple[Blocks, ...]:
+    return tuple(Blocks(group.block_ids, group.first_token) for group in held.groups)
