@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcached_nixl import install, report, status
 from kvcached_nixl.compat.versions import found_version, import_vllm
@@ -107,27 +108,41 @@ def _address(text: str) -> tuple[str, int]:
 def _doctor(options: argparse.Namespace) -> int:
     """Examine this host. Returns the exit status."""
     os.environ["ENABLE_KVCACHED"] = "true"
-    install()
     print("moving bytes over each lane, which takes some seconds ...", file=sys.stderr)
     try:
-        from kvcached_nixl import doctor
+        with _only_ours_on_standard_output():
+            install()
+            from kvcached_nixl import doctor
 
-        peer = None if options.peer is None else (*options.peer, options.rank)
-        found = doctor.examine(tuple(options.backend or ("UCX",)), options.device, peer)
+            peer = None if options.peer is None else (*options.peer, options.rank)
+            found = doctor.examine(tuple(options.backend or ("UCX",)), options.device, peer)
     except ImportError as cause:
         print(f"doctor: {cause}. Run it where vLLM, kvcached and NIXL are installed.", file=sys.stderr)
         return 1
     except Refused as cause:
         print(cause, file=sys.stderr)
         return 1
-    except (OSError, TimeoutError, ValueError) as cause:
-        print(f"doctor: {options.peer[0]}:{options.peer[1]} was not read from: {cause}", file=sys.stderr)
+    except (OSError, ValueError) as cause:
+        print(f"doctor: {cause}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(doctor.to_json(found), indent=2))
     else:
         print(doctor.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0 if found.is_direct else 1
+
+
+@contextlib.contextmanager
+def _only_ours_on_standard_output() -> Iterator[None]:
+    """What vLLM and NIXL say of themselves goes to standard error: a program reads the other one."""
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(ours, 1)
+        os.close(ours)
 
 
 def _gate() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
 
     Raises:
         MemoryRefused: it cannot be found out.
-        OSError, TimeoutError, ValueError: the peer cannot be met, or not be read from.
+        ValueError: the peer cannot be met, or not be read from.
     """
     here = platform()
     question = Question(here.device, device_index, here.memory_type, tuple(backends))
@@ -71,8 +71,10 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
         channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
         try:
             met = read_from(channel, *peer, question)
-        except TransportError as cause:
-            raise OSError(str(cause)) from cause
+        except (OSError, ValueError, TransportError) as cause:
+            host, port, _ = peer
+            words = str(cause) or type(cause).__name__
+            raise ValueError(f"{host}:{port} was not read from: {words}") from cause
         finally:
             channel.close()
     return Findings(here, proof, limits, (*_of_lanes(proof), *_of_limits(proof, limits)), met)
@@ -129,8 +131,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cells(lane: LaneFound) -> tuple[str, ...]:
-    if lane.unusable:
-        return lane.name, "not known", "", "", ""
+    if lane.unusable or lane.never:
+        return lane.name, "not known" if lane.unusable else "not used", "", "", ""
     elastic, ordinary = (lane.rates[place] for place in ("elastic", "ordinary"))
     return (
         lane.name,
@@ -163,20 +165,24 @@ def _limits() -> dict[str, int | str]:
         soft, _ = resource.getrlimit(which)
         return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
+    def known(look: Callable[[], int]) -> int | str:
+        try:
+            return look()
+        except OSError as cause:
+            return f"not known: {cause}"
+
     return {
         "ulimit -l, bytes": limit(resource.RLIMIT_MEMLOCK),
         "ulimit -n": limit(resource.RLIMIT_NOFILE),
-        "max_map_count": int(Path("/proc/sys/vm/max_map_count").read_text()),
-        "/dev/shm, bytes": shutil.disk_usage("/dev/shm").free,
+        "max_map_count": known(lambda: int(Path("/proc/sys/vm/max_map_count").read_text())),
+        "/dev/shm, bytes": known(lambda: shutil.disk_usage("/dev/shm").free),
     }
 
 
 def _of_lanes(proof: Proof) -> list[str]:
     found = [*proof.why_not, *proof.why_slow]
-    bad = [lane.name for lane in proof.lanes if lane.why_not and lane.transports]
-    left = [lane.name for lane in proof.lanes if not lane.why_not and lane.transports]
-    if bad and left:
-        found.append(f"leave them out with UCX_TLS=^{','.join(bad)}, in the environment of every server")
+    if proof.why_not:
+        found.append(proof.remedy)
     if proof.why_slow:
         found.append(f"more than {SLOW:g} times as slow as other memory is a copy path: check the build of UCX")
     return found
@@ -185,7 +191,7 @@ def _of_lanes(proof: Proof) -> list[str]:
 def _of_limits(proof: Proof, limits: dict[str, int | str]) -> list[str]:
     found = []
     locked, mappings, shared = (limits[name] for name in ("ulimit -l, bytes", "max_map_count", "/dev/shm, bytes"))
-    if proof.environment["cards"] and locked != _UNLIMITED:
+    if Path("/sys/class/infiniband").is_dir() and locked != _UNLIMITED:
         found.append("ulimit -l unlimited: network cards pin what they register")
     if isinstance(mappings, int) and mappings < _MAPPINGS:
         found.append(f"sysctl -w vm.max_map_count={_MAPPINGS}: each page of kvcached's is a mapping")

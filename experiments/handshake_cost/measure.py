@@ -69,7 +69,7 @@ class Sample:
         warm_seconds: median of those without a handshake.
         resident_bytes, peak_resident_bytes: decode's worker process after the warm hand-overs, and at its peak.
         step_seconds: one decode step of one request.
-        wrapper_seconds: what the wrappers add to a step; 0 where nothing is wrapped.
+        idle_seconds: of a step in which nothing has happened, what the connector takes in the worker.
     """
 
     arm: str
@@ -82,7 +82,7 @@ class Sample:
     descriptors: int
     descriptors_per_block: int
     step_seconds: float
-    wrapper_seconds: float
+    idle_seconds: float
 
 
 def specs(arm: Arm, reserved_gib: int, model: Path) -> list[ServerSpec]:
@@ -136,7 +136,7 @@ async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server)
             cold.append(await _first_token_seconds(pair, prompts[turn], turn))
         step_seconds = await _step_seconds(pair.decode, prompts[0])
         registration = await pair.decode.probe("registration")
-        per_call = await pair.decode.probe("wrapper_seconds", TIMED_CALLS)
+        per_call = await pair.decode.probe("idle_seconds", TIMED_CALLS)
     return Sample(
         arm=arm.name,
         reserved_gib=reserved_gib if arm.reserves else 0,
@@ -148,7 +148,7 @@ async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server)
         descriptors=registration["descriptors"],
         descriptors_per_block=registration["a_block"],
         step_seconds=step_seconds,
-        wrapper_seconds=max(0.0, per_call["wrapped"] - per_call["stock"]),
+        idle_seconds=per_call["idle"],
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.private import first_module
+
 __all__ = ["Platform", "platform"]
 
 
@@ -29,6 +32,9 @@ def platform() -> Platform:
     """Source of the memory type: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.28)."""
     from kvcached import utils
     from vllm import envs
+
+    # It gives UCX settings, which a proof is of.
+    first_module(METADATA_MODULES)
     from vllm.platforms import current_platform
 
     device = str(current_platform.device_type)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prover, which `find.find` starts.
+"""The prover, which `find.find` starts. For people there is ``python -m kvcached_nixl doctor``.
 
-Standard input: a `Question` as JSON. Last line of standard output: what was found of its lanes, as JSON. Exit status 1:
-it cannot be told what could be chosen; why is on standard error.
+Standard input: a `Question` as JSON. Last line of standard output: what was found (`Said`), as JSON. Exit status 1: it
+cannot be told what could be chosen; why is on standard error.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def main() -> int:
     import nixl._api  # noqa: F401
 
     try:
-        lanes = prove_lanes(question)
+        said = prove_lanes(question)
     except Answered as cause:
         sys.stderr.write(f"{cause}\n")
         return 1
-    sys.stdout.write(f"{msgspec.json.encode(lanes).decode()}\n")
+    sys.stdout.write(f"{msgspec.json.encode(said).decode()}\n")
     return 0
 
 

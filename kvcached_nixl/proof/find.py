@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer to a `Question`: of before, as long as nothing has changed that it follows from, or a prover's.
 
-An answer is kept per boot of the host, versions and settings. Several workers that start at once ask one prover.
+An answer is kept per boot of the host, versions, settings, and what UCX could choose from. Several workers that start
+at once ask one prover.
 """
 
 from __future__ import annotations
@@ -13,35 +14,43 @@ import importlib.metadata
 import logging
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from kvcached_nixl.errors import MemoryRefused
-from kvcached_nixl.proof.result import LaneFound, Proof, Question
+from kvcached_nixl.proof.lanes import ucx_of_this_process
+from kvcached_nixl.proof.result import LaneFound, Proof, Question, Said, Ucx
 from kvcached_nixl.settings import SERVER_LOGGER
 
-__all__ = ["environment_of", "find"]
+__all__ = ["environment_of", "find", "find_here"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-PROVER_SECONDS = 120.0
-_SETTINGS = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES", "KVCACHED_HOSTVMM_REGISTRATION", "LD_PRELOAD")
-_PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "torch")
+PROVER_SECONDS = 300.0
+LOOK_SECONDS = 0.2
+_SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "KVCACHED_HOSTVMM_REGISTRATION")
+_PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "torch")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_CARDS = Path("/sys/class/infiniband")
+_START = "import sys; sys.path[0] or sys.path.pop(0); from kvcached_nixl.proof.__main__ import main; sys.exit(main())"
+"""``python -m`` looks for kvcached in the folder that a server was started in, where the server itself does not."""
 
 
-def find(question: Question, environ: Mapping[str, str] = os.environ, *, is_fresh: bool = False) -> Proof:
+def find(
+    question: Question, environ: Mapping[str, str] = os.environ, *, here: Ucx | None = None, is_fresh: bool = False
+) -> Proof:
     """What holds for this process.
 
     Args:
+        here: what UCX could choose from in this process, where that is known: nothing else may have been proved.
         is_fresh: ask a prover, whatever was found before.
 
     Raises:
@@ -49,17 +58,45 @@ def find(question: Question, environ: Mapping[str, str] = os.environ, *, is_fres
     """
     environment = environment_of(environ)
     known = msgspec.json.encode((question, environment), order="sorted")
-    kept = _folder(environ) / f"proof-{hashlib.sha256(known).hexdigest()[:32]}.json"
-    with _one_at_a_time(kept):
-        found = None if is_fresh else _read(kept, question, environment)
-        if found is None:
-            found = _ask(question, environment, environ)
-            _keep(kept, found)
-        return found
+    # What other backends could choose from is not known, so an answer of before may be of something else.
+    is_fresh = is_fresh or question.backends != ("UCX",)
+    try:
+        kept = _folder(environ) / f"proof-{hashlib.sha256(known).hexdigest()[:32]}.json"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as cause:
+        logger.info("What is proved of NIXL and kvcached's pages is not kept: %s", cause)
+        return _seen(_ask(question, environment, environ), here)
+
+    def read() -> Proof | None:
+        return None if is_fresh else _read(kept, question, environment, here)
+
+    found = read()
+    if found is None:
+        with _one_at_a_time(kept):
+            found = read()
+            if found is None:
+                found = _ask(question, environment, environ)
+                _keep(kept, found)
+    return _seen(found, here)
+
+
+def find_here(question: Question) -> Proof:
+    """What holds for this process, in which a NIXL agent was made.
+
+    Raises:
+        MemoryRefused: it cannot be told.
+    """
+    here = None
+    if "UCX" in question.backends:
+        try:
+            here = ucx_of_this_process()
+        except (OSError, RuntimeError) as cause:
+            raise _unknown(str(cause)) from cause
+    return find(question, here=here)
 
 
 def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Whatever an answer follows from beside the question."""
+    """Whatever an answer follows from beside the question, and beside what UCX could choose from."""
     found = {name: _version(name) for name in _PACKAGES}
     found |= {
         "prover": _own_digest(),
@@ -67,7 +104,7 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
         "boot": _text(_BOOT),
         "kernel": platform.release(),
         "driver": _text(_DRIVER),
-        "cards": ",".join(sorted(one.name for one in _CARDS.iterdir())) if _CARDS.is_dir() else "",
+        "ucx.conf": _digest(filter(None, map(_text, _ucx_files(environ)))),
     }
     return found | {name: value for name, value in sorted(environ.items()) if name.startswith(_SETTINGS)}
 
@@ -76,37 +113,63 @@ def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, 
     """Have a prover find out."""
     own = f"proof-{uuid.uuid4().hex[:16]}"
     private = {"KVCACHED_HOSTVMM_DEVICE": own, "KVCACHED_HOSTVMM_GIB": "0.125", "KVCACHED_IPC_NAME": own}
+    # Where UCX writes what it has chosen is the prover's to say.
+    inherited = {name: value for name, value in environ.items() if name not in ("UCX_LOG_FILE", "UCX_LOG_LEVEL")}
     begun = time.monotonic()
     try:
-        finished = subprocess.run(
-            [sys.executable, "-m", "kvcached_nixl.proof"],
-            input=msgspec.json.encode(question),
-            env={**environ, **private, "ENABLE_KVCACHED": "true"},
-            capture_output=True,
-            timeout=PROVER_SECONDS,
-            check=False,
+        finished = _run(
+            [sys.executable, "-c", _START],
+            msgspec.json.encode(question),
+            {**inherited, **private, "ENABLE_KVCACHED": "true"},
         )
     except (OSError, subprocess.TimeoutExpired) as cause:
         raise _unknown(str(cause)) from cause
+    finally:
+        for left in Path("/dev/shm").glob(f"*{own}*"):
+            left.unlink(missing_ok=True)
     lines = finished.stdout.decode(errors="replace").strip().splitlines()
     if finished.returncode or not lines:
-        said = finished.stderr.decode(errors="replace").strip()[-2000:]
-        raise _unknown(f"the prover ended with status {finished.returncode}: {said}")
+        words = finished.stderr.decode(errors="replace").strip()[-2000:]
+        raise _unknown(f"the prover ended with status {finished.returncode}: {words}")
     try:
-        lanes = msgspec.json.decode(lines[-1], type=tuple[LaneFound, ...])
+        said = msgspec.json.decode(lines[-1], type=Said)
     except msgspec.MsgspecError as cause:
         raise _unknown(f"the prover said {lines[-1]:.500}") from cause
-    if not lanes:
+    if not said.lanes:
         raise _unknown("no lane between two processes of this host")
-    return Proof(question, environment, lanes, time.monotonic() - begun)
+    return Proof(question, environment, said.lanes, said.ucx, time.monotonic() - begun)
+
+
+def _run(command: list[str], said: bytes, environ: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
+    """As `subprocess.run`; whatever it has started ends with it."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(environ), start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(said, PROVER_SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _seen(found: Proof, here: Ucx | None) -> Proof:
+    """With what this process could choose, and the prover could not."""
+    if here is None:
+        return found
+    proved = {lane.name for lane in found.lanes}
+    unseen = (LaneFound(name, "", "the prover could not choose it") for name in here.lanes if name not in proved)
+    return msgspec.structs.replace(found, lanes=(*found.lanes, *unseen))
 
 
 def _unknown(words: str) -> MemoryRefused:
     return MemoryRefused(
         found=f"no proof that NIXL follows kvcached's pages: {words}",
-        expected="python -m kvcached_nixl.proof to find out on this host, in some seconds",
+        expected="a prover that finds out on this host, in some seconds",
         consequence="Decode might be handed bytes of pages that were unmapped, with HTTP 200; the engine stops.",
-        remedy="Repair what is said above, or serve without ENABLE_KVCACHED.",
+        remedy="Repair what is said above (python -m kvcached_nixl doctor asks again), or serve without "
+        "ENABLE_KVCACHED.",
     )
 
 
@@ -116,29 +179,49 @@ def _folder(environ: Mapping[str, str]) -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "kvcached_nixl"
 
 
+def _ucx_files(environ: Mapping[str, str]) -> list[Path]:
+    """Where UCX looks for settings beside the environment."""
+    folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", "."]
+    return [Path(folder) / "ucx.conf" for folder in folders if folder]
+
+
 @contextlib.contextmanager
 def _one_at_a_time(kept: Path) -> Iterator[None]:
-    """Where nothing can be kept, everybody asks for himself."""
+    """Whoever comes first asks; but not even somebody who has it and stands still holds up a start for ever."""
     with contextlib.ExitStack() as stack:
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(kept.with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            until = time.monotonic() + PROVER_SECONDS
+            while not _is_locked(lock) and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
         except OSError as cause:
-            logger.info("What is proved of NIXL and kvcached's pages is not kept: %s", cause)
+            logger.info("Others may be asking for the same proof: %s", cause)
         yield
 
 
-def _read(kept: Path, question: Question, environment: dict[str, str]) -> Proof | None:
+def _is_locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read(kept: Path, question: Question, environment: dict[str, str], here: Ucx | None) -> Proof | None:
     try:
         found = msgspec.json.decode(kept.read_bytes(), type=Proof)
     except (OSError, msgspec.MsgspecError):
         return None
-    return found if (found.question, found.environment) == (question, environment) and found.lanes else None
+    if (found.question, found.environment) != (question, environment) or not found.lanes:
+        return None
+    return found if here is None or found.ucx == here else None
 
 
 def _keep(kept: Path, proof: Proof) -> None:
-    written = kept.with_suffix(f".{os.getpid()}")
+    # What could not be used may be, next time.
+    if any(lane.unusable for lane in proof.lanes):
+        return
+    written = kept.with_suffix(f".{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         written.write_bytes(msgspec.json.encode(proof))
         written.replace(kept)
@@ -155,8 +238,11 @@ def _version(package: str) -> str:
 
 def _own_digest() -> str:
     """An answer is the prover's that gave it; one that is installed in place changes without a version."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    return _digest(map(_text, sorted(Path(__file__).parent.glob("*.py"))))
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
 def _text(path: Path) -> str:

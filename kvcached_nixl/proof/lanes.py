@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What UCX could choose on this host, said by the UCX that NIXL has loaded. It opens devices: in a forked process."""
+"""What UCX could choose on this host, and what it did choose, both in UCX's own words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["transports_of", "ucx_lanes"]
+from kvcached_nixl.proof.result import Ucx
+
+__all__ = ["carriers", "is_never_chosen", "only_copies", "transports_of", "ucx_of_this_process"]
 
 _FEATURES = 1 << 0
 """UCP_PARAM_FIELD_FEATURES: the only parameter that is given."""
@@ -18,10 +20,7 @@ _RMA, _AM = 1 << 1, 1 << 6
 
 _NEEDS = MappingProxyType(
     {
-        # They move bytes only, or do not notice the end of a peer, for which NIXL asks: another one has to connect the
-        # two processes.
-        "sysv": "tcp",
-        "posix": "tcp",
+        # They move bytes only; something else has to connect the two processes.
         "cma": "tcp",
         "knem": "tcp",
         "xpmem": "tcp",
@@ -38,7 +37,10 @@ _NEEDS = MappingProxyType(
         "gga_*": "rc_mlx5,ud_mlx5:aux",
     }
 )
-"""Transport -> what it cannot be used without, as UCX's documentation says, or UCX itself when it is asked."""
+"""Transport -> what it cannot be used without, as far as UCX's documentation says it."""
+
+_COPIES = frozenset({"cuda_copy", "gdr_copy", "rocm_copy", "ze_copy"})
+"""They copy between an accelerator and the host, in front of and behind another one that goes between processes."""
 
 
 class _Params(ctypes.Structure):
@@ -46,13 +48,14 @@ class _Params(ctypes.Structure):
     _fields_ = (("field_mask", ctypes.c_uint64), ("features", ctypes.c_uint64), ("rest", ctypes.c_char * 512))
 
 
-def ucx_lanes() -> tuple[str, ...]:
-    """UCX's transports between two processes, as ``UCX_TLS`` lets it choose now; a NIXL agent was made before.
+def ucx_of_this_process() -> Ucx:
+    """What the UCX that NIXL has loaded could choose from now; a NIXL agent was made before. It opens devices.
 
     Raises:
         OSError, RuntimeError: UCX is not loaded, or does not answer.
     """
-    ucp = ctypes.CDLL(_loaded("libucp"))
+    library = _loaded("libucp")
+    ucp = ctypes.CDLL(library)
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = ctypes.c_void_p
     major, minor, release = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
@@ -68,7 +71,36 @@ def ucx_lanes() -> tuple[str, ...]:
     ucp.ucp_context_print_info(context, stream)
     libc.fclose(stream)
     ucp.ucp_cleanup(context)
-    return _named((text.value or b"").decode())
+    status = Path(library).stat()
+    return Ucx(
+        f"{major.value}.{minor.value}.{release.value}, {status.st_size} bytes of {status.st_mtime_ns}",
+        _resources((text.value or b"").decode()),
+    )
+
+
+def carriers(said: str) -> frozenset[str]:
+    """Transports that UCX has chosen to write or read another process's memory by (``UCX_PROTO_INFO``)."""
+    found: set[str] = set()
+    is_of_a_peer = is_of_memory = False
+    for line in said.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 1 and "cfg#" in cells[0]:
+            is_of_a_peer, is_of_memory = " self cfg#" not in cells[0], False
+        elif len(cells) == 1:
+            is_of_memory = cells[0].startswith("remote memory")
+        elif len(cells) == 3 and is_of_a_peer and is_of_memory:
+            found.update(re.findall(r"(\w+)/", cells[2]))
+    return frozenset(found)
+
+
+def is_never_chosen(lane: str, said: str) -> bool:
+    """Whether UCX has said that a transport does not notice the end of a peer, for which NIXL asks of all it uses."""
+    return re.search(rf"\b{re.escape(lane)}/\S+ - no peer failure handler", said) is not None
+
+
+def only_copies(lane: str) -> bool:
+    """Whether a transport goes between no two processes."""
+    return lane in _COPIES
 
 
 def transports_of(lane: str, device: str) -> tuple[str, str]:
@@ -84,11 +116,9 @@ def transports_of(lane: str, device: str) -> tuple[str, str]:
     return ",".join(names), ",".join(dict.fromkeys((*names, "tcp")))
 
 
-def _named(text: str) -> tuple[str, ...]:
+def _resources(text: str) -> tuple[str, ...]:
     """From what UCX prints: ``resource 4 : md 3 dev 0 flags -- posix/memory``."""
-    found = re.findall(r"resource\s+\d+\s*:.*?(\w+)/\S+\s*$", text, re.MULTILINE)
-    # Both ends of `self` are one endpoint; two engines never are.
-    return tuple(name for name in dict.fromkeys(found) if name != "self")
+    return tuple(re.findall(r"resource\s+\d+\s*:.*?(\w+/\S+)\s*$", text, re.MULTILINE))
 
 
 def _loaded(library: str) -> str:

@@ -3,27 +3,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from kvcached_nixl.proof.lanes import ucx_lanes
-from kvcached_nixl.proof.result import Question
+from kvcached_nixl.proof.lanes import ucx_of_this_process
+from kvcached_nixl.proof.result import Question, Ucx
 from kvcached_nixl.transport.agent import NixlTransport, make_agent
-from kvcached_nixl.transport.base import Operation, Ranges, State
+from kvcached_nixl.transport.base import Operation, State
 
-__all__ = ["PAGES", "PAGE_BYTES", "Answered", "Member", "Remote"]
+__all__ = ["MIXED", "PAGES", "PAGE_BYTES", "Answered", "Member", "Remote"]
 
 PAGE_BYTES = 2 << 20
 PAGES = 4
 SMALL_BYTES = 4096
+BEGIN_SECONDS = 60.0
+"""Until a member has memory and an agent: the first use of a device or of UCX may take most of a minute."""
 ANSWER_SECONDS = 10.0
+
+MIXED = ((1 << 20, 1), (64 << 10, 8), (4096, 64), (512, 128), (192 << 10, 1))
+"""(bytes, how many) of the descriptors of a page when its bytes are compared: UCX moves long and short ones otherwise,
+and KV comes in both."""
+
+_PR_SET_PDEATHSIG = 1
 
 Place = str
 """``elastic``: kvcached's pages, backed or not; ``ordinary``: other memory of the device; ``host``: the host's."""
@@ -39,6 +49,8 @@ class Member:
     def __init__(self, question: Question, transports: str) -> None:
         if transports:
             os.environ["UCX_TLS"] = transports
+        # Else it is not known what has carried the bytes.
+        os.environ["UCX_PROTO_INFO"] = "y"
         import torch
 
         # A fork has none of torch's threads, and two members and their agents are more than two cores already.
@@ -47,13 +59,16 @@ class Member:
         self._question = question
         self._agent = make_agent(question.backends)
         self._transport = NixlTransport(self._agent, question.memory_type, question.device_index)
-        self._device = question.device if question.device == "cpu" else f"{question.device}:{question.device_index}"
+        self._device = "cpu"
+        if question.device != "cpu":
+            self._device = f"{question.device}:{question.device_index}"
+            torch.accelerator.set_device_index(question.device_index)
         self._memory: dict[Place, Any] = {}
         self._peer = ""
 
-    def lanes(self) -> tuple[str, ...]:
-        """What UCX could choose."""
-        return ucx_lanes()
+    def ucx(self) -> Ucx:
+        """What UCX could choose from."""
+        return ucx_of_this_process()
 
     def open(self, *, elastic: bool) -> dict[Place, int]:
         """Get memory; where each place begins."""
@@ -99,11 +114,20 @@ class Member:
         self._synchronize()
         return bool((self._page(place, page) == value).all())
 
-    def move(self, operation: Operation, here: Place, there: int, pages: list[int], *, is_small: bool = False) -> float:
-        """Between the same pages of one's own memory and of the other's, which begins at ``there``; takes seconds."""
-        step = SMALL_BYTES if is_small else PAGE_BYTES
-        offsets = np.concatenate([np.arange(page * PAGE_BYTES, (page + 1) * PAGE_BYTES, step) for page in pages])
-        local, remote = (_ranges(base + offsets, step) for base in (self._memory[here].data_ptr(), there))
+    def move(
+        self, operation: Operation, here: Place, there: int, pages: list[int], sizes: Sequence[tuple[int, int]] = ()
+    ) -> float:
+        """Between the same pages of one's own memory and of the other's, which begins at ``there``.
+
+        Args:
+            sizes: (bytes, how many) of the descriptors of a page; one of all of it by default.
+
+        Returns: the seconds that it took.
+        """
+        lengths = np.repeat(*np.array(sizes).T) if sizes else np.array([PAGE_BYTES])
+        rows = np.stack((np.cumsum(lengths) - lengths, lengths), axis=1)
+        rows = np.concatenate([rows + (page * PAGE_BYTES, 0) for page in pages]).astype(np.int64)
+        local, remote = (rows + (base, 0) for base in (self._memory[here].data_ptr(), there))
         begun = time.perf_counter()
         handle = self._transport.post(operation, self._peer, local, remote, is_host=here == "host")
         while (state := self._transport.state(handle)) is State.IN_FLIGHT:
@@ -128,14 +152,26 @@ class Remote:
     def __init__(self, question: Question, transports: str) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, question, transports), daemon=True)
+        # Not a pipe: nobody reads while it writes.
+        self._said = os.memfd_create("said")
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._pipe, self._said, question, transports), daemon=True
+        )
         self._process.start()
         theirs.close()
+        self._seconds = BEGIN_SECONDS
 
     def end(self) -> None:
         """Nothing of it is wanted any more; a hanging one does not hold anybody up."""
         self._process.kill()
         self._process.join()
+        self._pipe.close()
+        os.close(self._said)
+
+    @property
+    def said(self) -> str:
+        """What it, and the libraries in it, have written to standard output and error."""
+        return os.pread(self._said, os.fstat(self._said).st_size, 0).decode(errors="replace")
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Have it do one thing, and wait.
@@ -157,9 +193,10 @@ class Remote:
     def answer(self) -> Any:
         """Of what it was told last; raises as `call`."""
         try:
-            if not self._pipe.poll(ANSWER_SECONDS):
-                raise Answered(f"{self._told} did not end within {ANSWER_SECONDS:g} s")
+            if not self._pipe.poll(self._seconds):
+                raise Answered(f"{self._told} did not end within {self._seconds:g} s")
             failed, answer = self._pipe.recv()
+            self._seconds = ANSWER_SECONDS
         except (EOFError, OSError) as cause:
             raise Answered(f"the process ended in {self._told}") from cause
         if failed:
@@ -167,7 +204,12 @@ class Remote:
         return answer
 
 
-def _serve(pipe: Connection, question: Question, transports: str) -> None:
+def _serve(pipe: Connection, theirs: Connection, said: int, question: Question, transports: str) -> None:
+    # Whoever forked this one may be killed, and nobody else ends it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    theirs.close()
+    os.dup2(said, 1)
+    os.dup2(said, 2)
     member: list[Member] = []
 
     def do(name: str) -> Callable[..., Any]:
@@ -185,7 +227,3 @@ def _serve(pipe: Connection, question: Question, transports: str) -> None:
         except Exception as cause:  # noqa: BLE001 - the prover is told, and records it
             answer = traceback.format_exception_only(cause)[-1].strip(), None
         pipe.send(answer)
-
-
-def _ranges(begins: Any, length: int) -> Ranges:
-    return np.stack((begins, np.full(len(begins), length)), axis=1).astype(np.int64)

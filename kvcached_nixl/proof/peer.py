@@ -21,6 +21,7 @@ __all__ = ["PeerFound", "read_from"]
 
 BYTES = 8 << 20
 SMALL_BYTES = 4096
+MOST_ROWS = 4096
 READ_SECONDS = 30.0
 TRIES = 3
 
@@ -68,11 +69,15 @@ def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Qu
 
     device = "cpu" if question.device == "cpu" else f"{question.device}:{question.device_index}"
     landing = torch.zeros(BYTES, dtype=torch.uint8, device=device)
-    agent = make_agent(question.backends)
     extent = [(landing.data_ptr(), BYTES, question.device_index, "")]
-    agent.register_memory(agent.get_reg_descs(extent, question.memory_type), backends=list(question.backends))
+    try:
+        agent = make_agent(question.backends)
+        agent.register_memory(agent.get_reg_descs(extent, question.memory_type), backends=list(question.backends))
+    except Exception as cause:
+        # NIXL's exceptions have no common base.
+        raise TransportError(f"no memory was registered here: {type(cause).__name__}: {cause}") from cause
     transport = NixlTransport(agent, question.memory_type, question.device_index)
-    peer = transport.add_peer(rank.agent_metadata, rank.device_id)
+    peer = transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
     long = _ranges(rank)
     short = np.concatenate([_cut(row) for row in long])[: BYTES // SMALL_BYTES]
     long_seconds, short_seconds = (
@@ -96,7 +101,11 @@ def _ranges(rank: RankHandshake) -> Ranges:
     for planes in rank.memory:
         dense = planes.cell_bytes * planes.num_heads * planes.block_size
         length = min(dense, planes.block_stride_bytes, BYTES // len(rank.memory))
-        count = min(planes.num_blocks, BYTES // len(rank.memory) // length)
+        if length <= 0:
+            raise ValueError(
+                f"found blocks {planes.block_stride_bytes} bytes apart; expected blocks that hold something"
+            )
+        count = min(planes.num_blocks, BYTES // len(rank.memory) // length, MOST_ROWS // len(rank.memory))
         rows += [(planes.bases[0] + block * planes.block_stride_bytes, length) for block in range(count)]
     return np.array(rows, np.int64)
 

@@ -12,54 +12,63 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvcached_nixl.proof.lanes import transports_of
-from kvcached_nixl.proof.member import PAGE_BYTES, PAGES, SMALL_BYTES, Answered, Place, Remote
-from kvcached_nixl.proof.result import AS_CONFIGURED, LaneFound, Question, Rates
+from kvcached_nixl.proof.lanes import carriers, is_never_chosen, only_copies, transports_of
+from kvcached_nixl.proof.member import MIXED, PAGE_BYTES, PAGES, SMALL_BYTES, Answered, Place, Remote
+from kvcached_nixl.proof.result import AS_CONFIGURED, LaneFound, Question, Rates, Said, Ucx
 from kvcached_nixl.transport.base import Operation
 
-__all__ = ["prove_lanes"]
+__all__ = ["prove_lanes", "prove_one"]
 
 TRIES = 8
 """Where kvcached's pages look slow: a busy host is no slow lane."""
 
 
-def prove_lanes(question: Question) -> tuple[LaneFound, ...]:
+def prove_lanes(question: Question) -> Said:
     """What was found of every lane that could be chosen, and of what is chosen as it is configured.
 
     Raises:
         Answered: it cannot be told what could be chosen.
     """
     lanes: list[tuple[str, str, tuple[str, ...]]] = [(name, name, ("",)) for name in question.backends if name != "UCX"]
+    ucx: Ucx | None = None
     if "UCX" in question.backends:
         member = Remote(question, "")
         try:
-            names = member.call("lanes")
+            ucx = member.call("ucx")
         finally:
             member.end()
-        lanes += [("UCX", name, transports_of(name, question.device)) for name in names]
+        lanes += [("UCX", name, transports_of(name, question.device)) for name in ucx.lanes]
         lanes += [("UCX", AS_CONFIGURED, ("",))]
-    return tuple(
-        _prove(msgspec.structs.replace(question, backends=(backend,)), name, transports)
+    found = tuple(
+        prove_one(msgspec.structs.replace(question, backends=(backend,)), name, transports)
         for backend, name, transports in lanes
     )
+    return Said(found, ucx)
 
 
-def _prove(question: Question, name: str, transports: Sequence[str]) -> LaneFound:
-    """The first of ``transports`` counts under which the two can be connected."""
-    found = LaneFound(name, transports[0])
+def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneFound:
+    """What is found of one lane, where UCX may choose ``transports`` only; the first of them counts that it chose.
+
+    Bytes that something else has carried say nothing of this lane.
+    """
+    unusable: list[str] = []
     for one in dict.fromkeys(transports):
         pair = _Pair(question, LaneFound(name, one))
         try:
             pair.check()
             pair.measure()
+            carried = pair.carried
+            is_behind_another = only_copies(name) and question.device != "cpu"
+            if question.backends != ("UCX",) or name == AS_CONFIGURED or is_behind_another or name in carried:
+                return pair.found
+            unusable.append(f"UCX moves bytes over {', '.join(sorted(carried)) or 'nothing'} where it has {one}")
         except Answered as cause:
-            unusable = f"{found.unusable}; with {one}: {cause}" if found.unusable else str(cause)
-            found = LaneFound(name, one, unusable)
-        else:
-            return pair.found
+            if is_never_chosen(name, pair.said):
+                return LaneFound(name, one, never="it does not notice the end of a peer, so NIXL does not use it")
+            unusable.append(f"{cause}, where it has {one}" if one else str(cause))
         finally:
             pair.end()
-    return found
+    return LaneFound(name, transports[-1], "; ".join(unusable))
 
 
 class _Pair:
@@ -81,6 +90,16 @@ class _Pair:
     def end(self) -> None:
         self._holder.end()
         self._peer.end()
+
+    @property
+    def said(self) -> str:
+        """What both have written."""
+        return self._holder.said + self._peer.said
+
+    @property
+    def carried(self) -> frozenset[str]:
+        """UCX's transports by which bytes were moved between the two."""
+        return carriers(self.said)
 
     def check(self) -> None:
         """Whether a registration follows, in every way that bytes are moved."""
@@ -127,9 +146,9 @@ class _Pair:
             value = next(self._values)
             source[0].call("fill", source[1], page, value)
             if mover is self._peer:
-                mover.call("move", operation, "ordinary", self._holder_at["elastic"], [page])
+                mover.call("move", operation, "ordinary", self._holder_at["elastic"], [page], MIXED)
             else:
-                mover.call("move", operation, "elastic", self._peer_at["ordinary"], [page])
+                mover.call("move", operation, "elastic", self._peer_at["ordinary"], [page], MIXED)
             if not target[0].call("holds", target[1], page, value):
                 wrong.append(f"{'a peer' if mover is self._peer else 'its own'} {operation}")
         if wrong:
@@ -140,5 +159,6 @@ class _Pair:
         here, there = ("host" if place == "host" else "ordinary"), self._holder_at[place]
         read = self._peer.call("move", "READ", here, there, pages)
         write = self._peer.call("move", "WRITE", here, there, pages)
-        small = self._peer.call("move", "READ", here, there, pages[:1], is_small=True)
+        sizes = ((SMALL_BYTES, PAGE_BYTES // SMALL_BYTES),)
+        small = self._peer.call("move", "READ", here, there, pages[:1], sizes)
         return Rates(PAGES * PAGE_BYTES / read, PAGES * PAGE_BYTES / write, PAGE_BYTES / SMALL_BYTES / small)

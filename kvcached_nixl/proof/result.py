@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["AS_CONFIGURED", "SLOW", "LaneFound", "Proof", "Question", "Rates"]
+__all__ = ["AS_CONFIGURED", "SLOW", "LaneFound", "Proof", "Question", "Rates", "Said", "Ucx"]
 
 AS_CONFIGURED = "as configured"
 """All transports that UCX may choose from, together: what it chooses of them on this host."""
@@ -27,6 +27,25 @@ class Question(msgspec.Struct, frozen=True):
     device_index: int
     memory_type: str
     backends: tuple[str, ...]
+
+
+class Ucx(msgspec.Struct, frozen=True):
+    """What UCX could choose from.
+
+    Attributes:
+        library: its version, and which build of it.
+        resources: ``TRANSPORT/DEVICE``.
+    """
+
+    library: str
+    resources: tuple[str, ...]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Its transports between two processes, each once."""
+        names = (resource.partition("/")[0] for resource in self.resources)
+        # Both ends of `self` are one endpoint; two engines never are.
+        return tuple(name for name in dict.fromkeys(names) if name != "self")
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -57,6 +76,7 @@ class LaneFound(msgspec.Struct, frozen=True):
         name: UCX's word for a transport, or a NIXL backend's.
         transports: ``UCX_TLS`` that it was proved under; "" for a backend.
         unusable: why nothing could be moved over it alone; "" if it could.
+        never: why it is never chosen, so that nothing has to be known of it; "" if it may be.
         wrong: what arrived as something else than it is, in words.
         rates: ``elastic`` for kvcached's pages, ``ordinary`` for other memory of the device, ``host`` where that is
             another one.
@@ -65,12 +85,15 @@ class LaneFound(msgspec.Struct, frozen=True):
     name: str
     transports: str
     unusable: str = ""
+    never: str = ""
     wrong: tuple[str, ...] = ()
     rates: dict[str, Rates] = {}
 
     @property
     def is_slow(self) -> bool:
         """Whether kvcached's pages are moved at less than a `SLOW`-th of what other memory is."""
+        if self.never:
+            return False
         elastic, ordinary = self.rates["elastic"], self.rates["ordinary"]
         return elastic.read * SLOW < ordinary.read or elastic.write * SLOW < ordinary.write
 
@@ -92,23 +115,44 @@ class LaneFound(msgspec.Struct, frozen=True):
         return f"{self.name} moves kvcached's pages at {rates['elastic']}, and other memory at {rates['ordinary']}"
 
 
+class Said(msgspec.Struct, frozen=True):
+    """What a prover says. ``ucx``: None where UCX is not among the backends."""
+
+    lanes: tuple[LaneFound, ...]
+    ucx: Ucx | None
+
+
 class Proof(msgspec.Struct, frozen=True):
     """The answer to a `Question`.
 
     Attributes:
         environment: versions and settings that it holds for; another one is another question.
+        ucx: what the prover's UCX could choose from.
         seconds: that it took.
     """
 
     question: Question
     environment: dict[str, str]
     lanes: tuple[LaneFound, ...]
+    ucx: Ucx | None
     seconds: float
 
     @property
     def why_not(self) -> tuple[str, ...]:
         """Of every lane that could be chosen, and must not be used with kvcached's pages."""
         return tuple(filter(None, (lane.why_not for lane in self.lanes)))
+
+    @property
+    def remedy(self) -> str:
+        """How to have UCX choose from the lanes that follow only, in words; where that changes something."""
+        good = [lane.name for lane in self.lanes if lane.transports and not (lane.why_not or lane.never)]
+        bad = [lane.name for lane in self.lanes if lane.transports and lane.why_not]
+        if not (good and bad):
+            return "python -m kvcached_nixl doctor shows what was found of each transport."
+        return (
+            f"Have UCX choose from what follows, with UCX_TLS={','.join(good)} in the environment of every server "
+            f"(without {', '.join(bad)}; python -m kvcached_nixl doctor shows what was found)."
+        )
 
     @property
     def why_slow(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
-from kvcached_nixl.proof.find import find
+from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.listening import answers_of
 from kvcached_nixl.settings import Settings
@@ -179,7 +179,7 @@ def register_kv_caches(call: Call) -> None:
     view = WorkerView(call.instance)
     settings = Settings.from_extra_config(view.extra_config)
     caches = call.argument("kv_caches")
-    proof = find(view.question(caches))
+    proof = find_here(view.question(caches))
     require_direct(settings.memory_path, proof)
     layout = registration.register(view, caches)
     channel = SideChannel(names_stage=installed_row().side_channel_names_stage)

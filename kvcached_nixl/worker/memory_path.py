@@ -25,9 +25,7 @@ def require_direct(wish: MemoryPath, proof: Proof) -> None:
             found=f"memory_path {wish.value!r}, and " + "; ".join(proof.why_not),
             expected="transports that move the bytes of the page that is mapped, whenever it was",
             consequence="Decode would be handed other bytes than prefill computed, with HTTP 200; the engine stops.",
-            remedy="Leave these transports out with UCX_TLS (UCX_TLS=^cma,ib leaves out two; python -m kvcached_nixl "
-            "doctor shows what is left), or serve without ENABLE_KVCACHED. Staging through other memory is not "
-            "provided yet.",
+            remedy=f"{proof.remedy} Or serve without ENABLE_KVCACHED; staging is not provided yet.",
         )
     for words in proof.why_slow:
         logger.warning("Hand-overs will be slow where it is chosen: %s. See python -m kvcached_nixl doctor", words)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from typing import Any
 
@@ -19,11 +18,6 @@ def _connector() -> Any:
 def _side() -> Any:
     """This package's side of the connector; None where another one serves."""
     return vars(_connector()).get("_kvcached_nixl")
-
-
-def _stock_function(bound: Any) -> Any:
-    """The function below every wrapper of a bound method."""
-    return inspect.unwrap(bound.__func__ if inspect.ismethod(bound) else bound)
 
 
 class CostProbe(KvProbe):
@@ -60,19 +54,10 @@ class CostProbe(KvProbe):
             del worker.kv_caches_base_addr[engine], worker.dst_num_blocks[engine]
         return {"forgotten": len(engines)}
 
-    def kv_probe_wrapper_seconds(self, calls: int) -> dict[str, Any]:
-        """Seconds per call of the connector's idle per-step method, as it stands and below its wrappers.
-
-        The two are timed in turns so that a busy machine slows both.
-        """
-        connector = _connector()
-        stands, stock = connector.get_finished, _stock_function(type(connector).get_finished)
-        spent = {"wrapped": 0.0, "stock": 0.0}
+    def kv_probe_idle_seconds(self, calls: int) -> dict[str, Any]:
+        """Seconds per call of what every step asks the connector, where nothing has happened."""
+        get_finished = _connector().get_finished
+        begun = time.perf_counter()
         for _ in range(calls):
-            begun = time.perf_counter()
-            stands(set())
-            between = time.perf_counter()
-            stock(connector, set())
-            spent["stock"] += time.perf_counter() - between
-            spent["wrapped"] += between - begun
-        return {name: seconds / calls for name, seconds in spent.items()}
+            get_finished(set())
+        return {"idle": (time.perf_counter() - begun) / calls}

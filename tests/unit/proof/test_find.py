@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import pytest
 from kvcached_nixl.errors import MemoryRefused
 from kvcached_nixl.proof import find as finding
 from kvcached_nixl.proof.find import find
-from kvcached_nixl.proof.result import LaneFound, Question, Rates
+from kvcached_nixl.proof.result import LaneFound, Question, Rates, Said, Ucx
 
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
 RATES = Rates(1e9, 1e9, 1e5)
 LANE = LaneFound("tcp", "tcp", rates={"elastic": RATES, "ordinary": RATES})
-SAYS = msgspec.json.encode((LANE,)).decode()
+UCX = Ucx("1.19.0", ("self/memory", "tcp/lo"))
+SAYS = msgspec.json.encode(Said((LANE,), UCX)).decode()
 
 
 class Prover:
@@ -60,10 +63,13 @@ def test_several_workers_that_start_at_once_ask_one_prover(prover: Prover) -> No
 
 
 def test_it_is_asked_again_when_something_has_changed(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings, versions, the host's start, its cards, the device: each is a question of its own."""
+    """Settings, versions, the host's start, the device: each is a question of its own."""
     find(QUESTION, prover.environ)
-    for name in ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_PLUGIN_DIR", "KVCACHED_HOSTVMM_REGISTRATION"):
+    names = ("UCX_TLS", "NIXL_PLUGIN_DIR", "FI_PROVIDER", "LD_PRELOAD", "KVCACHED_HOSTVMM_REGISTRATION")
+    for name in names:
         find(QUESTION, {**prover.environ, name: "other"})
+    (prover.program.parent / "ucx.conf").write_text("UCX_TLS=tcp")
+    find(QUESTION, {**prover.environ, "HOME": str(prover.program.parent)})
     find(msgspec.structs.replace(QUESTION, device_index=1), prover.environ)
     monkeypatch.setattr(finding, "_version", lambda package: "9.9")
     find(QUESTION, prover.environ)
@@ -71,9 +77,64 @@ def test_it_is_asked_again_when_something_has_changed(prover: Prover, monkeypatc
     boot.write_text("another")
     monkeypatch.setattr(finding, "_BOOT", boot)
     find(QUESTION, prover.environ)
-    assert len(prover.questions) == 8
+    assert len(prover.questions) == 10
     find(QUESTION, {**prover.environ, "HOME": "/elsewhere"})
-    assert len(prover.questions) == 8
+    assert len(prover.questions) == 10
+
+
+def test_what_ucx_could_choose_from_here_is_what_was_proved(prover: Prover) -> None:
+    """A card that has come up since, shared memory that another container does not have, another build of UCX."""
+    assert find(QUESTION, prover.environ, here=UCX).why_not == ()
+    assert find(QUESTION, prover.environ, here=UCX).why_not == ()
+    assert len(prover.questions) == 1
+    for other in (Ucx("1.20.0", UCX.resources), Ucx("1.19.0", ("tcp/eth0",))):
+        assert find(QUESTION, prover.environ, here=other).why_not == ()
+    assert len(prover.questions) == 3
+    found = find(QUESTION, prover.environ, here=Ucx("1.19.0", ("tcp/lo", "rc_mlx5/mlx5_0:1")))
+    assert found.why_not == ("nothing is known of rc_mlx5: the prover could not choose it",)
+
+
+def test_what_could_not_be_used_may_be_the_next_time(prover: Prover) -> None:
+    busy = LaneFound("cma", "cma,tcp", unusable="open did not end within 60 s")
+    prover.says(f"echo '{msgspec.json.encode(Said((LANE, busy), UCX)).decode()}'")
+    assert len(find(QUESTION, prover.environ, here=UCX).why_not) == 1
+    prover.says(f"echo '{SAYS}'")
+    assert find(QUESTION, prover.environ, here=UCX).why_not == ()
+
+
+def test_what_another_backend_could_choose_from_is_not_known(prover: Prover) -> None:
+    """So each start finds out."""
+    other = msgspec.structs.replace(QUESTION, backends=("LIBFABRIC",))
+    find(other, prover.environ)
+    find(other, prover.environ)
+    assert len(prover.questions) == 2
+
+
+def test_somebody_who_holds_the_lock_and_stands_still_holds_up_nobody_for_ever(
+    prover: Prover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find(QUESTION, prover.environ)
+    (kept,) = Path(prover.environ["XDG_CACHE_HOME"]).rglob("proof-*.json")
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        find(QUESTION, prover.environ)
+        assert len(prover.questions) == 1, "what is kept is read without it"
+        monkeypatch.setattr(finding, "PROVER_SECONDS", 0.5)
+        find(QUESTION, prover.environ, is_fresh=True)
+    assert len(prover.questions) == 2
+
+
+def test_what_a_prover_has_started_ends_with_it(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "PROVER_SECONDS", 1.0)
+    child = prover.program.with_name("child")
+    prover.says(f'sleep 60 & echo $! >"{child}"; wait')
+    with pytest.raises(MemoryRefused, match="timed out"):
+        find(QUESTION, prover.environ)
+    status = Path(f"/proc/{int(child.read_text())}/stat")
+    until = time.monotonic() + 10
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() < until, "it goes on"
+        time.sleep(0.02)
 
 
 def test_it_can_be_asked_afresh(prover: Prover) -> None:
@@ -91,6 +152,17 @@ def test_what_was_kept_and_cannot_be_read_is_asked_again(prover: Prover, content
     assert len(prover.questions) == 2
 
 
+def test_nobody_has_to_have_a_home(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is in no list of users."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    del prover.environ["XDG_CACHE_HOME"]
+    assert find(QUESTION, prover.environ).lanes == (LANE,)
+
+
 def test_nothing_has_to_be_kept(prover: Prover, tmp_path: Path) -> None:
     """A file where the folder should be: a container may have no home that can be written."""
     (tmp_path / "cache").write_text("")
@@ -105,7 +177,7 @@ def test_nothing_has_to_be_kept(prover: Prover, tmp_path: Path) -> None:
         ("echo no device >&2; exit 1", "status 1: no device"),
         ("exit 0", "status 0"),
         ("echo nonsense", "the prover said nonsense"),
-        ("echo '[]'", "no lane"),
+        ("""echo '{"lanes": [], "ucx": null}'""", "no lane"),
         ("exec sleep 60", "timed out"),
     ],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_nixl.proof.lanes import _named, transports_of
+from kvcached_nixl.proof.lanes import _resources, carriers, is_never_chosen, transports_of
+from kvcached_nixl.proof.result import Ucx
 
 PRINTED = """\
 #            md 0  :  component 0  self
@@ -19,8 +20,8 @@ PRINTED = """\
 
 
 def test_each_transport_is_named_once_and_what_has_one_end_is_none() -> None:
-    assert _named(PRINTED) == ("tcp", "cma", "rc_mlx5", "cuda_ipc")
-    assert _named("#\n# UCP context\n#\n") == ()
+    assert Ucx("1.19.0", _resources(PRINTED)).lanes == ("tcp", "cma", "rc_mlx5", "cuda_ipc")
+    assert Ucx("1.19.0", _resources("#\n# UCP context\n#\n")).lanes == ()
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,40 @@ def test_a_transport_is_used_alone_with_what_it_needs(lane: str, device: str, al
     first, second = transports_of(lane, device)
     assert first == alone
     assert second.split(",").count("tcp") == 1 and set(alone.split(",")) <= set(second.split(","))
+
+
+CHOSEN = """\
+2026-11-23 17:00:18 NIXL INFO    _api.py:405 Backend UCX was instantiated
+[1795453218.9] [host:22880:0]   +--------+-------------+-----------------------------------+
+[1795453218.9] [host:22880:0]   | 155a60af46ad45aeb0649326c83c6c9 self cfg#0               |
+[1795453218.9] [host:22880:0]   | remote memory write by ucp_put* from host memory to host |
+[1795453218.9] [host:22880:0]   +--------+-------------+-----------------------------------+
+[1795453218.9] [host:22880:0]   | Range  | Description |              Config               |
+[1795453218.9] [host:22880:0]   +--------+-------------+-----------------------------------+
+[1795453218.9] [host:22880:0]   | 0..inf | zero-copy   | rc_mlx5/mlx5_0:1                  |
+[1795453218.9] [host:22880:0]   +--------+-------------+-----------------------------------+
+[1795453219.0] [host:22880:0]   | 155a60af46ad45aeb0649326c83c6c9 intra-node cfg#1         |
+[1795453219.0] [host:22880:0]   | remote memory write by ucp_put* from host memory to host |
+[1795453219.0] [host:22880:0]   | Range  | Description |              Config               |
+[1795453219.0] [host:22880:0]   | 0..512 | short       | cma/memory                        |
+[1795453219.0] [host:22880:0]   | 0..inf | zero-copy   | 52% on tcp/lo and 48% on tcp/eth0 |
+[1795453219.1] [host:22880:0]   | 155a60af46ad45aeb0649326c83c6c9 intra-node cfg#1         |
+[1795453219.1] [host:22880:0]   | active message by ucp_am_send* from host memory          |
+[1795453219.1] [host:22880:0]   | Range  | Description |              Config               |
+[1795453219.1] [host:22880:0]   |   0    | short       | posix/memory                      |
+"""
+
+
+def test_what_has_carried_a_peers_bytes_is_read_off_what_ucx_says() -> None:
+    """Not what it would use to itself, nor for its messages."""
+    assert carriers(CHOSEN) == {"cma", "tcp"}
+    assert carriers("") == frozenset()
+
+
+def test_a_transport_that_ucx_rules_out_is_told_from_one_that_only_failed() -> None:
+    said = "UCX  ERROR   no active messages transport to <no debug data>: posix/memory - no peer failure handler"
+    assert is_never_chosen("posix", said)
+    assert not is_never_chosen("rc_mlx5", said) and not is_never_chosen("posi", said)
+    assert not is_never_chosen(
+        "rc_mlx5", "no active messages transport to x: rc_mlx5/mlx5_0:1 - Destination is unreachable"
+    )

@@ -12,7 +12,7 @@ GOOD = LaneFound("cma", "cma,tcp", rates={"elastic": FAST, "ordinary": FAST})
 
 
 def proof(*lanes: LaneFound) -> Proof:
-    return Proof(Question("cpu", 0, "DRAM", ("UCX",)), {}, lanes, 1.0)
+    return Proof(Question("cpu", 0, "DRAM", ("UCX",)), {}, lanes, None, 1.0)
 
 
 def with_elastic(**rates: float) -> LaneFound:

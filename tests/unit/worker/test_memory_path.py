@@ -14,7 +14,7 @@ FAST, SLOW = Rates(8e9, 8e9, 1e6), Rates(1e7, 1e7, 1e3)
 
 
 def proof(*lanes: LaneFound) -> Proof:
-    return Proof(Question("cpu", 0, "DRAM", ("UCX",)), {}, lanes, 1.0)
+    return Proof(Question("cpu", 0, "DRAM", ("UCX",)), {}, lanes, None, 1.0)
 
 
 @pytest.mark.parametrize("wish", MemoryPath)
