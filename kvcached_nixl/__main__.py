@@ -34,7 +34,7 @@ server does the same before it offers a handshake; here it can be looked at befo
 _DOCTOR_EPILOG = """\
 exit status:
   0  kvcached's pages may be registered: every transport that could be chosen follows them
-  1  a NIXL connector would be refused here, or nothing could be found out; the output says why
+  1  they may not, and KV would be staged; or nothing could be found out. The output says why
   2  wrong usage
 """
 _EPILOG = """\

@@ -49,7 +49,13 @@ class Findings:
     @property
     def is_direct(self) -> bool:
         """Whether a server would register kvcached's pages."""
-        return not self.proof.why_not
+        return not (self.proof.why_not or self.proof.why_slow)
+
+    @property
+    def memory_path(self) -> str:
+        """What a server would choose."""
+        staged = "host" if self.platform.device == "cpu" else "device"
+        return "direct" if self.is_direct else staged
 
 
 def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, int] | None = None) -> Findings:
@@ -108,15 +114,15 @@ def render(findings: Findings, *, colour: bool = False) -> str:
         lines += _of_peer(findings.peer)
     if findings.advice:
         lines += ["", "what to change", *(f"  - {words}" for words in findings.advice)]
-    verdict = "kvcached's pages are registered with NIXL" if findings.is_direct else "a NIXL connector is refused"
-    return "\n".join([*lines, "", f"memory path: {'direct' if findings.is_direct else 'none'}: {verdict}"])
+    verdict = "kvcached's pages are registered with NIXL" if findings.is_direct else "KV is copied through a slab"
+    return "\n".join([*lines, "", f"memory path of a server: {findings.memory_path}: {verdict}"])
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
     """For programs."""
     return {
         "kvcached_nixl": __version__,
-        "memory_path": "direct" if findings.is_direct else None,
+        "memory_path": findings.memory_path,
         "platform": asdict(findings.platform),
         "proof": msgspec.to_builtins(findings.proof),
         "refused": list(findings.proof.why_not),

@@ -16,9 +16,12 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
     kv_lease_duration    seconds that prefill keeps a finished request's blocks without hearing of decode, 30 by
                          default. Equal on both sides: decode's heartbeats come every sixth of it.
     bidirectional_kv_xfer    vLLM's; must stay false: what decode computes is not handed back
-    memory_path          "auto", the default: kvcached's pages are registered if every transport that could be chosen is
-                         proved to follow them. "direct": the same, said. "host" and "device", through a slab of other
-                         memory, are refused for now
+    memory_path          what memory NIXL touches. "auto", the default: kvcached's pages, if every transport that could
+                         be chosen is proved to follow them and not to be slow on them; else a slab of other memory of
+                         the device, through which KV is copied. "direct": kvcached's pages, or no start. "host" and
+                         "device": a slab there. The two sides may differ
+    staging_gib          of that slab, per rank; by default four of the longest requests, at most the whole cache.
+                         More requests than it holds wait, longer ones go through range by range
     host_buffer_gib      refused
     enforce_handshake_compat     vLLM's; must stay true: it is what tells peers apart
     enable_cross_layers_blocks   vLLM's; must stay false: it allocates KV memory past kvcached
@@ -40,6 +43,7 @@ SERVER_LOGGER = "vllm.kvcached_nixl"
 
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
 DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
+MOST_GIB = 65_536
 LONGEST_SECONDS = 86_400
 """A manifest names a lease of a day at most."""
 
@@ -85,6 +89,8 @@ class MemoryPath(str, Enum):
 
     AUTO = "auto"
     DIRECT = "direct"
+    HOST = "host"
+    DEVICE = "device"
 
 
 @dataclass(frozen=True)
@@ -96,12 +102,14 @@ class Settings:
         kv_lease_duration_seconds: how long prefill keeps blocks without hearing from decode.
         handover_timeout_seconds: after which a hand-over that has not ended fails.
         memory_path: what is asked for of the memory that NIXL touches.
+        staging_gib: of the slab, if there is one; None for what the engine is made for.
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
     kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
     handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
     memory_path: MemoryPath = MemoryPath.AUTO
+    staging_gib: float | None = None
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -114,8 +122,8 @@ class Settings:
             raise _bad(
                 "host_buffer_gib",
                 extra_config["host_buffer_gib"],
-                "memory_path, which says what memory NIXL touches",
-                "Blocks would move directly although staging was asked for.",
+                "staging_gib, for the slab of memory_path",
+                "Blocks would move otherwise than was asked for.",
             )
         _require(
             extra_config,
@@ -146,6 +154,7 @@ class Settings:
             ),
             handover_timeout_seconds=_handover_timeout(extra_config),
             memory_path=_memory_path(extra_config),
+            staging_gib=_staging_gib(extra_config),
         )
 
 
@@ -191,7 +200,8 @@ class Server:
                 found=f'kv_buffer_device="cpu" on {self.device}',
                 expected=f'kv_buffer_device="{self.device}"',
                 consequence=f"{self.host_buffer_refused}.",
-                remedy=f'Remove kv_buffer_device from --kv-transfer-config, or set it to "{self.device}".',
+                remedy="Remove kv_buffer_device from --kv-transfer-config. To stage through memory of the host: "
+                '"kv_connector_extra_config": {"memory_path": "host"}.',
             )
 
 
@@ -230,9 +240,25 @@ def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
         raise _bad(
             "memory_path",
             value,
-            '"auto" or "direct" ("host" and "device" are not provided yet)',
+            '"auto", "direct", "host" or "device"',
             "It is not known what memory NIXL may touch.",
         ) from None
+
+
+def _staging_gib(extra_config: Mapping[str, Any]) -> float | None:
+    value = extra_config.get("staging_gib")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_GIB:
+        raise _bad(
+            "staging_gib",
+            value,
+            f"a number of GiB above 0 and up to {MOST_GIB:,}",
+            "There would be no memory to stage through, or more than any host has.",
+        )
+    if _memory_path(extra_config) is MemoryPath.DIRECT:
+        raise _bad("staging_gib", value, 'nothing beside "memory_path": "direct"', "Nothing is staged there.")
+    return float(value)
 
 
 def _seconds(extra_config: Mapping[str, Any], key: str, default: float, consequence: str) -> float:

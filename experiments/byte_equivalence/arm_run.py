@@ -84,11 +84,11 @@ class SingleRun:
 
 
 class PairRun:
-    """A prefill and a decode server, asked in one ``order``. ``pushes``: P writes, and gives memory back by itself."""
+    """A prefill and a decode server, asked in one ``order``. ``writes``: P writes, and gives memory back by itself."""
 
-    def __init__(self, pair: Pair, *, pushes: bool = False) -> None:
+    def __init__(self, pair: Pair, *, writes: bool = False) -> None:
         self.pair = pair
-        self.pushes = pushes
+        self.writes = writes
         self.order: Order = "P first"
 
     @property
@@ -108,7 +108,7 @@ class PairRun:
         if taken["pending"]:
             raise AnswerError(f"found {taken['pending']} unfinished on D after every answer; expected nothing.")
         sent: list[dict[str, Any]] = []
-        awaited = {one.transfer for one in seen} if self.pushes else set()
+        awaited = {one.transfer for one in seen} if self.writes else set()
         deadline = time.monotonic() + SENT_SECONDS
         while awaited - {one["transfer"] for one in sent} and time.monotonic() < deadline:
             sent += (await self.pair.prefill.probe("take"))["sent"]
@@ -155,7 +155,7 @@ class PairRun:
             these = shuffler.sample(prompts, len(prompts))
             shuffled += these
             seen += await self._round(these, f"{run}-{number}", hold_blocks, progress)
-            if not self.pushes:
+            if not self.writes:
                 await self._step_prefill(f"{run}-{number}-step")
             await settle()
         return list(zip(shuffled, await self._observe(seen), strict=True))
@@ -227,7 +227,8 @@ def with_clients(
     work: Callable[[SingleRun | PairRun], Any],
     concurrency: int = CONCURRENCY,
     *,
-    pushes: bool = False,
+    writes: bool = False,
+    keeps_blocks: bool = True,
 ) -> Any:
     """Run the coroutine function ``work`` against one server or a pair, in an event loop of its own."""
 
@@ -236,6 +237,6 @@ def with_clients(
             clients = [Client(server.base_url, http) for server in servers]
             if len(clients) == 1:
                 return await work(SingleRun(clients[0]))
-            return await work(PairRun(Pair(*clients, servers[0].coordinates), pushes=pushes))
+            return await work(PairRun(Pair(*clients, servers[0].coordinates, keeps_blocks), writes=writes))
 
     return asyncio.run(run())

@@ -19,7 +19,7 @@ class Arm:
     """One way of serving. ``mode`` is ``single`` or the transfer mode; ``environment`` is what makes it this arm.
 
     ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
-    first, so that they travel while P computes.
+    first, so that they travel while P computes. ``is_staged``: KV is copied out of P's blocks before it travels.
     """
 
     name: str
@@ -27,6 +27,12 @@ class Arm:
     connector: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     orders: tuple[Order, ...] = ("P first",)
+    is_staged: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether P writes, and gives its memory back by itself."""
+        return self.mode == "push" or self.is_staged
 
     @property
     def kvcached(self) -> bool:
@@ -47,6 +53,10 @@ def _kvcached(*, contiguous: bool) -> dict[str, str]:
     return {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true" if contiguous else "false"}
 
 
+PINNED: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}
+"""A registration is of the pages that were mapped then, as a network card's is."""
+SMALL_SLAB_GIB = 0.005
+"""40 slots of 32 tokens in float32: requests queue, and long ones go through range by range."""
 PUSH = _connector(transfer_mode="push")
 BOTH_ORDERS: tuple[Order, ...] = ("P first", "D first")
 REFERENCE = Arm("single instance, stock", SINGLE)
@@ -58,6 +68,16 @@ ARMS: tuple[Arm, ...] = (
     Arm("kvcached P/D, contiguous, pull", "pull", _connector(), _kvcached(contiguous=True)),
     Arm("kvcached P/D, non-contiguous, push", "push", PUSH, _kvcached(contiguous=False), BOTH_ORDERS),
     Arm("kvcached P/D, contiguous, push", "push", PUSH, _kvcached(contiguous=True), BOTH_ORDERS),
+    # Nothing but the proof at start says that the registrations of these two would not follow kvcached's pages.
+    Arm("kvcached P/D, staged, pull", "pull", _connector(), {**_kvcached(contiguous=False), **PINNED}, is_staged=True),
+    Arm(
+        "kvcached P/D, staged, push",
+        "push",
+        _connector(transfer_mode="push", staging_gib=SMALL_SLAB_GIB),
+        {**_kvcached(contiguous=True), **PINNED},
+        BOTH_ORDERS,
+        is_staged=True,
+    ),
 )
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
 

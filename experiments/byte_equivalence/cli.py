@@ -23,7 +23,8 @@ arms:
   stock P/D                            the same connector without kvcached
   kvcached P/D, non-contiguous         one region per layer, K and V apart
   kvcached P/D, contiguous             all layers of a block side by side
-  each of the two: pull; and push in both orders: P first (blocks travel as a whole when P has computed everything)
+  kvcached P/D, staged                 through a slab, over registrations that would not follow kvcached's pages
+  each of the three: pull; and push in both orders: P first (blocks travel as a whole when P has computed everything)
   and D first (they travel while P computes, chunk by chunk)
 
 exit status:

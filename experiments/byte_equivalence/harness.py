@@ -162,7 +162,7 @@ class Harness:
                     if phase.concurrent:
                         await self._concurrent(arm, phase, run, baseline, geometry, servers)
 
-            with_clients(servers, work, pushes=arm.mode == "push")
+            with_clients(servers, work, writes=arm.writes, keeps_blocks=not arm.is_staged)
 
     async def _plant(self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline) -> None:
         tolerance = LOGPROB_TOLERANCE[phase.dtype]
@@ -300,8 +300,9 @@ class Harness:
         )
         for server, pages, resting in zip(servers, memory.counts(), memory.resting(), strict=False):
             side = server.spec.name.rsplit("-", 1)[-1]
-            # When D is asked first, P holds a request no longer than it computes it: one page group is enough.
-            if run.order == "P first" or side == "decode":
+            # When D is asked first, or P stages, it holds a request no longer than it computes it: one page group is
+            # enough.
+            if (run.order == "P first" and not arm.is_staged) or side == "decode":
                 self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", pages))
             what = f"{name}: memory came back after every round ({side})"
             self._row(came_back(arm.name, what, resting, page_group_bytes))

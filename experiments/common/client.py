@@ -177,12 +177,14 @@ def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
 class Pair:
     """A prefill and a decode server, and the router's part between them.
 
-    ``coordinates`` is where D finds P; needed where D is asked first.
+    ``coordinates`` is where D finds P; needed where D is asked first. ``keeps_blocks``: P's blocks hold what it offers
+    until D has it; else only P's own records can tell what was in them.
     """
 
     prefill: Client
     decode: Client
     coordinates: Mapping[str, object] = field(default_factory=dict)
+    keeps_blocks: bool = True
 
     async def prefill_only(self, prompt: list[int], *, salt: str, request_id: str) -> Offer:
         """Prefill on P and read the digests of the blocks it now holds for D."""
@@ -204,7 +206,8 @@ class Pair:
                 f"{request_id}: found no blocks in P's answer ({offered!r}); expected kv_transfer_params with "
                 "a manifest or remote_block_ids. D would silently compute the prompt itself. See P's log."
             )
-        return Offer(offered, block_ids, (await self.prefill.probe("digests", block_ids))["digests"])
+        digests = (await self.prefill.probe("digests", block_ids))["digests"] if self.keeps_blocks else []
+        return Offer(offered, block_ids, digests)
 
     async def decode_offered(
         self, offer: Offer, prompt: list[int], *, max_tokens: int, salt: str, request_id: str

@@ -199,6 +199,13 @@ class WorkerView:
         return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
 
     @property
+    def load(self) -> tuple[int, int, int]:
+        """Tokens of the longest request, requests at a time, and KV-cache groups."""
+        config = self._config
+        longest, running = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
+        return int(longest), int(running), len(self._groups)
+
+    @property
     def total_kv_heads(self) -> int:
         """KV heads of the model, over all ranks."""
         return int(private(self.worker, "model_config").get_total_num_kv_heads())
@@ -258,11 +265,13 @@ class WorkerView:
         """In whose memory the agent registers."""
         return list(private(self.worker, "nixl_backends"))
 
-    def register_memory(self, extents: Sequence[tuple[int, int]], device_id: int) -> None:
-        """Register KV memory, (address, bytes) each, with the agent."""
+    def register_memory(
+        self, extents: Sequence[tuple[int, int]], device_id: int, memory_type: MemoryType | None = None
+    ) -> None:
+        """Register KV memory, (address, bytes) each, with the agent; of the cache's kind by default."""
         self.worker.device_id = device_id
         rows = [(address, length, device_id, "") for address, length in extents]
-        descriptors = self.agent.get_reg_descs(rows, self.memory_type)
+        descriptors = self.agent.get_reg_descs(rows, memory_type or self.memory_type)
         self.agent.register_memory(descriptors, backends=self.backends)
         self.keep_registered(descriptors)
 

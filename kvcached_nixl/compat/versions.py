@@ -48,6 +48,7 @@ class Capability(str, Enum):
     PULL = "pull"
     PUSH = "push"
     LEASE = "lease"
+    STAGING = "staging"
     HOST_BUFFER = "host buffer"
 
 
@@ -101,6 +102,7 @@ _BLOCK_COUNT = Provision(Origin.OURS, "views are narrowed to the blocks vLLM pla
 _PULL = Provision(Origin.OURS, "decode READs what a manifest names, and a word that attests it")
 _LEASE = Provision(Origin.OURS, "renewed by heartbeats, kv_lease_duration seconds")
 _PUSH = Provision(Origin.OURS, 'streamed WRITEs, "transfer_mode": "push" on NixlConnector')
+_STAGING = Provision(Origin.OURS, 'a slab on the device or the host, "memory_path"')
 _HOST_BUFFER = Provision(
     Origin.NOBODY,
     'kv_buffer_device="cpu" on an accelerator is refused: its buffers would mirror the whole pool',
@@ -121,6 +123,7 @@ ROWS = (
                 Capability.PULL: _PULL,
                 Capability.PUSH: _PUSH,
                 Capability.LEASE: _LEASE,
+                Capability.STAGING: _STAGING,
                 Capability.HOST_BUFFER: _HOST_BUFFER,
             }
         ),
@@ -138,6 +141,7 @@ ROWS = (
                 Capability.PULL: _PULL,
                 Capability.PUSH: _PUSH,
                 Capability.LEASE: _LEASE,
+                Capability.STAGING: _STAGING,
                 Capability.HOST_BUFFER: _HOST_BUFFER,
             }
         ),

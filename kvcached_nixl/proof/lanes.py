@@ -84,10 +84,11 @@ def carriers(said: str) -> frozenset[str]:
     is_of_a_peer = is_of_memory = False
     for line in said.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if len(cells) == 1 and "cfg#" in cells[0]:
-            is_of_a_peer, is_of_memory = " self cfg#" not in cells[0], False
-        elif len(cells) == 1:
-            is_of_memory = cells[0].startswith("remote memory")
+        # The head of a table is one row of two cells in UCX 1.18, and two rows of one in 1.20.
+        if len(cells) in (1, 2):
+            if "cfg#" in cells[0]:
+                is_of_a_peer = " self cfg#" not in cells[0]
+            is_of_memory = cells[-1].startswith("remote memory")
         elif len(cells) == 3 and is_of_a_peer and is_of_memory:
             found.update(re.findall(r"(\w+)/", cells[2]))
     return frozenset(found)

@@ -29,7 +29,7 @@ from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import registration
 from kvcached_nixl.worker.handover import start
 from kvcached_nixl.worker.memory_order import required_memory_order
-from kvcached_nixl.worker.memory_path import require_direct
+from kvcached_nixl.worker.memory_path import choose
 
 REQUIRED_LAYOUT = Patch(
     target=FACADE,
@@ -179,16 +179,13 @@ def register_kv_caches(call: Call) -> None:
     view = WorkerView(call.instance)
     settings = Settings.from_extra_config(view.extra_config)
     caches = call.argument("kv_caches")
-    proof = find_here(view.question(caches))
-    require_direct(settings.memory_path, proof)
-    layout = registration.register(view, caches)
+    question = view.question(caches)
+    path = choose(settings.memory_path, question.device, lambda: find_here(question))
+    registered = registration.register(view, caches, path, settings)
     channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
     view.use_stats(metrics.stats())
-    attach(call.instance, start.start(view, layout, settings, channel, MonotonicClock()))
-    call.note(
-        f"{layout.arrangement.value}, {layout.num_blocks} blocks, {layout.descriptors_per_block} descriptors a block; "
-        f"registrations follow over {', '.join(lane.name for lane in proof.lanes)}"
-    )
+    attach(call.instance, start.start(view, registered, settings, channel, MonotonicClock()))
+    call.note(f"memory path {path.value}: {registered}")
 
 
 @_of_connector(

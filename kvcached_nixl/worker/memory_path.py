@@ -1,31 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether kvcached's own pages are registered with NIXL (rule R5). Once per process, before anything is registered."""
+"""What memory NIXL touches (rule R5). Once per process, before anything is registered."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from kvcached_nixl.errors import MemoryRefused
 from kvcached_nixl.proof.result import Proof
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath
 
-__all__ = ["require_direct"]
+__all__ = ["choose", "staged_on"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
 
-def require_direct(wish: MemoryPath, proof: Proof) -> None:
-    """Go on only if whatever could be chosen to carry KV moves the bytes of kvcached's pages; say what is slow.
+def choose(wish: MemoryPath, device: str, prove: Callable[[], Proof]) -> MemoryPath:
+    """``DIRECT``, ``HOST`` or ``DEVICE``; what is slow, or not right, is said.
+
+    Args:
+        device: torch's word for where the KV cache is.
+        prove: finds out whether registrations follow kvcached's pages; called only where that matters.
 
     Raises:
-        MemoryRefused: something could be chosen that does not, or of which that is not known.
+        MemoryRefused: it cannot be found out; or kvcached's pages are asked for, and something could be chosen that
+            does not follow them, or of which that is not known.
     """
+    if wish in (MemoryPath.HOST, MemoryPath.DEVICE):
+        return wish
+    proof = prove()
+    if wish is MemoryPath.DIRECT:
+        _require(proof)
+        return MemoryPath.DIRECT
+    if not (proof.why_not or proof.why_slow):
+        return MemoryPath.DIRECT
+    path = staged_on(device)
+    logger.warning(
+        "KV is staged (memory_path %s): %s. %s",
+        path.value,
+        "; ".join((*proof.why_not, *proof.why_slow)),
+        proof.remedy,
+    )
+    return path
+
+
+def staged_on(device: str) -> MemoryPath:
+    """Where KV is staged unless something else is asked for: where it stays longest on the device."""
+    return MemoryPath.HOST if device == "cpu" else MemoryPath.DEVICE
+
+
+def _require(proof: Proof) -> None:
     if proof.why_not:
         raise MemoryRefused(
-            found=f"memory_path {wish.value!r}, and " + "; ".join(proof.why_not),
+            found=f"memory_path {MemoryPath.DIRECT.value!r}, and " + "; ".join(proof.why_not),
             expected="transports that move the bytes of the page that is mapped, whenever it was",
             consequence="Decode would be handed other bytes than prefill computed, with HTTP 200; the engine stops.",
-            remedy=f"{proof.remedy} Or serve without ENABLE_KVCACHED; staging is not provided yet.",
+            remedy=f"Remove memory_path: KV is then staged through other memory. {proof.remedy}",
         )
     for words in proof.why_slow:
         logger.warning("Hand-overs will be slow where it is chosen: %s. See python -m kvcached_nixl doctor", words)

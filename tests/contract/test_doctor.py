@@ -59,7 +59,7 @@ def test_it_says_what_a_server_would_do(registration: str) -> None:
     said = json.loads(found.stdout)
     is_direct = registration == "follows"
     assert found.returncode == (0 if is_direct else 1)
-    assert said["memory_path"] == ("direct" if is_direct else None)
+    assert said["memory_path"] == ("direct" if is_direct else "host")
     assert bool(said["refused"]) is not is_direct and said["advice"][: len(said["refused"])] == said["refused"]
     assert {lane["name"] for lane in said["proof"]["lanes"]} >= {"tcp", AS_CONFIGURED}
     assert said["platform"]["page_bytes"] == 2 << 20 and said["limits"]["max_map_count"] > 0

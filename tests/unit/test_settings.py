@@ -54,10 +54,27 @@ def test_the_memory_path_is_taken_by_its_name() -> None:
         assert Settings.from_extra_config({"memory_path": path.value}).memory_path is path
 
 
-@pytest.mark.parametrize("value", ["", "Direct", "host", "device", None, 1, True, ["direct"]])
+@pytest.mark.parametrize("value", ["", "Direct", "HOST", "dram", None, 1, True, ["direct"]])
 def test_another_memory_path_is_refused(value: Any) -> None:
     with pytest.raises(SettingsError, match="memory_path"):
         Settings.from_extra_config({"memory_path": value})
+
+
+@pytest.mark.parametrize("path", ["auto", "host", "device"])
+def test_the_size_of_what_stages_is_taken(path: str) -> None:
+    assert Settings.from_extra_config({"memory_path": path}).staging_gib is None
+    assert Settings.from_extra_config({"memory_path": path, "staging_gib": 2}).staging_gib == 2.0
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "4", [1], float("nan"), float("inf"), 65_537])
+def test_another_size_of_it_is_refused(value: Any) -> None:
+    with pytest.raises(SettingsError, match="staging_gib"):
+        Settings.from_extra_config({"staging_gib": value})
+
+
+def test_a_slab_beside_direct_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r'nothing beside "memory_path": "direct"'):
+        Settings.from_extra_config({"memory_path": "direct", "staging_gib": 1})
 
 
 @pytest.mark.parametrize("value", ["PUSH", "PULL", "both", "", None, 1, True])

@@ -126,8 +126,14 @@ DAMAGES: dict[str, Damage] = {
 
 
 def step_pushes(connector: Any) -> bool:
-    """Whether prefill writes."""
+    """Whether prefill writes while it computes."""
     return bool(connector.kv_transfer_config.kv_connector_extra_config.get("transfer_mode") == "push")
+
+
+def stages(connector: Any) -> bool:
+    """Whether KV is copied out of this engine's blocks before it travels: they are soon another request's."""
+    side = vars(connector).get("_kvcached_nixl")
+    return side is not None and side.thread._side.staging is not None
 
 
 # -------------------------------------------------------------------------------------------------------- recording
@@ -147,8 +153,8 @@ class Pending:
 
 @dataclass
 class Recorder:
-    """Digests every received block when the connector reports the request as received, and every pushed one when it
-    reports the request as sent: then the blocks are still the request's.
+    """Digests every received block when the connector reports the request as received, and every one that prefill wrote
+    or copied when it reports the request as sent: then the blocks are still the request's.
 
     A request is known by its id, one that kvcached_nixl receives by the number of its attempt. ``start_load_kv`` and
     ``get_finished`` replace the connector's bound methods on that one instance, ``transfer`` its NIXL agent's.
@@ -178,7 +184,8 @@ class Recorder:
             self._await(str(wanted.attempt), self._wanted(wanted))
         for one in step.offered if step is not None else ():
             if one.ready_tokens:
-                self.offered[one.request_id] = (one.name, normalise_block_ids(one.block_ids))
+                name = one.name if step_pushes(self.connector) else one.request_id
+                self.offered[one.request_id] = (name, normalise_block_ids(one.block_ids))
         return self.call_start_load_kv(*args, **kwargs)
 
     def _wanted(self, wanted: Any) -> Pending:
@@ -196,7 +203,7 @@ class Recorder:
                 self._record(name.removeprefix(OVER), pending)
         for name in sorted(finished_sending):
             transfer, block_ids = self.offered.pop(name, (None, []))
-            if transfer is not None and step_pushes(self.connector):
+            if transfer is not None and (step_pushes(self.connector) or stages(self.connector)):
                 self.sent.append(
                     {"transfer": transfer, "block_ids": block_ids, "digests": digests(self.groups, block_ids)}
                 )

@@ -28,8 +28,11 @@ from kvcached_nixl.worker.handover.reported import Reported
 from kvcached_nixl.worker.handover.serving import Serving
 from kvcached_nixl.worker.handover.thread import TransferThread
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Landings, Words, WordTable
-from kvcached_nixl.worker.layout import Layout
 from kvcached_nixl.worker.planes import planes_of
+from kvcached_nixl.worker.registration import Registered
+from kvcached_nixl.worker.staging.copier import Copier
+from kvcached_nixl.worker.staging.sizing import num_kept
+from kvcached_nixl.worker.staging.slots import Slots
 from kvcached_nixl.worker.staging.staging import Staging
 
 __all__ = ["Channel", "StockWorker", "assemble", "record_event", "start"]
@@ -72,14 +75,19 @@ class StockWorker(Protocol):
     def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
 
 
-def start(worker: StockWorker, layout: Layout, settings: Settings, channel: Channel, clock: Clock) -> EngineSide:
-    """Describe the memory that was registered, offer it to peers, and start the transfer thread.
+def start(
+    worker: StockWorker, registered: Registered, settings: Settings, channel: Channel, clock: Clock
+) -> EngineSide:
+    """Describe the memory that was registered, offer it to peers, and start what moves KV.
 
     Raises:
         LayoutRefused: the memory cannot be described token by token and head by head.
     """
     first_head = 0 if worker.use_mla else worker.tp_rank * worker.total_kv_heads // worker.tp_size
+    layout, slab = registered.layout, registered.slab
     memory = planes_of(layout.device_views, layout.axes, first_head=first_head)
+    if slab is not None:
+        memory = slab.planes(memory)
     place = Place(
         engine_id=EngineId(worker.engine_id),
         tp_size=worker.tp_size,
@@ -90,7 +98,8 @@ def start(worker: StockWorker, layout: Layout, settings: Settings, channel: Chan
     )
     words: Words = np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
     worker.keep_registered(register_host_memory(worker.agent, words, worker.backends))
-    transport = NixlTransport(worker.agent, worker.memory_type, worker.device_id)
+    memory_type = registered.memory_type or worker.memory_type
+    transport = NixlTransport(worker.agent, memory_type, worker.device_id)
     tag = Tag(
         direction=settings.transfer_mode.value,
         facts=worker.facts,
@@ -103,17 +112,26 @@ def start(worker: StockWorker, layout: Layout, settings: Settings, channel: Chan
         tp_rank=place.tp_rank,
         agent_metadata=transport.metadata(),
         device_id=worker.device_id,
-        memory_type=worker.memory_type,
-        is_staged=False,
+        memory_type=memory_type,
+        is_staged=slab is not None,
         memory=memory,
         kernel_blocks_per_block=place.kernel_blocks_per_block,
         words_address=int(words.ctypes.data),
     )
     worker.offer_handshake(str(tag), msgspec.msgpack.encode(handshake))
     device = next(iter(layout.device_views.values())).device
-    side = assemble(transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device))
-    side.thread.start()
-    return side
+    found: list[EngineSide] = []
+    staging = None
+    if slab is not None:
+        copier = Copier(slab, lambda: found[0].thread.wake())
+        staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, place.kernel_block_size)
+    found.append(
+        assemble(transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device), staging)
+    )
+    if staging is not None:
+        staging.copier.start()
+    found[0].thread.start()
+    return found[0]
 
 
 def assemble(
@@ -172,7 +190,13 @@ def assemble(
 
     peers.gone, peers.unreachable = gone, unreachable
     peers.is_used = lambda agent: serving.is_writing_to(agent) or receiving.is_waiting_for(agent)
-    thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, channel.close))
+
+    def closed() -> None:
+        if staging is not None:
+            staging.copier.close()
+        channel.close()
+
+    thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))
     # What is staged is not there to be read: its blocks are given back as soon as they are copied.
     is_read = settings.transfer_mode is TransferMode.PULL and staging is None
     return EngineSide(thread[0], place, table, record, is_read=is_read)

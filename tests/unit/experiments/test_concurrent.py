@@ -99,7 +99,7 @@ def test_where_d_is_asked_first_p_is_not_made_to_step() -> None:
     """Every request goes through D first, and P's memory has to come back by itself."""
     pair = FakePair()
     pair.pushes, pair.held = True, 1
-    run = PairRun(cast(Pair, pair), pushes=True)
+    run = PairRun(cast(Pair, pair), writes=True)
     run.order = "D first"
     made = [Prompt(str(place), (place,)) for place in range(3)]
 

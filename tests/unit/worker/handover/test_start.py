@@ -18,6 +18,7 @@ from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.start import record_event, start
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET
 from kvcached_nixl.worker.layout import Layout, plan
+from kvcached_nixl.worker.registration import Registered
 
 
 class Agent:
@@ -91,7 +92,7 @@ def laid_out(geometry: Geometry) -> Layout:
 
 def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[EngineSide, Channel]:
     channel = Channel()
-    side = start(stock, laid_out(geometry), Settings(mode), channel, MonotonicClock())
+    side = start(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
     side.close()
     return side, channel
 

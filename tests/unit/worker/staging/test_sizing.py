@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slab holds what an engine is made for, never more than the cache, and never less than what moves needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvcached_memory import Geometry
+from unit.worker.staging.test_slab import allocate
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.settings import MemoryPath, Settings
+from kvcached_nixl.worker.staging import sizing
+from kvcached_nixl.worker.staging.sizing import Load, make_slab, num_kept, num_slots
+from kvcached_nixl.worker.staging.slots import Slots, Use
+
+LAYOUT, _, _ = allocate(Geometry(num_pools=2, block_size=16, num_blocks=2000, reserved_blocks=2001))
+SLOT_BYTES = sum(region.block_bytes for region in LAYOUT.regions)
+LOAD = Load(longest_tokens=1600, running=64, num_groups=1, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("load", "slots"),
+    [
+        (LOAD, 4 * 100),
+        (Load(1600, 2, 1, 16), 2 * 100),
+        (Load(1601, 2, 1, 16), 2 * 101),
+        (Load(1600, 2, 2, 16), 4 * 100),
+        (Load(1_000_000, 64, 1, 16), 2000),
+        (Load(16, 1, 1, 16), 64),
+        (Load(16, 1, 3, 128), 24),
+    ],
+    ids=["four", "as many as run", "a block more", "groups", "the whole cache", "few", "few of large ones"],
+)
+def test_it_is_as_large_as_what_it_is_for(load: Load, slots: int) -> None:
+    assert num_slots(LAYOUT, load, None) == slots
+
+
+def test_it_is_as_large_as_asked_for_and_never_larger_than_the_cache() -> None:
+    assert num_slots(LAYOUT, LOAD, 500 * SLOT_BYTES / 2**30) == 500
+    assert num_slots(LAYOUT, LOAD, 64.0) == 2000
+
+
+def test_one_that_no_block_of_a_peers_would_fit_is_refused_in_words() -> None:
+    fewest = LOAD.fewest_slots
+    with pytest.raises(SettingsError) as refused:
+        num_slots(LAYOUT, LOAD, (fewest - 1) * SLOT_BYTES / 2**30)
+    words = str(refused.value)
+    assert f"{fewest - 1} slots" in words and f"{fewest} slots" in words and "staging_gib" in words
+
+
+def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(SettingsError, match="CUDA out of memory"):
+        make_slab(LAYOUT, MemoryPath.DEVICE, LOAD, Settings())
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100, 256, 1000])
+def test_what_moves_always_has_room_for_a_block_of_either_side(block_size: int) -> None:
+    load = Load(1, 1, 3, block_size)
+    slots = Slots(load.fewest_slots, num_kept(load.fewest_slots))
+    slots.take(10**6, Use.PARKED)
+    for use in (Use.SENDING, Use.RECEIVING):
+        assert slots.available(use) * block_size >= 3 * max(block_size, sizing._LARGEST_BLOCK_TOKENS)
