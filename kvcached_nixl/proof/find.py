@@ -168,8 +168,8 @@ def _unknown(words: str) -> MemoryRefused:
         found=f"no proof that NIXL follows kvcached's pages: {words}",
         expected="a prover that finds out on this host, in some seconds",
         consequence="Decode might be handed bytes of pages that were unmapped, with HTTP 200; the engine stops.",
-        remedy="Repair what is said above (python -m kvcached_nixl doctor asks again), or stage KV through other memory, "
-        'which needs no proof: "kv_connector_extra_config": {"memory_path": "device"} or "host".',
+        remedy="Repair what is said above (python -m kvcached_nixl doctor asks again), or stage KV, which needs no "
+        'proof: "kv_connector_extra_config": {"memory_path": "device"} or "host".',
     )
 
 
