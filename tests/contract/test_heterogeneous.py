@@ -247,7 +247,16 @@ class Rank:
         is_latent = shape.era == "mla"
         place = Place(EngineId(engine_id), shape.tp_size, tp_rank, (self.planes,), shape.ratio, is_latent)
         self.handshake = RankHandshake(
-            place.engine_id, place.tp_size, tp_rank, self.metadata, 0, place.memory, shape.ratio, self.words.ctypes.data
+            engine_id=place.engine_id,
+            tp_size=place.tp_size,
+            tp_rank=tp_rank,
+            agent_metadata=self.metadata,
+            device_id=0,
+            memory=place.memory,
+            kernel_blocks_per_block=shape.ratio,
+            words_address=self.words.ctypes.data,
+            memory_type="DRAM",
+            is_staged=False,
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
         self.worker = assemble(
