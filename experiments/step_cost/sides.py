@@ -225,6 +225,7 @@ class PrefillSide(Side):
             name=f"transfer:to come, {name}",
             request_id="",
             digest=digest_of([0], 1),
+            num_tokens=BLOCK_SIZE,
             first_token=0,
             end_token=BLOCK_SIZE,
             block_size=BLOCK_SIZE,

@@ -38,6 +38,9 @@ class _Sending:
         ready_tokens: how many the workers were told of, or would have been.
         manifest: when its whole prompt is scheduled.
         is_offered: the workers know of it, with or without tokens, and whatever it has lost since.
+        is_read: they know of tokens in blocks that it still has, and may be reading them.
+        is_streamed: what a step has computed is offered at once (push). Not when it was preempted: blocks that are held
+            make no room for whoever needed it, who would be preempted, too, and so on for ever.
     """
 
     request: Request
@@ -48,6 +51,8 @@ class _Sending:
     ready_tokens: int = 0
     manifest: Manifest | None = None
     is_offered: bool = False
+    is_read: bool = False
+    is_streamed: bool = True
 
 
 class Offering:
@@ -107,7 +112,7 @@ class Offering:
     def is_read(self, request_id: str) -> bool:
         """Whether the workers may be reading the blocks of a request that is still computed."""
         sending = self._sending.get(PrefillRequestId(request_id))
-        return self._terms.pushes and sending is not None and bool(sending.block_ids)
+        return self._terms.pushes and sending is not None and sending.is_read
 
     def is_named(self, request_id: str) -> bool:
         """Whether a manifest names the blocks of a request."""
@@ -118,6 +123,7 @@ class Offering:
         """A request loses its blocks; they are held until nothing reads them."""
         sending = self._sending[PrefillRequestId(request_id)]
         sending.block_ids, sending.ready_tokens, sending.manifest = (), 0, None
+        sending.is_read = sending.is_streamed = False
         hold = self._holds.take(blocks, request_id)
         self._draining.add(hold)
         step.preempted.append((PrefillRequestId(request_id), hold))
@@ -135,7 +141,7 @@ class Offering:
             return False, None
         if is_whole and self._is_kept(sending, block_ids):
             assert sending.manifest is not None
-            if self._terms.pushes and blocks.are_shared:
+            if self._terms.pushes and (blocks.are_shared or not sending.is_streamed):
                 self._offer(request_id, sending, step)
             step.finished.append(request_id)
             self._kept.add(request_id)
@@ -152,7 +158,7 @@ class Offering:
         step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
         if sending.is_offered:
             step.stopped[request_id] = "prefill's request ended before it was computed"
-        if self._terms.pushes and sending.block_ids:
+        if self._terms.pushes and sending.is_read:
             self._kept.add(request_id)
             return True, None
         if sending.is_offered:
@@ -183,7 +189,7 @@ class Offering:
         sending.manifest = self._manifest(request_id, sending, blocks)
         if self._terms.pushes:
             # What another connector has loaded may be taken back when this step has ended.
-            if not blocks.are_shared:
+            if sending.is_streamed and not blocks.are_shared:
                 self._offer(request_id, sending, step)
         elif sending.manifest is not None:
             self._offer(request_id, sending, step)
@@ -225,6 +231,7 @@ class Offering:
 
     def _offer(self, request_id: PrefillRequestId, sending: _Sending, step: Step) -> None:
         sending.is_offered = True
+        sending.is_read = sending.is_read or sending.ready_tokens > 0
         step.offered.append(
             Offered(
                 request_id,

@@ -96,7 +96,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         decode: who registers.
         name: under which prefill's request is looked for.
         request_id: prefill's request itself, where decode knows it; else empty.
-        digest: of the first ``end_token`` tokens.
+        digest: of the first ``num_tokens`` tokens.
         first_token: tokens before this one are in decode's prefix cache; a multiple of ``block_size``.
         end_token: one past the last token that prefill has to write.
         block_size: tokens in one of decode's kernel blocks.
@@ -109,6 +109,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     name: str
     request_id: str
     digest: Digest
+    num_tokens: Count
     first_token: Count
     end_token: Count
     block_size: Count
@@ -124,6 +125,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         super().__post_init__()
         require(self.block_size > 0, "a block size above 0")
         require(self.first_token < self.end_token, "a range of at least one token")
+        require(self.end_token <= self.num_tokens, "no more tokens than the digest is of")
         require(self.first_token % self.block_size == 0, "a first token that starts a block")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         for group in self.groups:

@@ -12,6 +12,7 @@ taken out again before vLLM looks. A request of prefill's whose blocks nobody ne
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -65,12 +66,12 @@ def failed_mark(attempt: int, cause: Cause) -> int:
 
 def quiets_of(names: set[str]) -> list[int]:
     """Takes what `quiet_id` made out of a set."""
-    return [int(name) for name in _taken(names, _QUIET)]
+    return _taken(names, _QUIET)
 
 
 def overs_of(names: set[str]) -> list[int]:
     """Takes what `over_id` made out of a set."""
-    return [int(name) for name in _taken(names, _OVER)]
+    return _taken(names, _OVER)
 
 
 def failure_of(mark: int) -> tuple[int, Cause] | None:
@@ -78,10 +79,12 @@ def failure_of(mark: int) -> tuple[int, Cause] | None:
     return None if mark > FAILING - 1 else (((-mark - 2) // _CAUSES), Cause((-mark - 2) % _CAUSES))
 
 
-def _taken(names: set[str], prefix: str) -> list[str]:
-    ours = [name for name in names if name.startswith(prefix)]
-    names.difference_update(ours)
-    return [name.removeprefix(prefix) for name in ours]
+def _taken(names: set[str], prefix: str) -> list[int]:
+    # A request may be called as our words are but for the number.
+    ours = re.compile(rf"{prefix}([0-9]{{1,20}})", re.ASCII)
+    found = {name: int(match[1]) for name in names if (match := ours.fullmatch(name))}
+    names.difference_update(found)
+    return list(found.values())
 
 
 @dataclass
@@ -105,7 +108,7 @@ class Wanted(msgspec.Struct):
     Attributes:
         manifest: None where both sides were asked at once.
         name: as in `params.Fetch`.
-        digest: of the first ``end_token`` tokens.
+        digest: of the first ``num_tokens`` tokens.
         groups: the blocks to fill, per KV-cache group; each range ends at ``end_token``.
     """
 
@@ -118,6 +121,11 @@ class Wanted(msgspec.Struct):
     first_token: int
     end_token: int
     groups: tuple[BlockRange, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt; decode may want one less and compute that itself."""
+        return self.end_token if self.manifest is None else self.manifest.num_tokens
 
 
 class Released(msgspec.Struct):

@@ -79,15 +79,27 @@ def windows(request: pytest.FixtureRequest) -> tuple[int | None, ...]:
     return found
 
 
+@pytest.fixture(
+    params=[("direct", "direct"), ("host", "direct"), ("direct", "device")], ids=["direct", "P staged", "D"]
+)
+def paths(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Of prefill, and of decode."""
+    found: tuple[str, str] = request.param
+    return found
+
+
 @pytest.fixture
-def node(windows: tuple[int | None, ...], tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Any]:
+def node(
+    windows: tuple[int | None, ...], paths: tuple[str, str], tmp_path: Path, log: pytest.LogCaptureFixture
+) -> Iterator[Any]:
     geometry = dataclasses.replace(GEOMETRY, groups=len(windows))
 
     with nodes(GroupsNode, tmp_path, log) as make:
 
         def one(filling: int, contiguous: bool = False, **options: Any) -> GroupsNode:
             shape = dataclasses.replace(geometry, contiguous=contiguous)
-            found = make(filling, shape, windows=windows, kv_lease_duration=1, **options)
+            path = paths[filling != PREFILL_FILLING]
+            found = make(filling, shape, windows=windows, kv_lease_duration=1, memory_path=path, **options)
             found.windows = windows
             return found
 

@@ -146,6 +146,7 @@ class Kind:
     Attributes:
         budget: tokens in a step.
         posting: what may be in flight.
+        drops_blocks: as a model with windows: decode computes the last token again.
         slots: of its slab, and how many of them are kept for what moves; 0 for an engine that stages nothing.
         depth: steps that are scheduled before the output of the first of them is looked at.
         keeps_stale_output: a preempted request takes the token of a step that was under way (vLLM 0.19).
@@ -162,6 +163,7 @@ class Kind:
     newest_first: bool = False
     posting: Budget = Budget()
     slots: tuple[int, int] = (0, 0)
+    drops_blocks: bool = False
 
 
 class Channel:
@@ -281,7 +283,7 @@ class Engine:
         terms = Terms(
             block_size=shape.block_size,
             pushes=self.settings.transfer_mode is TransferMode.PUSH,
-            drops_blocks=False,
+            drops_blocks=kind.drops_blocks,
             recomputes=kind.recomputes,
             lease_seconds=self.settings.kv_lease_duration_seconds,
             timeout_seconds=self.settings.handover_timeout_seconds,

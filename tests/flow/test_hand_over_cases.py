@@ -481,7 +481,8 @@ def test_a_preempted_request_s_blocks_are_free_when_its_writes_have_ended(push: 
     pair.nothing_is_left()
 
 
-def test_a_request_preempted_twice_keeps_only_what_is_read() -> None:
+def test_a_request_that_was_preempted_is_handed_over_when_it_has_ended() -> None:
+    """Blocks that are held make no room: two requests would take turns in preempting each other, for ever."""
     pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
@@ -489,13 +490,11 @@ def test_a_request_preempted_twice_keeps_only_what_is_read() -> None:
     upstream = pair.ask_prefill()
     pair.prefill.step()
     preempt(pair, upstream)
-    # The thread hears of the blocks and of their loss at once, so it reads nothing.
+    holds = pair.prefill.handover._holds
+    assert len(holds._held) == 1
     pair.prefill.step()
-    pair.until_posted()
     preempt(pair, upstream)
-    for _ in range(3):
-        pair.round()
-    assert len(pair.prefill.handover._holds._held) == 1
+    assert len(holds._held) == 1, "the workers were not told of what it had the second time"
     pair.settle()
     assert is_right(found) and not pair.causes()
     pair.nothing_is_left()
@@ -1405,9 +1404,10 @@ SLOTS = (16, 4)
 """Of which 8 may hold what nobody has asked for yet."""
 LONG = tuple(range(100, 160))
 """15 blocks."""
+SIDES = [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)]
 
 
-@pytest.mark.parametrize("sides", [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)], ids=["P", "D", "both"])
+@pytest.mark.parametrize("sides", SIDES, ids=["P", "D", "both"])
 @pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=["fits", "larger than the slab"])
 def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], prompt: tuple[int, ...]) -> None:
     """Whoever of the two stages; and a request that no slab could hold goes through range by range."""
@@ -1415,6 +1415,69 @@ def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], 
     found = pair.hand_over(prompt)
     assert is_right(found, len(prompt))
     assert pair.causes() == {}
+    pair.nothing_is_left()
+
+
+def test_slots_are_copied_when_every_rank_has_written() -> None:
+    """A block has heads of both."""
+    pair = Pair(PUSH, kind(tp_size=2), kind(slots=SLOTS))
+    pair.acquaint()
+    pair.ask_prefill()
+    found = pair.ask_decode(pair.meet())
+    first, *_ = pair.until_posted(2)
+    pair.wire.deliver(first)
+    for _ in range(3):
+        pair.round()
+    assert not pair.decode.workers[0].copier.asked, "another rank has not written yet"
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("sides", SIDES, ids=["P", "D", "both"])
+def test_a_model_with_windows_is_staged(sides: tuple[tuple[int, int], ...]) -> None:
+    """Decode wants one token less than the digest is of."""
+    pair = Pair(PULL, *(kind(slots=slots, drops_blocks=True) for slots in sides))
+    assert is_right(pair.hand_over(), len(PROMPT) - 1)
+    assert pair.causes() == {}
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("others", [PROMPT, LONG], ids=["fits", "larger than the slab"])
+def test_what_a_vanished_host_may_still_write_does_not_keep_others_out(pair: Pair, others: tuple[int, ...]) -> None:
+    """Its slots stay taken as its blocks do; there are slots for everybody else."""
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(num_blocks=200), kind(slots=SLOTS, num_blocks=200))
+    prefill = pair.prefill
+    upstreams = [pair.ask_prefill(tuple(range(begin, begin + 60)), name=f"cmpl-{begin}-0") for begin in (0, 70, 140)]
+    pair.settle()
+    for upstream in upstreams:
+        pair.ask_decode(upstream.answer, upstream.prompt, name=upstream.request_id[:-9])
+    pair.until_posted()
+    pair.cluster.vanish(prefill)
+    pair.pass_time(TIMEOUT_SECONDS + 1)
+    assert pair.decode.workers[0].staging.slots.used(Use.RECEIVING)
+    pair.prefill = pair.cluster.engine("q", kind(num_blocks=200))
+    assert is_right(pair.hand_over(others), len(others))
+    pair.cluster.come_back(prefill)
+    pair.cluster.kill(prefill)
+    pair.nothing_is_left()
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_slots_takes_none(pair: Pair) -> None:
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(num_blocks=200), kind(slots=(4, 1), num_blocks=200))
+    upstreams = [pair.ask_prefill(tuple(range(begin, begin + 60)), name=f"cmpl-{begin}-0") for begin in (0, 70)]
+    pair.settle()
+    found = [pair.ask_decode(one.answer, one.prompt, name=one.request_id[:-9]) for one in upstreams]
+    for _ in range(20):
+        pair.round()
+    (waiting,) = pair.decode.workers[0].staging._waiting.values()
+    assert len(waiting) == 2
+    pair.decode.abort(found[1])
+    for _ in range(3):
+        pair.round()
+    assert len(waiting) == 1
+    pair.settle()
+    assert is_right(found[0], 60) and found[1].status is Status.ABORTED
     pair.nothing_is_left()
 
 

@@ -127,7 +127,9 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.a_copy_that_failed_counts: schedules,
         faults.slots_are_free_while_they_are_written_from: schedules,
         faults.slots_are_free_while_they_may_be_written: schedules,
-        faults.slots_are_copied_when_one_rank_has_written: schedules,
+        faults.slots_are_copied_when_one_rank_has_written: case(
+            cases.test_slots_are_copied_when_every_rank_has_written
+        ),
         faults.slots_are_never_free_again: schedules,
         faults.who_waits_for_slots_is_forgotten: schedules,
         faults.no_slot_is_kept_for_what_moves: case(cases.test_two_engines_whose_slabs_are_full_serve_each_other, PULL),

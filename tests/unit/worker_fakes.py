@@ -256,6 +256,7 @@ def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -
         name="transfer:t",
         request_id="",
         digest=DIGEST,
+        num_tokens=TOKENS,
         first_token=0,
         end_token=TOKENS,
         block_size=BLOCK_SIZE,

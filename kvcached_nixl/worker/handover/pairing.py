@@ -83,7 +83,7 @@ class Pairing:
 
     def wanted_by(self, registration: Registration) -> Offer | None:
         """The oldest offer of this name and prompt that this rank of decode has not had."""
-        meant = registration.digest, registration.end_token
+        meant = registration.digest, registration.num_tokens
         rank = registration.decode.tp_rank
         for offer in self._named.get(registration.name, {}).values():
             had = {*offer.settled, *(one.registration.decode.tp_rank for one in offer.writings.values())}

@@ -49,6 +49,8 @@ class WriteShare:
 
     def stop(self) -> None:
         self._is_stopping = True
+        if self._rooms is not None:
+            self._rooms.stop()
         if self.agent is None:
             self.is_quiet = True
         elif self._side.own is not None:
@@ -131,7 +133,7 @@ class WriteShare:
     def _misfit(self, made: Manifest) -> HandOverFailed | None:
         """Why what was written is not what was wanted."""
         wanted = self._attempt().wanted
-        if made.digest != wanted.digest or made.num_tokens != wanted.end_token:
+        if made.digest != wanted.digest or made.num_tokens != wanted.num_tokens:
             return HandOverFailed(Cause.DIGEST, f"prefill wrote {made.num_tokens} tokens of another prompt")
         if self._known is not None and made.start != self._known.start:
             return HandOverFailed(Cause.START, "prefill has been started again")
@@ -151,7 +153,9 @@ class WriteShare:
         if staging is not None:
             step = max(side.place.kernel_block_size, known.rank.memory[0].block_size)
             if attempt.rooms is None:
-                attempt.rooms = Rooms(staging, groups, wanted.end_token, step, len(attempt.shares))
+                attempt.rooms = Rooms(
+                    staging, groups, wanted.end_token, step, len(attempt.shares), wanted.prefill.engine_id
+                )
             self._rooms = attempt.rooms
             self._rooms.join(self.address.tp_rank, self._give_room, self._copied)
             groups = tuple(BlockRange(group.first_token, ()) for group in groups)
@@ -162,6 +166,7 @@ class WriteShare:
             name=wanted.name,
             request_id="" if wanted.manifest is None else wanted.manifest.request_id,
             digest=wanted.digest,
+            num_tokens=wanted.num_tokens,
             first_token=wanted.first_token,
             end_token=wanted.end_token,
             block_size=side.place.kernel_block_size,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.worker.descriptors import Blocks
 from kvcached_nixl.worker.staging.slots import Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
@@ -43,16 +44,24 @@ class Rooms:
         end_token: one past the last token that is wanted.
         step: tokens after which a range may end: a block of either side's.
         num_writers: ranks of prefill that have a part of the bytes.
+        engine_id: theirs.
     """
 
     def __init__(
-        self, staging: Staging, blocks: tuple[BlockRange, ...], end_token: int, step: int, num_writers: int
+        self,
+        staging: Staging,
+        blocks: tuple[BlockRange, ...],
+        end_token: int,
+        step: int,
+        num_writers: int,
+        engine_id: str,
     ) -> None:
         self._staging = staging
-        self._blocks = blocks
+        self._blocks = [Blocks(group.block_ids, group.first_token) for group in blocks]
         self._end_token = end_token
         self._step = step
         self._num_writers = num_writers
+        self._engine_id = engine_id
         self._writers: dict[int, _Writer] = {}
         self._given: list[Held] = []
         self._first_token = self._given_token = min(group.first_token for group in blocks)
@@ -88,10 +97,14 @@ class Rooms:
                 held.staged_token = held.end_token
                 self._staging.scatter(held, self._blocks, partial(self._copied, held))
 
+    def stop(self) -> None:
+        """Nothing more is wanted: no slots are given, and what comes is not copied."""
+        self._is_closed = True
+        self._staging.forget(Use.RECEIVING, self, self._engine_id)
+
     def close(self, rank: int) -> None:
         """A rank writes nothing any more, and nothing more is wanted; slots are free when that is so of all."""
-        self._is_closed = True
-        self._staging.forget(Use.RECEIVING, self)
+        self.stop()
         self._writers[rank].may_write = False
         self._let_go()
 
@@ -101,9 +114,9 @@ class Rooms:
         if self._is_closed or len(self._writers) < self._num_writers or self._given_token >= ready:
             return True
         firsts = [group.first_token for group in self._blocks]
-        held = self._staging.take(Use.RECEIVING, firsts, self._given_token, ready, self._step)
+        held = self._staging.take(Use.RECEIVING, firsts, self._given_token, ready, self._step, owner=self._engine_id)
         if held is None:
-            self._staging.wait(Use.RECEIVING, self, self._give)
+            self._staging.wait(Use.RECEIVING, self, self._give, self._engine_id)
             return False
         self._given.append(held)
         self._given_token = held.end_token

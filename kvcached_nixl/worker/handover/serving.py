@@ -235,7 +235,7 @@ class Serving:
             offer = self._pairing.offers.get(PrefillRequestId(registration.request_id))
             if offer is None or offer.stopped:
                 self._writer.stop(writing, Cause.LEASE, "prefill does not keep this request any more")
-            elif (offer.digest, offer.num_tokens) != (registration.digest, registration.end_token):
+            elif (offer.digest, offer.num_tokens) != (registration.digest, registration.num_tokens):
                 self._writer.stop(writing, Cause.DIGEST, "prefill computed another prompt")
             else:
                 self._pairing.join(writing, offer)

@@ -34,7 +34,14 @@ class Source(NamedTuple):
 
 
 class FromBlocks:
-    """Nothing is staged."""
+    """Nothing is staged.
+
+    Args:
+        block_size: tokens in a block of the attention kernel.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
 
     def told(self, offer: Offer) -> None:
         """Prefill has told more of an offer."""
@@ -42,7 +49,10 @@ class FromBlocks:
     def find(self, writing: Writing, end_token: int) -> Source | None:
         """What can be written of a registration's next tokens; None: it is advanced again when something can."""
         assert writing.offer is not None
-        return Source(tuple(map(Blocks, writing.offer.block_ids)), end_token)
+        offer, size = writing.offer, self._block_size
+        # What has left its window is no block of this request any more.
+        groups = zip(offer.block_ids, _first_tokens(offer), strict=True)
+        return Source(tuple(Blocks(ids[first // size :], first) for ids, first in groups), end_token)
 
     def is_copying(self, offer: Offer) -> bool:
         """Whether an offer's blocks are being read here."""
@@ -82,6 +92,7 @@ class Staged(FromBlocks):
         *,
         is_early: bool,
     ) -> None:
+        super().__init__(staging.block_size)
         self._staging = staging
         self._advance = advance
         self._settle = settle
@@ -264,9 +275,8 @@ def _aligned(staged_token: int, end_token: int, step: int) -> int:
 
 def _first_tokens(offer: Offer) -> Sequence[int]:
     """Where each KV-cache group begins: what has left its window is not there."""
-    if offer.manifest is not None:
-        return [group.first_token for group in offer.manifest.groups]
-    return [0] * len(offer.block_ids)
+    groups = () if offer.manifest is None else offer.manifest.groups
+    return [group.first_token for group in groups] or [0] * len(offer.block_ids)
 
 
 def _blocks(held: Held) -> tuple[Blocks, ...]:

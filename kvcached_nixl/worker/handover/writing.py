@@ -44,7 +44,7 @@ class Writer:
         self._side = side
         self._ended = ended
         self._written_to = written
-        self.source = FromBlocks()
+        self.source = FromBlocks(side.place.kernel_block_size)
         self.num_final = 0
 
     @property

@@ -52,6 +52,7 @@ class Copier:
         self._ended: deque[tuple[Copy, str]] = deque()
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-copies", daemon=True)
         self._under_way = 0
+        self._defect: BaseException | None = None
 
     def __len__(self) -> int:
         """Copies whose ends were not told yet."""
@@ -67,7 +68,13 @@ class Copier:
         self._asked.put(copy)
 
     def turn(self) -> None:
-        """Tell the ends of what has ended."""
+        """Tell the ends of what has ended.
+
+        Raises:
+            RuntimeError: the copier has ended by a defect: it is not known what is still copied.
+        """
+        if self._defect is not None:
+            raise RuntimeError(f"copies have stopped: {self._defect!r}") from self._defect
         while self._ended:
             copy, failed = self._ended.popleft()
             self._under_way -= 1
@@ -79,22 +86,29 @@ class Copier:
         self._thread.join()
 
     def _run(self) -> None:
-        device = self._slab.blocks_device
-        stream = None if device.type == "cpu" else torch.Stream(device)
-        while (copy := self._asked.get()) is not None:
-            self._ended.append((copy, self._do(copy, stream)))
+        try:
+            device = self._slab.blocks_device
+            stream = None if device.type == "cpu" else torch.Stream(device)
+            while (copy := self._asked.get()) is not None:
+                self._ended.append((copy, self._do(copy, stream)))
+                self._wake()
+        except BaseException as defect:  # kept for the transfer thread, which raises it
+            logger.exception("The thread that copies has stopped; the engine stops at its next step")
+            self._defect = defect
             self._wake()
 
     def _do(self, copy: Copy, stream: torch.Stream | None) -> str:
+        failed = ""
         try:
             with stream or contextlib.nullcontext():
                 if copy.is_gather:
                     self._slab.gather(copy.blocks, copy.slots)
                 else:
                     self._slab.scatter(copy.slots, copy.blocks)
-            if stream is not None:
-                stream.synchronize()
         except Exception as defect:
             logger.exception("A copy of %d blocks failed", len(copy.blocks))
-            return f"a copy of {len(copy.blocks)} blocks failed: {type(defect).__name__}: {defect}"
-        return ""
+            failed = f"a copy of {len(copy.blocks)} blocks failed: {type(defect).__name__}: {defect}"
+        if stream is not None:
+            # What was begun of one that failed is still under way. If its end cannot be seen, nothing may go on.
+            stream.synchronize()
+        return failed

@@ -19,6 +19,8 @@ LONGEST_AT_ONCE = 4
 through range by range."""
 _LARGEST_BLOCK_TOKENS = 256
 """Of either side: a range ends where both have a block's end, so a share of the slots holds no less than that."""
+_OF_A_DEVICE = 16
+"""The part of the cache's blocks for which there are slots by default where both are on an accelerator."""
 _SHARES = 4
 """One of them is kept for what is sent now, and one for what is received."""
 
@@ -49,8 +51,11 @@ class Load:
         return _SHARES * -(-_LARGEST_BLOCK_TOKENS // self.block_size) * self.num_groups
 
 
-def num_slots(layout: Layout, load: Load, staging_gib: float | None) -> int:
+def num_slots(layout: Layout, load: Load, staging_gib: float | None, *, is_host: bool) -> int:
     """How many there are; never more than the cache has blocks, unless that is too few for anything.
+
+    Args:
+        is_host: beside the cache there is little room on a device, and nobody has reserved it.
 
     Raises:
         SettingsError: there would be too few for one block of a peer's.
@@ -58,7 +63,7 @@ def num_slots(layout: Layout, load: Load, staging_gib: float | None) -> int:
     fewest = load.fewest_slots
     if staging_gib is None:
         wanted = load.longest_blocks * min(load.running, LONGEST_AT_ONCE)
-        return max(fewest, min(wanted, layout.num_blocks))
+        return max(fewest, min(wanted, layout.num_blocks if is_host else layout.num_blocks // _OF_A_DEVICE))
     slot_bytes = sum(region.block_bytes for region in layout.regions)
     found = int(staging_gib * 2**30) // slot_bytes
     if found < fewest:
@@ -84,7 +89,7 @@ def make_slab(layout: Layout, path: MemoryPath, load: Load, settings: Settings) 
     """
     blocks_device = next(iter(layout.device_views.values())).device
     device = torch.device("cpu") if path is MemoryPath.HOST else blocks_device
-    count = num_slots(layout, load, settings.staging_gib)
+    count = num_slots(layout, load, settings.staging_gib, is_host=device.type == "cpu")
     try:
         return Slab(layout, count, device)
     except RuntimeError as cause:

@@ -19,6 +19,7 @@ from kvcached_nixl.worker.layout import Layout, Region
 __all__ = ["Slab"]
 
 _ALIGNED_BYTES = 4096
+_PIECE_BLOCKS = 512
 
 
 class Slab:
@@ -91,7 +92,9 @@ class Slab:
             raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected one for one")
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks_device)
         ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
-        for begin, end in zip([0, *ends], [*ends, len(slots)], strict=True):
+        # In pieces: on its way to the host, a piece is on the device twice.
+        cuts = sorted({0, *ends, *range(0, len(slots), _PIECE_BLOCKS), len(slots)})
+        for begin, end in zip(cuts, cuts[1:], strict=False):
             if begin < end:
                 run = slice(slots[begin], slots[begin] + end - begin)
                 for place in range(len(self._areas)):

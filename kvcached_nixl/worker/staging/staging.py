@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.worker.descriptors import Blocks
 from kvcached_nixl.worker.staging.copier import Copy
 from kvcached_nixl.worker.staging.slots import Slots, Use
 
@@ -16,6 +18,9 @@ __all__ = ["Copies", "Held", "Staging"]
 
 WINDOW_BLOCKS = 512
 """Slots that one range takes at most: the next one is copied while it travels."""
+_SHARES = 4
+"""One of them is the most that one range takes of what there is for its use, and that one peer is given to write into:
+what a host that has vanished may still write stays taken, and others have to be served."""
 
 
 class Copies(Protocol):
@@ -32,6 +37,7 @@ class Held:
     """Slots that hold the KV of a range of tokens.
 
     Attributes:
+        owner: the engine that writes into them, or "".
         groups: per KV-cache group, the slots of those tokens that are moved of it.
         staged_token: the tokens before this one are in the slots.
         copies: under way, into the slots or out of them.
@@ -39,6 +45,7 @@ class Held:
     """
 
     use: Use
+    owner: str
     first_token: int
     end_token: int
     groups: tuple[BlockRange, ...]
@@ -62,7 +69,8 @@ class Staging:
     slots: Slots
     copier: Copies
     block_size: int
-    _waiting: dict[Use, dict[object, Callable[[], bool]]] = field(default_factory=lambda: {use: {} for use in Use})
+    _waiting: dict[tuple[Use, str], dict[object, Callable[[], bool]]] = field(default_factory=dict)
+    _owned: Counter[str] = field(default_factory=Counter)
     _freed: bool = False
 
     def take(
@@ -74,6 +82,7 @@ class Staging:
         step: int,
         *,
         is_whole: bool = False,
+        owner: str = "",
     ) -> Held | None:
         """Slots for tokens from ``first_token`` on, up to ``end_token`` if there are as many; None for now.
 
@@ -81,6 +90,7 @@ class Staging:
             first_tokens: per KV-cache group; tokens before are not moved of it.
             step: what is taken ends at a multiple of it, or at ``end_token``.
             is_whole: all or nothing.
+            owner: the engine that will write into them, if that is another one.
 
         Raises:
             ValueError: there will never be as many.
@@ -92,10 +102,13 @@ class Staging:
         def count(end: int) -> int:
             return self._count(first_tokens, first_token, min(end, end_token))
 
-        most = min(self.slots.available(use), max(WINDOW_BLOCKS, count(ends[0])))
+        share = max(self.slots.most(use) // _SHARES, count(ends[0]))
+        most = min(self.slots.available(use), max(min(WINDOW_BLOCKS, share), count(ends[0])))
+        if owner:
+            most = min(most, share - self._owned[owner])
         place = bisect_right(ends, most, key=count)
         if place:
-            return self._take(use, first_tokens, first_token, min(ends[place - 1], end_token))
+            return self._take(use, owner, first_tokens, first_token, min(ends[place - 1], end_token))
         if not self.fits(use, first_tokens, first_token, min(ends[0], end_token)):
             raise ValueError(
                 f"found a slab of {self.slots.count} slots; expected enough for the tokens {first_token} to "
@@ -107,25 +120,30 @@ class Staging:
         """Whether there may ever be slots for all of these tokens."""
         return self._count(first_tokens, first_token, end_token) <= self.slots.most(use)
 
-    def wait(self, use: Use, who: object, retry: Callable[[], bool]) -> None:
+    def wait(self, use: Use, who: object, retry: Callable[[], bool], owner: str = "") -> None:
         """Try again when slots are free, those that waited before first. ``retry`` says whether it does not wait.
 
         Args:
             who: waits once for each use, however often it is said.
+            owner: as for `take`; one owner's wait for each other, and for nobody else's.
         """
-        self._waiting[use].setdefault(who, retry)
+        self._waiting.setdefault((use, owner), {}).setdefault(who, retry)
 
-    def forget(self, use: Use, who: object) -> None:
+    def forget(self, use: Use, who: object, owner: str = "") -> None:
         """It does not wait any more."""
-        self._waiting[use].pop(who, None)
+        waiting = self._waiting.get((use, owner), {})
+        waiting.pop(who, None)
+        if not waiting:
+            self._waiting.pop((use, owner), None)
 
     def is_waiting(self, use: Use, who: object) -> bool:
         """Whether it waits for slots."""
-        return who in self._waiting[use]
+        return who in self._waiting.get((use, ""), ())
 
     def give_back(self, held: Held) -> None:
         """Nothing touches its slots any more."""
         self.slots.give_back(held.slots, held.use)
+        self._owned -= Counter({held.owner: len(held.slots)})
         self._freed = True
 
     def gather(self, held: Held, blocks: Sequence[Sequence[int]], to_token: int, ended: Callable[[str], None]) -> None:
@@ -134,9 +152,9 @@ class Staging:
         Args:
             blocks: per KV-cache group, from the prompt's first token on.
         """
-        self._copy(held, [BlockRange(0, tuple(group)) for group in blocks], held.staged_token, to_token, True, ended)
+        self._copy(held, [Blocks(group) for group in blocks], held.staged_token, to_token, True, ended)
 
-    def scatter(self, held: Held, blocks: Sequence[BlockRange], ended: Callable[[str], None]) -> None:
+    def scatter(self, held: Held, blocks: Sequence[Blocks], ended: Callable[[str], None]) -> None:
         """Copy what is held into blocks of the attention kernel."""
         self._copy(held, blocks, held.first_token, held.end_token, False, ended)
 
@@ -146,14 +164,14 @@ class Staging:
         if not self._freed:
             return
         self._freed = False
-        for use, waiting in self._waiting.items():
+        for (use, owner), waiting in list(self._waiting.items()):
             while waiting:
                 who, retry = next(iter(waiting.items()))
                 if not retry():
                     break
-                self.forget(use, who)
+                self.forget(use, who, owner)
 
-    def _take(self, use: Use, first_tokens: Sequence[int], first_token: int, end_token: int) -> Held:
+    def _take(self, use: Use, owner: str, first_tokens: Sequence[int], first_token: int, end_token: int) -> Held:
         size = self.block_size
         count = self._count(first_tokens, first_token, end_token)
         taken = self.slots.take(count, use, at_least=count)
@@ -163,7 +181,9 @@ class Staging:
             here = max(0, -(-end_token // size) - begin // size)
             groups.append(BlockRange(begin, tuple(taken[:here])))
             taken = taken[here:]
-        return Held(use, first_token, end_token, tuple(groups), first_token)
+        if owner:
+            self._owned[owner] += count
+        return Held(use, owner, first_token, end_token, tuple(groups), first_token)
 
     def _count(self, first_tokens: Sequence[int], first_token: int, end_token: int) -> int:
         size = self.block_size
@@ -172,7 +192,7 @@ class Staging:
     def _copy(
         self,
         held: Held,
-        blocks: Sequence[BlockRange],
+        blocks: Sequence[Blocks],
         first_token: int,
         end_token: int,
         is_gather: bool,
@@ -185,7 +205,7 @@ class Staging:
             begin, end = max(first_token // size, mine.first_token // size), -(-end_token // size)
             if begin < end:
                 slots += mine.block_ids[begin - mine.first_token // size : end - mine.first_token // size]
-                sources += theirs.block_ids[begin - theirs.first_token // size : end - theirs.first_token // size]
+                sources += theirs.ids[begin - theirs.first_token // size : end - theirs.first_token // size]
         held.copies += 1
 
         def copied(failed: str) -> None:

@@ -367,7 +367,7 @@ class AnyOrder(RuleBasedStateMachine):
         is_whole = computed >= request.num_prompt_tokens and not is_aborted
         keep, params = self.handover.finished(request, is_whole, (blocks,))
         assert (params is not None) == is_whole
-        assert keep == bool(blocks)
+        assert keep == (is_whole or bool(self.offers.get(name, set()) & set(blocks)))
         if keep:
             self.ended[name] = blocks
         else:

@@ -222,7 +222,7 @@ def test_a_request_arrives_once() -> None:
 def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held() -> None:
     """Also one whose prompt was computed."""
     prefill = Prefill(pushes=True)
-    prefill.arrive(of_prefill())
+    request = prefill.arrive(of_prefill())
     prefill.take()
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert prefill.offering.is_read("p1")
@@ -230,9 +230,12 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
     assert not prefill.offering.is_read("p1"), "it has no blocks to lose"
     assert prefill.take().preempted == [(P1, hold)]
     assert prefill.holds.num_blocks == 1
-    assert prefill.compute(4, ([5],), replaces=True).offered == [offered(([5],), 4)]
+    # Not streamed any more: held again, its blocks would make no room the second time either.
+    assert prefill.compute(4, ([5],), replaces=True).offered == []
+    assert prefill.compute(TOKENS, ([6, 2],)).offered == [] and not prefill.offering.is_read("p1")
     again = manifest((BlockRange(0, (5, 6, 2)),))
-    assert prefill.compute(TOKENS, ([6, 2],)).offered == [offered(([5, 6, 2],), TOKENS, again)]
+    assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
+    assert prefill.take().offered == [offered(([5, 6, 2],), TOKENS, again)]
     prefill.offering.ended([], [hold + 1], prefill.pool)
     assert prefill.pool.freed == []
     prefill.offering.ended([], [hold], prefill.pool)

@@ -147,11 +147,11 @@ def test_another_prompt_under_the_same_name_is_never_written(
     """A2: two prompts under one name, either order; the same digest of another length is another one as well."""
     end_token = TOKENS if digest != DIGEST else 9
     if is_first == "registration":
-        prefill.register(remote, digest=digest, end_token=end_token)
+        prefill.register(remote, digest=digest, num_tokens=end_token, end_token=end_token)
         prefill.offer(is_finished=True)
     else:
         prefill.offer(is_finished=True)
-        prefill.register(remote, digest=digest, end_token=end_token)
+        prefill.register(remote, digest=digest, num_tokens=end_token, end_token=end_token)
     prefill.deliver()
     assert said(remote) == [] and not remote.memory.cells.any()
     prefill.clock.advance(UNMATCHED)
@@ -203,7 +203,7 @@ def test_an_exact_request_is_found_by_its_id_alone(prefill: Prefill, remote: Rem
     [
         ({"request_id": "p-9"}, Cause.LEASE),
         ({"request_id": "p-1", "digest": OTHER_DIGEST}, Cause.DIGEST),
-        ({"request_id": "p-1", "end_token": 9}, Cause.DIGEST),
+        ({"request_id": "p-1", "num_tokens": 9, "end_token": 9}, Cause.DIGEST),
     ],
     ids=["unknown", "digest", "length"],
 )

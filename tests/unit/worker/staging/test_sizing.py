@@ -33,18 +33,25 @@ LOAD = Load(longest_tokens=1600, running=64, num_groups=1, block_size=16)
     ids=["four", "as many as run", "a block more", "groups", "the whole cache", "few", "few of large ones"],
 )
 def test_it_is_as_large_as_what_it_is_for(load: Load, slots: int) -> None:
-    assert num_slots(LAYOUT, load, None) == slots
+    assert num_slots(LAYOUT, load, None, is_host=True) == slots
+
+
+def test_on_a_device_it_is_a_small_part_of_the_cache() -> None:
+    """Nobody has reserved memory for it there."""
+    assert num_slots(LAYOUT, LOAD, None, is_host=False) == 2000 // 16
+    assert num_slots(LAYOUT, Load(16, 1, 1, 16), None, is_host=False) == 64
 
 
 def test_it_is_as_large_as_asked_for_and_never_larger_than_the_cache() -> None:
-    assert num_slots(LAYOUT, LOAD, 500 * SLOT_BYTES / 2**30) == 500
-    assert num_slots(LAYOUT, LOAD, 64.0) == 2000
+    for is_host in (True, False):
+        assert num_slots(LAYOUT, LOAD, 500 * SLOT_BYTES / 2**30, is_host=is_host) == 500
+        assert num_slots(LAYOUT, LOAD, 64.0, is_host=is_host) == 2000
 
 
 def test_one_that_no_block_of_a_peers_would_fit_is_refused_in_words() -> None:
     fewest = LOAD.fewest_slots
     with pytest.raises(SettingsError) as refused:
-        num_slots(LAYOUT, LOAD, (fewest - 1) * SLOT_BYTES / 2**30)
+        num_slots(LAYOUT, LOAD, (fewest - 1) * SLOT_BYTES / 2**30, is_host=True)
     words = str(refused.value)
     assert f"{fewest - 1} slots" in words and f"{fewest} slots" in words and "staging_gib" in words
 
