@@ -37,7 +37,6 @@ class Arm:
 
     name: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    path: tuple[Path, ...] = ()
 
     @property
     def reserves(self) -> bool:
@@ -53,8 +52,12 @@ OURS_CONTIGUOUS = Arm("this package, contiguous", {"ENABLE_KVCACHED": "true", "K
 OURS_APART = Arm("this package, non-contiguous", {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "false"})
 KVCACHED_OWN = Arm(
     "kvcached's own patch",
-    {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0"},
-    (HERE / "kvcached_own",),
+    {
+        "ENABLE_KVCACHED": "true",
+        "KVCACHED_CONTIGUOUS_LAYOUT": "false",
+        "KVCACHED_NIXL": "0",
+        "EXPERIMENT_HOSTVMM": "1",
+    },
 )
 ARMS = (STOCK, OURS_CONTIGUOUS, OURS_APART, KVCACHED_OWN)
 
@@ -87,7 +90,7 @@ class Sample:
 
 def specs(arm: Arm, reserved_gib: int, model: Path) -> list[ServerSpec]:
     """P and D of ``arm``; ``reserved_gib`` is what kvcached takes for the device's size."""
-    search = (SERVER_SIDE, HERE / "server_side", *arm.path)
+    search = (SERVER_SIDE, HERE / "server_side")
     environment = {**arm.environment, "PYTHONPATH": ":".join(map(str, search))}
     if arm.reserves:
         environment["KVCACHED_HOSTVMM_GIB"] = str(reserved_gib)

@@ -3,6 +3,11 @@
 
 import os
 
+if os.environ.get("EXPERIMENT_HOSTVMM"):
+    # kvcached with the NIXL patch it brings, without this package's: only its host memory is made to work.
+    from kvcached_nixl.hostvmm import activate
+
+    activate()
 if os.environ.get("EXPERIMENT_FORK"):
     import few_cores
     import wrapt
