@@ -1,0 +1,727 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router when servers or clients do what they should not: a right answer or an error, in time, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from typing import Any
+
+import httpx
+import pytest
+from router_under_test import UnderTest, serving, until
+from stub_servers import HOST, tokens_of
+
+
+def request_of(body: bytes) -> bytes:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+HELLO = {"model": "model", "prompt": "hello", "max_tokens": 4}
+
+
+def right(answer: httpx.Response, prompt: str = "hello", max_tokens: int = 4) -> bool:
+    body = {"prompt": prompt, "max_tokens": max_tokens}
+    return answer.status_code == 200 and answer.json()["choices"][0]["text"] == "".join(tokens_of(body))
+
+
+async def quiet(at: UnderTest) -> None:
+    """Nothing is left of any request, at the router and at the servers."""
+
+    def is_quiet() -> bool:
+        return not at.router.routed.in_flight
+
+    await until(is_quiet, "a request is left in the router")
+    for one in (await at.instances()).values():
+        assert one["requests"] == one["outstanding_tokens"] == 0
+
+
+async def learn(at: UnderTest) -> None:
+    """One request for each prefill, so that the router knows how to push to it."""
+    while any(one["role"] == "prefill" and not one["start"] for one in (await at.instances()).values()):
+        assert right(await at.complete(max_tokens=4))
+
+
+# -------------------------------------------------------------------------------------------- before the answer
+
+PREFILL_FAULTS = ["close", "500", "503", "429", "garbage", "garbage params", "half head", "no http", "302"]
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("fault", PREFILL_FAULTS)
+def test_a_prefill_leg_that_fails_is_tried_elsewhere(fault: str, pushes: bool) -> None:
+    """In push decode's leg is ended at once, and both are asked anew under another name."""
+
+    async def run() -> None:
+        async with serving(2, 2, pushes=pushes) as at:
+            await learn(at)
+            at.prefills[0].faults.append(fault)
+            answers = [await at.complete(max_tokens=4) for _ in range(2)]
+            if fault == "302":
+                assert sorted(one.status_code for one in answers) == [200, 502]
+            else:
+                assert all(right(one) for one in answers)
+                assert await at.count("retries_total") == 1
+            decoded = [one for server in at.decodes for one in server.asked]
+            names = [one.params["transfer_id"] for one in decoded if one.params.get("transfer_id")]
+            assert len(set(names)) == len(names)
+            assert not any(one.was_computed for one in decoded)
+            assert sum(one.was_cut for one in decoded) == (1 if pushes else 0)
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("fault", ["close", "500", "503", "half head", "kv", "half body", "die 0"])
+def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(fault: str, pushes: bool, stream: bool) -> None:
+    """Also where vLLM has said 200 already and its stream begins with an error."""
+    if stream is (fault == "half body") or (not stream and fault == "die 0"):
+        pytest.skip("has no meaning here")
+
+    async def run() -> None:
+        async with serving(2, 2, pushes=pushes) as at:
+            await learn(at)
+            for server in at.decodes:
+                server.faults.append(fault)
+            answer = await at.complete(max_tokens=4, stream=stream)
+            # Both fail once, and two attempts are all there are: what the client has is an error, and no token.
+            assert answer.status_code in (502, 503), answer.text
+            assert answer.json()["error"]["code"] == answer.status_code
+            assert ("retry-after" in answer.headers) == (answer.status_code == 503)
+            assert right(await at.complete(max_tokens=4))
+            at.decodes[0].faults.append(fault)
+            for _ in range(2):
+                answer = await at.complete(max_tokens=4, stream=stream)
+                assert answer.status_code == 200
+                assert '"error"' not in answer.text
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_a_chat_that_begins_with_a_role_and_an_error_is_tried_anew(chat: bool) -> None:
+    """vLLM says the role before it says that there is nothing to say."""
+
+    async def run() -> None:
+        async with serving() as at:
+            at.decodes[0].faults.append("kv")
+            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            answer = await at.http.post(at.url + path, json={**prompt, "stream": True})
+            assert answer.status_code == 200 and '"error"' not in answer.text
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert await at.count("retries_total", cause="handover") == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("status", ["400", "404", "422"])
+def test_a_server_s_no_is_the_client_s_answer(status: str, pushes: bool) -> None:
+    """In the server's own words, and asked once."""
+
+    async def run() -> None:
+        async with serving(2, 1, pushes=pushes) as at:
+            await learn(at)
+            for server in at.prefills:
+                server.faults.append(status)
+            seen = sum(len(one.asked) for one in at.prefills)
+            answer = await at.complete(max_tokens=4)
+            assert answer.status_code == int(status)
+            assert answer.json()["error"]["message"] == f"said {status}"
+            assert sum(len(one.asked) for one in at.prefills) == seen + 1
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+def test_a_prefill_that_hands_nothing_over_is_counted_and_warned_of_once(
+    pushes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decode computes the prompt: the tokens are right, and somebody is told."""
+
+    async def run() -> None:
+        async with serving(pushes=pushes) as at:
+            await learn(at)
+            at.prefills[0].faults.extend(["no params"] * 3)
+            for _ in range(3):
+                assert right(await at.complete(max_tokens=4))
+            assert await at.count("prefills_without_parameters_total", instance=at.prefills[0].name) == 3
+            assert await at.count("decode_alone_total", reason="no_parameters") == 3
+            assert sum("without kv_transfer_params" in line for line in caplog.messages) == 1
+            assert right(await at.complete(max_tokens=4))
+            assert not at.decodes[0].asked[-1].was_computed
+            await quiet(at)
+
+    caplog.set_level(logging.WARNING)
+    asyncio.run(run())
+
+
+def test_hand_overs_that_decode_reports_as_failed_are_counted_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was recomputed looks like any other; only decode knows."""
+
+    async def run() -> None:
+        async with serving(health_seconds=0.02) as at:
+            await asyncio.sleep(0.3)
+            at.decodes[0].failures = 3
+            while await at.count("reported_handover_failures_total", instance=at.decodes[0].name) < 3:
+                await asyncio.sleep(0.02)
+            assert any("3 more hand-overs that brought no KV" in line for line in caplog.messages)
+
+    caplog.set_level(logging.WARNING)
+    asyncio.run(run())
+
+
+# -------------------------------------------------------------------------------------------- mid-stream
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("fault", ["die 2", "inside 2", "no done", "hang 2"])
+def test_a_stream_that_breaks_off_ends_with_an_error_event(fault: str, pushes: bool) -> None:
+    """After whole events of right tokens, in vLLM's shape, and without the word that would say: complete."""
+
+    async def run() -> None:
+        async with serving(pushes=pushes, token_seconds=0.3) as at:
+            await learn(at)
+            at.decodes[0].faults.append(fault)
+            answer = await at.complete(max_tokens=4, stream=True)
+            *tokens, error, rest = answer.text.split("\n\n")
+            assert rest == "" and "[DONE]" not in tokens[-1:]
+            said = [json.loads(one.removeprefix("data: ")) for one in tokens if "[DONE]" not in one]
+            expected = tokens_of(HELLO)[: 4 if fault == "no done" else 2]
+            assert [one["choices"][0]["text"] for one in said] == expected
+            found = json.loads(error.removeprefix("data: "))["error"]
+            assert set(found) == {"message", "type", "param", "code"} and found["code"] in (502, 504)
+            assert right(await at.complete(max_tokens=4))
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+def test_an_error_that_a_server_streams_itself_passes_as_it_is() -> None:
+    async def run() -> None:
+        async with serving() as at:
+            at.decodes[0].faults.append("error 2")
+            answer = await at.complete(max_tokens=4, stream=True)
+            assert answer.text.count('"error"') == 1 and answer.text.endswith("data: [DONE]\n\n")
+            assert await at.count("requests_total", outcome="server") == 1
+
+    asyncio.run(run())
+
+
+def test_events_in_pieces_are_put_together() -> None:
+    async def run() -> None:
+        async with serving() as at:
+            at.decodes[0].faults.append("in halves")
+            answer = await at.complete(max_tokens=4, stream=True)
+            said = [json.loads(one.removeprefix("data: ")) for one in answer.text.split("\n\n")[:-2]]
+            assert [one["choices"][0]["text"] for one in said] == tokens_of(HELLO)
+
+    asyncio.run(run())
+
+
+# -------------------------------------------------------------------------------------------- servers come and go
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+def test_servers_killed_and_brought_back_under_load(pushes: bool) -> None:
+    """Each request has a right answer or an error; and when all are back, all are right."""
+
+    async def run() -> None:
+        async with serving(2, 2, pushes=pushes, attempts=3) as at:
+            for server in (*at.prefills, *at.decodes):
+                server.token_seconds = server.prefill_seconds = 0.005
+            answered: list[bool] = []
+            is_over = False
+
+            async def client(number: int) -> None:
+                async with httpx.AsyncClient(trust_env=False, timeout=20) as http:
+                    turn = 0
+                    while not is_over:
+                        turn += 1
+                        prompt = f"{number}-{turn}"
+                        answer = await http.post(
+                            f"{at.url}/v1/completions",
+                            json={"prompt": prompt, "max_tokens": 4, "stream": turn % 2 == 0},
+                        )
+                        assert answer.status_code in (200, 502, 503, 504)
+                        if answer.status_code == 200 and turn % 2:
+                            assert right(answer, prompt)
+                        if answer.status_code == 200 and not turn % 2:
+                            is_whole = answer.text.endswith("data: [DONE]\n\n")
+                            assert is_whole or '"error"' in answer.text
+                            said = [e for e in answer.text.split("\n\n") if '"text"' in e]
+                            expected = tokens_of({"prompt": prompt, "max_tokens": 4})
+                            found = [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in said]
+                            assert found == expected[: len(found)] and (not is_whole or found == expected)
+                        answered.append(answer.status_code == 200)
+
+            clients = [asyncio.create_task(client(number)) for number in range(8)]
+            for server in (at.prefills[0], at.decodes[1], at.prefills[1], at.decodes[0]):
+                await asyncio.sleep(0.3)
+                await server.stop()
+                await asyncio.sleep(0.3)
+                await server.restart(engine_id=server.engine_id + "x")
+            await asyncio.sleep(0.5)
+            is_over = True
+            await asyncio.gather(*clients)
+            assert sum(answered) > 50 and sum(answered) / len(answered) > 0.8
+            for _ in range(4):
+                assert right(await at.complete(max_tokens=4))
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("engine_id", ["same", "another"])
+def test_a_prefill_that_was_started_again_is_learnt_anew(engine_id: str) -> None:
+    """Between two looks at its health, on the same address: what was learnt of it does not hold any more."""
+
+    async def run() -> None:
+        async with serving(pushes=True, health_seconds=5.0) as at:
+            await learn(at)
+            (prefill,) = at.prefills
+            old = prefill.start_number
+            await prefill.restart(engine_id=prefill.engine_id if engine_id == "same" else "another")
+            assert right(await at.complete(max_tokens=4))
+            (found,) = [one for one in (await at.instances()).values() if one["role"] == "prefill"]
+            assert found["start"] == prefill.start_number != old
+            assert found["engine_id"] == prefill.engine_id
+            assert await at.count("retries_total", cause="restarted") == (0 if engine_id == "same" else 1)
+            assert right(await at.complete(max_tokens=4))
+            assert at.decodes[0].asked[-1].params["remote_engine_id"] == prefill.engine_id
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_a_server_that_stands_still_does_not_wait_for_ever() -> None:
+    """Its health checks fail, its legs end, and they are tried elsewhere; later it is asked again."""
+
+    async def run() -> None:
+        async with serving(2, 1, health_seconds=0.1) as at:
+            still, other = at.prefills
+            still.prefill_seconds = 3600.0
+            waiting = [asyncio.create_task(at.complete(max_tokens=4)) for _ in range(4)]
+            await until(lambda: len(still.asked) >= 1, "the server that stands still is not asked")
+            still.stands_still = True
+            assert all(right(one) for one in await asyncio.gather(*waiting))
+            assert (await at.instances())[still.name]["state"] == "down"
+            assert await at.count("ejections_total", instance=still.name) == 1
+            still.prefill_seconds, still.stands_still = 0.0, False
+            while (await at.instances())[still.name]["state"] != "up":
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_without_any_prefill_decode_computes_only_if_it_may(alone: bool) -> None:
+    async def run() -> None:
+        async with serving(decode_alone=alone) as at:
+            await at.prefills[0].stop()
+            while (await at.instances())[at.prefills[0].name]["state"] == "up":
+                await asyncio.sleep(0.01)
+            answer = await at.complete(max_tokens=4)
+            health = await at.http.get(f"{at.url}/health")
+            if alone:
+                assert right(answer) and at.decodes[0].asked[-1].was_computed and health.status_code == 200
+            else:
+                assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+                assert "No prefill server is up" in answer.text and health.status_code == 503
+
+    asyncio.run(run())
+
+
+def test_a_prefill_that_fails_every_time_is_done_without_if_decode_may() -> None:
+    async def run() -> None:
+        async with serving(decode_alone=True) as at:
+            at.prefills[0].faults.extend(["500", "500"])
+            assert right(await at.complete(max_tokens=4))
+            assert await at.count("decode_alone_total", reason="no_prefill") == 1
+
+    asyncio.run(run())
+
+
+def test_a_decode_that_cannot_be_reached_leaves_prefill_s_kv_to_another() -> None:
+    """Nothing was delivered, so prefill need not compute again."""
+
+    async def run() -> None:
+        async with serving(1, 2, health_seconds=5.0, policy="round-robin") as at:
+            await at.decodes[0].stop()
+            for _ in range(2):
+                assert right(await at.complete(max_tokens=4))
+            assert len(at.prefills[0].asked) == 2
+            assert await at.count("legs_total", role="decode", outcome="unreachable") == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_never_answers_has_a_time_limit() -> None:
+    async def run() -> None:
+        async with serving(prefill_seconds=0.2, answer_seconds=0.2, first_token_seconds=0.2, attempts=1) as at:
+            at.prefills[0].faults.append("hang")
+            begun = time.monotonic()
+            assert (await at.complete()).status_code == 504
+            for stream in (False, True):
+                at.decodes[0].faults.append("hang")
+                assert (await at.complete(stream=stream)).status_code == 504
+            assert time.monotonic() - begun < 5
+            await until(lambda: [one.was_cut for one in at.decodes[0].asked] == [True, True], "decode goes on")
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+def test_an_answer_without_an_end_is_not_read_for_ever() -> None:
+    async def run() -> None:
+        async with serving(answer_bytes=1 << 20) as at:
+            at.decodes[0].faults.append("endless")
+            answer = await at.complete()
+            assert answer.status_code == 502 and "longer than" in answer.text
+            at.prefills[0].faults.extend(["endless"] * 2)
+            assert (await at.complete()).status_code == 502
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+# -------------------------------------------------------------------------------------------- clients
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("when", ["in prefill", "in decode", "in the stream", "half closed"])
+def test_a_client_that_leaves_ends_both_legs(when: str, pushes: bool) -> None:
+    """The servers see their connections close, which is what has vLLM abort; and nothing is tried again."""
+
+    async def run() -> None:
+        async with serving(pushes=pushes) as at:
+            await learn(at)
+            (prefill,), (decode,) = at.prefills, at.decodes
+            if when == "in prefill":
+                prefill.prefill_seconds = 3600.0
+            else:
+                decode.token_seconds = 0.05
+            asked = len(prefill.asked) + len(decode.asked)
+            body = json.dumps({**HELLO, "max_tokens": 10_000, "stream": when != "in decode"})
+            reader, writer = await asyncio.open_connection(HOST, at.port)
+            writer.write(request_of(body.encode()))
+            if when == "in prefill":
+                await until(lambda: len(prefill.asked) + len(decode.asked) > asked + pushes, "nobody is asked")
+            elif when == "in decode":
+                await until(lambda: len(decode.asked) == 2, "decode is not asked")
+                await asyncio.sleep(0.05)
+            else:
+                await reader.readuntil(b"data: ")
+            if when == "half closed":
+                writer.write_eof()
+            else:
+                writer.close()
+            await quiet(at)
+            if when == "in prefill":
+                await until(lambda: prefill.asked[-1].was_cut, "prefill goes on")
+            if when != "in prefill" or pushes:
+                await until(lambda: decode.asked[-1].was_cut, "decode goes on")
+            assert await at.count("requests_total", outcome="client_left") == 1
+            writer.close()
+            prefill.prefill_seconds = decode.token_seconds = 0.0
+            assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_holds_nothing_for_ever_and_fills_no_memory() -> None:
+    """The server is not read ahead of the client; in the end the connection is closed."""
+
+    async def run() -> None:
+        async with serving(client_seconds=0.5) as at:
+            body = json.dumps({**HELLO, "max_tokens": 2_000, "stream": True})
+            at.decodes[0].pad_bytes = 1 << 20
+            reader, writer = await asyncio.open_connection(HOST, at.port, limit=1024)
+            writer.write(request_of(body.encode()))
+            await until(lambda: len(at.decodes[0].asked) == 1, "decode is not asked")
+            await until(lambda: at.decodes[0].asked[0].was_cut, "decode is read on and on")
+            await quiet(at)
+            assert at.router.routed.recorder.latest()[0]["bytes"] < 100 << 20
+            last = b""
+            with contextlib.suppress(ConnectionError):
+                while heard := await asyncio.wait_for(reader.read(1 << 20), 10):
+                    last = heard
+            # The connection ends, and not as if that were all.
+            assert not last.endswith(b"0\r\n\r\n")
+            writer.close()
+            at.decodes[0].pad_bytes = 0
+            assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_more_than_may_be_in_flight_are_told_to_come_again() -> None:
+    async def run() -> None:
+        async with serving(most_requests=2) as at:
+            at.decodes[0].token_seconds = 0.1
+            running = [asyncio.create_task(at.complete(max_tokens=4)) for _ in range(2)]
+            await until(lambda: at.router.routed.in_flight == 2, "they are not in flight")
+            answer = await at.complete(max_tokens=4)
+            assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
+            assert answer.json()["error"]["type"] == "RateLimitError"
+            assert all(right(one) for one in await asyncio.gather(*running))
+            assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_a_router_that_ends_refuses_new_requests_and_finishes_others() -> None:
+    async def run() -> None:
+        async with serving() as at:
+            at.decodes[0].token_seconds = 0.1
+            running = asyncio.create_task(at.complete(max_tokens=4, stream=True))
+            await until(lambda: bool(at.decodes[0].asked), "decode is not asked")
+            at.router.handle_exit(15, None)
+            answer = await at.complete()
+            assert answer.status_code == 503 and "retry-after" in answer.headers
+            assert (await at.http.get(f"{at.url}/health")).status_code == 503
+            done = await running
+            assert done.text.endswith("data: [DONE]\n\n")
+            await until(lambda: at.router.should_exit, "it does not end")
+
+    asyncio.run(run())
+
+
+def test_what_does_not_end_in_time_is_broken_off_with_an_error_event() -> None:
+    async def run() -> None:
+        async with serving(drain_seconds=0.3) as at:
+            at.decodes[0].token_seconds = 0.05
+            running = asyncio.create_task(at.complete(max_tokens=10_000, stream=True))
+            await until(lambda: bool(at.decodes[0].asked), "decode is not asked")
+            at.router.handle_exit(15, None)
+            done = await running
+            assert '"error"' in done.text and "[DONE]" not in done.text
+            await until(lambda: at.decodes[0].asked[0].was_cut, "decode goes on")
+
+    asyncio.run(run())
+
+
+async def raw(at: UnderTest, sent: bytes) -> bytes:
+    """What a connection hears that says this."""
+    reader, writer = await asyncio.open_connection(HOST, at.port)
+    writer.write(sent)
+    try:
+        with contextlib.suppress(ConnectionError):
+            return await asyncio.wait_for(reader.read(1 << 16), 10)
+        return b""
+    finally:
+        writer.close()
+
+
+BODY = json.dumps(HELLO).encode()
+JSON = b"Host: x\r\nContent-Type: application/json\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\n" + JSON + LENGTH + b"\r\n" + BODY, b"200"),
+        (b"POST /v1/completions HTTP/1.0\r\n" + JSON + LENGTH + b"\r\n" + BODY, b"200"),
+        (b"POST http://evil.example/v1/completions HTTP/1.1\r\n" + JSON + LENGTH + b"\r\n" + BODY, b"200"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n"
+            b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY),
+            b"200",
+        ),
+        (b"POST /v1/completions?url=http://evil HTTP/1.1\r\n" + JSON + LENGTH + b"\r\n" + BODY, b"200"),
+        (b"POST /v1/..%2fcompletions HTTP/1.1\r\n" + JSON + LENGTH + b"\r\n" + BODY, b"404"),
+        (b"POST /v1/%2e%2e/metrics HTTP/1.1\r\n" + JSON + LENGTH + b"\r\n" + BODY, b"404"),
+        (b"POST /v1/completions/ HTTP/1.1\r\n" + JSON + LENGTH + b"\r\n" + BODY, b"404"),
+        (b"GET /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n", b"405"),
+        (b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Content-Length: 99999999\r\n\r\n", b"413"),
+        (b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Content-Encoding: gzip\r\n" + LENGTH + b"\r\n" + BODY, b"415"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n" + LENGTH + b"\r\n" + BODY, b"415"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"X: " + b"y" * 40_000 + b"\r\n" + LENGTH + b"\r\n" + BODY,
+            b"431",
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Content-Length: -1\r\n\r\n", b"400"),
+        (b"no http at all\r\n\r\n", b"400"),
+    ],
+)
+def test_what_a_connection_says_is_answered_and_no_part_of_it_chooses_a_server(sent: bytes, status: bytes) -> None:
+    async def run() -> None:
+        async with serving(body_bytes=1 << 20) as at:
+            heard = await raw(at, sent)
+            assert heard.split(b" ")[1] == status, heard[:300]
+            assert {one.path for server in (*at.prefills, *at.decodes) for one in server.asked} <= {"/v1/completions"}
+            assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_a_chunked_body_that_is_too_large_is_refused_while_it_comes() -> None:
+    async def run() -> None:
+        async with serving(body_bytes=1 << 16) as at:
+            chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n"
+            assert b" 413 " in await raw(at, head + chunk * 4)
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    async def run() -> None:
+        async with serving(client_seconds=0.2) as at:
+            assert b" 408 " in await raw(at, b"POST /v1/completions HTTP/1.1\r\n" + JSON + LENGTH + b'\r\n{"a"')
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+def test_a_head_without_an_end_is_cut_off() -> None:
+    async def run() -> None:
+        async with serving() as at:
+            assert await raw(at, b"POST /v1/completions HTTP/1.1\r\nX: " + b"y" * 300_000) == b""
+            assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+HOSTILE = [
+    b"", b"[]", b"null", b'"x"', b"{", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "seed": 123456789012345678901234567890}', b'{"prompt": "x", "temperature": 1e999}',
+    b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"prompt": "x", "n": 0}', b'{"prompt": "x", "n": "2"}',
+    b'{"prompt": "x", "stream": "yes"}', b'{"prompt": "x", "max_tokens": 1.5}', b'{"prompt": "x"} trailing',
+    b'{"prompt": "x", "kv_transfer_params": {"do_remote_prefill": true}}',
+    b'{"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}', b'{"prompt": "x", "kv_transfer_params": []}',
+    b'{"prompt": "x", "kv_transfer_params": {"do_remote_prefill": true, "do_remote_decode": true}}',
+    b'{"prompt": "x", "vllm_xargs": {"kv_transfer_params": "x"}}', b'{"prompt": "x", "ec_transfer_params": {"a": 1}}',
+    b'{"prompt": "x", "prefix_prompt_ids": [-1]}', b'{"prompt": "x", "prefix_prompt_ids": "x"}',
+    b'{"prompt": "x", "kv_transfer_params": {}, "kv_transfer_params": {"transfer_id": "t"}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=lambda body: repr(body[:60]))
+def test_a_body_that_is_no_request_is_refused_before_any_server_hears_of_it(body: bytes) -> None:
+    async def run() -> None:
+        async with serving() as at:
+            answer = await at.http.post(
+                f"{at.url}/v1/completions", content=body, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code == 400, answer.text
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            assert not at.prefills[0].asked and not at.decodes[0].asked
+
+    asyncio.run(run())
+
+
+# -------------------------------------------------------------------------------------------- keys
+
+
+def test_keys() -> None:
+    """Asked for, replaced, never logged; health and metrics need none."""
+
+    async def run() -> None:
+        async with serving(api_key="client-key", upstream_key="server-key", admin_key="admin-key", all_up=False) as at:
+            admin = {"Authorization": "Bearer admin-key"}
+            for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "client-key"}, admin):
+                assert (await at.complete(headers=headers)).status_code == 401
+                assert (await at.http.get(f"{at.url}/v1/models", headers=headers)).status_code == 401
+            while (await at.http.get(f"{at.url}/health")).status_code != 200:
+                await asyncio.sleep(0.01)
+            assert right(await at.complete(max_tokens=4, headers={"Authorization": "Bearer client-key"}))
+            for server in (*at.prefills, *at.decodes):
+                assert server.asked[-1].headers["authorization"] == "Bearer server-key"
+            assert (await at.http.get(f"{at.url}/instances")).status_code == 401
+            assert (await at.http.get(f"{at.url}/instances", headers=admin)).status_code == 200
+            assert (await at.http.get(f"{at.url}/metrics")).status_code == 200
+            at.decodes[0].faults.append("401")
+            refused = await at.complete(headers={"Authorization": "Bearer client-key"})
+            assert refused.status_code == 502 and "key" in refused.text
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "headers", [{"X-Forwarded-For": "1.2.3.4"}, {"Host": "evil.example"}, {"Forwarded": "for=1.2.3.4"}], ids=str
+)
+def test_without_a_key_instances_are_for_programs_on_this_machine(headers: dict[str, str]) -> None:
+    """Not for who comes through another proxy here, nor for a page that a browser here was led to by a name."""
+
+    async def run() -> None:
+        async with serving() as at:
+            body = {"role": "decode", "url": "http://127.0.0.1:1"}
+            answer = await at.http.post(f"{at.url}/instances", json=body, headers=headers)
+            assert answer.status_code == 403
+            # A form of another page's can send this without asking.
+            plain = await at.http.post(
+                f"{at.url}/instances", content=json.dumps(body), headers={"content-type": "text/plain"}
+            )
+            assert plain.status_code == 415
+            assert len(await at.instances()) == 2
+
+    asyncio.run(run())
+
+
+def test_a_client_s_own_parameters_go_where_they_say_only_if_it_may() -> None:
+    async def run() -> None:
+        async with serving(client_params=True) as at:
+            first = await at.complete(kv_transfer_params={"do_remote_decode": True})
+            assert not at.decodes[0].asked
+            params = first.json()["kv_transfer_params"]
+            assert right(await at.complete(max_tokens=4, kv_transfer_params=params))
+            assert at.decodes[0].asked[0].params == params and len(at.prefills[0].asked) == 1
+
+    asyncio.run(run())
+
+
+def test_ten_thousand_is_not_the_number_of_series() -> None:
+    """Nothing that a client says is a label."""
+
+    async def run() -> None:
+        async with serving() as at:
+            assert right(await at.complete(max_tokens=4))
+            before = len(await at.metrics())
+            for number in range(20):
+                await at.complete(prompt=f"p{number}", model=f"m{number}", headers={"X-Request-Id": f"r{number}"})
+                await at.http.get(f"{at.url}/no/{number}")
+            assert len(await at.metrics()) == before
+
+    asyncio.run(run())
+
+
+def test_no_prompt_and_no_key_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with serving(api_key="the-key", log_json=True, all_up=False) as at:
+            while (await at.http.get(f"{at.url}/health")).status_code != 200:
+                await asyncio.sleep(0.01)
+            key = {"Authorization": "Bearer the-key", "X-Request-Id": "id-1"}
+            for fault in ("", "400", "500", "garbage"):
+                at.prefills[0].faults.append(fault)
+                await at.complete("a secret prompt", headers=key)
+            lines = [json.loads(r.getMessage()) for r in caplog.records if r.name.endswith("proxy.requests")]
+            assert [one["client_id"] for one in lines] == ["id-1"] * 4
+            assert lines[0]["outcome"] == "ok" and lines[0]["prefill"] == at.prefills[0].name
+            assert "secret" not in caplog.text and "the-key" not in caplog.text
+
+    caplog.set_level(logging.DEBUG)
+    asyncio.run(run())
+
+
+def test_a_server_that_is_both_or_twice_is_refused() -> None:
+    async def run() -> None:
+        async with serving() as at:
+            for role in ("prefill", "decode"):
+                answer = await at.http.post(f"{at.url}/instances", json={"role": role, "url": at.decodes[0].url})
+                assert answer.status_code == 409
+            for url in ("ftp://x", "http://x/path", "http://u:p@x:1", "x", "http://x:99999"):
+                answer = await at.http.post(f"{at.url}/instances", json={"role": "decode", "url": url})
+                assert answer.status_code == 400 and "url" in answer.text
+
+    asyncio.run(run())
