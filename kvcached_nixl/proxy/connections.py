@@ -14,6 +14,7 @@ from typing import Any
 import httpcore
 
 from kvcached_nixl.proxy.failure import Cause, LegFailed
+from kvcached_nixl.proxy.network import Network
 
 __all__ = ["Connections", "Reply"]
 
@@ -76,7 +77,7 @@ class Reply:
     async def close(self) -> None:
         """Give the connection back, or end it where the answer has not ended."""
         await self._response.aclose()
-        self._owner.take_back(self._connection)
+        await self._owner.take_back(self._connection)
 
 
 class Connections:
@@ -92,7 +93,9 @@ class Connections:
         self._origin = httpcore.URL(url)
         self._host = self._host_header()
         self._kept: deque[httpcore.AsyncHTTPConnection] = deque()
+        self._is_closed = False
         self._timeouts = {"connect": connect_seconds}
+        self._network = Network()
 
     async def ask(self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes = b"") -> Reply:
         """Send a request and wait for the head of the answer; the caller limits the time.
@@ -131,13 +134,16 @@ class Connections:
         """What a connection that ended is."""
         return LegFailed(Cause.BROKEN, self.name, f"the connection ended: {_words(cause)}")
 
-    def take_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
+    async def take_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
         """Keep a connection whose answer was read to the end."""
-        if connection.is_idle() and not connection.is_closed() and len(self._kept) < MOST_KEPT:
+        if connection.is_idle() and not self._is_closed and len(self._kept) < MOST_KEPT:
             self._kept.append(connection)
+        else:
+            await connection.aclose()
 
     async def close(self) -> None:
         """End the connections that are kept; those in use end with their answers."""
+        self._is_closed = True
         while self._kept:
             await self._kept.pop().aclose()
 
@@ -147,7 +153,9 @@ class Connections:
             if connection.is_idle() and not connection.has_expired():
                 return connection
             await connection.aclose()
-        return httpcore.AsyncHTTPConnection(self._origin.origin, keepalive_expiry=KEPT_SECONDS)
+        return httpcore.AsyncHTTPConnection(
+            self._origin.origin, keepalive_expiry=KEPT_SECONDS, network_backend=self._network
+        )
 
     def _host_header(self) -> bytes:
         host, port = self._origin.host, self._origin.port

@@ -273,7 +273,7 @@ def test_servers_killed_and_brought_back_under_load(pushes: bool) -> None:
             await asyncio.sleep(0.5)
             is_over = True
             await asyncio.gather(*clients)
-            assert sum(answered) > 50 and sum(answered) / len(answered) > 0.8
+            assert sum(answered) > 10 and sum(answered) > len(answered) / 2
             for _ in range(4):
                 assert right(await at.complete(max_tokens=4))
             await quiet(at)
