@@ -76,8 +76,8 @@ class Connection:
             if not piece:
                 raise ConnectionError("it ended before its end")
             began = began or time.perf_counter()
-            last = last[-8:] + piece
-        if b"[DONE]" not in last and b"data:" not in last:
+            last = (last + piece)[-512:]
+        if b"[DONE]" not in last:
             raise ConnectionError("no end of events")
         return began
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 import sys
+from typing import cast
 
 HOST = "127.0.0.1"
 TOKENS = 16
@@ -51,8 +52,7 @@ class Stub(asyncio.Protocol):
         self._heard = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._heard += data

@@ -7,13 +7,18 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from router_under_test import UnderTest, serving, until
-from stub_servers import HOST, tokens_of
+from stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
 
 def request_of(body: bytes) -> bytes:
@@ -725,3 +730,64 @@ def test_a_server_that_is_both_or_twice_is_refused() -> None:
                 assert answer.status_code == 400 and "url" in answer.text
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+def test_the_command_serves_and_ends_in_order(pushes: bool, tmp_path: Path) -> None:
+    """As a process, with the loop and the parser that uvicorn chooses for it: requests, SIGTERM, status 0."""
+
+    async def run() -> None:
+        fabric = Fabric()
+        prefill, decode = Stub(fabric, pushes=pushes), Stub(fabric, pushes=pushes)
+        async with stubs(prefill, decode):
+            servers = tmp_path / "servers.json"
+            servers.write_text(json.dumps({"prefill": [prefill.url], "decode": [decode.url]}))
+            probe = await asyncio.start_server(lambda *_: None, HOST, 0)
+            port = probe.sockets[0].getsockname()[1]
+            probe.close()
+            command = ["-m", "kvcached_nixl", "proxy", "--servers", str(servers), "--port", str(port), "--log-json"]
+            process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
+            try:
+                async with httpx.AsyncClient(trust_env=False, timeout=20, base_url=f"http://{HOST}:{port}") as http:
+                    await up(http)
+                    assert right(await http.post("/v1/completions", json=HELLO))
+                    decode.token_seconds = 0.05
+                    asking = [
+                        asyncio.create_task(http.post("/v1/completions", json={**HELLO, "stream": stream}))
+                        for stream in (False, True, False, True)
+                    ]
+                    await until(lambda: len(decode.asked) == 5, "decode is not asked")
+                    process.send_signal(signal.SIGTERM)
+                    whole, streamed, *_ = await asyncio.gather(*asking)
+                    assert right(whole) and streamed.text.endswith("data: [DONE]\n\n")
+                _, said = await asyncio.wait_for(process.communicate(), 20)
+                assert process.returncode == 0, said
+                lines = [json.loads(line) for line in said.splitlines() if line.startswith(b"{")]
+                assert [one["outcome"] for one in lines] == ["ok"] * 5
+                assert lines[-1]["direction"] == ("push" if pushes else "pull")
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    asyncio.run(run())
+
+
+async def up(http: httpx.AsyncClient) -> None:
+    """The router answers, and so do its servers."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if (await http.get("/health")).status_code == 200:
+                return
+        await asyncio.sleep(0.05)
+    pytest.fail("the router does not come up")
+
+
+def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) -> None:
+    """The rest of the package needs none of them."""
+    (tmp_path / "httpcore.py").write_text("raise ImportError('no httpcore here')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "kvcached_nixl", "proxy"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "kvcached-nixl[proxy]" in done.stderr
