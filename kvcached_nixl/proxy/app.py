@@ -93,6 +93,9 @@ class Routed:
             _note(record, Cause.CLIENT_LEFT, "")
             if (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()
+        except BaseException:
+            _note(record, Cause.DEFECT, "")
+            raise
         finally:
             self._guards.discard(guard)
             self.in_flight -= 1

@@ -16,6 +16,8 @@ from kvcached_nixl.proxy.options import Options
 
 __all__ = ["Router", "run"]
 
+KEEP_ALIVE_SECONDS = 65
+"""Above what clients and balancers keep a connection for, so that they close it first."""
 LAST_SECONDS = 5.0
 """For a client to read the end of what was broken off."""
 
@@ -43,6 +45,7 @@ class Router(uvicorn.Server):
                 server_header=False,
                 access_log=False,
                 log_config=None,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=max(1, int(LAST_SECONDS)),
             )
         )

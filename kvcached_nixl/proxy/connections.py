@@ -29,6 +29,7 @@ class Reply:
     Attributes:
         status: of HTTP.
         content_type: as it came; empty if there was none.
+        is_plain: the body is not compressed, which nobody has asked for.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Reply:
         self._connection = connection
         self._response = response
         self.status = response.status
-        self.content_type = next((value for name, value in response.headers if name.lower() == b"content-type"), b"")
+        headers = {name.lower(): value for name, value in response.headers}
+        self.content_type = headers.get(b"content-type", b"")
+        self.is_plain = headers.get(b"content-encoding", b"identity").lower() == b"identity"
 
     @property
     def is_stream(self) -> bool:

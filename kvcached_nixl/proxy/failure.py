@@ -52,6 +52,8 @@ class Cause(str, Enum):
     CLIENT_LEFT = "client_left"
     SERVER_SAID_NO = "server_said_no"
     """The server answered 4xx, and the client hears it."""
+    DEFECT = "defect"
+    """An exception of our own, or of a policy; its trace is in the log."""
 
 
 class Refusal(Exception):

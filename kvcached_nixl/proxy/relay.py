@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+import msgspec
+
 from kvcached_nixl.proxy.ask import Asked, Route
 from kvcached_nixl.proxy.connections import Reply
 from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed
@@ -44,6 +46,8 @@ async def relay(
     guard.limit(seconds, late)
     reply = await server.connections.ask("POST", asked.route.value, headers, body)
     try:
+        if not reply.is_plain:
+            raise LegFailed(Cause.ANSWER, server.name, "the server's answer is compressed", is_retriable=False)
         if reply.status == 200 and reply.is_stream:
             async with aclosing(reply.pieces()) as pieces:
                 await _stream(server, asked.route, reply, pieces, out, guard, options, record)
@@ -52,6 +56,7 @@ async def relay(
     finally:
         await reply.close()
     require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
+    _require_answer(said, server.name)
     record.first()
     guard.limit(options.client_seconds, ClientLeft())
     await out.whole(200, reply.content_type, said)
@@ -105,6 +110,21 @@ async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> by
         if events.count >= count or events.has_error:
             break
     return held
+
+
+class _Answer(msgspec.Struct):
+    choices: msgspec.Raw
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def _require_answer(said: bytes, server: str) -> None:
+    """A 200 that is no answer is not passed on as one; what it says is not looked at."""
+    try:
+        _answer.decode(said)
+    except (msgspec.MsgspecError, RecursionError) as cause:
+        raise LegFailed(Cause.ANSWER, server, "the server answers 200 and no JSON with choices") from cause
 
 
 def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool) -> None:

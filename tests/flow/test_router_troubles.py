@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -83,7 +85,7 @@ def test_a_prefill_leg_that_fails_is_tried_elsewhere(fault: str, pushes: bool) -
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
-@pytest.mark.parametrize("fault", ["close", "500", "503", "half head", "kv", "half body", "die 0"])
+@pytest.mark.parametrize("fault", ["close", "500", "503", "half head", "kv", "half body", "die 0", "garbage"])
 def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(fault: str, pushes: bool, stream: bool) -> None:
     """Also where vLLM has said 200 already and its stream begins with an error."""
     if stream is (fault == "half body") or (not stream and fault == "die 0"):
@@ -167,6 +169,25 @@ def test_a_prefill_that_hands_nothing_over_is_counted_and_warned_of_once(
             await quiet(at)
 
     caplog.set_level(logging.WARNING)
+    asyncio.run(run())
+
+
+class Wrong:
+    """A policy that chooses nobody."""
+
+    def choose(self, candidates: object, request: object) -> int:
+        return 99
+
+
+def test_a_policy_that_fails_is_a_500_that_is_counted(make_module: Callable[..., ModuleType]) -> None:
+    make_module("wrong_policy").Wrong = Wrong  # type: ignore[attr-defined]
+
+    async def run() -> None:
+        async with serving(policy="wrong_policy:Wrong") as at:
+            assert (await at.complete()).status_code == 500
+            assert await at.count("requests_total", outcome="defect") == 1
+            await quiet(at)
+
     asyncio.run(run())
 
 
