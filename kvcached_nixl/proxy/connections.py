@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP to one server: connections that are kept, a request, its answer in pieces. Once per server.
 
-httpcore, the library under httpx, does the protocol. Its pool looks at every connection for every request; here the one
-that was used last is taken, which is all that a single server needs.
+The connection that was used last is taken first, so that what is kept for a burst runs out when the burst is over.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ssl
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import Any
-
-import httpcore
+from urllib.parse import urlsplit
 
 from kvcached_nixl.proxy.failure import Cause, LegFailed
-from kvcached_nixl.proxy.network import Network
+from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.line import Line, LineEnded
 
 __all__ = ["Connections", "Reply"]
 
@@ -32,16 +33,12 @@ class Reply:
         is_plain: the body is not compressed, which nobody has asked for.
     """
 
-    def __init__(
-        self, owner: Connections, connection: httpcore.AsyncHTTPConnection, response: httpcore.Response
-    ) -> None:
+    def __init__(self, owner: Connections, line: Line) -> None:
         self._owner = owner
-        self._connection = connection
-        self._response = response
-        self.status = response.status
-        headers = {name.lower(): value for name, value in response.headers}
-        self.content_type = headers.get(b"content-type", b"")
-        self.is_plain = headers.get(b"content-encoding", b"identity").lower() == b"identity"
+        self._line = line
+        self.status = line.status
+        self.content_type = line.headers.get(b"content-type", b"")
+        self.is_plain = line.headers.get(b"content-encoding", b"identity").lower() == b"identity"
 
     @property
     def is_stream(self) -> bool:
@@ -49,15 +46,15 @@ class Reply:
         return self.content_type.lower().startswith(b"text/event-stream")
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The body, as it comes. No more than one piece is read ahead.
+        """The body, as it comes, and no more of it than somebody takes.
 
         Raises:
             LegFailed: the connection ended before the body did.
         """
         try:
-            async for piece in self._response.aiter_stream():
+            while piece := await self._line.piece():
                 yield piece
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as cause:
+        except LineEnded as cause:
             raise self._owner.broken(cause) from cause
 
     async def body(self, limit_bytes: int) -> bytes:
@@ -71,16 +68,14 @@ class Reply:
         async for piece in self.pieces():
             size += len(piece)
             if size > limit_bytes:
-                raise LegFailed(
-                    Cause.ANSWER, self._owner.name, f"its answer is longer than {limit_bytes} bytes", is_retriable=False
-                )
+                words = f"its answer is longer than {limit_bytes} bytes"
+                raise LegFailed(Cause.ANSWER, self._owner.name, words, is_retriable=False)
             parts.append(piece)
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Give the connection back, or end it where the answer has not ended."""
-        await self._response.aclose()
-        await self._owner.take_back(self._connection)
+        self._owner.take_back(self._line)
 
 
 class Connections:
@@ -92,79 +87,81 @@ class Connections:
     """
 
     def __init__(self, name: str, url: str, connect_seconds: float) -> None:
+        parts = urlsplit(url)
         self.name = name
-        self._origin = httpcore.URL(url)
-        self._host = self._host_header()
-        self._kept: deque[httpcore.AsyncHTTPConnection] = deque()
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._head = f"Host: {name}\r\nAccept-Encoding: identity\r\nContent-Length: ".encode()
+        self._connect_seconds = connect_seconds
+        self._kept: deque[tuple[float, Line]] = deque()
         self._is_closed = False
-        self._timeouts = {"connect": connect_seconds}
-        self._network = Network()
 
     async def ask(self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes = b"") -> Reply:
         """Send a request and wait for the head of the answer; the caller limits the time.
 
         Args:
             path: of the router's own making, never a client's.
+            headers: values as a server has parsed them: without line ends.
 
         Raises:
             LegFailed: there is no connection, or it ended.
         """
-        url = httpcore.URL(
-            scheme=self._origin.scheme, host=self._origin.host, port=self._origin.port, target=path.encode("ascii")
-        )
-        request = httpcore.Request(
-            method,
-            url,
-            headers=[
-                (b"Host", self._host),
-                (b"Accept-Encoding", b"identity"),
-                (b"Content-Length", str(len(body)).encode()),
-                *headers,
-            ],
-            content=body,
-            extensions={"timeout": self._timeouts},
-        )
-        connection = await self._take()
+        lines = b"".join(b"%s: %s\r\n" % one for one in headers)
+        head = f"{method} {path} HTTP/1.1\r\n".encode("ascii") + self._head
+        request = b"%s%d\r\n%s\r\n%s" % (head, len(body), lines, body)
+        line = self._take() or await self._connect()
         try:
-            response = await connection.handle_async_request(request)
-        except (httpcore.ConnectError, httpcore.ConnectTimeout, httpcore.UnsupportedProtocol, OSError) as cause:
-            raise LegFailed(Cause.UNREACHABLE, self.name, f"no connection: {_words(cause)}", status=502) from cause
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as cause:
+            line.send(request)
+            await line.head()
+        except LineEnded as cause:
             raise self.broken(cause) from cause
-        return Reply(self, connection, response)
+        except BaseException:
+            line.abort()
+            raise
+        return Reply(self, line)
 
-    def broken(self, cause: Exception) -> LegFailed:
+    def broken(self, cause: LineEnded) -> LegFailed:
         """What a connection that ended is."""
-        return LegFailed(Cause.BROKEN, self.name, f"the connection ended: {_words(cause)}")
+        return LegFailed(Cause.BROKEN, self.name, f"the connection has ended: {cause}"[:200])
 
-    async def take_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
-        """Keep a connection whose answer was read to the end."""
-        if connection.is_idle() and not self._is_closed and len(self._kept) < MOST_KEPT:
-            self._kept.append(connection)
+    def take_back(self, line: Line) -> None:
+        """Keep a connection whose answer was read to the end; end any other."""
+        if line.is_idle and not self._is_closed and len(self._kept) < MOST_KEPT:
+            self._kept.append((time.monotonic(), line))
+            self._end_old()
         else:
-            await connection.aclose()
+            line.abort()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the connections that are kept; those in use end with their answers."""
         self._is_closed = True
         while self._kept:
-            await self._kept.pop().aclose()
+            self._kept.pop()[1].abort()
 
-    async def _take(self) -> httpcore.AsyncHTTPConnection:
+    def _end_old(self) -> None:
+        """The oldest lie at the other end, so each is looked at once."""
+        limit = time.monotonic() - KEPT_SECONDS
+        while self._kept and self._kept[0][0] < limit:
+            self._kept.popleft()[1].abort()
+
+    def _take(self) -> Line | None:
+        self._end_old()
         while self._kept:
-            connection = self._kept.pop()
-            if connection.is_idle() and not connection.has_expired():
-                return connection
-            await connection.aclose()
-        return httpcore.AsyncHTTPConnection(
-            self._origin.origin, keepalive_expiry=KEPT_SECONDS, network_backend=self._network
-        )
+            line = self._kept.pop()[1]
+            if line.is_idle:
+                return line
+            line.abort()
+        return None
 
-    def _host_header(self) -> bytes:
-        host, port = self._origin.host, self._origin.port
-        shown = b"[" + host + b"]" if b":" in host else host
-        return shown if port is None else shown + b":" + str(port).encode()
-
-
-def _words(cause: Any) -> str:
-    return f"{type(cause).__name__} {cause}".strip()[:200]
+    async def _connect(self) -> Line:
+        late = LegFailed(Cause.UNREACHABLE, self.name, f"no connection within {self._connect_seconds:g} s")
+        line = Line()
+        with Guard() as guard:
+            guard.limit(self._connect_seconds, late)
+            try:
+                await asyncio.get_running_loop().create_connection(lambda: line, self._host, self._port, ssl=self._ssl)
+            except OSError as cause:
+                words = f"no connection: {type(cause).__name__} {cause.errno or ''}".rstrip()
+                raise LegFailed(Cause.UNREACHABLE, self.name, words) from cause
+        return line

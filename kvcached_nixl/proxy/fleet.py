@@ -53,7 +53,7 @@ class Fleet:
             one.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         for instance in self._instances.values():
-            await instance.connections.close()
+            instance.connections.close()
 
     def add(self, role: Role, url: str) -> Instance:
         """Know one more server; it gets requests when its health check has succeeded.
@@ -103,7 +103,7 @@ class Fleet:
         if instance.requests:
             instance.went_down("it was removed")
             await instance.quiet.wait()
-        await instance.connections.close()
+        instance.connections.close()
         self.metrics.removed(instance)
         logger.info("%s server %s: removed", instance.role.value, name)
 

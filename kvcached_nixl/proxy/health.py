@@ -83,7 +83,7 @@ async def _ask(instance: Instance, path: str, options: Options) -> bytes:
         try:
             body = await reply.body(MOST_METRICS_BYTES)
         finally:
-            await reply.close()
+            reply.close()
         if reply.status != 200:
             raise LegFailed(Cause.SERVER, instance.name, f"{path} answers {reply.status}")
         return body

@@ -191,7 +191,7 @@ class Journey:
             try:
                 said = await reply.body(MOST_PREFILL_ANSWER_BYTES)
             finally:
-                await reply.close()
+                reply.close()
             require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
             offer = _offer(prefill.name, said)
         self._learn(prefill, offer)

@@ -53,6 +53,6 @@ async def _ask(server: Instance, scope: Scope, options: Options) -> Response:
         try:
             said = await reply.body(MOST_BYTES)
         finally:
-            await reply.close()
+            reply.close()
     require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
     return Response(said, media_type="application/json")

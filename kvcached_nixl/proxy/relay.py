@@ -54,7 +54,7 @@ async def relay(
             return
         said = await reply.body(options.answer_bytes)
     finally:
-        await reply.close()
+        reply.close()
     require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
     _require_answer(said, server.name)
     record.first()

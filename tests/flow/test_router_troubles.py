@@ -807,7 +807,7 @@ async def up(http: httpx.AsyncClient) -> None:
 
 def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) -> None:
     """The rest of the package needs none of them."""
-    (tmp_path / "httpcore.py").write_text("raise ImportError('no httpcore here')")
+    (tmp_path / "httptools.py").write_text("raise ImportError('no httptools here')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "kvcached_nixl", "proxy"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

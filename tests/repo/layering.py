@@ -46,7 +46,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "zmq": ("transport/side_channel.py",),
     "starlette": ("proxy",),
     "httpx": ("proxy",),
-    "httpcore": ("proxy",),
+    "httptools": ("proxy",),
     "uvicorn": ("proxy",),
     "prometheus_client": ("proxy",),
 }
