@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 
@@ -26,7 +26,7 @@ from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed, Refusal
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.guard import Guard
-from kvcached_nixl.proxy.incoming import draw_id, passed_on, read_body, refuse_odd_head, until_left
+from kvcached_nixl.proxy.incoming import Room, draw_id, passed_on, read_body, refuse_odd_head, until_left
 from kvcached_nixl.proxy.instance import Role
 from kvcached_nixl.proxy.instances import Administration
 from kvcached_nixl.proxy.journey import Journey
@@ -61,6 +61,7 @@ class Routed:
         self._options = options
         self._fleet = fleet
         self._guards: set[Guard] = set()
+        self._room = Room(options.bodies_bytes)
         self.recorder = Recorder(fleet.metrics, as_json=options.log_json)
         self.in_flight = 0
         self.is_draining = False
@@ -72,9 +73,9 @@ class Routed:
         out = Outgoing(send, shown_id)
         self.in_flight += 1
         try:
-            with Guard() as guard:
+            with self._room.share() as take, Guard() as guard:
                 self._guards.add(guard)
-                await self._serve(scope, receive, out, guard, record)
+                await self._serve(scope, receive, out, guard, record, take)
         except Refusal as refusal:
             _note(record, refusal.cause, refusal.message)
             await self._refuse(out, refusal)
@@ -107,7 +108,15 @@ class Routed:
         for guard in tuple(self._guards):
             guard.end(LegFailed(Cause.DRAINING, "router", "the router ends", status=503, is_retriable=False))
 
-    async def _serve(self, scope: Scope, receive: Receive, out: Outgoing, guard: Guard, record: Record) -> None:
+    async def _serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        out: Outgoing,
+        guard: Guard,
+        record: Record,
+        take: Callable[[int], None],
+    ) -> None:
         options = self._options
         require_key(scope, options.api_key)
         if self.is_draining:
@@ -120,7 +129,7 @@ class Routed:
                 retry_after_seconds=RETRY_SECONDS,
             )
         refuse_odd_head(scope, options.body_bytes)
-        body = await read_body(receive, options.body_bytes, options.client_seconds)
+        body = await read_body(receive, options.body_bytes, options.client_seconds, take)
         asked = read(Route(scope["path"]), body, allows_params=options.client_params)
         record.asked(asked)
         watching = asyncio.create_task(until_left(receive, guard, out))

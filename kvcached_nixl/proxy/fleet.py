@@ -93,8 +93,9 @@ class Fleet:
             Refusal: it is not known, or works on something.
         """
         instance = self._known(name)
-        if instance.requests and not at_once:
-            raise Refusal(409, Cause.BODY, f"{name} works on {instance.requests} requests: drain it first.")
+        if instance.is_busy and not at_once:
+            number = instance.requests + instance.keeping
+            raise Refusal(409, Cause.BODY, f"{name} works on {number} requests: drain it first.")
         instance.is_draining = True
         del self._instances[name]
         watcher = self._watchers.pop(name)
@@ -139,8 +140,9 @@ def as_dict(instance: Instance) -> dict[str, object]:
         "url": instance.url,
         "state": instance.state.value,
         "draining": instance.is_draining,
-        "drained": instance.is_draining and not instance.requests,
+        "drained": instance.is_draining and not instance.is_busy,
         "requests": instance.requests,
+        "keeping": instance.keeping,
         "outstanding_tokens": instance.tokens,
         "transfer_mode": None if found is None else "push" if found.pushes else "pull",
         "engine_id": None if found is None else found.where.engine_id,

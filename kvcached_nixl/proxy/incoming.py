@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import Scope
@@ -15,13 +16,15 @@ from kvcached_nixl.proxy.failure import Cause, ClientLeft, Refusal
 from kvcached_nixl.proxy.guard import Guard
 from kvcached_nixl.proxy.outgoing import Outgoing
 
-__all__ = ["Receive", "draw_id", "passed_on", "read_body", "refuse_odd_head", "until_left"]
+__all__ = ["Receive", "Room", "draw_id", "passed_on", "read_body", "refuse_odd_head", "until_left"]
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MOST_HEAD_BYTES = 32 << 10
 _USABLE_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _TRACES = (b"traceparent", b"tracestate")
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+"""What cannot end a line."""
 
 
 def draw_id(scope: Scope) -> tuple[str, bytes]:
@@ -54,8 +57,40 @@ def refuse_odd_head(scope: Scope, body_bytes: int) -> None:
         raise Refusal(415, Cause.BODY, "The body is said to be no JSON; expected Content-Type: application/json.")
 
 
-async def read_body(receive: Receive, limit_bytes: int, seconds: float) -> bytes:
+class Room:
+    """Memory for bodies: of all requests that are in flight together, not only of each."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.taken_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """What it yields takes so many bytes more, which are free again at the end of the block.
+
+        Raises:
+            Refusal: there is no room; another try may succeed.
+        """
+        own = 0
+
+        def take(size: int) -> None:
+            nonlocal own
+            if self.taken_bytes + size > self._limit_bytes:
+                raise Refusal(429, Cause.BUSY, "There is no room for the body now. Try again.", retry_after_seconds=1)
+            own += size
+            self.taken_bytes += size
+
+        try:
+            yield take
+        finally:
+            self.taken_bytes -= own
+
+
+async def read_body(receive: Receive, limit_bytes: int, seconds: float, take: Callable[[int], None]) -> bytes:
     """The whole body; however it is cut into pieces, it has one time limit.
+
+    Args:
+        take: is told how much there is, and may refuse it.
 
     Raises:
         Refusal: it is too large, or takes too long.
@@ -74,6 +109,7 @@ async def read_body(receive: Receive, limit_bytes: int, seconds: float) -> bytes
             size += len(part)
             if size > limit_bytes:
                 raise _too_large(limit_bytes)
+            take(len(part))
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -92,10 +128,10 @@ def passed_on(scope: Scope, upstream_key: str) -> list[tuple[bytes, bytes]]:
     headers = [(b"Content-Type", b"application/json")]
     if upstream_key:
         headers.append((b"Authorization", b"Bearer " + upstream_key.encode()))
-    elif (key := header(scope, b"authorization")) is not None:
+    elif (key := header(scope, b"authorization")) is not None and _VALUE.fullmatch(key):
         headers.append((b"Authorization", key))
     for name in _TRACES:
-        if (value := header(scope, name)) is not None:
+        if (value := header(scope, name)) is not None and _VALUE.fullmatch(value):
             headers.append((name, value))
     return headers
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -76,6 +76,8 @@ class Instance:
 
     Attributes:
         found: of a prefill server; None before its first answer, and when it may not be what it was.
+        requests, tokens: legs that it works on, and about what is to be computed for them.
+        keeping: requests whose KV it keeps for a decode that has not begun to answer.
         is_doubted: it refused a connection, and no health check has succeeded since.
         last_failure: words for a person.
         reported_failures: hand-overs without KV that a decode server has counted, when last looked at.
@@ -93,6 +95,7 @@ class Instance:
         self.last_failure = ""
         self.reported_failures: float | None = None
         self.requests = 0
+        self.keeping = 0
         self.tokens = 0
         self.suspected = asyncio.Event()
         self.quiet = asyncio.Event()
@@ -108,6 +111,27 @@ class Instance:
     @property
     def load(self) -> Load:
         return Load(self.name, self.requests, self.tokens)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether stopping it now would cost a request."""
+        return self.requests > 0 or self.keeping > 0
+
+    @contextmanager
+    def kept(self) -> Iterator[Callable[[], None]]:
+        """Prefill has answered, and decode has not taken all of it: the block, or until what it yields is called."""
+        is_kept = True
+
+        def taken() -> None:
+            nonlocal is_kept
+            self.keeping -= is_kept
+            is_kept = False
+
+        self.keeping += 1
+        try:
+            yield taken
+        finally:
+            taken()
 
     @contextmanager
     def leg(self, tokens: int) -> Iterator[Guard]:

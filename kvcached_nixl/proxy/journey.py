@@ -129,9 +129,11 @@ class Journey:
             raise _nobody(Role.PREFILL)
         decode = self._choose_decode()
         self._record.prefill = prefill.name
-        if prefill.found is not None and prefill.found.pushes:
-            return await self._push(prefill, decode, prefill.found)
-        return await self._pull(prefill, decode)
+        with prefill.kept() as taken:
+            self._record.on_first = taken
+            if prefill.found is not None and prefill.found.pushes:
+                return await self._push(prefill, decode, prefill.found)
+            return await self._pull(prefill, decode)
 
     # ------------------------------------------------------------------------------------------------------ directions
 

@@ -49,6 +49,7 @@ class Options:
     client_params: bool = False
     most_requests: int = 1024
     body_bytes: int = 16 * MIB
+    bodies_bytes: int = 1024 * MIB
     answer_bytes: int = 64 * MIB
     connect_seconds: float = 2.0
     prefill_seconds: float = 300.0
@@ -69,7 +70,7 @@ class Options:
         for name in names:
             if names.count(name) > 1:
                 raise _bad(f"the server {name} twice", "each server once, as prefill or as decode")
-        for key in ("attempts", "most_requests", "body_bytes", "answer_bytes", "health_failures"):
+        for key in ("attempts", "most_requests", "body_bytes", "bodies_bytes", "answer_bytes", "health_failures"):
             if getattr(self, key) < 1:
                 raise _bad(f"{key}={getattr(self, key)}", "at least 1")
         for key in self.__dataclass_fields__:
@@ -91,6 +92,7 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("attempts", int, "how often a request is tried at most, before anything of it has reached the client"),
     ("most_requests", int, "in flight; one more is answered 429"),
     ("body_bytes", int, "of a request; a longer one is answered 413"),
+    ("bodies_bytes", int, "of all requests in flight together; one more is answered 429"),
     ("answer_bytes", int, "of an answer that is not streamed"),
     ("connect_seconds", float, "to a server"),
     ("prefill_seconds", float, "for a prefill leg"),

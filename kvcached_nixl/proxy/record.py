@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class Record:
     sent_bytes: int = 0
     outcome: str = "ok"
     words: str = ""
+    on_first: Callable[[], None] | None = None
 
     def asked(self, asked: Asked) -> None:
         self.prompt_tokens = asked.prompt_tokens
@@ -49,6 +51,8 @@ class Record:
         """The client has the first piece."""
         if self.first_seconds is None:
             self.first_seconds = time.perf_counter() - self.begun
+        if self.on_first is not None:
+            self.on_first()
 
 
 class Recorder:

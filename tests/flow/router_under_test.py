@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router on a real socket, in the test's own event loop, before stub servers."""
+"""The router on a real socket, in the test's own event loop, before stub servers; what its tests share."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from stub_servers import HOST, Fabric, Stub, stubs
+from stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
 from kvcached_nixl.proxy.command import Router
 from kvcached_nixl.proxy.options import Options
@@ -96,3 +97,48 @@ async def serving(
         finally:
             router.routed.is_draining = True
             await asyncio.wait_for(running, WAIT_SECONDS)
+
+
+def request_of(body: bytes) -> bytes:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+HELLO = {"model": "model", "prompt": "hello", "max_tokens": 4}
+
+
+def check(answer: httpx.Response, body: dict[str, Any]) -> None:
+    """A right answer, an error, or a right beginning and an error; nothing else."""
+    expected = tokens_of(body)
+    if answer.status_code != 200:
+        assert answer.status_code in (502, 503, 504) and answer.json()["error"]["message"]
+    elif not body["stream"]:
+        assert answer.json()["choices"][0]["text"] == "".join(expected)
+    else:
+        found = [json.loads(one.removeprefix("data: ")) for one in answer.text.split("\n\n") if one.endswith("}")]
+        texts = [one["choices"][0]["text"] for one in found if "choices" in one]
+        assert texts == expected[: len(texts)]
+        has_error = any("error" in one for one in found)
+        assert has_error or (texts == expected and answer.text.endswith("data: [DONE]\n\n"))
+
+
+def right(answer: httpx.Response, prompt: str = "hello", max_tokens: int = 4) -> bool:
+    body = {"prompt": prompt, "max_tokens": max_tokens}
+    return answer.status_code == 200 and answer.json()["choices"][0]["text"] == "".join(tokens_of(body))
+
+
+async def quiet(at: UnderTest) -> None:
+    """Nothing is left of any request, at the router and at the servers."""
+
+    def is_quiet() -> bool:
+        return not at.router.routed.in_flight
+
+    await until(is_quiet, "a request is left in the router")
+    for one in (await at.instances()).values():
+        assert one["requests"] == one["outstanding_tokens"] == 0
+
+
+async def learn(at: UnderTest) -> None:
+    """One request for each prefill, so that the router knows how to push to it."""
+    while any(one["role"] == "prefill" and not one["start"] for one in (await at.instances()).values()):
+        assert right(await at.complete(max_tokens=4))
