@@ -13,7 +13,7 @@ from kvcached_nixl.proxy.instance import Instance, Role, State
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 
-__all__ = ["watch"]
+__all__ = ["pause_seconds", "watch"]
 
 logger = logging.getLogger("kvcached_nixl.proxy")
 
@@ -60,16 +60,25 @@ def _eject(instance: Instance, failure: LegFailed, metrics: Metrics) -> None:
     instance.went_down(failure.words)
 
 
+def pause_seconds(failures: int, is_up: bool, options: Options) -> float:
+    """Until the next look. A server that is suspected is looked at soon: whoever waits for it should know.
+
+    One that is down is looked at later each time, so that a list of dead servers costs nothing.
+    """
+    if is_up:
+        return options.health_seconds / 10 if failures else options.health_seconds
+    more = max(0, failures - options.health_failures)
+    return min(options.health_seconds * 2.0 ** min(more, 16), max(MOST_PAUSE_SECONDS, options.health_seconds))
+
+
 async def _pause(instance: Instance, options: Options, failures: int) -> None:
+    seconds = pause_seconds(failures, instance.state is State.UP, options)
     if instance.state is State.UP and failures:
-        # It is suspected: whoever waits for it should know soon.
-        await asyncio.sleep(options.health_seconds / 10)
+        await asyncio.sleep(seconds)
         return
-    late = max(0, failures - options.health_failures)
-    seconds = min(options.health_seconds * 2.0 ** min(late, 10), max(MOST_PAUSE_SECONDS, options.health_seconds))
     waiting = asyncio.ensure_future(instance.suspected.wait())
     try:
-        await asyncio.wait({waiting}, timeout=seconds if instance.state is State.DOWN else options.health_seconds)
+        await asyncio.wait({waiting}, timeout=seconds)
     finally:
         waiting.cancel()
 

@@ -267,3 +267,66 @@ def test_instances_are_added_drained_and_removed_while_requests_run() -> None:
             assert len(leaving.asked) > seen
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-tokens", "power-of-two", "prefix-affinity"])
+def test_each_policy_serves(policy: str) -> None:
+    """And the one that is for it brings requests back to who has computed their beginning."""
+
+    async def run() -> None:
+        async with serving(2, 2, policy=policy) as at:
+            for turn in range(8):
+                prompt = f"{turn % 2}" * 1000 + f" {turn}"
+                answer = await at.complete(prompt, max_tokens=3)
+                assert answer.json()["choices"][0]["text"] == text_of({"prompt": prompt, "max_tokens": 3})
+            if policy == "prefix-affinity":
+                for server in (*at.prefills, *at.decodes):
+                    assert len(server.asked) == 4
+                    assert len({one.body["prompt"][:1000] for one in server.asked}) == 1
+
+    asyncio.run(run())
+
+
+def test_ids_that_a_client_has_lead_to_who_has_computed_them() -> None:
+    """Whatever its prompt is; and no server hears of them."""
+
+    async def run() -> None:
+        async with serving(2, 1, policy="prefix-affinity") as at:
+            for turn in range(6):
+                ids = [turn % 2] * 100
+                hint = {"kv_transfer_params": {"prefix_prompt_ids": ids}} if turn < 3 else {"prefix_prompt_ids": ids}
+                assert (await at.complete(f"p{turn}", **hint)).status_code == 200
+            assert [len(one.asked) for one in at.prefills] == [3, 3]
+            for server in (*at.prefills, *at.decodes):
+                assert all("prefix_prompt_ids" not in {**one.body, **one.params} for one in server.asked)
+
+    asyncio.run(run())
+
+
+def test_what_is_measured() -> None:
+    """Requests, legs, time to first token, time in each leg, what is in flight and outstanding."""
+
+    async def run() -> None:
+        async with serving() as at:
+            at.decodes[0].token_seconds = 0.1
+            running = asyncio.create_task(at.complete(max_tokens=4, stream=True))
+            while not at.decodes[0].asked:
+                await asyncio.sleep(0.01)
+            during = await at.metrics()
+            name = at.decodes[0].name
+            assert during[f'kvcached_nixl_router_in_flight{{instance="{name}",role="decode"}}'] == 1
+            assert during[f'kvcached_nixl_router_outstanding_tokens{{instance="{name}",role="decode"}}'] > 4
+            assert (await running).status_code == 200
+            for series, labels in (
+                ("requests_total", {"route": "/v1/completions", "outcome": "ok"}),
+                ("legs_total", {"role": "prefill", "outcome": "ok"}),
+                ("legs_total", {"role": "decode", "outcome": "ok"}),
+                ("handovers_total", {"direction": "pull"}),
+                ("time_to_first_token_seconds_count", {"route": "/v1/completions"}),
+                ("request_seconds_count", {"route": "/v1/completions"}),
+                ("leg_seconds_count", {"role": "prefill"}),
+                ("leg_seconds_count", {"role": "decode"}),
+            ):
+                assert await at.count(series, **labels) == 1, series
+
+    asyncio.run(run())

@@ -18,6 +18,7 @@ from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.auth import may_administer, require_key
 from kvcached_nixl.proxy.failure import Cause, Refusal, error_body
 from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
 from kvcached_nixl.proxy.incoming import draw_id, passed_on
 from kvcached_nixl.proxy.options import Options, add_arguments, from_arguments
 from kvcached_nixl.proxy.outgoing import MOST_EVENT_BYTES, Events
@@ -251,3 +252,11 @@ def test_an_error_has_vllm_s_shape() -> None:
         "error": {"message": "words", "type": "ServiceUnavailableError", "param": "n", "code": 503}
     }
     assert all(one.value == one.value.lower() for one in Cause)
+
+
+def test_a_server_that_is_down_is_looked_at_later_each_time_and_one_that_is_suspected_soon() -> None:
+    options = Options(health_seconds=2.0, health_failures=3)
+    assert pause_seconds(0, True, options) == 2.0 and pause_seconds(1, True, options) == 0.2
+    down = [pause_seconds(failures, False, options) for failures in range(1, 40)]
+    assert down[:5] == [2.0, 2.0, 2.0, 4.0, 8.0]
+    assert down == sorted(down) and down[-1] == MOST_PAUSE_SECONDS
