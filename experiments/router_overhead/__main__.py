@@ -103,8 +103,11 @@ def measure(quick: bool, say: Any) -> tuple[list[dict[str, Any]], dict[str, floa
                 for streams in QUICK_STREAMS if quick else STREAMS:
                     for per_second in (0.0, PACED_PER_SECOND):
                         say(f"{arm}: {streams} streams{', paced' if per_second else ''}")
+                        cpu = arms.cpu_seconds(pid) if pid else 0.0
                         seen = asyncio.run(load(ports, streams, QUICK_SECONDS if quick else SECONDS, per_second))
-                        rows.append({"arm": arm, "streams": streams, "paced": bool(per_second), **seen.summary()})
+                        cpu = arms.cpu_seconds(pid) - cpu if pid else 0.0
+                        row = {"arm": arm, "streams": streams, "paced": bool(per_second), **seen.summary()}
+                        rows.append({**row, "cpu_ms": 1000 * cpu / max(1, len(seen.whole))})
                 if arm == "router" and not quick:
                     memory = _memory(ports, pid, say)
     return rows, memory, skipped

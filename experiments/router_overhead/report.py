@@ -54,13 +54,21 @@ def table_of(rows: Rows) -> Table:
     """A row for each arm, number of streams and pace."""
     from rich.table import Table
 
-    table = Table(title="before servers that answer at once; milliseconds")
-    for column in ("arm", "streams", "pace", "requests/s", "first p50", "p99", "whole p50", "p99", "failed"):
+    table = Table(title="before servers that answer at once; milliseconds (core: of the measured process, per request)")
+    for column in ("arm", "streams", "pace", "requests/s", "first p50", "p99", "whole p50", "p99", "core", "failed"):
         table.add_column(column, justify="left" if column in ("arm", "pace") else "right")
     for row in rows:
         times = (f"{row[name]:.2f}" for name in ("first_p50_ms", "first_p99_ms", "whole_p50_ms", "whole_p99_ms"))
         pace = "even" if row["paced"] else "as fast as it goes"
-        table.add_row(row["arm"], str(row["streams"]), pace, f"{row['per_second']:.0f}", *times, str(row["failed"]))
+        table.add_row(
+            row["arm"],
+            str(row["streams"]),
+            pace,
+            f"{row['per_second']:.0f}",
+            *times,
+            f"{row['cpu_ms']:.2f}",
+            str(row["failed"]),
+        )
     return table
 
 

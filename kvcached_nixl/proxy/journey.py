@@ -114,7 +114,8 @@ class Journey:
                     return await self._alone(Alone.NO_PREFILL)
                 self._fleet.metrics.retries.labels(failure.cause.value).inc()
                 self._tried.add(failure.server)
-                if failure.cause is Cause.HANDOVER:
+                if failure.cause in (Cause.HANDOVER, Cause.SERVER):
+                    # Decode may have failed for what it got, or did not get, from prefill.
                     self._tried.add(self._record.prefill)
                 self._record.words = failure.words
             await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
@@ -127,13 +128,14 @@ class Journey:
             if self._options.decode_alone:
                 return await self._alone(Alone.NO_PREFILL)
             raise _nobody(Role.PREFILL)
-        decode = self._choose_decode()
+        if not self._fleet.is_up(Role.DECODE):
+            raise _nobody(Role.DECODE)
         self._record.prefill = prefill.name
         with prefill.kept() as taken:
             self._record.on_first = taken
             if prefill.found is not None and prefill.found.pushes:
-                return await self._push(prefill, decode, prefill.found)
-            return await self._pull(prefill, decode)
+                return await self._push(prefill, prefill.found)
+            return await self._pull(prefill)
 
     # ------------------------------------------------------------------------------------------------------ directions
 
@@ -146,13 +148,17 @@ class Journey:
             raise _nobody(role)
         self._fleet.metrics.alone.labels(reason.value).inc()
         self._record.direction, self._record.alone = "alone", reason.value
+        if reason is not Alone.NO_PARAMETERS:
+            self._record.prefill = ""
         await self._answer_leg(server, asked.raw_params)
 
-    async def _pull(self, prefill: Instance, decode: Instance) -> None:
+    async def _pull(self, prefill: Instance) -> None:
         self._record.direction = "pull"
         offer = await self._prefill_leg(prefill, None)
         if offer.raw is None:
             return await self._alone(Alone.NO_PARAMETERS)
+        # Only now: prefill may have taken long.
+        decode = self._choose_decode()
         while True:
             try:
                 return await self._answer_leg(decode, offer.raw)
@@ -165,8 +171,9 @@ class Journey:
                 self._fleet.metrics.retries.labels(failure.cause.value).inc()
                 decode = other
 
-    async def _push(self, prefill: Instance, decode: Instance, found: Found) -> None:
+    async def _push(self, prefill: Instance, found: Found) -> None:
         self._record.direction = "push"
+        decode = self._choose_decode()
         transfer_id = secrets.token_hex(16)
         prefilling = asyncio.create_task(self._prefill_leg(prefill, transfer_id))
         try:

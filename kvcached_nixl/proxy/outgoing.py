@@ -98,6 +98,7 @@ class Events:
 
     Attributes:
         is_complete: the last event was ``[DONE]``.
+        has_ended: nothing more comes; for whoever reads it to say.
         has_error: an event was an error of the server's.
         count: events so far.
     """
@@ -105,6 +106,7 @@ class Events:
     def __init__(self) -> None:
         self._rest = b""
         self.is_complete = False
+        self.has_ended = False
         self.has_error = False
         self.count = 0
 

@@ -77,6 +77,8 @@ async def _stream(
     slow = ClientLeft()
     try:
         held = await _first(events, pieces, FIRST_EVENTS if route is Route.CHAT else 1)
+        if events.has_ended and not events.is_complete:
+            raise LegFailed(Cause.BROKEN, server.name, "the server's answer ended before it began")
         if events.has_error:
             # Its text may be of the prompt; the server's log has the cause.
             raise LegFailed(Cause.HANDOVER, server.name, "the server's answer begins with an error")
@@ -108,7 +110,8 @@ async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> by
     async for piece in pieces:
         held += events.cut(piece)
         if events.count >= count or events.has_error:
-            break
+            return held
+    events.has_ended = True
     return held
 
 

@@ -279,7 +279,7 @@ class Stub:
         if is_chat:
             await send(event({"delta": {"role": "assistant", "content": ""}}))
         is_whole = fault != "kv"
-        for place, token in enumerate(tokens_of(asked.body) if is_whole else ()):
+        for place, token in enumerate(tokens_of(asked.body) if fault not in ("kv", "no events") else ()):
             await asyncio.sleep(self.token_seconds)
             whole = event(
                 {"text": token, "delta": {"content": token}, "finish_reason": None, "pad": "x" * self.pad_bytes}
@@ -293,7 +293,7 @@ class Stub:
             await send(whole)
         if not is_whole:
             await send(error + END)
-        elif fault != "no done":
+        elif fault not in ("no done", "no events"):
             await send(END)
         writer.write(b"0\r\n\r\n")
         await writer.drain()

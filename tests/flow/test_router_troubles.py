@@ -50,10 +50,12 @@ def test_a_prefill_leg_that_fails_is_tried_elsewhere(fault: str, pushes: bool) -
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
-@pytest.mark.parametrize("fault", ["close", "500", "503", "half head", "kv", "half body", "die 0", "garbage"])
+@pytest.mark.parametrize(
+    "fault", ["close", "500", "503", "half head", "kv", "half body", "die 0", "no events", "garbage"]
+)
 def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(fault: str, pushes: bool, stream: bool) -> None:
     """Also where vLLM has said 200 already and its stream begins with an error."""
-    if stream is (fault == "half body") or (not stream and fault == "die 0"):
+    if stream is (fault == "half body") or (not stream and fault in ("die 0", "no events")):
         pytest.skip("has no meaning here")
 
     async def run() -> None:
@@ -78,18 +80,19 @@ def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(fault: str
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
-def test_a_chat_that_begins_with_a_role_and_an_error_is_tried_anew(chat: bool) -> None:
+@pytest.mark.parametrize("fault", ["kv", "no events"])
+def test_a_chat_that_begins_with_a_role_and_an_error_is_tried_anew(fault: str, chat: bool) -> None:
     """vLLM says the role before it says that there is nothing to say."""
 
     async def run() -> None:
         async with serving() as at:
-            at.decodes[0].faults.append("kv")
+            at.decodes[0].faults.append(fault)
             prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
             path = "/v1/chat/completions" if chat else "/v1/completions"
             answer = await at.http.post(at.url + path, json={**prompt, "stream": True})
             assert answer.status_code == 200 and '"error"' not in answer.text
             assert answer.text.endswith("data: [DONE]\n\n")
-            assert await at.count("retries_total", cause="handover") == 1
+            assert await at.count("retries_total", cause="handover" if fault == "kv" else "broken") == 1
 
     asyncio.run(run())
 
@@ -261,7 +264,8 @@ def test_servers_killed_and_brought_back_under_load(pushes: bool) -> None:
     asyncio.run(run())
 
 
-ALL_FAULTS = [*PREFILL_FAULTS, "no params", "kv", "half body", "die 1", "inside 2", "error 2", "no done", "in halves"]
+ALL_FAULTS = [*PREFILL_FAULTS, "no params", "kv", "half body", "die 1", "inside 2", "error 2", "no done"]
+ALL_FAULTS += ["no events", "in halves"]
 
 
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
