@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from router_under_test import HELLO, UnderTest, learn, quiet, request_of, right, serving, until
-from stub_servers import HOST, Fabric, Stub, stubs
+from stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
 # -------------------------------------------------------------------------------------------- clients
 
@@ -85,6 +86,57 @@ def test_a_client_that_does_not_read_holds_nothing_for_ever_and_fills_no_memory(
             writer.close()
             at.decodes[0].pad_bytes = 0
             assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_two_thousand_mutated_bodies_are_answered_rightly_or_refused() -> None:
+    """Never a 500, never a server that hears what is no request, never a wrong token."""
+    draw = random.Random(9)
+    whole = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 2, "stream": False, "n": 1, "seed": 3}).encode()
+    pieces = [
+        b"",
+        b'"',
+        b"{",
+        b"}",
+        b"[",
+        b"\\",
+        b"\xff",
+        b"\x00",
+        b"1e999",
+        b"NaN",
+        b"null",
+        b",",
+        b"9" * 30,
+        b"true",
+        b"-",
+    ]
+
+    def mutated() -> bytes:
+        body = bytearray(whole)
+        for _ in range(draw.randrange(1, 3)):
+            place = draw.randrange(len(body))
+            body[place : place + draw.randrange(3)] = draw.choice(pieces)
+        return bytes(body)
+
+    async def run() -> None:
+        async with serving() as at:
+            seen: set[int] = set()
+
+            async def one(body: bytes) -> None:
+                answer = await at.http.post(
+                    f"{at.url}/v1/completions", content=body, headers={"content-type": "application/json"}
+                )
+                seen.add(answer.status_code)
+                assert answer.status_code in (200, 400), (body, answer.text)
+                if answer.status_code == 200 and not json.loads(body).get("stream"):
+                    assert answer.json()["choices"][0]["text"] == "".join(tokens_of(json.loads(body)))
+
+            for _ in range(100):
+                await asyncio.gather(*(one(mutated()) for _ in range(20)))
+            assert seen == {200, 400}
+            assert right(await at.complete(max_tokens=4))
+            await quiet(at)
 
     asyncio.run(run())
 

@@ -7,6 +7,8 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -260,3 +262,21 @@ def test_a_server_that_is_down_is_looked_at_later_each_time_and_one_that_is_susp
     down = [pause_seconds(failures, False, options) for failures in range(1, 40)]
     assert down[:5] == [2.0, 2.0, 2.0, 4.0, 8.0]
     assert down == sorted(down) and down[-1] == MOST_PAUSE_SECONDS
+
+
+def test_the_router_needs_neither_vllm_nor_torch() -> None:
+    """It runs where no model does."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'nixl', 'kvcached', 'numpy')));"
+        "import kvcached_nixl.proxy.command, kvcached_nixl.__main__"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_command_line_is_read_without_any_library_of_the_router_s() -> None:
+    """So that --help and what is wrong with an option can be said before one is installed."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('starlette', 'uvicorn', 'httptools', 'prometheus_client')));"
+        "import kvcached_nixl.proxy.options"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
