@@ -239,8 +239,8 @@ def _own_params(
         return None, None
     try:
         params = parse(raw)
-        if params.do_remote_prefill and params.manifest is None:
-            assert params.prefill
+        if params.do_remote_prefill:
+            params.require_coordinates()
     except Malformed as cause:
         raise _bad("kv_transfer_params", f"kv_transfer_params: {cause}", Cause.PARAMETERS) from cause
     if params.is_hint:

@@ -109,9 +109,8 @@ class KvTransferParams(
         """Whether nothing but ``prefix_prompt_ids`` is known of it: it names no role and no server."""
         return all(getattr(self, name) is None for name in self.__struct_fields__ if name != "prefix_prompt_ids")
 
-    @property
-    def prefill(self) -> RemotePrefill:
-        """Where prefill is.
+    def require_coordinates(self) -> None:
+        """Check that they say where prefill is.
 
         Raises:
             Malformed: a coordinate is missing; the message names it.
@@ -119,6 +118,11 @@ class KvTransferParams(
         for name in ("remote_engine_id", "remote_host", "remote_port"):
             if getattr(self, name) is None:
                 raise Malformed(f"missing required field `{name}`")
+
+    @property
+    def prefill(self) -> RemotePrefill:
+        """Where prefill is; raises as `require_coordinates` does."""
+        self.require_coordinates()
         assert self.remote_engine_id is not None and self.remote_host is not None and self.remote_port is not None
         return RemotePrefill(self.remote_engine_id, self.remote_host, self.remote_port, self.tp_size or 1)
 

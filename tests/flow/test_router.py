@@ -92,7 +92,7 @@ def test_prefill_s_leg_is_one_token_and_decode_s_is_the_request() -> None:
 
 
 def test_prefill_s_parameters_reach_decode_as_they_came() -> None:
-    """Byte for byte: with keys that nobody here knows, and numbers as they were written."""
+    """With keys that nobody here knows; `tests/unit/proxy/test_ask.py` has it byte for byte."""
 
     async def run() -> None:
         async with serving() as at:

@@ -218,3 +218,9 @@ def test_ten_thousand_mutated_bodies_are_read_or_refused() -> None:
             json.loads(decode_body(found, None, "x"))
             json.loads(prefill_body(found, None, "x"))
     assert 3_000 < refusals < 10_000
+
+
+def test_prefill_s_parameters_are_put_in_byte_for_byte() -> None:
+    raw = b'{ "a" :1.50, "b": "\\u00e9", "kvcached_nixl":{"x" : 18446744073709551615}}'
+    body = decode_body(asked(), msgspec.Raw(raw), "leg")
+    assert body == b'{"prompt":"x","kv_transfer_params":' + raw + b"}"
