@@ -37,6 +37,20 @@ exit status:
   1  they may not, and KV would be staged; or nothing could be found out. The output says why
   2  wrong usage
 """
+_PROXY = """\
+A router for X prefill and Y decode servers: OpenAI's completions and chat completions, pull and push. It needs
+neither vLLM nor a GPU. Where prefill is found and in which direction it serves is learnt from its own answers.
+
+Keys come from the environment: KVCACHED_NIXL_API_KEY (asked of clients), KVCACHED_NIXL_ADMIN_KEY (asked for
+/instances, which answers on loopback only without it), KVCACHED_NIXL_UPSTREAM_KEY (sent to servers in place of
+the client's).
+"""
+_PROXY_EPILOG = """\
+example:
+  kvcached-nixl proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+
+exit status: 0 after SIGTERM or SIGINT, when what was in flight has ended; 1 it could not start; 2 wrong usage
+"""
 _EPILOG = """\
 exit status:
   0  a server with a NIXL connector would start
@@ -56,11 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="doctor")
+    commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy}")
     _add_doctor(commands.add_parser)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    _add_proxy(commands.add_parser, is_asked="proxy" in given)
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         return _doctor(options)
+    if options.command == "proxy":
+        return _proxy(options)
 
     # The report goes to standard output; in the log it would be there twice.
     logging.getLogger(SERVER_LOGGER).disabled = True
@@ -96,6 +114,36 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="which of its ranks (default 0)")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="which device (default 0)")
+
+
+def _add_proxy(add: Callable[..., argparse.ArgumentParser], *, is_asked: bool) -> None:
+    parser = add(
+        "proxy",
+        help="a router for prefill and decode servers",
+        description=_PROXY,
+        epilog=_PROXY_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if is_asked:
+        # Its libraries are an extra: what does not need them must run without.
+        from kvcached_nixl.proxy.options import add_arguments
+
+        add_arguments(parser)
+
+
+def _proxy(options: argparse.Namespace) -> int:
+    """Be the router until a signal. Returns the exit status."""
+    try:
+        from kvcached_nixl.proxy import command
+        from kvcached_nixl.proxy.options import from_arguments
+    except ImportError as cause:
+        print(f"proxy: {cause}. pip install 'kvcached-nixl[proxy]' brings what it needs.", file=sys.stderr)
+        return 1
+    try:
+        return command.run(from_arguments(options, os.environ))
+    except Refused as cause:
+        print(cause, file=sys.stderr)
+        return 1
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -20,9 +20,8 @@ from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.wish import NULL_BLOCK_ID, Terms
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest, ranges_of
-from kvcached_nixl.wire.params import RemotePrefill, asks, name_of, prefill_params, require_one_role
+from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer
 from kvcached_nixl.wire.step import BlockIds, Offered, Step
 
 __all__ = ["Offering"]
@@ -89,9 +88,8 @@ class Offering:
         if asks(params, "do_remote_prefill"):
             return
         try:
-            require_one_role(params)
-            name = name_of(params, request.request_id)
-        except (HandOverFailed, Malformed) as cause:
+            name = read_offer(params, request.request_id)
+        except HandOverFailed as cause:
             self.counts[Cause.PARAMETERS] += 1
             logger.warning("Request %s is not offered to decode: %s", request_id, cause)
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv_transfer_params``: what a router puts into the two requests of a hand-over, read and checked once.
+"""``kv_transfer_params``: what client, router, prefill and decode say of a hand-over, read and checked once.
 
     to prefill      do_remote_decode: true, transfer_id (push only)
     its answer      what decode's request needs, a manifest among it (`prefill_params`)
@@ -14,6 +14,9 @@ and one decode request. Without it they meet by ``remote_request_id`` from prefi
 ``X-Request-Id`` that both carry: vLLM puts ``cmpl-`` or ``chatcmpl-`` before it and a dash and eight random hexadecimal
 digits after it (vllm/v1/engine/input_processor.py), a different number in each engine. A name proves nothing: what
 pairs two requests is the digest of what was computed.
+
+`KvTransferParams` is the one model of them, for servers and for the router. A wrong type or an impossible value in a
+field that it knows is refused and named; what it does not know passes.
 """
 
 from __future__ import annotations
@@ -21,22 +24,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.checked import Identifier, Malformed, Port, TpSize, convert
+from kvcached_nixl.wire.checked import BlockId, Count, Identifier, Malformed, Port, TpSize, convert, require
 from kvcached_nixl.wire.manifest import Manifest, as_json
 
 __all__ = [
     "MANIFEST_KEY",
     "Fetch",
+    "KvTransferParams",
+    "Malformed",
     "RemotePrefill",
+    "TokenId",
     "asks",
     "name_of",
+    "parse",
     "prefill_params",
     "read_fetch",
+    "read_offer",
     "require_one_role",
 ]
 
@@ -44,6 +52,9 @@ MANIFEST_KEY = "kvcached_nixl"
 MAX_REQUEST_ID = 1000
 """Below what an `Identifier` may have: the two sides' ids of one request may differ by a few characters."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+_SHOWN = 500
+
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class RemotePrefill(
@@ -57,9 +68,102 @@ class RemotePrefill(
     tp_size: TpSize = 1
 
 
-class _Names(msgspec.Struct, frozen=True):
+class KvTransferParams(
+    msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename={"manifest": MANIFEST_KEY}
+):
+    """Everything that the supported vLLM versions, this package and a gateway put into ``kv_transfer_params``.
+
+    Attributes:
+        transfer_id: names one prefill and one decode request.
+        transfer_mode: of the server that says it.
+        remote_block_ids: vLLM's own, per KV-cache group, or flat in old versions. Empty lists beside a manifest.
+        remote_num_tokens, remote_blocks_expiry_time, pp_size, dcp_size: vLLM's own, from 0.21, 0.26 and 0.29 on.
+        manifest: what this package's prefill says of the hand-over; its key is ``kvcached_nixl``.
+        prefix_prompt_ids: token ids of the prompt's beginning, from a client or gateway that has them. They only
+            help a router to choose a server that has computed them before.
+    """
+
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
     transfer_id: Identifier | None = None
+    transfer_mode: Literal["pull", "push"] | None = None
+    remote_engine_id: Identifier | None = None
+    remote_host: Identifier | None = None
+    remote_port: Port | None = None
+    tp_size: TpSize | None = None
+    pp_size: TpSize | None = None
+    dcp_size: TpSize | None = None
     remote_request_id: Identifier | None = None
+    remote_block_ids: list[list[BlockId] | BlockId] | None = None
+    remote_num_tokens: Count | None = None
+    remote_blocks_expiry_time: float | None = None
+    manifest: Manifest | None = None
+    prefix_prompt_ids: list[TokenId] | None = None
+
+    def __post_init__(self) -> None:
+        roles = bool(self.do_remote_prefill) + bool(self.do_remote_decode)
+        require(roles < 2, "at most one of do_remote_prefill and do_remote_decode to be true")
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether nothing but ``prefix_prompt_ids`` is known of it: it names no role and no server."""
+        return all(getattr(self, name) is None for name in self.__struct_fields__ if name != "prefix_prompt_ids")
+
+    def require_coordinates(self) -> None:
+        """Check that they say where prefill is.
+
+        Raises:
+            Malformed: a coordinate is missing; the message names it.
+        """
+        for name in ("remote_engine_id", "remote_host", "remote_port"):
+            if getattr(self, name) is None:
+                raise Malformed(f"missing required field `{name}`")
+
+    @property
+    def prefill(self) -> RemotePrefill:
+        """Where prefill is; raises as `require_coordinates` does."""
+        self.require_coordinates()
+        assert self.remote_engine_id is not None and self.remote_host is not None and self.remote_port is not None
+        return RemotePrefill(self.remote_engine_id, self.remote_host, self.remote_port, self.tp_size or 1)
+
+    @classmethod
+    def for_prefill(cls, transfer_id: str | None) -> KvTransferParams:
+        """What a router asks of prefill."""
+        return cls(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer_id)
+
+    @classmethod
+    def for_decode(cls, prefill: RemotePrefill, transfer_id: str) -> KvTransferParams:
+        """What a router asks of decode where prefill is asked at the same time."""
+        return cls(
+            do_remote_prefill=True,
+            do_remote_decode=False,
+            transfer_id=transfer_id,
+            remote_engine_id=prefill.engine_id,
+            remote_host=prefill.host,
+            remote_port=prefill.port,
+            tp_size=prefill.tp_size,
+        )
+
+
+def parse(encoded: bytes | msgspec.Raw) -> KvTransferParams:
+    """Read ``kv_transfer_params`` from JSON, as a router gets them.
+
+    Raises:
+        Malformed: they are no JSON object, or a field has a wrong type or an impossible value; the message names it.
+    """
+    try:
+        return _decoder.decode(encoded)
+    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as cause:
+        raise Malformed(f"{cause!s:.{_SHOWN}}".replace("`$.", "`kv_transfer_params.")) from cause
+
+
+_decoder = msgspec.json.Decoder(KvTransferParams)
+# In this order: the first that is wrong is the one that is named.
+_KEYS = tuple(dict.fromkeys(field.encode_name for field in msgspec.structs.fields(KvTransferParams)))
+
+
+def _model(params: Mapping[str, Any]) -> KvTransferParams:
+    return convert({key: params[key] for key in _KEYS if params.get(key) is not None}, KvTransferParams)
 
 
 @dataclass(frozen=True)
@@ -90,7 +194,7 @@ def asks(params: object, role: str) -> bool:
 
 
 def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bool) -> Fetch:
-    """Read a decode request's parameters; keys that are not needed are not looked at.
+    """Read a decode request's parameters; keys that nobody knows are not looked at.
 
     Args:
         request_id: in decode's engine.
@@ -101,9 +205,9 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
     """
     require_one_role(params)
     try:
-        prefill = convert({key: params[key] for key in _FIELDS if params.get(key) is not None}, RemotePrefill)
-        manifest = None if params.get(MANIFEST_KEY) is None else convert(params[MANIFEST_KEY], Manifest)
-        name = name_of(params, request_id)
+        found = _model(params)
+        prefill, manifest = found.prefill, found.manifest
+        name = _name_of(found, request_id)
     except Malformed as cause:
         raise HandOverFailed(Cause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
     if manifest is None and not may_rendezvous:
@@ -115,16 +219,33 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
     return Fetch(prefill, name, manifest)
 
 
+def read_offer(params: Mapping[str, Any], request_id: str) -> str:
+    """Read a prefill request's parameters.
+
+    Returns: its name, as `name_of` has it.
+
+    Raises:
+        HandOverFailed: one has an unusable value or contradicts another; the message names it.
+    """
+    require_one_role(params)
+    try:
+        return _name_of(_model(params), request_id)
+    except Malformed as cause:
+        raise HandOverFailed(Cause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
+
+
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
     """The name under which the two requests of a push may meet; equal for both, whatever vLLM added to their ids.
 
     Raises:
-        Malformed: ``transfer_id`` or ``remote_request_id`` is there and is no string that can be used, or the request's
-            own id is too long for a manifest.
+        Malformed: a field has an unusable value, or the request's own id is too long for a manifest.
     """
+    return _name_of(_model(params), request_id)
+
+
+def _name_of(names: KvTransferParams, request_id: str) -> str:
     if len(request_id) > MAX_REQUEST_ID:
         raise Malformed(f"a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
-    names = convert({key: params[key] for key in ("transfer_id", "remote_request_id") if key in params}, _Names)
     # Two kinds of letters in front, so that no explicit name is ever taken for a request's.
     if names.transfer_id is not None:
         return f"transfer:{_utf8(names.transfer_id)}"
@@ -152,9 +273,6 @@ def prefill_params(
         **msgspec.to_builtins(prefill),
         MANIFEST_KEY: as_json(manifest),
     }
-
-
-_FIELDS = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 
 
 def require_one_role(params: Mapping[str, Any]) -> None:

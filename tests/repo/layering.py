@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "start": {"errors", "finders", "bootstrap"},
     "__init__": {"bootstrap", "report", "version"},
     "doctor": {"errors", "compat", "proof", "transport", "version"},
-    "__main__": {"errors", "settings", "compat", "report", "doctor", "install", "status", "version"},
+    "__main__": {"errors", "settings", "compat", "report", "doctor", "proxy", "install", "status", "version"},
     "sitecustomize": {"start"},
 }
 """First folder or module below the package -> what of the package it may import. Its own folder is always allowed."""
@@ -46,7 +46,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "zmq": ("transport/side_channel.py",),
     "starlette": ("proxy",),
     "httpx": ("proxy",),
+    "httptools": ("proxy",),
     "uvicorn": ("proxy",),
+    "prometheus_client": ("proxy",),
 }
 """Foreign package -> folders or files below the package that may import it."""
 

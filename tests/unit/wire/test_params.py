@@ -7,6 +7,7 @@ import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +19,14 @@ from kvcached_nixl.wire.params import (
     MANIFEST_KEY,
     MAX_REQUEST_ID,
     Fetch,
+    KvTransferParams,
     RemotePrefill,
     asks,
     name_of,
+    parse,
     prefill_params,
     read_fetch,
+    read_offer,
     require_one_role,
 )
 
@@ -360,3 +364,101 @@ def test_ten_thousand_mutated_answers_are_read_or_refused() -> None:
             assert found.lease_name.encode() and found.prefill.host.encode()
             assert found.manifest is None or found.manifest.word
     assert 3_000 < refused < 10_000
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+STOCK_ANSWER = {
+    **{"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "e", "remote_host": "h"},
+    **{"remote_port": 5600, "tp_size": 1, "remote_request_id": "cmpl-r-0-0123abcd", "remote_block_ids": [[1, 2], []]},
+    **{"remote_num_tokens": 33, "remote_blocks_expiry_time": 123.5, "transfer_mode": "pull", "pp_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [STOCK_ANSWER, STOCK_ANSWER | {"remote_block_ids": [1, 2]}, ANSWER, BOTH_AT_ONCE, {}, {"prefix_prompt_ids": []}],
+    ids=lambda params: str(sorted(params))[:60],
+)
+def test_what_supported_servers_say_is_read_from_json(params: dict[str, Any]) -> None:
+    """Stock vLLM's answer, flat block ids of old versions, and this package's."""
+    found = parse(json.dumps(params).encode())
+    assert found.remote_port == params.get("remote_port") and found.transfer_mode == params.get("transfer_mode")
+    assert (found.manifest == MANIFEST) is (MANIFEST_KEY in params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("do_remote_prefill", 1),
+        ("do_remote_decode", "true"),
+        ("transfer_id", 7),
+        ("transfer_id", ""),
+        ("transfer_mode", "staged"),
+        ("remote_engine_id", []),
+        ("remote_host", ""),
+        ("remote_port", 70_000),
+        ("tp_size", 0),
+        ("pp_size", "1"),
+        ("dcp_size", -1),
+        ("remote_request_id", {}),
+        ("remote_block_ids", "x"),
+        ("remote_block_ids", [[-1]]),
+        ("remote_block_ids", [[1, "2"]]),
+        ("remote_num_tokens", -1),
+        ("remote_blocks_expiry_time", "soon"),
+        ("prefix_prompt_ids", [1.5]),
+        ("prefix_prompt_ids", [-1]),
+        (MANIFEST_KEY, {"protocol": PROTOCOL}),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_used_is_named_to_routers_and_to_servers(field: str, value: Any) -> None:
+    """One model: what a router refuses, the hand-over refuses in words."""
+    with pytest.raises(Malformed, match=field):
+        parse(json.dumps(STOCK_ANSWER | {field: value}).encode())
+    with pytest.raises(HandOverFailed, match=field):
+        read(ANSWER | {field: value})
+    if not field.startswith("do_"):
+        with pytest.raises(HandOverFailed, match=field):
+            read_offer({"do_remote_decode": True, field: value}, "cmpl-x")
+
+
+def test_two_roles_are_a_contradiction_everywhere() -> None:
+    both = {"do_remote_prefill": True, "do_remote_decode": True}
+    with pytest.raises(Malformed, match="at most one"):
+        parse(json.dumps(both).encode())
+    with pytest.raises(HandOverFailed, match="exactly one"):
+        read_offer(both, "cmpl-x")
+
+
+def test_what_nobody_knows_passes_whatever_it_is() -> None:
+    odd = {"of_tomorrow": [{"deep": [None, 1e300]}], "": "x"}
+    assert parse(json.dumps(odd).encode()) == KvTransferParams()
+    assert read(ANSWER | {"of_tomorrow": object()}).manifest == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "encoded", [b"", b"[]", b"null", b'"x"', b"{", b"[" * 100_000, b"\xff", b'{"transfer_id":"\\ud800"}']
+)
+def test_what_is_no_object_is_malformed(encoded: bytes) -> None:
+    with pytest.raises(Malformed):
+        parse(encoded)
+
+
+def test_what_a_router_says_is_read_by_both_servers() -> None:
+    """Both legs of a push, as JSON, meet under one name."""
+    to_prefill = json.loads(msgspec.json.encode(KvTransferParams.for_prefill("t")))
+    to_decode = json.loads(msgspec.json.encode(KvTransferParams.for_decode(PREFILL, "t")))
+    found = read(to_decode, may_rendezvous=True)
+    assert found.prefill == PREFILL and found.name == read_offer(to_prefill, "cmpl-other")
+    assert json.loads(msgspec.json.encode(KvTransferParams.for_prefill(None))) == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+    }
+
+
+def test_a_hint_names_nobody() -> None:
+    assert KvTransferParams().is_hint and KvTransferParams(prefix_prompt_ids=[1]).is_hint
+    assert not KvTransferParams(transfer_id="t").is_hint and not KvTransferParams(do_remote_prefill=False).is_hint

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/router_overhead/run.sh``: measure, compare with the targets, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from experiments.common.targets import as_json, exit_status, table_of_targets
+
+RESULTS = Path(__file__).resolve().parent / "results"
+STREAMS, QUICK_STREAMS = (1, 64, 512), (1, 64)
+SECONDS, QUICK_SECONDS = 20.0, 2.0
+PACED_PER_SECOND = 100.0
+MEMORY_REQUESTS, QUICK_MEMORY_REQUESTS = 100_000, 0
+MEMORY_STREAMS = 64
+
+DESCRIPTION = """\
+What does the router add to a request, and how many does it serve on one core?
+
+Stub servers answer at once: a prefill leg with its parameters, a decode leg with 16 events in one write. Arms: the
+client asks both servers itself (direct); the router; a proxy of the usual demo's shape, FastAPI and httpx, which asks
+both, too (pass-through); nginx as a plain reverse proxy before decode alone, if it is installed. What is measured has
+one core of its own, servers and clients the others. As fast as it goes, each stream asks again when it has its answer:
+that says how many requests a second there are, and the times are those of waiting in line. Paced, all streams together
+send 100 requests a second: those times are what a request costs. All arms are measured in one run."""
+
+EPILOG = """\
+targets:
+  paced, 64 streams: the router adds less than 3 ms to the time to the first token (p50)
+  as fast as it goes: at least 1.5 times the pass-through's requests a second, with every number of streams
+  memory after 100,000 requests at most 1.1 times what it is after 10,000; no request fails
+
+exit status: 0 all targets reached; 1 one was missed
+Results: a table; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", metavar="VERSION", default="0.28.0", help="whose environment is used (%(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="seconds, without memory; writes last-VERSION-quick files, proves nothing"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Only here: --help has to work without the environment that these need.
+    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.router_overhead.report import judge, plot, table_of
+
+    narrator = Narrator("what the router costs")
+    rows, memory, skipped = measure(options.quick, narrator.say)
+    narrator.close()
+    verdicts = judge(rows, memory)
+    console = stdout_console()
+    console.print(table_of(rows))
+    for arm, why in skipped.items():
+        console.print(f"{arm} was left out: {why}")
+    console.print(table_of_targets(verdicts))
+    name = f"last-{options.vllm}{'-quick' if options.quick else ''}"
+    plot(rows, RESULTS / f"{name}.png")
+    content = {"targets": as_json(verdicts), "rows": rows, "memory": memory, "left_out": skipped}
+    write_json(RESULTS / f"{name}.json", content)
+    return exit_status(verdicts)
+
+
+def measure(quick: bool, say: Any) -> tuple[list[dict[str, Any]], dict[str, float] | None, dict[str, str]]:
+    """Returns rows of figures, the router's memory, and what was left out and why."""
+    from experiments.router_overhead import arms
+    from experiments.router_overhead.load import load
+
+    measured, rest = arms.cores()
+    os.sched_setaffinity(0, rest)
+    prefill, decode, *own = arms.ports(5)
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    memory = None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        arms.process(arms.module("experiments.router_overhead.stub", prefill, decode), decode, rest),
+    ):
+        commands = {
+            "router": (arms.router_command(own[0], prefill, decode), [own[0]]),
+            "pass-through": (arms.passthrough_command(own[1], prefill, decode), [own[1]]),
+            "nginx, decode only": (arms.nginx_command(own[2], decode, Path(folder)), [own[2]]),
+            "direct": ((), [prefill, decode]),
+        }
+        for arm, (command, ports) in commands.items():
+            if command is None:
+                skipped[arm] = "nginx is not installed"
+                continue
+            with arms.process(command, ports[0], measured) if command else _nothing() as pid:
+                asyncio.run(_warm(ports))
+                for streams in QUICK_STREAMS if quick else STREAMS:
+                    for per_second in (0.0, PACED_PER_SECOND):
+                        say(f"{arm}: {streams} streams{', paced' if per_second else ''}")
+                        cpu = arms.cpu_seconds(pid) if pid else 0.0
+                        seen = asyncio.run(load(ports, streams, QUICK_SECONDS if quick else SECONDS, per_second))
+                        cpu = arms.cpu_seconds(pid) - cpu if pid else 0.0
+                        row = {"arm": arm, "streams": streams, "paced": bool(per_second), **seen.summary()}
+                        rows.append({**row, "cpu_ms": 1000 * cpu / max(1, len(seen.whole))})
+                if arm == "router" and not quick:
+                    memory = _memory(ports, pid, say)
+    return rows, memory, skipped
+
+
+def _memory(ports: list[int], pid: int, say: Any) -> dict[str, float]:
+    from experiments.router_overhead.arms import resident_bytes
+    from experiments.router_overhead.load import load
+
+    done, begin = 0, 0
+    while done < MEMORY_REQUESTS:
+        say(f"router's memory: {done:,} of {MEMORY_REQUESTS:,} requests")
+        done += len(asyncio.run(load(ports, MEMORY_STREAMS, 5.0)).whole)
+        if not begin and done >= MEMORY_REQUESTS / 10:
+            begin = resident_bytes(pid)
+    return {"requests": done, "begin_bytes": begin, "end_bytes": resident_bytes(pid)}
+
+
+async def _warm(ports: list[int]) -> None:
+    """Until the arm answers: a router first looks whether its servers do."""
+    from experiments.router_overhead.load import load
+
+    for _ in range(100):
+        if (await load(ports, 1, 0.1)).whole:
+            return
+    raise RuntimeError(f"nothing behind the ports {ports} answers HTTP 200 within 10 s")
+
+
+class _nothing:
+    def __enter__(self) -> int:
+        return 0
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

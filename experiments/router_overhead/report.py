@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what was seen to targets, a table and a plot. Pure, but for the plot's file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.common.targets import Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ADDED_MS, AT_STREAMS = 3.0, 64
+TIMES_PASSTHROUGH = 1.5
+MEMORY_GROWTH = 1.1
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def find(rows: Rows, arm: str, streams: int, paced: bool) -> Mapping[str, Any] | None:
+    """The row of an arm, if it was measured."""
+    wanted = (arm, streams, paced)
+    return next((row for row in rows if (row["arm"], row["streams"], row["paced"]) == wanted), None)
+
+
+def judge(rows: Rows, memory: Mapping[str, float] | None) -> list[Verdict]:
+    """Latency where the router is not full, throughput where it is, memory over all."""
+    verdicts = []
+    direct, router = find(rows, "direct", AT_STREAMS, True), find(rows, "router", AT_STREAMS, True)
+    if direct and router:
+        added = router["first_p50_ms"] - direct["first_p50_ms"]
+        words = f"p50 until the first token, added at {AT_STREAMS} streams, paced (< {ADDED_MS:g} ms)"
+        verdicts.append(Verdict(words, f"{added:.2f} ms", added < ADDED_MS))
+    for streams in sorted({row["streams"] for row in rows if not row["paced"]}):
+        ours, theirs = find(rows, "router", streams, False), find(rows, "pass-through", streams, False)
+        if ours and theirs:
+            times = ours["per_second"] / theirs["per_second"]
+            words = f"requests a second, {streams} streams, over the pass-through's (>= {TIMES_PASSTHROUGH:g})"
+            verdicts.append(Verdict(words, f"{times:.2f}", times >= TIMES_PASSTHROUGH))
+    failed = sum(row["failed"] for row in rows if row["arm"] == "router")
+    verdicts.append(Verdict("requests that failed at the router (0)", str(failed), failed == 0))
+    if memory is not None:
+        growth = memory["end_bytes"] / memory["begin_bytes"]
+        words = (
+            f"memory after {memory['requests']:,.0f} requests, over what it was after a tenth (<= {MEMORY_GROWTH:g})"
+        )
+        verdicts.append(Verdict(words, f"{growth:.3f}", growth <= MEMORY_GROWTH))
+    return verdicts
+
+
+def table_of(rows: Rows) -> Table:
+    """A row for each arm, number of streams and pace."""
+    from rich.table import Table
+
+    table = Table(title="before servers that answer at once; milliseconds (core: of the measured process, per request)")
+    for column in ("arm", "streams", "pace", "requests/s", "first p50", "p99", "whole p50", "p99", "core", "failed"):
+        table.add_column(column, justify="left" if column in ("arm", "pace") else "right")
+    for row in rows:
+        times = (f"{row[name]:.2f}" for name in ("first_p50_ms", "first_p99_ms", "whole_p50_ms", "whole_p99_ms"))
+        pace = "even" if row["paced"] else "as fast as it goes"
+        table.add_row(
+            row["arm"],
+            str(row["streams"]),
+            pace,
+            f"{row['per_second']:.0f}",
+            *times,
+            f"{row['cpu_ms']:.2f}",
+            str(row["failed"]),
+        )
+    return table
+
+
+def plot(rows: Rows, path: Path) -> None:
+    """Requests a second and time to first token, over streams."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
+    for panel, name, paced in ((panels[0], "per_second", False), (panels[1], "first_p50_ms", True)):
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            line = [row for row in rows if row["arm"] == arm and row["paced"] is paced]
+            panel.plot([row["streams"] for row in line], [row[name] for row in line], marker="o", label=arm)
+        panel.set(xscale="log", yscale="log", xlabel="streams")
+        panel.grid(alpha=0.3)
+    panels[0].set_title("requests a second, as fast as it goes")
+    panels[1].set_title("time to first token, p50, paced, ms")
+    panels[0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)

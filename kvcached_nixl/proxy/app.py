@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router answers where. Once per process.
+
+/v1/completions, /v1/chat/completions    routed (`journey`)
+/v1/models                               a decode server's answer
+/health, /metrics                        of the router itself
+/instances                               the servers: list, add, drain, remove
+/                                        a page for a person, over the two above
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as Path
+from starlette.types import Receive, Scope, Send
+
+from kvcached_nixl.proxy.ask import Route, read
+from kvcached_nixl.proxy.auth import require_key
+from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed, Refusal
+from kvcached_nixl.proxy.fleet import Fleet
+from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.incoming import Room, draw_id, passed_on, read_body, refuse_odd_head, until_left
+from kvcached_nixl.proxy.instance import Role
+from kvcached_nixl.proxy.instances import Administration
+from kvcached_nixl.proxy.journey import Journey
+from kvcached_nixl.proxy.models import models
+from kvcached_nixl.proxy.options import Options
+from kvcached_nixl.proxy.outgoing import Outgoing
+from kvcached_nixl.proxy.record import Record, Recorder
+
+__all__ = ["Routed", "create_app"]
+
+RETRY_SECONDS = 1
+_PAGE_HEADERS = (
+    (
+        "content-security-policy",
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'",
+    ),
+    ("x-content-type-options", "nosniff"),
+    ("x-frame-options", "DENY"),
+    ("cache-control", "no-store"),
+)
+
+
+class Routed:
+    """The two routes that take part in hand-overs. An ASGI application of its own: nothing stands between.
+
+    Attributes:
+        in_flight: requests that are being served.
+        is_draining: new ones are refused, because the process ends.
+    """
+
+    def __init__(self, options: Options, fleet: Fleet) -> None:
+        self._options = options
+        self._fleet = fleet
+        self._guards: set[Guard] = set()
+        self._room = Room(options.bodies_bytes)
+        self.recorder = Recorder(fleet.metrics, as_json=options.log_json)
+        self.in_flight = 0
+        self.is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        request_id, shown_id = draw_id(scope)
+        record = Record(request_id, shown_id.decode("ascii"), scope["path"])
+        out = Outgoing(send, shown_id)
+        self.in_flight += 1
+        try:
+            with self._room.share() as take, Guard() as guard:
+                self._guards.add(guard)
+                await self._serve(scope, receive, out, guard, record, take)
+        except Refusal as refusal:
+            _note(record, refusal.cause, refusal.message)
+            await self._refuse(out, refusal)
+        except LegFailed as failure:
+            _note(record, failure.cause, str(failure))
+            message = f"The request has failed: {failure.words}."
+            if out.has_begun:
+                await out.break_off(failure.status, message)
+            else:
+                retry = RETRY_SECONDS if failure.status == 503 else None
+                await out.refuse(Refusal(failure.status, failure.cause, message, retry_after_seconds=retry))
+        except Answered as answered:
+            _note(record, Cause.SERVER_SAID_NO, "")
+            await out.whole(answered.status, answered.content_type, answered.body)
+        except ClientLeft:
+            _note(record, Cause.CLIENT_LEFT, "")
+            if (abort := scope.get("state", {}).get("abort")) is not None:
+                abort()
+        except BaseException:
+            _note(record, Cause.DEFECT, "")
+            raise
+        finally:
+            self._guards.discard(guard)
+            self.in_flight -= 1
+            record.status, record.sent_bytes = out.status, out.sent_bytes
+            self.recorder.ended(record)
+
+    def end_all(self) -> None:
+        """The time that requests had to end in is over."""
+        for guard in tuple(self._guards):
+            guard.end(LegFailed(Cause.DRAINING, "router", "the router ends", status=503, is_retriable=False))
+
+    async def _serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        out: Outgoing,
+        guard: Guard,
+        record: Record,
+        take: Callable[[int], None],
+    ) -> None:
+        options = self._options
+        require_key(scope, options.api_key)
+        if self.is_draining:
+            raise Refusal(503, Cause.DRAINING, "The router ends. Ask another.", retry_after_seconds=RETRY_SECONDS)
+        if self.in_flight > options.most_requests:
+            raise Refusal(
+                429,
+                Cause.BUSY,
+                f"{options.most_requests} requests are in flight, as many as may be. Try again.",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        refuse_odd_head(scope, options.body_bytes)
+        body = await read_body(receive, options.body_bytes, options.client_seconds, take)
+        asked = read(Route(scope["path"]), body, allows_params=options.client_params)
+        record.asked(asked)
+        watching = asyncio.create_task(until_left(receive, guard, out))
+        try:
+            headers = passed_on(scope, options.upstream_key)
+            await Journey(self._fleet, options, asked, headers, out, record).run()
+        finally:
+            watching.cancel()
+
+    async def _refuse(self, out: Outgoing, refusal: Refusal) -> None:
+        if out.has_begun:
+            await out.break_off(refusal.status, refusal.message)
+        elif refusal.status in (408, 413, 429, 431, 503):
+            # What is left of the body is not read.
+            await out.refuse(refusal, (b"connection", b"close"))
+        else:
+            await out.refuse(refusal)
+
+
+def create_app(options: Options) -> tuple[Starlette, Routed]:
+    """The application, and its part that drains.
+
+    Raises:
+        SettingsError: an option cannot be used.
+    """
+    fleet = Fleet(options)
+    routed = Routed(options, fleet)
+    administration = Administration(options, fleet, routed.recorder)
+    page = files("kvcached_nixl.proxy").joinpath("page.html").read_bytes()
+
+    async def health(request: Request) -> Response:
+        up = {role.value: sum(one.role is role and one.is_usable for one in fleet) for role in Role}
+        is_able = up["decode"] > 0 and (up["prefill"] > 0 or options.decode_alone) and not routed.is_draining
+        return JSONResponse({"up": up, "draining": routed.is_draining}, 200 if is_able else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(fleet.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def show(request: Request) -> Response:
+        return Response(page, media_type="text/html", headers=dict(_PAGE_HEADERS))
+
+    async def list_models(request: Request) -> Response:
+        return await models(request.scope, options, fleet)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        fleet.start()
+        try:
+            yield
+        finally:
+            await fleet.close()
+
+    app = Starlette(
+        routes=[
+            *(Path(route.value, routed, methods=["POST"]) for route in Route),
+            Path("/v1/models", list_models),
+            Path("/health", health),
+            Path("/metrics", metrics),
+            *administration.paths(),
+            Path("/", show),
+        ],
+        lifespan=lifespan,
+    )
+    # A path that is nearly one of these is none; a redirect would repeat a client's Host.
+    app.router.redirect_slashes = False
+    return app, routed
+
+
+def _note(record: Record, cause: Cause, words: str) -> None:
+    record.outcome, record.words = cause.value, words

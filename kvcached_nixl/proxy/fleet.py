@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers there are: listed, added, drained, removed, watched. Once per process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterator
+
+from kvcached_nixl.proxy.address import address_of
+from kvcached_nixl.proxy.failure import Cause, Refusal
+from kvcached_nixl.proxy.health import watch
+from kvcached_nixl.proxy.instance import Instance, Role, State
+from kvcached_nixl.proxy.metrics import Metrics
+from kvcached_nixl.proxy.options import Options
+from kvcached_nixl.proxy.policy import Wanted, make
+
+__all__ = ["Fleet"]
+
+logger = logging.getLogger("kvcached_nixl.proxy")
+
+MOST_INSTANCES = 1024
+"""Each has series of its own in the metrics."""
+
+
+class Fleet:
+    """See the module. Made, used and closed on one event loop.
+
+    Raises:
+        SettingsError: the policy or a URL cannot be used.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._instances: dict[str, Instance] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._policies = {role: make(options.policy) for role in Role}
+        self.metrics = Metrics(self._instances.values)
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._instances.values())
+
+    def start(self) -> None:
+        """Know the servers of the options, and watch them; needs a running event loop."""
+        for role, urls in ((Role.PREFILL, self._options.prefill), (Role.DECODE, self._options.decode)):
+            for url in urls:
+                self.add(role, url)
+
+    async def close(self) -> None:
+        """Nobody is watched any more."""
+        watchers = list(self._watchers.values())
+        for one in watchers:
+            one.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        for instance in self._instances.values():
+            instance.connections.close()
+
+    def add(self, role: Role, url: str) -> Instance:
+        """Know one more server; it gets requests when its health check has succeeded.
+
+        Raises:
+            SettingsError: its URL cannot be used.
+            Refusal: it is known already, or there are too many.
+        """
+        name = address_of(url)
+        if name in self._instances:
+            raise Refusal(409, Cause.BODY, f"{name} is known already, as {self._instances[name].role.value}.")
+        if len(self._instances) >= MOST_INSTANCES:
+            raise Refusal(409, Cause.BODY, f"{MOST_INSTANCES} servers are known already.")
+        instance = self._instances[name] = Instance(role, url, self._options.connect_seconds)
+        self._watchers[name] = asyncio.create_task(watch(instance, self._options, self.metrics))
+        logger.info("%s server %s: added", role.value, name)
+        return instance
+
+    def drain(self, name: str) -> Instance:
+        """No new requests for it; those it has go on.
+
+        Raises:
+            Refusal: it is not known.
+        """
+        instance = self._known(name)
+        instance.is_draining = True
+        logger.info("%s server %s: drains, %d requests are left", instance.role.value, name, instance.requests)
+        return instance
+
+    async def remove(self, name: str, *, at_once: bool) -> None:
+        """Forget it.
+
+        Args:
+            at_once: end what it works on; else that is refused.
+
+        Raises:
+            Refusal: it is not known, or works on something.
+        """
+        instance = self._known(name)
+        if instance.is_busy and not at_once:
+            number = instance.requests + instance.keeping
+            raise Refusal(409, Cause.BODY, f"{name} works on {number} requests: drain it first.")
+        instance.is_draining = True
+        del self._instances[name]
+        watcher = self._watchers.pop(name)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        if instance.requests:
+            instance.went_down("it was removed")
+            await instance.quiet.wait()
+        instance.connections.close()
+        self.metrics.removed(instance)
+        logger.info("%s server %s: removed", instance.role.value, name)
+
+    def is_up(self, role: Role) -> bool:
+        """Whether any server of a role may be asked."""
+        return any(one.role is role and one.is_usable for one in self)
+
+    def is_known(self, instance: Instance) -> bool:
+        return self._instances.get(instance.name) is instance
+
+    def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Instance | None:
+        """A server for a request: one that was neither tried nor doubted, if there is any; None if none is up."""
+        usable = [one for one in self if one.role is role and one.is_usable]
+        fresh = [one for one in usable if one.name not in tried] or usable
+        fresh = [one for one in fresh if not one.is_doubted] or fresh
+        if not fresh:
+            return None
+        return fresh[self._policies[role].choose([one.load for one in fresh], request)]
+
+    def _known(self, name: str) -> Instance:
+        instance = self._instances.get(name)
+        if instance is None:
+            raise Refusal(404, Cause.BODY, f"No server {name[:200]!r} is known.")
+        return instance
+
+
+def as_dict(instance: Instance) -> dict[str, object]:
+    """For ``/instances``."""
+    found = instance.found
+    return {
+        "name": instance.name,
+        "role": instance.role.value,
+        "url": instance.url,
+        "state": instance.state.value,
+        "draining": instance.is_draining,
+        "drained": instance.is_draining and not instance.is_busy,
+        "requests": instance.requests,
+        "keeping": instance.keeping,
+        "outstanding_tokens": instance.tokens,
+        "transfer_mode": None if found is None else "push" if found.pushes else "pull",
+        "engine_id": None if found is None else found.where.engine_id,
+        "start": None if found is None else found.start,
+        "last_failure": instance.last_failure if instance.state is not State.UP else "",
+    }

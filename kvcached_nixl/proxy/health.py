@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a server answers: looked at regularly, and at once when a leg has failed. A task per server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+from kvcached_nixl.proxy.failure import Cause, LegFailed
+from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.instance import Instance, Role, State
+from kvcached_nixl.proxy.metrics import Metrics
+from kvcached_nixl.proxy.options import Options
+
+__all__ = ["pause_seconds", "watch"]
+
+logger = logging.getLogger("kvcached_nixl.proxy")
+
+MOST_PAUSE_SECONDS = 30.0
+MOST_METRICS_BYTES = 8 << 20
+LOOKS_PER_METRICS = 5
+_FAILURES = re.compile(rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? ([0-9.eE+]+)", re.MULTILINE)
+
+
+async def watch(instance: Instance, options: Options, metrics: Metrics) -> None:
+    """Until it is cancelled: keep the server's state, and count what it reports."""
+    failures, looks = 0, 0
+    while True:
+        instance.suspected.clear()
+        try:
+            await _ask(instance, "/health", options)
+        except LegFailed as failure:
+            failures += 1
+            # One that was never seen, or is known to be down, needs no second look to stay so.
+            if instance.state is not State.UP or failures >= options.health_failures:
+                _eject(instance, failure, metrics)
+        else:
+            failures = 0
+            instance.is_doubted = False
+            if instance.state is not State.UP:
+                logger.info("%s server %s: up", instance.role.value, instance.name)
+                instance.came_up()
+            if instance.role is Role.DECODE and looks % LOOKS_PER_METRICS == 0:
+                await _look_at_metrics(instance, options, metrics)
+            looks += 1
+        await _pause(instance, options, failures)
+
+
+def _eject(instance: Instance, failure: LegFailed, metrics: Metrics) -> None:
+    if instance.state is State.UP:
+        metrics.ejections.labels(instance.role.value, instance.name).inc()
+    if instance.state is not State.DOWN:
+        logger.warning(
+            "%s server %s gets no requests: %s. It is looked at again, later each time.",
+            instance.role.value,
+            instance.name,
+            failure.words,
+        )
+    instance.went_down(failure.words)
+
+
+def pause_seconds(failures: int, is_up: bool, options: Options) -> float:
+    """Until the next look. A server that is suspected is looked at soon: whoever waits for it should know.
+
+    One that is down is looked at later each time, so that a list of dead servers costs nothing.
+    """
+    if is_up:
+        return options.health_seconds / 10 if failures else options.health_seconds
+    more = max(0, failures - options.health_failures)
+    return min(options.health_seconds * 2.0 ** min(more, 16), max(MOST_PAUSE_SECONDS, options.health_seconds))
+
+
+async def _pause(instance: Instance, options: Options, failures: int) -> None:
+    seconds = pause_seconds(failures, instance.state is State.UP, options)
+    if instance.state is State.UP and failures:
+        await asyncio.sleep(seconds)
+        return
+    waiting = asyncio.ensure_future(instance.suspected.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=seconds)
+    finally:
+        waiting.cancel()
+
+
+async def _ask(instance: Instance, path: str, options: Options) -> bytes:
+    late = LegFailed(Cause.TIME, instance.name, f"{path} has not answered in time")
+    with Guard() as guard:
+        guard.limit(max(options.health_seconds, options.connect_seconds), late)
+        key = [(b"Authorization", b"Bearer " + options.upstream_key.encode())] if options.upstream_key else []
+        reply = await instance.connections.ask("GET", path, key)
+        try:
+            body = await reply.body(MOST_METRICS_BYTES)
+        finally:
+            reply.close()
+        if reply.status != 200:
+            raise LegFailed(Cause.SERVER, instance.name, f"{path} answers {reply.status}")
+        return body
+
+
+async def _look_at_metrics(instance: Instance, options: Options, metrics: Metrics) -> None:
+    """A hand-over that was recomputed looks like any other to its client; only decode knows."""
+    try:
+        said = await _ask(instance, "/metrics", options)
+    except LegFailed as failure:
+        logger.debug("%s: %s", instance.name, failure.words)
+        return
+    total = sum(float(found) for found in _FAILURES.findall(said))
+    before, instance.reported_failures = instance.reported_failures, total
+    # A server that was started again counts from 0.
+    more = total - (before or 0.0) if before is not None and total >= before else (0.0 if before is None else total)
+    if more > 0:
+        metrics.reported.labels(instance.name).inc(more)
+        logger.warning(
+            "decode server %s reports %d more hand-overs that brought no KV: they were recomputed or failed, as its "
+            "kv_load_failure_policy says. Its metric kvcached_nixl:handover_failures_total names the causes.",
+            instance.name,
+            int(more),
+        )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes from a client: its body within limits, the few headers that count, and whether it is still there."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.types import Scope
+
+from kvcached_nixl.proxy.auth import header
+from kvcached_nixl.proxy.failure import Cause, ClientLeft, Refusal
+from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.outgoing import Outgoing
+
+__all__ = ["Receive", "Room", "draw_id", "passed_on", "read_body", "refuse_odd_head", "until_left"]
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+MOST_HEAD_BYTES = 32 << 10
+_USABLE_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+_TRACES = (b"traceparent", b"tracestate")
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+"""What cannot end a line."""
+
+
+def draw_id(scope: Scope) -> tuple[str, bytes]:
+    """An id of the router's own, and what the client hears as ``X-Request-Id``: its own, or the router's.
+
+    The router's begins with the client's, so that a server's log is found by either; no two are equal.
+    """
+    theirs = header(scope, b"x-request-id")
+    drawn = secrets.token_hex(8)
+    if theirs is None or not _USABLE_ID.fullmatch(theirs):
+        return f"router-{drawn}", f"router-{drawn}".encode()
+    return f"{theirs.decode('ascii')}-{drawn}", theirs
+
+
+def refuse_odd_head(scope: Scope, body_bytes: int) -> None:
+    """Before the body is read.
+
+    Raises:
+        Refusal: the head is too large, or says that the body is, or is compressed, or no JSON.
+    """
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEAD_BYTES:
+        raise Refusal(431, Cause.SIZE, f"The headers have more than {MOST_HEAD_BYTES} bytes.")
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() != b"identity":
+            raise Refusal(415, Cause.BODY, "The body is compressed; expected it as it is.")
+        if name == b"content-length" and (not value.isdigit() or int(value) > body_bytes):
+            raise _too_large(body_bytes)
+    kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise Refusal(415, Cause.BODY, "The body is said to be no JSON; expected Content-Type: application/json.")
+
+
+class Room:
+    """Memory for bodies: of all requests that are in flight together, not only of each."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.taken_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """What it yields takes so many bytes more, which are free again at the end of the block.
+
+        Raises:
+            Refusal: there is no room; another try may succeed.
+        """
+        own = 0
+
+        def take(size: int) -> None:
+            nonlocal own
+            if self.taken_bytes + size > self._limit_bytes:
+                raise Refusal(429, Cause.BUSY, "There is no room for the body now. Try again.", retry_after_seconds=1)
+            own += size
+            self.taken_bytes += size
+
+        try:
+            yield take
+        finally:
+            self.taken_bytes -= own
+
+
+async def read_body(receive: Receive, limit_bytes: int, seconds: float, take: Callable[[int], None]) -> bytes:
+    """The whole body; however it is cut into pieces, it has one time limit.
+
+    Args:
+        take: is told how much there is, and may refuse it.
+
+    Raises:
+        Refusal: it is too large, or takes too long.
+        ClientLeft: it does not come to its end.
+    """
+    parts: list[bytes] = []
+    size = 0
+    late = Refusal(408, Cause.TIME, f"The body has not come within {seconds:g} s.")
+    with Guard() as guard:
+        guard.limit(seconds, late)
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientLeft
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit_bytes:
+                raise _too_large(limit_bytes)
+            take(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def until_left(receive: Receive, guard: Guard, out: Outgoing) -> None:
+    """End ``guard`` when the client closes its connection, or its half of it, before it has its answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not out.has_ended:
+        guard.end(ClientLeft())
+
+
+def passed_on(scope: Scope, upstream_key: str) -> list[tuple[bytes, bytes]]:
+    """The headers of each leg. A client's others end here: vLLM takes ranks, sessions and priorities from some."""
+    headers = [(b"Content-Type", b"application/json")]
+    if upstream_key:
+        headers.append((b"Authorization", b"Bearer " + upstream_key.encode()))
+    elif (key := header(scope, b"authorization")) is not None and _VALUE.fullmatch(key):
+        headers.append((b"Authorization", key))
+    for name in _TRACES:
+        if (value := header(scope, name)) is not None and _VALUE.fullmatch(value):
+            headers.append((name, value))
+    return headers
+
+
+def _too_large(limit_bytes: int) -> Refusal:
+    return Refusal(413, Cause.SIZE, f"The body has more than {limit_bytes} bytes. Send less, or raise --body-bytes.")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection to a server: a request, then its answer, then the next. httptools, uvicorn's own parser, reads.
+
+What comes while nobody reads is put together, so a stream that is behind costs less per event than one that is not.
+Anything that comes when no answer is awaited makes the connection unusable: it would be taken for the next one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import httptools
+
+__all__ = ["Line", "LineEnded"]
+
+MOST_AHEAD_BYTES = 256 << 10
+"""Of an answer that nobody has taken yet; behind that the server has to wait."""
+MOST_HEAD_BYTES = 64 << 10
+
+
+class LineEnded(Exception):
+    """The connection ended before the answer did, or what came is no HTTP."""
+
+
+class Line(asyncio.Protocol):
+    """See the module. For one task at a time.
+
+    Attributes:
+        status: of the answer, once `head` has returned.
+        headers: of the answer, names in lower case; of two with one name the last.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._body = bytearray()
+        self._head_bytes = 0
+        self._has_head = self._is_done = self._is_paused = self._ends_with_line = False
+        self._keeps_alive = False
+        self._failure = ""
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+
+    # ------------------------------------------------------------------------------------------------ for the caller
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether another request may be sent on it."""
+        transport = self._transport
+        is_open = transport is not None and not transport.is_closing() and not self._failure
+        return is_open and (self._parser is None or (self._is_done and self._keeps_alive and not self._body))
+
+    def send(self, request: bytes) -> None:
+        """A whole request. Not waited for: a server may answer before it has read all of it."""
+        assert self.is_idle and self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_head = self._is_done = self._ends_with_line = False
+        self._head_bytes = self.status = 0
+        self.headers = {}
+        self._transport.write(request)
+
+    async def head(self) -> None:
+        """Until status and headers are there.
+
+        Raises:
+            LineEnded: they will not be.
+        """
+        while not self._has_head:
+            await self._wait()
+
+    async def piece(self) -> bytes:
+        """What has come of the body since the last call, at least a byte; b"" at its end.
+
+        Raises:
+            LineEnded: there is no end.
+        """
+        while not self._body:
+            if self._is_done:
+                return b""
+            await self._wait()
+        found, self._body = bytes(self._body), bytearray()
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return found
+
+    def abort(self) -> None:
+        """End the connection now, whatever is left to send."""
+        self._fail("it was given up")
+
+    async def _wait(self) -> None:
+        if self._failure:
+            raise LineEnded(self._failure)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # ----------------------------------------------------------------------------------------------------- of asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no asyncio.Transport by name.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None or self._is_done:
+            self._fail("it says something that nobody has asked for")
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as cause:
+            self._fail(f"what it says is no HTTP: {type(cause).__name__}")
+            return
+        if not self._has_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._fail("the head of its answer has no end")
+        if len(self._body) > MOST_AHEAD_BYTES and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        self._over("the server has closed it")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over("the server has closed it" if exc is None else f"{type(exc).__name__}: {exc}")
+
+    def _over(self, words: str) -> None:
+        if self._has_head and self._ends_with_line and not self._is_done:
+            self._is_done = True
+        self._fail(words)
+
+    def _fail(self, words: str) -> None:
+        self._failure = self._failure or words
+        self._keeps_alive = False
+        if self._transport is not None:
+            self._transport.abort()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --------------------------------------------------------------------------------------------------- of httptools
+
+    def on_message_begin(self) -> None:
+        if self._is_done:
+            # In one piece with the end of the answer before.
+            self._failure = self._failure or "it says something that nobody has asked for"
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_done:
+            self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        if self._is_done or self._parser is None:
+            return
+        status = self._parser.get_status_code()
+        if 100 <= status < 200:
+            self.headers = {}
+            return
+        self.status = status
+        self._has_head = True
+        self._keeps_alive = self._parser.should_keep_alive()
+        # An answer that says nothing of its length ends with the connection.
+        self._ends_with_line = not (b"content-length" in self.headers or b"transfer-encoding" in self.headers)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_done:
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        self._is_done = self._has_head

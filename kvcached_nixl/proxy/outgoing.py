@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the client hears: an answer as a whole, a stream of whole events, or an error. Once per request."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from kvcached_nixl.proxy.failure import Refusal, error_body
+
+__all__ = ["Events", "Outgoing", "Send"]
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+END = b"data: [DONE]\n\n"
+_ERROR = b'data: {"error"'
+"""Inside a JSON string its quotes would be escaped, so no text of a model has it."""
+MOST_EVENT_BYTES = 16 << 20
+
+
+class Outgoing:
+    """See the module.
+
+    Args:
+        request_id: for ``X-Request-Id``: the client's own, or the router's.
+
+    Attributes:
+        status: of the answer; 0 before it has begun.
+        has_ended: all of it was given to the connection.
+        sent_bytes: of its body.
+    """
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._is_open = False
+        self.status = 0
+        self.has_ended = False
+        self.sent_bytes = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has reached the client: then nothing can be tried again."""
+        return self.status != 0
+
+    async def whole(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
+        """All at once."""
+        await self._begin(status, content_type, (b"content-length", str(len(body)).encode()), *more)
+        self.sent_bytes = len(body)
+        self.has_ended = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def refuse(self, refusal: Refusal, *more: tuple[bytes, bytes]) -> None:
+        """An error, where nothing has been sent."""
+        if refusal.retry_after_seconds is not None:
+            more = (*more, (b"retry-after", str(refusal.retry_after_seconds).encode()))
+        body = error_body(refusal.status, refusal.message, refusal.param)
+        await self.whole(refusal.status, b"application/json", body, *more)
+
+    async def begin(self, content_type: bytes) -> None:
+        """A stream of events."""
+        self._is_open = True
+        await self._begin(200, content_type, (b"cache-control", b"no-cache"))
+
+    async def piece(self, events: bytes) -> None:
+        """Whole events. Waits while the client does not read."""
+        self.sent_bytes += len(events)
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self) -> None:
+        """The stream is complete."""
+        self._is_open = False
+        self.has_ended = True
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def break_off(self, status: int, message: str) -> None:
+        """A stream fails in the middle: an error event as vLLM has it, and no ``[DONE]``, which would say: whole."""
+        if self._is_open:
+            await self.piece(b"data: " + error_body(status, message) + b"\n\n")
+            await self.end()
+
+    async def _begin(self, status: int, content_type: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self.status = status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [
+                    (b"content-type", content_type or b"application/octet-stream"),
+                    (b"x-request-id", self._request_id),
+                    *headers,
+                ],
+            }
+        )
+
+
+class Events:
+    """Cuts a stream where events end, so that what follows a failure is never glued to half an event.
+
+    Attributes:
+        is_complete: the last event was ``[DONE]``.
+        has_ended: nothing more comes; for whoever reads it to say.
+        has_error: an event was an error of the server's.
+        count: events so far.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.is_complete = False
+        self.has_ended = False
+        self.has_error = False
+        self.count = 0
+
+    def cut(self, piece: bytes) -> bytes:
+        """The whole events that are there now; what is left waits for its end.
+
+        Raises:
+            ValueError: an event is longer than any that a server sends.
+        """
+        if self._rest:
+            piece = self._rest + piece
+            self._rest = b""
+        if not piece.endswith(b"\n\n"):
+            cut = piece.rfind(b"\n\n") + 2 if b"\n\n" in piece else 0
+            piece, self._rest = piece[:cut], piece[cut:]
+            if len(self._rest) > MOST_EVENT_BYTES:
+                raise ValueError(f"an event of more than {MOST_EVENT_BYTES} bytes")
+        if piece:
+            self.count += piece.count(b"\n\n")
+            self.is_complete = piece.endswith(END)
+            self.has_error = self.has_error or _ERROR in piece
+        return piece

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which server gets a request. One method; ``--policy module:Class`` takes a class of your own.
+
+    class Mine:
+        def choose(self, candidates: Sequence[Load], request: Wanted) -> int: ...
+
+A policy is made once per role, with no arguments, and asked on the event loop's thread: it must not wait.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, cast
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.proxy.affinity import PrefixTree
+from kvcached_nixl.proxy.instance import Load
+
+__all__ = ["POLICIES", "LeastTokens", "Policy", "PowerOfTwo", "PrefixAffinity", "RoundRobin", "Wanted", "make"]
+
+
+class Wanted(NamedTuple):
+    """What a policy sees of a request.
+
+    Attributes:
+        namespace: requests of two namespaces share no computed blocks.
+        prefix: what the prompt begins with, as text or as token ids, four bytes each.
+        prompt_tokens, max_tokens: about how many.
+    """
+
+    namespace: bytes
+    prefix: bytes
+    prompt_tokens: int
+    max_tokens: int
+
+
+class Policy(Protocol):
+    """Chooses among servers of one role."""
+
+    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+        """The place of the chosen one in ``candidates``, which is never empty."""
+        ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+
+    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+        self._turn += 1
+        return self._turn % len(candidates)
+
+
+class LeastTokens:
+    """Who has the fewest tokens to compute; among equals, one after the other."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+
+    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+        self._turn += 1
+        count, turn = len(candidates), self._turn
+        return min(range(count), key=lambda place: (candidates[place].tokens, (place - turn) % count))
+
+
+class PowerOfTwo:
+    """The less loaded of two that are drawn: routers that do not know of each other do not all choose the same."""
+
+    def __init__(self, draw: random.Random | None = None) -> None:
+        self._draw = draw or random.Random()
+
+    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+        if len(candidates) == 1:
+            return 0
+        one, other = self._draw.sample(range(len(candidates)), 2)
+        return one if candidates[one].tokens <= candidates[other].tokens else other
+
+
+class PrefixAffinity:
+    """Who has computed the longest beginning of the prompt, unless it has far more to do than the least loaded."""
+
+    MOST_AHEAD_TOKENS = 16_384
+
+    def __init__(self) -> None:
+        self._tree = PrefixTree()
+        self._otherwise = LeastTokens()
+
+    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+        known = self._tree.servers(request.namespace, request.prefix)
+        least = min(one.tokens for one in candidates)
+        near = [
+            place
+            for place, one in enumerate(candidates)
+            if one.name in known and one.tokens <= least + self.MOST_AHEAD_TOKENS
+        ]
+        place = min(near, key=lambda place: candidates[place].tokens) if near else None
+        if place is None:
+            place = self._otherwise.choose(candidates, request)
+        self._tree.add(request.namespace, request.prefix, candidates[place].name)
+        return place
+
+
+POLICIES: tuple[tuple[str, Callable[[], Policy]], ...] = (
+    ("round-robin", RoundRobin),
+    ("least-tokens", LeastTokens),
+    ("power-of-two", PowerOfTwo),
+    ("prefix-affinity", PrefixAffinity),
+)
+
+
+def make(name: str) -> Policy:
+    """A policy by its name, or by ``module:Class``.
+
+    Raises:
+        SettingsError: there is none such, or it has no method ``choose``.
+    """
+    for known, kind in POLICIES:
+        if name == known:
+            return kind()
+    module, colon, attribute = name.partition(":")
+    found: object = None
+    words = "no such policy"
+    if colon:
+        try:
+            found = getattr(importlib.import_module(module), attribute)()
+        except (ImportError, AttributeError, TypeError, ValueError) as cause:
+            words = f"{type(cause).__name__}: {cause}"
+    if found is None or not callable(getattr(found, "choose", None)):
+        raise SettingsError(
+            found=f"--policy {name} ({words if found is None else 'an object without a method choose'})",
+            expected=f"{', '.join(known for known, _ in POLICIES)} or module:Class, a class without arguments whose "
+            "objects have choose(candidates, request)",
+            consequence="It is not known which server gets a request.",
+            remedy="Correct --policy, or put the module on PYTHONPATH.",
+        )
+    return cast(Policy, found)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of one request: its line in the log, its place in the metrics and on the page. No prompt, no key."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvcached_nixl.proxy.ask import Asked
+from kvcached_nixl.proxy.metrics import Metrics
+
+__all__ = ["Record", "Recorder"]
+
+logger = logging.getLogger("kvcached_nixl.proxy.requests")
+
+SHOWN_ON_PAGE = 50
+
+
+@dataclass
+class Record:
+    """Filled in while the request is served. Times are of ``time.perf_counter``, in seconds."""
+
+    request_id: str
+    client_id: str
+    route: str
+    begun: float = field(default_factory=time.perf_counter)
+    at: float = field(default_factory=time.time)
+    direction: str = ""
+    alone: str = ""
+    prefill: str = ""
+    decode: str = ""
+    attempts: int = 0
+    prompt_tokens: int = 0
+    first_seconds: float | None = None
+    status: int = 0
+    sent_bytes: int = 0
+    outcome: str = "ok"
+    words: str = ""
+    on_first: Callable[[], None] | None = None
+
+    def asked(self, asked: Asked) -> None:
+        self.prompt_tokens = asked.prompt_tokens
+
+    def first(self) -> None:
+        """The client has the first piece."""
+        if self.first_seconds is None:
+            self.first_seconds = time.perf_counter() - self.begun
+        if self.on_first is not None:
+            self.on_first()
+
+
+class Recorder:
+    """Once per process."""
+
+    def __init__(self, metrics: Metrics, *, as_json: bool) -> None:
+        self._metrics = metrics
+        self._as_json = as_json
+        self._latest: deque[dict[str, Any]] = deque(maxlen=SHOWN_ON_PAGE)
+
+    def ended(self, record: Record) -> None:
+        """Count it, log it, show it."""
+        seconds = time.perf_counter() - record.begun
+        self._metrics.requests.labels(record.route, record.outcome).inc()
+        if record.outcome == "ok":
+            self._metrics.request_seconds.labels(record.route).observe(seconds)
+            if record.first_seconds is not None:
+                self._metrics.first_seconds.labels(record.route).observe(record.first_seconds)
+            self._metrics.handovers.labels(record.direction or "none").inc()
+        line = {
+            "time": round(record.at, 3),
+            "id": record.request_id,
+            "client_id": record.client_id,
+            "route": record.route,
+            "status": record.status,
+            "outcome": record.outcome,
+            "direction": record.direction,
+            "alone": record.alone,
+            "prefill": record.prefill,
+            "decode": record.decode,
+            "attempts": record.attempts,
+            "prompt_tokens_about": record.prompt_tokens,
+            "first_ms": None if record.first_seconds is None else round(record.first_seconds * 1000, 2),
+            "ms": round(seconds * 1000, 2),
+            "bytes": record.sent_bytes,
+            "words": record.words,
+        }
+        self._latest.appendleft(line)
+        if logger.isEnabledFor(logging.INFO):
+            if self._as_json:
+                logger.info("%s", msgspec.json.encode(line).decode())
+            else:
+                logger.info(
+                    "%s", " ".join(f"{key}={_plain(value)}" for key, value in line.items() if value not in ("", None))
+                )
+
+    def latest(self) -> list[dict[str, Any]]:
+        """The last requests, newest first."""
+        return list(self._latest)
+
+
+def _plain(value: object) -> str:
+    # A client's id must not begin a line of its own.
+    text = str(value)
+    return text if text.isprintable() and " " not in text else repr(text)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router before real servers: two of each role, through the official client, byte for byte what one server says.
+
+One is killed and brought back, and one is drained, while requests run: each has the right tokens or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.common import model as models
+from experiments.common.servers import HOST, Running, Server, ServerSpec, free_ports
+
+openai = pytest.importorskip("openai", reason="the official client is not installed")
+
+KVCACHED = {
+    "ENABLE_KVCACHED": "true",
+    "KVCACHED_CONTIGUOUS_LAYOUT": "true",
+    "KVCACHED_HOSTVMM_GIB": "2",
+    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+    "KVCACHED_MIN_RESERVED_PAGES": "0",
+    "KVCACHED_MAX_RESERVED_PAGES": "0",
+    "KVCACHED_MAX_CACHED_TOKENS": "0",
+}
+TOKENS = 16
+PROMPTS = [[3 + (7 * place + number) % 500 for place in range(100 + 40 * number)] for number in range(6)]
+# The experiments' model has no chat template of its own.
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+STEP_SECONDS = 150.0
+Said = tuple[str, list[float]]
+
+
+def spec(name: str, mode: str | None) -> ServerSpec:
+    """A server; without a mode the stock one that says what is right."""
+    connector: dict[str, object] | None = None
+    if mode is not None:
+        connector = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 5.0},
+        }
+    return ServerSpec(
+        name=name,
+        model=models.make_model(models.ModelShape(max_positions=4096)),
+        dtype="float32",
+        max_model_len=2048,
+        max_num_batched_tokens=128,
+        kv_transfer=connector,
+        environment=KVCACHED if mode is not None else {},
+        arguments=("--chat-template", TEMPLATE),
+        forks=True,
+    )
+
+
+@contextmanager
+def router(prefills: list[Server], decodes: list[Server], log: Path) -> Iterator[str]:
+    """The router as a process. Yields its URL, without a path."""
+    (port,) = free_ports(1)
+    servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]
+    command = [sys.executable, "-m", "kvcached_nixl", "proxy", "--port", str(port), "--attempts", "3", *servers]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stderr=out)
+    try:
+        url, deadline = f"http://{HOST}:{port}", time.monotonic() + STEP_SECONDS
+        while not is_up(url, len(prefills) + len(decodes)):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.1)
+        yield url
+        process.terminate()
+        assert process.wait(STEP_SECONDS) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_up(url: str, count: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        found = httpx.get(f"{url}/instances", trust_env=False).json()["instances"]
+        return sum(one["state"] == "up" for one in found) == count
+    return False
+
+
+async def complete(client: Any, prompt: list[int], *, stream: bool) -> Said:
+    """Text, and the log-probability of each token."""
+    asked = {"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1}
+    answer = await client.completions.create(**asked, stream=stream, extra_body={"ignore_eos": True})
+    choices = [part.choices[0] async for part in answer if part.choices] if stream else [answer.choices[0]]
+    text = "".join(one.text for one in choices)
+    return text, [float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs]
+
+
+async def chat(client: Any, prompt: list[int], *, stream: bool) -> Said:
+    """The same, of a chat about the prompt's numbers."""
+    messages = [{"role": "user", "content": " ".join(map(str, prompt[:60]))}]
+    asked = {
+        "model": "model",
+        "messages": messages,
+        "max_completion_tokens": TOKENS,
+        "temperature": 0,
+        "logprobs": True,
+    }
+    answer = await client.chat.completions.create(**asked, stream=stream, extra_body={"ignore_eos": True})
+    choices = [part.choices[0] async for part in answer if part.choices] if stream else [answer.choices[0]]
+    text = "".join((one.delta if stream else one.message).content or "" for one in choices)
+    return text, [one.logprob for choice in choices if choice.logprobs for one in choice.logprobs.content]
+
+
+def client_of(url: str) -> Any:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=STEP_SECONDS)
+
+
+async def answers(url: str) -> list[Said]:
+    """Of every prompt, in all four ways."""
+    async with client_of(url) as client:
+        return [
+            await ask(client, prompt, stream=stream)
+            for ask in (complete, chat)
+            for stream in (False, True)
+            for prompt in PROMPTS
+        ]
+
+
+def close(one: Said, other: Said) -> bool:
+    """Equal text; log-probabilities as near as one server's own, which differ by how it batches."""
+    return one[0] == other[0] and all(abs(a - b) < 0.001 for a, b in zip(one[1], other[1], strict=True))
+
+
+async def under_load(url: str, expected: list[Said], trouble: Any) -> tuple[int, int]:
+    """Ask on and on while ``trouble`` goes on. Returns how many were right, and how many had an error."""
+    right = errors = 0
+    troubled = asyncio.create_task(asyncio.to_thread(trouble))
+
+    async def one(client: Any, number: int) -> None:
+        nonlocal right, errors
+        place = number
+        while not troubled.done():
+            place = (place + 1) % len(PROMPTS)
+            is_streamed = place % 2 == 1
+            try:
+                found = await asyncio.wait_for(complete(client, PROMPTS[place], stream=is_streamed), STEP_SECONDS)
+            except openai.APIError:
+                errors += 1
+                await asyncio.sleep(0.2)
+            else:
+                assert found[0] == expected[place][0], f"a wrong answer to prompt {place}"
+                right += 1
+
+    async with client_of(url) as client:
+        await asyncio.gather(*(one(client, number) for number in range(4)))
+    await troubled
+    return right, errors
+
+
+@pytest.mark.newest_only
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_two_of_each(mode: str, tmp_path: Path) -> None:
+    """Servers are killed, brought back, drained and added: no answer is wrong, and none is missing without an error."""
+    with Running([spec("alone", None)], tmp_path) as launched:
+        expected = asyncio.run(answers(launched.ready()[0].base_url))
+    names = ["prefill-1", "prefill-2", "decode-1", "decode-2"]
+    with Running([spec(name, mode) for name in names], tmp_path) as launched:
+        servers = launched.ready()
+        with router(servers[:2], servers[2:], tmp_path / "router.log") as url:
+            for _ in range(2):
+                found = asyncio.run(answers(url))
+                assert all(map(close, found, expected))
+            admin = httpx.Client(base_url=url, trust_env=False, timeout=STEP_SECONDS)
+
+            def state(server: Server) -> Any:
+                listed = admin.get("/instances").json()["instances"]
+                return next((one for one in listed if one["url"] == server.base_url), None)
+
+            def until(condition: Any) -> None:
+                deadline = time.monotonic() + STEP_SECONDS
+                while not condition():
+                    assert time.monotonic() < deadline, admin.get("/instances").text
+                    time.sleep(0.1)
+
+            def trouble() -> None:
+                for place in (0, 2):
+                    time.sleep(2.0)
+                    launched.servers[place].kill()
+                    successor = launched.replace(place)
+                    until(successor.is_ready)
+                    until(lambda one=successor: state(one)["state"] == "up")
+                leaving = launched.servers[3]
+                name = leaving.base_url.removeprefix("http://")
+                assert admin.post(f"/instances/{name}/drain").status_code == 200
+                until(lambda: state(leaving)["drained"])
+                assert admin.delete(f"/instances/{name}").status_code == 204
+                added = admin.post("/instances", json={"role": "decode", "url": leaving.base_url})
+                assert added.status_code == 201
+                until(lambda: state(leaving)["state"] == "up")
+
+            right, errors = asyncio.run(under_load(url, expected, trouble))
+            assert right > errors
+            assert all(map(close, asyncio.run(answers(url)), expected))
+            directions = [one["transfer_mode"] for one in admin.get("/instances").json()["instances"]]
+            assert directions.count(mode) == 2
+            admin.close()

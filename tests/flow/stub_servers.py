@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that speak as vLLM does, on real sockets, and do wrong what a test says. Nothing is computed.
+
+The tokens of an answer follow from the prompt, so a wrong one shows. Who shares a `Fabric` can hand over: decode takes
+parameters only if a prefill of its fabric made them for the same prompt, or has the same ``transfer_id``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+HOST = "127.0.0.1"
+END = b"data: [DONE]\n\n"
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    return json.dumps(body.get("prompt", body.get("messages")))
+
+
+def tokens_of(body: dict[str, Any]) -> list[str]:
+    """What the model says to a prompt."""
+    count = body.get("max_completion_tokens") or body.get("max_tokens") or 4
+    seed = hashlib.sha256(prompt_of(body).encode()).hexdigest()
+    return [f"t{seed[place % 60 : place % 60 + 4]} " for place in range(count)]
+
+
+@dataclass
+class Asked:
+    """One POST that a server got."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    was_computed: bool = False
+    was_cut: bool = False
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.body.get("kv_transfer_params") or {}
+
+
+@dataclass
+class Fabric:
+    """What prefill servers keep for decode."""
+
+    offers: dict[str, str] = field(default_factory=dict)
+    pushed: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+
+    def meeting(self, transfer_id: str) -> asyncio.Future[str]:
+        return self.pushed.setdefault(transfer_id, asyncio.get_running_loop().create_future())
+
+
+class Stub:
+    """One server. ``faults`` are taken one per POST: see `_misbehave`; ``token_seconds`` between tokens."""
+
+    def __init__(self, fabric: Fabric, *, pushes: bool = False, engine_id: str | None = None) -> None:
+        self.fabric = fabric
+        self.pushes = pushes
+        self.engine_id = engine_id or secrets.token_hex(4)
+        self.start_number = secrets.token_hex(8)
+        self.faults: deque[str] = deque()
+        self.asked: list[Asked] = []
+        self.token_seconds = 0.0
+        self.prefill_seconds = 0.0
+        self.is_healthy = True
+        self.stands_still = False
+        self.failures = 0
+        self.pad_bytes = 0
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def name(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen: on the port it had before, if it had one."""
+        self._server = await asyncio.start_server(self._serve, HOST, self.port, limit=1 << 26)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """As if it was killed: connections are reset."""
+        if self._server is not None:
+            self._server.close()
+        for writer in tuple(self._writers):
+            writer.transport.abort()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def restart(self, *, engine_id: str | None = None) -> None:
+        """Another start of it, on the same address."""
+        await self.stop()
+        self.start_number = secrets.token_hex(8)
+        self.engine_id = engine_id or self.engine_id
+        self.fabric.offers.clear()
+        await self.start()
+
+    # ------------------------------------------------------------------------------------------------------------ HTTP
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._writers.add(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                method, path, _ = head[0].split(" ")
+                pairs = [line.partition(":") for line in head[1:] if line]
+                headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if self.stands_still:
+                    await asyncio.sleep(3600)
+                if method == "GET":
+                    await self._get(path, writer)
+                else:
+                    await self._post(Asked(path, headers, json.loads(body)), reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
+        if path == "/health":
+            await self._whole(writer, 200 if self.is_healthy else 503, b"")
+        elif path == "/metrics":
+            line = f'kvcached_nixl:handover_failures_total{{cause="lost"}} {self.failures}\n'
+            await self._whole(writer, 200, line.encode(), "text/plain")
+        elif path == "/v1/models":
+            await self._json(writer, 200, {"object": "list", "data": [{"id": "model", "object": "model"}]})
+        else:
+            await self._json(writer, 404, {"detail": "Not Found"})
+
+    async def _post(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.asked.append(asked)
+        leaving = asyncio.create_task(reader.read(1))
+        working = asyncio.create_task(self._answer(asked, writer))
+        try:
+            await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                asked.was_cut = True
+                raise ConnectionResetError
+            await working
+        finally:
+            for task in (leaving, working):
+                task.cancel()
+            await asyncio.gather(leaving, working, return_exceptions=True)
+
+    async def _answer(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        fault = self.faults.popleft() if self.faults else ""
+        if fault and await self._misbehave(fault, asked, writer):
+            return
+        if asked.params.get("do_remote_decode"):
+            await asyncio.sleep(self.prefill_seconds)
+            await self._prefill(fault, asked, writer)
+        else:
+            await self._decode(fault, asked, writer)
+
+    async def _misbehave(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        """Whether that was all."""
+        if fault == "close":
+            raise ConnectionResetError
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        if fault.isdigit():
+            error = {"message": f"said {fault}", "type": "x", "param": None, "code": int(fault)}
+            await self._json(writer, int(fault), {"error": error})
+            return True
+        if fault == "garbage":
+            await self._whole(writer, 200, b'{"kv_transfer_params": {"remote_port": "x"', "application/json")
+            return True
+        if fault == "garbage params":
+            await self._json(writer, 200, {"kv_transfer_params": {"do_remote_prefill": True, "remote_port": "x"}})
+            return True
+        if fault == "half head":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-le")
+            raise ConnectionResetError
+        if fault == "no http":
+            writer.write(b"\x00\x01\x02 what is this\r\n\r\n")
+            raise ConnectionResetError
+        if fault == "endless":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+            while True:
+                writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+                await writer.drain()
+        return False
+
+    # ----------------------------------------------------------------------------------------------------------- roles
+
+    async def _prefill(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        params = None if fault == "no params" else self.offer(asked)
+        choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
+        await self._json(writer, 200, {"id": "cmpl", "choices": choices, "kv_transfer_params": params})
+
+    def offer(self, asked: Asked) -> dict[str, Any]:
+        request_id = f"cmpl-{asked.headers['x-request-id']}-0-{secrets.token_hex(4)}"
+        digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
+        self.fabric.offers[request_id] = digest
+        transfer_id = asked.params.get("transfer_id")
+        if self.pushes and transfer_id and not (meeting := self.fabric.meeting(transfer_id)).done():
+            meeting.set_result(digest)
+        return {
+            **{"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id},
+            "transfer_mode": "push" if self.pushes else "pull",
+            "remote_request_id": request_id,
+            "remote_block_ids": [[]],
+            "remote_engine_id": self.engine_id,
+            "remote_host": HOST,
+            "remote_port": 5600,
+            "tp_size": 1,
+            "something_new": {"kept": [1, 2.50]},
+            "kvcached_nixl": {
+                **{"protocol": 4, "start": self.start_number, "request_id": request_id, "digest": digest},
+                **{"num_tokens": 1, "block_size": 16, "context_parallel": [1, 1], "lease_seconds": 30.0},
+                "groups": [{"first_token": 0, "block_ids": [7]}],
+            },
+        }
+
+    async def _decode(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
+        params, given = asked.params, None
+        if params.get("do_remote_prefill"):
+            if "kvcached_nixl" in params:
+                given = self.fabric.offers.pop(params["remote_request_id"], None)
+            else:
+                given = await self.fabric.meeting(params["transfer_id"])
+            if given != digest:
+                fault = "kv"
+        asked.was_computed = given is None
+        is_chat = asked.path.endswith("chat/completions")
+        if asked.body.get("stream"):
+            await self._stream(fault, asked, writer, is_chat)
+        elif fault == "kv":
+            await self._json(writer, 500, {"error": {"message": "KV load failure", "code": 500}})
+        else:
+            tokens = tokens_of(asked.body)
+            await asyncio.sleep(self.token_seconds * len(tokens))
+            text = "".join(tokens)
+            said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            answer = {"id": asked.headers["x-request-id"], "object": "x", "model": "model", "created": 1}
+            choices = [{"index": 0, "finish_reason": "length", **said}]
+            if fault == "half body":
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{")
+                await writer.drain()
+                raise ConnectionResetError
+            await self._json(writer, 200, answer | {"choices": choices, "kv_transfer_params": None})
+
+    async def _stream(self, fault: str, asked: Asked, writer: asyncio.StreamWriter, is_chat: bool) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n")
+        writer.write(b"transfer-encoding: chunked\r\n\r\n")
+
+        def event(choice: dict[str, Any]) -> bytes:
+            said = {"id": "x", "object": "x", "model": "model", "created": 1, "choices": [{"index": 0, **choice}]}
+            return b"data: " + json.dumps(said).encode() + b"\n\n"
+
+        async def send(piece: bytes) -> None:
+            writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            await writer.drain()
+
+        error = b'data: {"error": {"message": "Internal server error", "type": "x", "param": null, "code": 500}}\n\n'
+        if is_chat:
+            await send(event({"delta": {"role": "assistant", "content": ""}}))
+        is_whole = fault != "kv"
+        for place, token in enumerate(tokens_of(asked.body) if fault not in ("kv", "no events") else ()):
+            await asyncio.sleep(self.token_seconds)
+            whole = event(
+                {"text": token, "delta": {"content": token}, "finish_reason": None, "pad": "x" * self.pad_bytes}
+            )
+            if fault.endswith(f" {place}") and not (is_whole := await self._break(fault.split(" ")[0], whole, send)):
+                break
+            if fault == "in halves":
+                await send(whole[:17])
+                await asyncio.sleep(0.001)
+                whole = whole[17:]
+            await send(whole)
+        if not is_whole:
+            await send(error + END)
+        elif fault not in ("no done", "no events"):
+            await send(END)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    @staticmethod
+    async def _break(fault: str, whole: bytes, send: Callable[[bytes], Awaitable[None]]) -> bool:
+        """What happens before a token; False for an error that the server itself says."""
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        if fault == "inside":
+            await send(whole[:20])
+        if fault != "error":
+            raise ConnectionResetError
+        return False
+
+    async def _json(self, writer: asyncio.StreamWriter, status: int, body: object) -> None:
+        await self._whole(writer, status, json.dumps(body).encode(), "application/json")
+
+    @staticmethod
+    async def _whole(writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "text/plain") -> None:
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+
+
+@asynccontextmanager
+async def stubs(*servers: Stub) -> AsyncIterator[None]:
+    """They listen as long as the block lasts."""
+    for one in servers:
+        await one.start()
+    try:
+        yield
+    finally:
+        for one in servers:
+            with contextlib.suppress(asyncio.CancelledError):
+                await one.stop()

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's small parts: guard, events, options, keys, addresses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.proxy.address import address_of
+from kvcached_nixl.proxy.auth import may_administer, require_key
+from kvcached_nixl.proxy.failure import Cause, Refusal, error_body
+from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
+from kvcached_nixl.proxy.incoming import draw_id, passed_on
+from kvcached_nixl.proxy.options import Options, add_arguments, from_arguments
+from kvcached_nixl.proxy.outgoing import MOST_EVENT_BYTES, Events
+
+# ---------------------------------------------------------------------------------------------------------------- guard
+
+
+class Late(Exception):
+    """What a test ends a guard with."""
+
+
+def test_a_guard_ends_what_waits_and_the_task_goes_on() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(Late), Guard() as guard:
+            loop.call_later(0.01, guard.end, Late())
+            await asyncio.sleep(60)
+        # The task is not cancelled any more, and a limit that is over ends nothing.
+        with Guard() as guard:
+            guard.limit(0.01, Late())
+        await asyncio.sleep(0.03)
+        guard.end(Late())
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_limit_that_is_moved_on_ends_nothing_and_one_that_is_not_does() -> None:
+    async def run() -> None:
+        with pytest.raises(Late), Guard() as guard:
+            guard.limit(0.01, KeyError())
+            guard.limit(3600, KeyError())
+            # The timer of the first goes off, and finds another limit.
+            await asyncio.sleep(0.05)
+            guard.limit(0.01, Late())
+            await asyncio.sleep(3600)
+
+    asyncio.run(run())
+
+
+def test_of_two_guards_the_one_that_is_ended_fails() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(Late), Guard() as outer:
+            with Guard():
+                loop.call_later(0.01, outer.end, Late())
+                await asyncio.sleep(60)
+            raise AssertionError("the inner one has swallowed it")
+        with Guard():
+            with pytest.raises(Late), Guard() as inner:
+                loop.call_later(0.01, inner.end, Late())
+                await asyncio.sleep(60)
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_an_error_of_its_own_is_not_hidden_and_somebody_else_s_cancel_is_one() -> None:
+    async def run() -> None:
+        with pytest.raises(KeyError), Guard():
+            raise KeyError
+
+        async def wait() -> None:
+            with Guard() as guard:
+                guard.limit(60, Late())
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+STREAM = b"".join(b'data: {"a": %d, "b": "\\n\\n"}\n\n' % number for number in range(20)) + b"data: [DONE]\n\n"
+
+
+def test_however_a_stream_is_cut_whole_events_come_out_in_order() -> None:
+    draw = random.Random(1)
+    for _ in range(500):
+        events, out, rest = Events(), [], STREAM
+        while rest:
+            size = draw.choice([1, 2, 3, 30, 400])
+            out.append(events.cut(rest[:size]))
+            rest = rest[size:]
+        assert b"".join(out) == STREAM and events.is_complete and events.count == 21 and not events.has_error
+        assert all(not piece or piece.endswith(b"\n\n") for piece in out)
+
+
+def test_a_stream_that_stops_anywhere_is_not_complete() -> None:
+    for end in range(len(STREAM)):
+        events = Events()
+        events.cut(STREAM[:end])
+        assert not events.is_complete
+
+
+def test_an_error_is_seen_and_text_that_looks_like_one_is_not() -> None:
+    events = Events()
+    events.cut(b"data: " + json.dumps({"text": '\n\ndata: {"error"'}).encode() + b"\n\n")
+    assert not events.has_error
+    events.cut(b'data: {"error": {}}\n\n')
+    assert events.has_error
+
+
+def test_an_event_without_an_end_is_refused() -> None:
+    events = Events()
+    with pytest.raises(ValueError, match="event"):
+        for _ in range(2 + MOST_EVENT_BYTES // (1 << 20)):
+            events.cut(b"x" * (1 << 20))
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+def parsed(*words: str, environ: dict[str, str] | None = None) -> Options:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_arguments(parser.parse_args(list(words)), environ or {})
+
+
+def test_servers_come_from_the_command_line_and_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "servers.json"
+    file.write_text('{"prefill": ["http://a:1"], "decode": ["http://b:2", "http://[::1]:3"]}')
+    found = parsed("--servers", str(file), "--prefill", "http://c:4", "--policy", "round-robin", "--attempts", "3")
+    assert found.prefill == ("http://a:1", "http://c:4") and found.decode == ("http://b:2", "http://[::1]:3")
+    assert (found.policy, found.attempts, found.port) == ("round-robin", 3, Options().port)
+
+
+def test_keys_come_from_the_environment_and_are_in_no_text() -> None:
+    found = parsed(environ={"KVCACHED_NIXL_API_KEY": "a-key", "KVCACHED_NIXL_ADMIN_KEY": "b", "HOME": "/"})
+    assert (found.api_key, found.admin_key, found.upstream_key) == ("a-key", "b", "")
+    assert "a-key" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--prefill", "nothing"],
+        ["--prefill", "http://a:1", "--decode", "http://a:1"],
+        ["--prefill", "http://a:1/v1"],
+        ["--attempts", "0"],
+        ["--token-seconds", "0"],
+        ["--token-seconds", "nan"],
+        ["--port", "70000"],
+        ["--servers", "/no/such/file"],
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_stops_the_start_in_words(words: list[str]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        parsed(*words)
+    assert refused.value.expected and refused.value.remedy
+
+
+def test_a_key_that_no_header_can_carry_is_refused() -> None:
+    with pytest.raises(SettingsError, match="key"):
+        parsed(environ={"KVCACHED_NIXL_API_KEY": "a\nb"})
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("http://a:1", "a:1"), ("http://A/", "a:80"), ("https://a", "a:443"), ("http://[::1]:8", "[::1]:8")],
+)
+def test_a_server_is_called_by_host_and_port(url: str, name: str) -> None:
+    assert address_of(url) == name
+
+
+# ----------------------------------------------------------------------------------------------------------------- keys
+
+
+def scope(client: str = "127.0.0.1", **headers: str) -> Any:
+    named = [
+        (name.replace("_", "-").encode(), value.encode()) for name, value in {"host": "localhost:1", **headers}.items()
+    ]
+    return {"headers": named, "client": (client, 1)}
+
+
+@pytest.mark.parametrize(
+    "said", [None, "", "Bearer", "Bearer ", "Bearer x", "Basic key", "key", "Bearer key2", "Bearer ke"]
+)
+def test_a_wrong_key_is_refused(said: str | None) -> None:
+    headers = {} if said is None else {"authorization": said}
+    with pytest.raises(Refusal) as refused:
+        require_key(scope(**headers), "key")
+    assert refused.value.status == 401
+
+
+def test_the_right_key_is_taken_and_two_are_not() -> None:
+    require_key(scope(authorization="Bearer key"), "key")
+    require_key(scope(authorization="bearer  key "), "key")
+    require_key(scope(), "")
+    both = scope(authorization="Bearer key")
+    both["headers"].append((b"authorization", b"Bearer key"))
+    with pytest.raises(Refusal):
+        require_key(both, "key")
+
+
+def test_without_a_key_only_programs_on_this_machine_administer() -> None:
+    for headers in ({}, {"host": "127.0.0.1:8000"}, {"host": "[::1]:8000"}):
+        may_administer(scope(**headers), "")
+    may_administer(scope("::1"), "")
+    wrong: list[Any] = [scope("10.0.0.1"), scope(host="evil.example"), scope(x_forwarded_for="1"), scope(via="1.1 x")]
+    wrong += [{"headers": [], "client": ("127.0.0.1", 1)}, {"headers": [(b"host", b"localhost")], "client": None}]
+    for one in wrong:
+        with pytest.raises(Refusal) as refused:
+            may_administer(one, "")
+        assert refused.value.status == 403
+    may_administer(scope("10.0.0.1", authorization="Bearer k"), "k")
+
+
+def test_ids_and_headers() -> None:
+    """A client's id is shown to it, and begins the router's own; one that could not be logged is not taken."""
+    own, shown = draw_id(scope(x_request_id="a.b:c-1"))
+    assert shown == b"a.b:c-1" and own.startswith("a.b:c-1-") and own != draw_id(scope(x_request_id="a.b:c-1"))[0]
+    for odd in ("a b", "a,b", "\x7f", "x" * 200, ""):
+        assert draw_id(scope(x_request_id=odd))[1].startswith(b"router-")
+    assert passed_on(scope(authorization="Bearer a"), "") == [
+        (b"Content-Type", b"application/json"),
+        (b"Authorization", b"Bearer a"),
+    ]
+    assert (b"Authorization", b"Bearer own") in passed_on(scope(authorization="Bearer a"), "own")
+
+
+def test_an_error_has_vllm_s_shape() -> None:
+    assert json.loads(error_body(503, "words", "n")) == {
+        "error": {"message": "words", "type": "ServiceUnavailableError", "param": "n", "code": 503}
+    }
+    assert all(one.value == one.value.lower() for one in Cause)
+
+
+def test_a_server_that_is_down_is_looked_at_later_each_time_and_one_that_is_suspected_soon() -> None:
+    options = Options(health_seconds=2.0, health_failures=3)
+    assert pause_seconds(0, True, options) == 2.0 and pause_seconds(1, True, options) == 0.2
+    down = [pause_seconds(failures, False, options) for failures in range(1, 40)]
+    assert down[:5] == [2.0, 2.0, 2.0, 4.0, 8.0]
+    assert down == sorted(down) and down[-1] == MOST_PAUSE_SECONDS
+
+
+def test_the_router_needs_neither_vllm_nor_torch() -> None:
+    """It runs where no model does."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'nixl', 'kvcached', 'numpy')));"
+        "import kvcached_nixl.proxy.command, kvcached_nixl.__main__"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_command_line_is_read_without_any_library_of_the_router_s() -> None:
+    """So that --help and what is wrong with an option can be said before one is installed."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('starlette', 'uvicorn', 'httptools', 'prometheus_client')));"
+        "import kvcached_nixl.proxy.options"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
