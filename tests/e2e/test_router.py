@@ -24,6 +24,8 @@ from experiments.common.servers import HOST, Running, Server, ServerSpec, free_p
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 
+pytestmark = pytest.mark.skip(reason="written, and not yet run before real servers: run it by hand first")
+
 KVCACHED = {
     "ENABLE_KVCACHED": "true",
     "KVCACHED_CONTIGUOUS_LAYOUT": "true",

@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcached_nixl.wire.manifest import PROTOCOL
+
 HOST = "127.0.0.1"
 END = b"data: [DONE]\n\n"
 
@@ -228,7 +230,7 @@ class Stub:
             "tp_size": 1,
             "something_new": {"kept": [1, 2.50]},
             "kvcached_nixl": {
-                **{"protocol": 4, "start": self.start_number, "request_id": request_id, "digest": digest},
+                **{"protocol": PROTOCOL, "start": self.start_number, "request_id": request_id, "digest": digest},
                 **{"num_tokens": 1, "block_size": 16, "context_parallel": [1, 1], "lease_seconds": 30.0},
                 "groups": [{"first_token": 0, "block_ids": [7]}],
             },
