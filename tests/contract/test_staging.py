@@ -100,7 +100,7 @@ def test_a_request_that_no_slab_could_hold_goes_through_range_by_range(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizing, "_LARGEST_BLOCK_TOKENS", BLOCK_SIZE)
-    monkeypatch.setattr(sizing, "num_slots", lambda layout, load, _: load.fewest_slots)
+    monkeypatch.setattr(sizing, "num_slots", lambda layout, load, _, **__: load.fewest_slots)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     slabs = [one.thread._side.staging for one in (prefill, decode)]
     assert {slab.slots.count for slab in slabs if slab is not None} == {4}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -120,18 +121,23 @@ def start(
     )
     worker.offer_handshake(str(tag), msgspec.msgpack.encode(handshake))
     device = next(iter(layout.device_views.values())).device
-    found: list[EngineSide] = []
+    # Weakly: an engine that nobody holds is gone at once, and its NIXL agent with it.
+    thread: list[weakref.ref[TransferThread]] = []
+
+    def wake() -> None:
+        if thread and (one := thread[0]()) is not None:
+            one.wake()
+
     staging = None
     if slab is not None:
-        copier = Copier(slab, lambda: found[0].thread.wake())
+        copier = Copier(slab, wake)
         staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, place.kernel_block_size)
-    found.append(
-        assemble(transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device), staging)
-    )
+    side = assemble(transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device), staging)
+    thread.append(weakref.ref(side.thread))
     if staging is not None:
         staging.copier.start()
-    found[0].thread.start()
-    return found[0]
+    side.thread.start()
+    return side
 
 
 def assemble(
