@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import shutil
 import ssl
@@ -210,23 +211,25 @@ def test_nothing_is_read_ahead_without_bounds() -> None:
 
 def test_a_request_that_is_given_up_ends_its_connection() -> None:
     """At any point of it; the server sees the end, and the connection is nobody's."""
-    seen: list[bytes] = []
+    arrived: asyncio.Queue[None] = asyncio.Queue()
+    seen: asyncio.Queue[bytes] = asyncio.Queue()
+    turns = itertools.count()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        if len(seen) % 2:
+        if next(turns) % 2:
             writer.write(CHUNKED[:60])
-        seen.append(await reader.read(1))
+        arrived.put_nowait(None)
+        seen.put_nowait(await reader.read(1))
 
     async def run() -> None:
         async with server(handler) as connections:
-            for turn in range(4):
+            for _ in range(4):
                 asking = asyncio.create_task(ask(connections))
-                await asyncio.sleep(0.05)
+                await arrived.get()
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                await asyncio.sleep(0.05)
-                assert seen == [b""] * (turn + 1)
+                assert await seen.get() == b""
 
     asyncio.run(run())
 
