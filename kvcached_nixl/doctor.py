@@ -49,13 +49,7 @@ class Findings:
     @property
     def is_direct(self) -> bool:
         """Whether a server would register kvcached's pages."""
-        return not (self.proof.why_not or self.proof.why_slow)
-
-    @property
-    def memory_path(self) -> str:
-        """What a server would choose."""
-        staged = "host" if self.platform.device == "cpu" else "device"
-        return "direct" if self.is_direct else staged
+        return self.proof.is_direct
 
 
 def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, int] | None = None) -> Findings:
@@ -115,14 +109,14 @@ def render(findings: Findings, *, colour: bool = False) -> str:
     if findings.advice:
         lines += ["", "what to change", *(f"  - {words}" for words in findings.advice)]
     verdict = "kvcached's pages are registered with NIXL" if findings.is_direct else "KV is copied through a slab"
-    return "\n".join([*lines, "", f"memory path of a server: {findings.memory_path}: {verdict}"])
+    return "\n".join([*lines, "", f"memory path of a server: {findings.proof.memory_path.value}: {verdict}"])
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
     """For programs."""
     return {
         "kvcached_nixl": __version__,
-        "memory_path": findings.memory_path,
+        "memory_path": findings.proof.memory_path.value,
         "platform": asdict(findings.platform),
         "proof": msgspec.to_builtins(findings.proof),
         "refused": list(findings.proof.why_not),

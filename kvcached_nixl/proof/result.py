@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvcached_nixl.settings import MemoryPath
+
 __all__ = ["AS_CONFIGURED", "SLOW", "LaneFound", "Proof", "Question", "Rates", "Said", "Ucx"]
 
 AS_CONFIGURED = "as configured"
@@ -141,6 +143,18 @@ class Proof(msgspec.Struct, frozen=True):
     def why_not(self) -> tuple[str, ...]:
         """Of every lane that could be chosen, and must not be used with kvcached's pages."""
         return tuple(filter(None, (lane.why_not for lane in self.lanes)))
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether kvcached's pages may be registered, and are worth it."""
+        return not (self.why_not or self.why_slow)
+
+    @property
+    def memory_path(self) -> MemoryPath:
+        """What ``auto`` comes to: kvcached's pages, or a slab where KV stays longest on the device."""
+        if self.is_direct:
+            return MemoryPath.DIRECT
+        return MemoryPath.HOST if self.question.device == "cpu" else MemoryPath.DEVICE
 
     @property
     def remedy(self) -> str:

@@ -180,7 +180,7 @@ def register_kv_caches(call: Call) -> None:
     settings = Settings.from_extra_config(view.extra_config)
     caches = call.argument("kv_caches")
     question = view.question(caches)
-    path = choose(settings.memory_path, question.device, lambda: find_here(question))
+    path = choose(settings.memory_path, lambda: find_here(question))
     registered = registration.register(view, caches, path, settings)
     channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
     view.use_stats(metrics.stats())

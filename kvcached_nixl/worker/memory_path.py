@@ -10,16 +10,15 @@ from kvcached_nixl.errors import MemoryRefused
 from kvcached_nixl.proof.result import Proof
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath
 
-__all__ = ["choose", "staged_on"]
+__all__ = ["choose"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
 
-def choose(wish: MemoryPath, device: str, prove: Callable[[], Proof]) -> MemoryPath:
+def choose(wish: MemoryPath, prove: Callable[[], Proof]) -> MemoryPath:
     """``DIRECT``, ``HOST`` or ``DEVICE``; what is slow, or not right, is said.
 
     Args:
-        device: torch's word for where the KV cache is.
         prove: finds out whether registrations follow kvcached's pages; called only where that matters.
 
     Raises:
@@ -32,21 +31,14 @@ def choose(wish: MemoryPath, device: str, prove: Callable[[], Proof]) -> MemoryP
     if wish is MemoryPath.DIRECT:
         _require(proof)
         return MemoryPath.DIRECT
-    if not (proof.why_not or proof.why_slow):
-        return MemoryPath.DIRECT
-    path = staged_on(device)
-    logger.warning(
-        "KV is staged (memory_path %s): %s. %s",
-        path.value,
-        "; ".join((*proof.why_not, *proof.why_slow)),
-        proof.remedy,
-    )
-    return path
-
-
-def staged_on(device: str) -> MemoryPath:
-    """Where KV is staged unless something else is asked for: where it stays longest on the device."""
-    return MemoryPath.HOST if device == "cpu" else MemoryPath.DEVICE
+    if not proof.is_direct:
+        logger.warning(
+            "KV is staged (memory_path %s): %s. %s",
+            proof.memory_path.value,
+            "; ".join((*proof.why_not, *proof.why_slow)),
+            proof.remedy,
+        )
+    return proof.memory_path
 
 
 def _require(proof: Proof) -> None:

@@ -77,7 +77,6 @@ class Offer:
         block_ids: kernel blocks per group, from the prompt's first token on; ``ready_tokens`` of them are computed.
         manifest: when all of the prompt is.
         finished: prefill computes no more of it.
-        is_over: it is offered to nobody any more.
         is_kept: vLLM keeps its blocks until it is told that nobody needs them.
         settled: ranks of decode that need nothing more of it, of ``awaited`` once that is known.
         draining: it was preempted, and the blocks of these holds may still be read.
@@ -92,7 +91,6 @@ class Offer:
     ready_tokens: int = 0
     manifest: Manifest | None = None
     finished: bool = False
-    is_over: bool = False
     stopped: str = ""
     is_kept: bool = True
     settled: set[int] = field(default_factory=set)

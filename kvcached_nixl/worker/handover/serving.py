@@ -320,7 +320,6 @@ class Serving:
         self._words.remove(offer.request_id)
         self._leases.pop(offer.request_id, None)
         self._pairing.remove(offer)
-        offer.is_over = True
         self._writer.source.gone(offer)
         if offer.is_kept:
             self._done(offer.request_id)

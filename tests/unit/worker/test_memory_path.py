@@ -19,13 +19,13 @@ UNKNOWN = LaneFound("rc_mlx5", "rc_mlx5,tcp", unusable="no endpoint")
 UNUSED = LaneFound("posix", "posix", never="it does not notice the end of a peer")
 
 
-def proof(*lanes: LaneFound) -> Proof:
-    return Proof(Question("cpu", 0, "DRAM", ("UCX",)), {}, lanes, None, 1.0)
+def proof(*lanes: LaneFound, device: str = "cuda") -> Proof:
+    return Proof(Question(device, 0, "DRAM", ("UCX",)), {}, lanes, None, 1.0)
 
 
 @pytest.mark.parametrize("wish", [AUTO, DIRECT])
 def test_what_follows_is_registered(wish: MemoryPath) -> None:
-    assert choose(wish, "cuda", lambda: proof(GOOD, UNUSED)) is DIRECT
+    assert choose(wish, lambda: proof(GOOD, UNUSED)) is DIRECT
 
 
 @pytest.mark.parametrize("lane", [WRONG, UNKNOWN, COPIES], ids=["wrong", "not known", "slow"])
@@ -34,20 +34,20 @@ def test_what_does_not_is_staged_and_said(
     caplog: pytest.LogCaptureFixture, lane: LaneFound, device: str, path: MemoryPath
 ) -> None:
     with caplog.at_level("WARNING", SERVER_LOGGER):
-        assert choose(AUTO, device, lambda: proof(GOOD, lane)) is path
+        assert choose(AUTO, lambda: proof(GOOD, lane, device=device)) is path
     assert lane.name in caplog.text and path.value in caplog.text
 
 
 def test_kvcacheds_pages_are_not_registered_against_the_proof() -> None:
     with pytest.raises(MemoryRefused) as refused:
-        choose(DIRECT, "cpu", lambda: proof(GOOD, WRONG, UNKNOWN))
+        choose(DIRECT, lambda: proof(GOOD, WRONG, UNKNOWN))
     words = str(refused.value)
     assert all(one in words for one in ("direct", "cma", "a peer READ", "rc_mlx5", "no endpoint", "UCX_TLS=tcp "))
 
 
 def test_what_is_slow_is_said_where_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", SERVER_LOGGER):
-        assert choose(DIRECT, "cuda", lambda: proof(COPIES)) is DIRECT
+        assert choose(DIRECT, lambda: proof(COPIES)) is DIRECT
     assert "cuda_ipc" in caplog.text and "0.01 GB/s" in caplog.text
 
 
@@ -56,6 +56,6 @@ def test_a_slab_that_is_asked_for_needs_no_proof(wish: MemoryPath) -> None:
     def prove() -> Proof:
         raise AssertionError("nothing has to be known of kvcached's pages")
 
-    assert choose(wish, "cpu", prove) is wish
+    assert choose(wish, prove) is wish
     with pytest.raises(AssertionError):
-        choose(AUTO, "cpu", prove)
+        choose(AUTO, prove)
