@@ -7,10 +7,14 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from experiments.common.server_side.few_cores import use_every_core, wait_for_events
+
+# Torch's, gloo's and ZeroMQ's own make about fifty with two cores; two engines that are left behind, sixteen.
+MANY_THREADS = 100 + 8 * (os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,11 +26,14 @@ def agents_wait_for_events_and_no_thread_is_pinned() -> None:
 
 @pytest.fixture(autouse=True)
 def no_agent_is_left_over() -> Iterator[None]:
-    """An agent's threads live as long as it does, and a failed handshake leaves one in a cycle."""
-    # What was there before is not looked at again: with vLLM imported, that takes a second each time.
-    gc.freeze()
-    yield
+    """An agent's threads live as long as it does, and an engine is in a cycle."""
+    # Not after the test: then pytest still holds its fixtures' values.
     gc.collect()
+    # What is here by now is not looked at again: with vLLM imported, that takes a second each time.
+    gc.freeze()
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads < MANY_THREADS, f"{threads} threads: a test before this one has left its engines or agents running"
+    yield
 
 
 @pytest.hookimpl(trylast=True)

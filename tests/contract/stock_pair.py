@@ -72,6 +72,11 @@ class Engine:
         else:
             self.scheduler.set_xfer_handshake_metadata({0: metadata})
 
+    def shutdown(self) -> None:
+        """Ends its threads; then its agent goes when nobody holds the engine."""
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
     @property
     def block_size(self) -> int:
         return int(self.config.cache_config.block_size)

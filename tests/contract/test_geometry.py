@@ -8,7 +8,8 @@ memory, as kvcached 0.1.6 lays it out (``test_kvcached_layouts.py`` holds that a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvcached_nixl.seams import PATCHES
 
 ROW = row_of(found_version("vllm"))
 ERAS = ["packed", "mla"] if ROW is not None and ROW.era is Era.PACKED else ["kv_first", "blocks_first", "mla"]
+EngineOver = Callable[..., tuple[Engine, dict[str, torch.Tensor]]]
 GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
 
 
@@ -88,9 +90,7 @@ def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window
     return FullAttentionSpec(**common)
 
 
-def engine_over(
-    geometry: Geometry, folder: Path, kernel_blocks_per_block: int = 1
-) -> tuple[Engine, dict[str, torch.Tensor]]:
+def _engine_of(geometry: Geometry, folder: Path, kernel_blocks_per_block: int) -> Engine:
     overrides: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": min(geometry.num_kv_heads, 8)}
     architecture = "Qwen2ForCausalLM"
     if geometry.era == "mla":
@@ -115,7 +115,7 @@ def engine_over(
         (names[g * pools : (g + 1) * pools], spec_of(geometry, g, kernel_blocks_per_block))
         for g in range(geometry.groups)
     ]
-    engine = build_engine(
+    return build_engine(
         model,
         groups,
         [names[i::pools] for i in range(pools)],
@@ -123,15 +123,27 @@ def engine_over(
         geometry.block_size * kernel_blocks_per_block,
         backend_of(geometry),
     )
-    caches, memory = geometry.allocate()
-    for index, pool in enumerate(memory):
-        # Bytes below 64 are finite numbers in every dtype, so equality of values is equality of bytes.
-        generator = torch.Generator().manual_seed(index + geometry.reserved_blocks)
-        pool.view(torch.uint8).copy_(
-            torch.randint(0, 64, (pool.numel() * pool.element_size(),), generator=generator, dtype=torch.uint8)
-        )
-    engine.register(caches)
-    return engine, caches
+
+
+@pytest.fixture
+def engine_over(tmp_path: Path) -> Iterator[EngineOver]:
+    """Makes an engine and its filled caches, and ends it after the test."""
+    with ExitStack() as ends:
+
+        def make(geometry: Geometry, kernel_blocks_per_block: int = 1) -> tuple[Engine, dict[str, torch.Tensor]]:
+            engine = _engine_of(geometry, tmp_path, kernel_blocks_per_block)
+            ends.callback(engine.shutdown)
+            caches, memory = geometry.allocate()
+            for index, pool in enumerate(memory):
+                # Bytes below 64 are finite numbers in every dtype, so equality of values is equality of bytes.
+                generator = torch.Generator().manual_seed(index + geometry.reserved_blocks)
+                pool.view(torch.uint8).copy_(
+                    torch.randint(0, 64, (pool.numel() * pool.element_size(),), generator=generator, dtype=torch.uint8)
+                )
+            engine.register(caches)
+            return engine, caches
+
+        yield make
 
 
 CASES = [
@@ -145,15 +157,15 @@ CASES = [
 
 @pytest.mark.parametrize(("era", "contiguous", "overrides"), CASES, ids=str)
 def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
-    era: str, contiguous: bool, overrides: dict[str, Any], tmp_path: Path
+    era: str, contiguous: bool, overrides: dict[str, Any], engine_over: EngineOver
 ) -> None:
     """Multi-head, grouped, multi-query and latent caches, odd layers and several groups, in both arrangements.
 
     Prefill and decode plan and reserve different numbers of blocks; decode's other blocks keep their bytes.
     """
     geometry = dataclasses.replace(GQA, era=era, contiguous=contiguous, **overrides)
-    prefill, sent = engine_over(geometry, tmp_path)
-    decode, received = engine_over(dataclasses.replace(geometry, num_blocks=17, reserved_blocks=40), tmp_path)
+    prefill, sent = engine_over(geometry)
+    decode, received = engine_over(dataclasses.replace(geometry, num_blocks=17, reserved_blocks=40))
     before = {layer: cache.clone() for layer, cache in received.items()}
     remote = [[7, 2, 10], [5]][: geometry.groups]
     local = [[3, 16, 1], [9]][: geometry.groups]
@@ -171,21 +183,21 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
 @pytest.mark.parametrize(
     ("era", "contiguous"), [*[(era, False) for era in ERAS], *[(era, True) for era in ERAS if era == "packed"]]
 )
-def test_kernel_blocks_smaller_than_blocks_arrive(era: str, contiguous: bool, tmp_path: Path) -> None:
+def test_kernel_blocks_smaller_than_blocks_arrive(era: str, contiguous: bool, engine_over: EngineOver) -> None:
     """A block of two kernel blocks moves as both of them."""
     geometry = dataclasses.replace(GQA, era=era, contiguous=contiguous, num_blocks=12, block_size=16)
-    prefill, sent = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
-    decode, received = engine_over(geometry, tmp_path, kernel_blocks_per_block=2)
+    prefill, sent = engine_over(geometry, kernel_blocks_per_block=2)
+    decode, received = engine_over(geometry, kernel_blocks_per_block=2)
     assert decode.read("r1", [[3, 0]], [[5, 2]], prefill)
     for layer, cache in received.items():
         for to, frm in zip((6, 7, 0, 1), (10, 11, 4, 5), strict=True):
             assert torch.equal(geometry.block(cache, to), geometry.block(sent[layer], frm))
 
 
-def test_registration_costs_what_was_planned_not_what_was_reserved(tmp_path: Path, patched: Registry) -> None:
+def test_registration_costs_what_was_planned_not_what_was_reserved(engine_over: EngineOver, patched: Registry) -> None:
     """A region each, as long as the planned blocks; the worker's own block count is left alone."""
     geometry = dataclasses.replace(GQA, era=ERAS[0], reserved_blocks=500)
-    engine, _ = engine_over(geometry, tmp_path)
+    engine, _ = engine_over(geometry)
     worker = engine.worker.connector_worker
     assert worker.num_blocks == geometry.num_blocks
     # The other one is the table of words.
@@ -196,10 +208,10 @@ def test_registration_costs_what_was_planned_not_what_was_reserved(tmp_path: Pat
 
 
 @pytest.mark.parametrize("sizes", [(32, 64), (64, 32)], ids=str)
-def test_blocks_of_other_sizes_arrive(sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_blocks_of_other_sizes_arrive(sizes: tuple[int, int], engine_over: EngineOver) -> None:
     """The same tokens, in half as many blocks or in twice as many."""
-    prefill, sent = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[0]), tmp_path)
-    decode, received = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[1]), tmp_path)
+    prefill, sent = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[0]))
+    decode, received = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[1]))
     remote, local = ([5, 2, 9, 1], [3, 7]) if sizes[0] < sizes[1] else ([5, 2], [3, 7, 1, 8])
     assert decode.read("r1", [local], [remote], prefill)
 
@@ -222,12 +234,12 @@ def tag_of(engine: Engine) -> str:
 
 @pytest.mark.parametrize("change", list(OTHER_PEERS.values()), ids=list(OTHER_PEERS))
 def test_a_peer_that_cannot_be_served_is_refused_naming_both_sides(
-    change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: dict[str, Any], engine_over: EngineOver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its request's KV is reported not to be there, no byte moves, and the log shows both tags and a remedy."""
     geometry = dataclasses.replace(GQA, era=ERAS[0])
-    prefill, _ = engine_over(dataclasses.replace(geometry, **change), tmp_path)
-    decode, received = engine_over(geometry, tmp_path)
+    prefill, _ = engine_over(dataclasses.replace(geometry, **change))
+    decode, received = engine_over(geometry)
     before = {layer: cache.clone() for layer, cache in received.items()}
     with caplog.at_level("WARNING"), vllm_log_to(caplog):
         assert not decode.read("r1", [[3, 4]], [[1, 2]], prefill)
@@ -236,13 +248,13 @@ def test_a_peer_that_cannot_be_served_is_refused_naming_both_sides(
     assert "KVCACHED_CONTIGUOUS_LAYOUT" in caplog.text
 
 
-def test_a_stock_peer_is_refused(tmp_path: Path, patched: Registry, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stock_peer_is_refused(engine_over: EngineOver, patched: Registry, caplog: pytest.LogCaptureFixture) -> None:
     """A peer without this package has no tag, so its blocks are not read, whatever its geometry."""
     geometry = dataclasses.replace(GQA, era=ERAS[0])
-    decode, _ = engine_over(geometry, tmp_path)
+    decode, _ = engine_over(geometry)
     patched.uninstall()
     dense = dataclasses.replace(geometry, reserved_blocks=geometry.num_blocks)
-    prefill, _ = engine_over(dense, tmp_path)
+    prefill, _ = engine_over(dense)
     again = Registry(reason_to_skip)
     again.add(PATCHES)
     try:

@@ -315,7 +315,10 @@ def test_parameters_that_a_router_made_itself_are_refused_with_the_remedy(
 def test_each_child_of_a_request_is_a_hand_over_of_its_own(
     n: int, policy: str, both: Callable[[str], tuple[Node, Node]]
 ) -> None:
-    """Finding B13: ``n`` > 1 and prompt lists share one ``kv_transfer_params``. None hangs, and none is wrong."""
+    """Finding B13: ``n`` > 1 and prompt lists share one ``kv_transfer_params``. None hangs, and none is wrong.
+
+    Prefill lets go when one of them has what it needs: whichever of their READs ends first is served.
+    """
     prefill, decode = both(policy)
     params = prefilled(prefill, PREFILL_ID)
     ids = [f"{number}_{DECODE_ID}" for number in range(n)]
@@ -332,8 +335,8 @@ def test_each_child_of_a_request_is_a_hand_over_of_its_own(
 
     until_both(prefill, decode, look)
     ends = [decode.ended[request_id] for request_id in ids]
-    assert ends[0] == "length" and set(ends) <= {"length", "error" if policy == "fail" else "length"}
-    assert held[ids[0]] and all(held.values())
+    assert "length" in ends and set(ends) <= {"length", "error" if policy == "fail" else "length"}
+    assert held and all(held.values())
     assert set(causes(decode)) <= {Cause.LEASE}
     rest(prefill, decode)
 
