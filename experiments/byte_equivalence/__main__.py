@@ -29,6 +29,7 @@ def main(options: cli.Options) -> int:
         if arm.mode != SINGLE
         and (options.mode is None or arm.mode == options.mode)
         and (options.arm is None or options.arm.lower() in arm.name.lower())
+        and (arm.in_quick or options.arm is not None or not options.quick)
     ]
     if not arms:
         names = "; ".join(arm.name for arm in ARMS if arm.mode != SINGLE)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.byte_equivalence.arms import Order
 from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
-from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client
+from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, of_all_ranks
 from experiments.common.servers import Server
 
 MAX_TOKENS = 64
@@ -84,10 +84,16 @@ class SingleRun:
 
 
 class PairRun:
-    """A prefill and a decode server, asked in one ``order``. ``writes``: P writes, and gives memory back by itself."""
+    """Prefill and decode servers, asked in one ``order``. ``writes``: P writes, and gives memory back by itself.
 
-    def __init__(self, pair: Pair, *, writes: bool = False) -> None:
-        self.pair = pair
+    Args:
+        pairs: every P with every D. Requests go to one after the other; damage is done to those of the first.
+    """
+
+    def __init__(self, *pairs: Pair, writes: bool = False) -> None:
+        self.pairs = pairs
+        self.prefills = list(dict.fromkeys(pair.prefill for pair in pairs))
+        self.decodes = list(dict.fromkeys(pair.decode for pair in pairs))
         self.writes = writes
         self.order: Order = "P first"
 
@@ -97,22 +103,29 @@ class PairRun:
         return self.order.replace(" ", "-")
 
     async def arm(self) -> dict[str, Any]:
-        """Start recording on both sides; return the geometry of D's KV tensors."""
-        for side in (self.pair.prefill, self.pair.decode):
+        """Start recording on all sides; return the geometry of D's KV tensors."""
+        for side in (*self.prefills, *self.decodes):
             await side.probe("arm")
-        return await self.pair.decode.probe("geometry")
+        return await self.decodes[0].probe("geometry")
 
     async def _observe(self, seen: Sequence[HandOver]) -> list[Observation]:
         """Pair what was answered with what both sides recorded of it."""
-        taken = await self.pair.decode.probe("take")
-        if taken["pending"]:
-            raise AnswerError(f"found {taken['pending']} unfinished on D after every answer; expected nothing.")
-        sent: list[dict[str, Any]] = []
+        received: list[Mapping[str, Any]] = []
+        for decode in self.decodes:
+            taken = await decode.probe_ranks("take")
+            if pending := [one for rank in taken for one in rank["pending"]]:
+                raise AnswerError(f"found {pending} unfinished on D after every answer; expected nothing.")
+            received += of_all_ranks([rank["records"] for rank in taken])
+        sent = [_Sent(prefill) for prefill in self.prefills]
         awaited = {one.transfer for one in seen} if self.writes else set()
         deadline = time.monotonic() + SENT_SECONDS
-        while awaited - {one["transfer"] for one in sent} and time.monotonic() < deadline:
-            sent += (await self.pair.prefill.probe("take"))["sent"]
-        return match_records(seen, taken["records"], sent)
+        while awaited - {one["transfer"] for side in sent for one in side.found} and time.monotonic() < deadline:
+            for side in sent:
+                await side.look()
+        return match_records(seen, received, [one for side in sent for one in side.found])
+
+    def _pair(self, place: int) -> Pair:
+        return self.pairs[place % len(self.pairs)]
 
     async def _one(
         self,
@@ -120,9 +133,11 @@ class PairRun:
         salt: str,
         request_id: str,
         *,
+        place: int = 0,
         max_tokens: int = MAX_TOKENS,
     ) -> HandOver:
-        hand_over = self.pair.hand_over if self.order == "P first" else self.pair.decode_first
+        pair = self._pair(place)
+        hand_over = pair.hand_over if self.order == "P first" else pair.decode_first
         return await hand_over(list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
     async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
@@ -130,7 +145,7 @@ class PairRun:
         seen = []
         for place, prompt in enumerate(prompts):
             progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
-            seen.append(await self._one(prompt, prompt.salt(run), f"{run}-{place}"))
+            seen.append(await self._one(prompt, prompt.salt(run), f"{run}-{place}", place=place))
         return await self._observe(seen)
 
     async def concurrent(
@@ -162,7 +177,8 @@ class PairRun:
 
     async def _step_prefill(self, name: str) -> None:
         """Make P take two steps: an idle engine reads no notices, so it holds what D has read until its next step."""
-        await self.pair.prefill.answer([2], max_tokens=2, salt=name, request_id=name)
+        for prefill in self.prefills:
+            await prefill.answer([2], max_tokens=2, salt=name, request_id=name)
 
     async def _round(self, prompts: Sequence[Prompt], run: str, hold_blocks: int, progress: Progress) -> list[HandOver]:
         places = asyncio.Semaphore(CONCURRENCY)
@@ -171,16 +187,16 @@ class PairRun:
         done: list[str] = []
 
         async def one(place: int, prompt: Prompt) -> HandOver:
-            names = {"salt": prompt.salt(run), "request_id": f"{run}-{place}"}
+            names, pair = {"salt": prompt.salt(run), "request_id": f"{run}-{place}"}, self._pair(place)
             async with places:
                 if self.order == "D first":
-                    return await self.pair.decode_first(list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
-                offer = await self.pair.prefill_only(list(prompt.token_ids), **names)
+                    return await pair.decode_first(list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
+                offer = await pair.prefill_only(list(prompt.token_ids), **names)
                 held.append(sum(len(group) for group in offer.block_ids))
                 if sum(held) >= hold_blocks or len(held) >= min(CONCURRENCY, len(prompts)):
                     enough.set()
                 await enough.wait()
-                handed = await self.pair.decode_offered(offer, list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
+                handed = await pair.decode_offered(offer, list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
             done.append(prompt.name)
             progress(f"{run}: {len(done)} of {len(prompts)} at a time")
             return handed
@@ -189,7 +205,7 @@ class PairRun:
 
     async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> Observation:
         """Hand ``prompt`` over with ``corruption`` done to the blocks that D receives."""
-        await self.pair.decode.probe("plant", corruption.kind, corruption.block)
+        await self.pairs[0].decode.probe("plant", corruption.kind, corruption.block)
         handed = await self._one(prompt, prompt.salt(run), prompt.salt(run).replace(" ", "-"))
         (seen,) = await self._observe([handed])
         if seen.record is None or seen.record["planted"] != corruption.kind:
@@ -217,26 +233,50 @@ class PairRun:
         gaps = {}
         for index in sorted({*range(0, blocks, every), blocks - 1}):
             progress(f"{run}: block {index + 1} of {blocks} zeroed")
-            await self.pair.decode.probe("plant", "zero_a_block", index)
+            await self.pairs[0].decode.probe("plant", "zero_a_block", index)
             gaps[index] = largest_logprob_gap(clean, await answer(f"block-{index}"))
         return Dependence(blocks, control_gap, gaps)
 
 
+class _Sent:
+    """What one P has sent, which its ranks do not report at once."""
+
+    def __init__(self, prefill: Client) -> None:
+        self._prefill = prefill
+        self._of_rank: list[list[dict[str, Any]]] = []
+
+    @property
+    def found(self) -> list[dict[str, Any]]:
+        return of_all_ranks(self._of_rank)
+
+    async def look(self) -> None:
+        taken = await self._prefill.probe_ranks("take")
+        self._of_rank = [
+            [*known, *rank["sent"]] for known, rank in zip(self._of_rank or [[] for _ in taken], taken, strict=True)
+        ]
+
+
 def with_clients(
-    servers: Sequence[Server],
+    prefills: Sequence[Server],
+    decodes: Sequence[Server],
     work: Callable[[SingleRun | PairRun], Any],
     concurrency: int = CONCURRENCY,
     *,
     writes: bool = False,
     keeps_blocks: bool = True,
 ) -> Any:
-    """Run the coroutine function ``work`` against one server or a pair, in an event loop of its own."""
+    """Run the coroutine function ``work`` against P and D, or against one server alone, in an event loop of its own."""
 
     async def run() -> Any:
         async with http_client(concurrency) as http:
-            clients = [Client(server.base_url, http) for server in servers]
-            if len(clients) == 1:
-                return await work(SingleRun(clients[0]))
-            return await work(PairRun(Pair(*clients, servers[0].coordinates, keeps_blocks), writes=writes))
+            sources, targets = ([Client(one.base_url, http) for one in side] for side in (prefills, decodes))
+            if not targets:
+                return await work(SingleRun(*sources))
+            pairs = [
+                Pair(source, target, server.coordinates, keeps_blocks)
+                for server, source in zip(prefills, sources, strict=True)
+                for target in targets
+            ]
+            return await work(PairRun(*pairs, writes=writes))
 
     return asyncio.run(run())

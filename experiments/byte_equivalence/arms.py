@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from experiments.common.servers import ServerSpec
+from experiments.common.servers import PINNED, ServerSpec
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
@@ -20,6 +20,8 @@ class Arm:
 
     ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
     first, so that they travel while P computes. ``is_staged``: KV is copied out of P's blocks before it travels.
+    ``decode``: settings that D alone has. ``servers``: so many P and as many D, each of ``ranks`` tensor-parallel ones.
+    ``in_quick``: it is part of a quick run.
     """
 
     name: str
@@ -28,6 +30,15 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
     orders: tuple[Order, ...] = ("P first",)
     is_staged: bool = False
+    decode: Mapping[str, str] = field(default_factory=dict)
+    servers: int = 1
+    ranks: int = 1
+    in_quick: bool = True
+
+    @property
+    def computes_as_stock(self) -> bool:
+        """Whether its P computes the same chunks in the same way, so that every bit of its KV is stock P's."""
+        return self.servers == self.ranks == 1
 
     @property
     def writes(self) -> bool:
@@ -53,11 +64,11 @@ def _kvcached(*, contiguous: bool) -> dict[str, str]:
     return {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true" if contiguous else "false"}
 
 
-PINNED: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}
-"""A registration is of the pages that were mapped then, as a network card's is."""
 SMALL_SLAB_GIB = 0.005
 """40 slots of 32 tokens in float32: requests queue, and long ones go through range by range."""
 PUSH = _connector(transfer_mode="push")
+FLAT = _kvcached(contiguous=False)
+FOLLOWS: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "follows"}
 BOTH_ORDERS: tuple[Order, ...] = ("P first", "D first")
 REFERENCE = Arm("single instance, stock", SINGLE)
 STOCK_PULL = Arm("stock P/D, pull", "pull", _connector())
@@ -78,6 +89,40 @@ ARMS: tuple[Arm, ...] = (
         BOTH_ORDERS,
         is_staged=True,
     ),
+    Arm("kvcached P/D, direct to staged, pull", "pull", _connector(), FLAT, decode=PINNED, in_quick=False),
+    Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, BOTH_ORDERS, decode=PINNED, in_quick=False),
+    Arm(
+        "kvcached P/D, staged to direct, pull",
+        "pull",
+        _connector(),
+        {**FLAT, **PINNED},
+        is_staged=True,
+        decode=FOLLOWS,
+        in_quick=False,
+    ),
+    Arm(
+        "kvcached P/D, device slab, push",
+        "push",
+        _connector(transfer_mode="push", memory_path="device"),
+        FLAT,
+        BOTH_ORDERS,
+        is_staged=True,
+        in_quick=False,
+    ),
+    Arm("kvcached P/D, tensor parallel 2, pull", "pull", _connector(), FLAT, ranks=2, in_quick=False),
+    Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, BOTH_ORDERS, ranks=2, in_quick=False),
+    Arm(
+        "kvcached P/D, tensor parallel 2, staged, push",
+        "push",
+        PUSH,
+        {**FLAT, **PINNED},
+        is_staged=True,
+        ranks=2,
+        in_quick=False,
+    ),
+    Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, servers=2, in_quick=False),
+    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, servers=2, in_quick=False),
+    Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_quick=False),
 )
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
 
@@ -115,20 +160,25 @@ def specs(
     *,
     forks: bool = False,
 ) -> list[ServerSpec]:
-    """Return the servers of ``arm``: one, or P and D."""
+    """Return the servers of ``arm``: one, or all P and then all D."""
     tag = "".join(letter if letter.isalnum() else "-" for letter in arm.name).strip("-")
-    environment = {**arm.environment, **(pool if arm.kvcached else {})}
-    names = ["single"] if arm.mode == SINGLE else ["prefill", "decode"]
+    names = [f"{side}{number or ''}" for side in ("prefill", "decode") for number in range(arm.servers)]
+    executor = {"executor": "mp", "tensor_parallel_size": arm.ranks} if arm.ranks > 1 else {}
     return [
         ServerSpec(
             name=f"{tag}-{dtype}-{name}",
             model=model,
             dtype=dtype,
             kv_transfer=arm.connector or None,
-            environment=environment,
+            environment={
+                **arm.environment,
+                **(pool if arm.kvcached else {}),
+                **(arm.decode if name.startswith("decode") else {}),
+            },
             block_size=block_size,
             max_num_batched_tokens=max_batched,
             forks=forks,
+            **executor,
         )
-        for name in names
+        for name in (["single"] if arm.mode == SINGLE else names)
     ]

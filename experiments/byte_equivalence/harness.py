@@ -132,7 +132,7 @@ class Harness:
             baseline = Baseline(answers, await run.sequential(self.damage, "damaged", self.narrator.update))
 
         with self._serving(REFERENCE, phase, launched) as servers:
-            with_clients(servers, work)
+            with_clients(servers, [], work)
         if baseline is not None:
             distinct = len({tuple(answer.token_ids) for answer in baseline.answers})
             self._row(
@@ -162,7 +162,13 @@ class Harness:
                     if phase.concurrent:
                         await self._concurrent(arm, phase, run, baseline, geometry, servers)
 
-            with_clients(servers, work, writes=arm.writes, keeps_blocks=not arm.is_staged)
+            with_clients(
+                servers[: arm.servers],
+                servers[arm.servers :],
+                work,
+                writes=arm.writes,
+                keeps_blocks=not arm.is_staged,
+            )
 
     async def _plant(self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline) -> None:
         tolerance = LOGPROB_TOLERANCE[phase.dtype]
@@ -216,7 +222,7 @@ class Harness:
             gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not answer)
             fewest = fewest_received(prompt, self.prompts[:place], BLOCK_SIZE)
             blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=fewest)
-            if baseline.stock and phase.exact_between_arms:
+            if baseline.stock and phase.exact_between_arms and arm.computes_as_stock:
                 stock = baseline.stock[place].hand_over
                 exact += compare_answers(prompt.name, stock.answer, observed.hand_over.answer, 0.0)
                 exact += compare_senders(prompt.name, stock, observed.hand_over, len(prompt.token_ids) // BLOCK_SIZE)
@@ -244,7 +250,7 @@ class Harness:
                 kv_stride=shape["stride"],
             )
         )
-        if not phase.exact_between_arms:
+        if not phase.exact_between_arms or not arm.computes_as_stock:
             return
         if baseline.stock:
             outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
@@ -269,7 +275,7 @@ class Harness:
                 self.prompts,
                 f"concurrent-{run.slug}",
                 rounds=phase.rounds,
-                hold_blocks=int(HELD_PAGES * page_group_bytes) // geometry["groups"][0]["block_bytes"],
+                hold_blocks=arm.servers * int(HELD_PAGES * page_group_bytes) // geometry["groups"][0]["block_bytes"],
                 settle=memory.settle,
                 progress=self.narrator.update,
             )
@@ -302,7 +308,7 @@ class Harness:
             side = server.spec.name.rsplit("-", 1)[-1]
             # When D is asked first, or P stages, it holds a request no longer than it computes it: one page group is
             # enough.
-            if (run.order == "P first" and not arm.is_staged) or side == "decode":
+            if (run.order == "P first" and not arm.is_staged) or side.startswith("decode"):
                 self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", pages))
             what = f"{name}: memory came back after every round ({side})"
             self._row(came_back(arm.name, what, resting, page_group_bytes))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,17 +144,40 @@ class Client:
         )
 
     async def probe(self, method: str, *args: object) -> dict[str, Any]:
-        """Call a KV-probe method (see ``server_side/kv_probe.py``) on the server's only worker."""
+        """Call a KV-probe method on every worker; return what the first one answers, which holds for all."""
+        return (await self.probe_ranks(method, *args))[0]
+
+    async def probe_ranks(self, method: str, *args: object) -> list[dict[str, Any]]:
+        """Call a KV-probe method (see ``server_side/kv_probe.py``) on every worker; return what each answers."""
         reply = await self.http.post(
             f"{self.base_url}/collective_rpc", json={"method": f"kv_probe_{method}", "args": list(args)}
         )
         if reply.status_code != httpx.codes.OK:
             raise AnswerError(f"{self.base_url} answered {reply.status_code} to {method}: {reply.text[:2000]}")
-        results = reply.json()["results"]
-        if len(results) != 1 or not isinstance(results[0], dict):
-            raise AnswerError(f"{method}: found {results!r}; expected one answer from one worker.")
-        answer: dict[str, Any] = results[0]
-        return answer
+        results: list[dict[str, Any]] = reply.json()["results"]
+        if not results or not all(isinstance(one, dict) for one in results):
+            raise AnswerError(f"{method}: found {results!r}; expected an answer from every worker.")
+        return results
+
+
+def joined(digests: Sequence[list[list[str]]]) -> list[list[str]]:
+    """The digests of blocks per KV-cache group, each of which tells of all ranks' parts of the block."""
+    return [["+".join(parts) for parts in zip(*groups, strict=True)] for groups in zip(*digests, strict=True)]
+
+
+def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The probes' records of those transfers that every rank has one of, with the digests of all ranks' parts.
+
+    Args:
+        records: of each rank, in any order.
+    """
+    first, *others = records or [[]]
+    known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
+    return [
+        {**one, "digests": joined([one["digests"], *(rank[one["transfer"]] for rank in known)])}
+        for one in first
+        if all(one["transfer"] in rank for rank in known)
+    ]
 
 
 def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
@@ -206,7 +229,8 @@ class Pair:
                 f"{request_id}: found no blocks in P's answer ({offered!r}); expected kv_transfer_params with "
                 "a manifest or remote_block_ids. D would silently compute the prompt itself. See P's log."
             )
-        digests = (await self.prefill.probe("digests", block_ids))["digests"] if self.keeps_blocks else []
+        ranks = await self.prefill.probe_ranks("digests", block_ids) if self.keeps_blocks else []
+        digests = joined([rank["digests"] for rank in ranks])
         return Offer(offered, block_ids, digests)
 
     async def decode_offered(

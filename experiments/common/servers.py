@@ -47,6 +47,8 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     # What vLLM keeps about the models it has seen; two versions of it would throw out each other's.
     "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache-of-vllm"),
 }
+PINNED: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}
+"""On host memory: a registration is of the pages that were mapped then, as a network card's is."""
 INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "PYTHONPATH")
 """Settings of the caller's shell that would make an arm something else than its name says."""
 

@@ -28,7 +28,8 @@ Starts a prefill and a decode server with a pool of 96 blocks and leases of 3 s,
 an order that is drawn: either is killed at a random moment and another started on its ports; either stands still
 (SIGSTOP) for less and for more than a lease; clients go away in every phase, among them while decode has no room for
 them; decode comes with the parameters of a lease that has ended and whose blocks others have had. Over kvcached pulling
-and pushing, and the stock connector beside it. Every answer is compared with what a server gives alone."""
+and pushing, directly and staged, over registrations that follow its pages and that do not, and the stock connector
+beside it. Every answer is compared with what a server gives alone."""
 
 EPILOG = """\
 targets, for the arms over kvcached:
@@ -46,7 +47,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="how often each fault is inflicted (%(default)s)")
-    parser.add_argument("--arm", metavar="NAME", help='only "pull", "push" or "stock pull"; no last-VERSION file')
+    parser.add_argument(
+        "--arm",
+        metavar="NAME",
+        help='only arms whose name holds this, as in "pull", "staged", "staged push", "stock"; no last-VERSION file',
+    )
     parser.add_argument(
         "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
     )
@@ -64,7 +69,12 @@ def main(options: argparse.Namespace) -> int:
     from experiments.lease_recovery.arms import ARMS
     from experiments.lease_recovery.report import judge, table_of_faults
 
-    arms = [arm for arm in ARMS if options.arm in (None, arm.name)]
+    arms = [arm for arm in ARMS if (options.arm or "") in arm.name]
+    if not arms:
+        sys.stderr.write(
+            f"found no arm that fits --arm {options.arm!r}; there are: {'; '.join(a.name for a in ARMS)}.\n"
+        )
+        return 2
     began = datetime.datetime.now(datetime.timezone.utc)
     stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
     narrator = Narrator(f"faults and recovery, vLLM {options.vllm}")

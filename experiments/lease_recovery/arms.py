@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import ServerSpec
+from experiments.common.servers import PINNED, ServerSpec
 from kvcached_nixl.wire.lease import INTERVAL
 
 LEASE_SECONDS = 3.0
@@ -33,22 +33,28 @@ KVCACHED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A prefill and a decode server."""
+    """A prefill and a decode server.
+
+    Attributes:
+        extra: of the connector's extra config, beside its mode and its lease.
+    """
 
     name: str
     mode: str
     kvcached: bool = True
+    extra: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def specs(self, policy: str) -> list[ServerSpec]:
         """P and D; ``policy`` is ``kv_load_failure_policy``."""
         # The stock 0.19 has a timeout in place of a lease; without the same time it keeps blocks for eight minutes.
         environment = dict(KVCACHED) if self.kvcached else {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(int(LEASE_SECONDS))}
-        extra = {"num_threads": 0, "kv_lease_duration": int(LEASE_SECONDS)}
+        extra: dict[str, object] = {"num_threads": 0, "kv_lease_duration": int(LEASE_SECONDS)}
         if self.kvcached:
-            extra |= {"transfer_mode": self.mode}
+            extra |= {"transfer_mode": self.mode, **self.extra}
         return [
             ServerSpec(
-                name=f"{self.name.replace(' ', '-')}-{side}",
+                name=f"{self.name.replace(', ', '-').replace(' ', '-')}-{side}",
                 model=make_model(MODEL),
                 dtype="float32",
                 kv_transfer={
@@ -57,7 +63,7 @@ class Arm:
                     "kv_load_failure_policy": policy,
                     "kv_connector_extra_config": extra,
                 },
-                environment=environment,
+                environment=environment | self.environment,
                 block_size=BLOCK_SIZE,
                 max_model_len=1024,
                 arguments=("--num-gpu-blocks-override", str(NUM_BLOCKS)),
@@ -69,7 +75,13 @@ class Arm:
 
 PULL, PUSH = Arm("pull", "pull"), Arm("push", "push")
 STOCK = Arm("stock pull", "pull", kvcached=False)
-ARMS = (PULL, PUSH, STOCK)
+STAGED = (
+    # Nothing but the proof at start says that registrations of these would not follow kvcached's pages.
+    Arm("staged pull, pinned", "pull", environment=PINNED),
+    Arm("staged push, pinned", "push", environment=PINNED),
+    Arm("staged push", "push", extra={"memory_path": "device"}),
+)
+ARMS = (PULL, PUSH, *STAGED, STOCK)
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:

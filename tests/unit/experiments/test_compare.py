@@ -18,7 +18,7 @@ from experiments.byte_equivalence.compare import (
     match_records,
     until_tie,
 )
-from experiments.common.client import Answer, HandOver, per_group
+from experiments.common.client import Answer, HandOver, joined, of_all_ranks, per_group
 
 ANSWER = Answer([5, 6, 7], [-0.1, -0.2, -0.3], [{"5": -0.1, "9": -2.0}, {"6": -0.2}, {"7": -0.3}])
 DIGESTS = ["a", "b", "c"]
@@ -188,3 +188,21 @@ def test_what_p_sent_is_taken_from_its_records_where_the_client_could_not_look()
 def test_a_flat_list_of_block_ids_is_one_group() -> None:
     """Connectors before KV-cache groups sent one list."""
     assert per_group([3, 4]) == per_group([[3, 4]]) == [[3, 4]]
+
+
+def test_a_block_of_two_ranks_is_equal_where_both_parts_are() -> None:
+    """Per group and block, in the ranks' order: either part that differs changes it."""
+    one, other = [["a", "b"], ["c"]], [["d", "e"], ["f"]]
+    assert joined([one]) == one
+    assert joined([one, other]) == [["a+d", "b+e"], ["c+f"]]
+    assert joined([one, other]) != joined([other, one])
+    assert joined([]) == []
+
+
+def test_a_transfer_is_recorded_when_every_rank_has_recorded_it() -> None:
+    """In any order of theirs; one that a rank has not reported yet is not there."""
+    first = [{"transfer": "x", "digests": [["a"]]}, {"transfer": "y", "digests": [["b"]]}]
+    second = [{"transfer": "z", "digests": [["e"]]}, {"transfer": "x", "digests": [["d"]]}]
+    assert of_all_ranks([first]) == first
+    assert of_all_ranks([first, second]) == [{"transfer": "x", "digests": [["a+d"]]}]
+    assert of_all_ranks([]) == of_all_ranks([[], []]) == []

@@ -54,10 +54,12 @@ class FakePair:
         assert self.under_way == 0, "P is only made to step while nothing runs"
         return Answer([1, 1], [0.0, 0.0])
 
-    async def probe(self, method: str) -> dict[str, Any]:
-        records = [{"transfer": name} for name in self.decoded]
+    async def probe_ranks(self, method: str) -> list[dict[str, Any]]:
+        """Of two, the second of which reports in another order."""
+        records = [{"transfer": name, "digests": [["d"]]} for name in self.decoded]
         sent = [{"transfer": name, "block_ids": [[1]], "digests": [["d"]]} for name in self.decoded]
-        return {"records": records, "sent": sent if self.pushes else [], "pending": []}
+        first = {"records": records, "sent": sent if self.pushes else [], "pending": []}
+        return [first, {**first, "records": records[::-1], "sent": first["sent"][::-1]}]
 
 
 def served(prompts: int, hold_blocks: int) -> tuple[FakePair, int, int]:

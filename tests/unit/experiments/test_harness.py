@@ -82,8 +82,15 @@ def test_the_arms_are_one_reference_and_pairs(tmp_path: Path) -> None:
     assert [arm.name for arm in ARMS if arm.mode == SINGLE] == [ARMS[0].name]
     for arm in ARMS:
         made = specs(arm, tmp_path, "float32", {})
-        assert len(made) == (1 if arm.mode == SINGLE else 2)
+        assert len(made) == (1 if arm.mode == SINGLE else 2 * arm.servers)
         assert all((spec.kv_transfer is None) is (arm.mode == SINGLE) for spec in made)
+
+
+def test_of_a_mixed_arm_one_side_alone_is_staged(tmp_path: Path) -> None:
+    """Its registrations are pinned; the other's follow."""
+    for arm in (one for one in ARMS if "direct" in one.name):
+        pinned = [spec.environment.get("KVCACHED_HOSTVMM_REGISTRATION") for spec in specs(arm, tmp_path, "float32", {})]
+        assert pinned == (["pinned", "follows"] if arm.is_staged else [None, "pinned"])
 
 
 def test_help_needs_no_environment() -> None:
