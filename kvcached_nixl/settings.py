@@ -22,6 +22,8 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
                          "device": a slab there. The two sides may differ
     staging_gib          of that slab, per rank; by default four of the longest requests, at most the whole cache.
                          More requests than it holds wait, longer ones go through range by range
+    verify_fraction      of decode's hand-overs, from 0 (the default) to 1, how many are verified: prefill says what the
+                         bytes that it sends come to, and decode compares before it uses them
     host_buffer_gib      refused
     enforce_handshake_compat     vLLM's; must stay true: it is what tells peers apart
     enable_cross_layers_blocks   vLLM's; must stay false: it allocates KV memory past kvcached
@@ -103,6 +105,7 @@ class Settings:
         handover_timeout_seconds: after which a hand-over that has not ended fails.
         memory_path: what is asked for of the memory that NIXL touches.
         staging_gib: of the slab, if there is one; None for what the engine is made for.
+        verify_fraction: of the hand-overs that decode asks for, how many are verified.
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
@@ -110,6 +113,7 @@ class Settings:
     handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
     memory_path: MemoryPath = MemoryPath.AUTO
     staging_gib: float | None = None
+    verify_fraction: float = 0.0
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -155,6 +159,7 @@ class Settings:
             handover_timeout_seconds=_handover_timeout(extra_config),
             memory_path=_memory_path(extra_config),
             staging_gib=_staging_gib(extra_config),
+            verify_fraction=_verify_fraction(extra_config),
         )
 
 
@@ -258,6 +263,18 @@ def _staging_gib(extra_config: Mapping[str, Any]) -> float | None:
         )
     if _memory_path(extra_config) is MemoryPath.DIRECT:
         raise _bad("staging_gib", value, 'nothing beside "memory_path": "direct"', "Nothing is staged there.")
+    return float(value)
+
+
+def _verify_fraction(extra_config: Mapping[str, Any]) -> float:
+    value = extra_config.get("verify_fraction", 0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise _bad(
+            "verify_fraction",
+            value,
+            "a number from 0 to 1",
+            "It is not known how many hand-overs are to be verified.",
+        )
     return float(value)
 
 

@@ -87,6 +87,12 @@ class PageWatch:
         self.sample()
         return self._samples[-1][1] if self._samples else None
 
+    @property
+    def limit_bytes(self) -> int:
+        """The pool's limit; 0 if there is no account."""
+        self.sample()
+        return self._samples[-1][0] if self._samples else 0
+
     def count(self) -> PageCount:
         """Return the counts so far; call it after the block."""
         return count_pages(self._samples)

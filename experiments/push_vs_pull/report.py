@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from experiments.common.targets import Verdict
-from experiments.push_vs_pull.arms import ARMS, CHUNK_TOKENS, PULL, PUSH_STREAMED, STOCK_PUSH, TRANSPORTS
+from experiments.push_vs_pull.arms import CHUNK_TOKENS, PULL, PUSH_STREAMED, STOCK_PUSH, TRANSPORTS
 from experiments.push_vs_pull.measure import Sample
 
 TCP_NAMES = frozenset(one.name for one in TRANSPORTS if one.is_tcp)
@@ -127,7 +127,7 @@ def table_of_cells(found: Sequence[Cell], title: str) -> Table:
     table = Table(title=title)
     for column in ("over", "prompt", "at once", "arm", "n", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "left"):
         table.add_column(column, justify="left" if column in ("over", "arm") else "right", no_wrap=True)
-    order = {arm.name: place for place, arm in enumerate(ARMS)}
+    order = {arm: place for place, arm in enumerate(dict.fromkeys(one.arm for one in found))}
     for one in sorted(found, key=lambda c: (c.transport, c.prompt_tokens, c.at_a_time, order[c.arm])):
         times = (one.first_token_p50, one.first_token_p90, one.first_token_p99)
         each = (one.token_p50, one.token_p90, one.token_p99)

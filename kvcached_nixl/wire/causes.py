@@ -37,9 +37,10 @@ class Cause(IntEnum):
     """The peer said something that cannot be."""
     DEFECT = 12
     """An exception of our own that only this hand-over pays for."""
-
     QUARANTINE = 13
     """What it needs is in quarantine, and nothing else would free enough."""
+    BYTES = 14
+    """What has come is not what prefill sent (``verify_fraction``)."""
 
     @property
     def label(self) -> str:

@@ -15,7 +15,7 @@ from kvcached_nixl.wire.checked import BlockId, Count, Digest, Identifier, Secon
 
 __all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json", "ranges_of"]
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class BlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -57,7 +57,7 @@ __all__ = [
     "is_ours",
 ]
 
-PREFIX = b"KVNX5:"
+PREFIX = b"KVNX6:"
 """Starts each notification; vLLM's own start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
 
 MAX_ATTEMPT = 2**62
@@ -102,6 +102,8 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         block_size: tokens in one of decode's kernel blocks.
         groups: per KV-cache group, the kernel blocks that hold the tokens that decode needs of it.
         by_rooms: decode gives room range by range (a slab); the groups have no blocks.
+        is_verified: with each range prefill says what its bytes come to.
+        is_read: nothing is to be written; decode has read the tokens, and asks what their bytes come to.
     """
 
     decode_request_id: DecodeRequestId
@@ -115,6 +117,13 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     block_size: Count
     groups: tuple[BlockRange, ...]
     by_rooms: bool = False
+    is_verified: bool = False
+    is_read: bool = False
+
+    @property
+    def has_no_blocks(self) -> bool:
+        """Nothing is written, or not yet known where."""
+        return self.by_rooms or self.is_read
 
     @property
     def begin_token(self) -> int:
@@ -127,10 +136,11 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         require(self.first_token < self.end_token, "a range of at least one token")
         require(self.end_token <= self.num_tokens, "no more tokens than the digest is of")
         require(self.first_token % self.block_size == 0, "a first token that starts a block")
+        require(not self.is_read or (self.is_verified and not self.by_rooms), "something to be written, or verified")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         for group in self.groups:
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
-            require(not (self.by_rooms and group.block_ids), "no blocks where there are to be rooms")
+            require(not (self.has_no_blocks and group.block_ids), "no blocks where there are to be rooms, or nothing")
             require(group.first_token % self.block_size == 0, "groups that start a block")
             require(group.first_token >= self.first_token, "groups that begin no earlier than the request")
 
@@ -196,11 +206,13 @@ class Written(_OfContributor, frozen=True, tag="written"):
     Attributes:
         manifest: with the last one, of all of them.
         end_token: with the last WRITE of a range: it and those before it have every token up to this one. Else 0.
+        digest: of the range's bytes, if that was asked for (`worker.content`).
     """
 
     index: Count
     manifest: Manifest | None = None
     end_token: Count = 0
+    digest: Digest | None = None
 
     @property
     def is_last(self) -> bool:

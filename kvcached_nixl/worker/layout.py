@@ -75,6 +75,21 @@ class Layout:
         """Descriptors that move one block of all layers."""
         return len(self.regions)
 
+    def areas(self) -> list[tuple[int, torch.Tensor]]:
+        """Each region's address and its blocks as bytes, (num_blocks, block_bytes), over the tensors' own memory."""
+        return [(region.address, self._blocks_of(region)) for region in self.regions]
+
+    def _blocks_of(self, region: Region) -> torch.Tensor:
+        for view in self.device_views.values():
+            storage = view.untyped_storage()
+            offset = region.address - storage.data_ptr()
+            if 0 <= offset <= storage.nbytes() - self.num_blocks * region.block_bytes:
+                size = (self.num_blocks, region.block_bytes)
+                return torch.empty(0, dtype=torch.uint8, device=view.device).set_(
+                    storage, offset, size, (region.block_bytes, 1)
+                )
+        raise ValueError(f"found no tensor over the region at {region.address:#x}")
+
 
 def _refuse(layer: str, cache: torch.Tensor, expected: str) -> LayoutRefused:
     return LayoutRefused(

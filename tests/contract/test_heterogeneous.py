@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from digest_fakes import digests_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcached_memory import Geometry
@@ -259,8 +260,17 @@ class Rank:
             is_staged=False,
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
+        digests = digests_over(self.planes, self.arena.view(-1))
         self.worker = assemble(
-            self.transport, cluster.clock, place, self.words, settings, TAG, Channel(cluster), lambda: lambda: True
+            self.transport,
+            cluster.clock,
+            place,
+            self.words,
+            settings,
+            TAG,
+            Channel(cluster),
+            lambda: lambda: True,
+            digests,
         )
         self.thread = self.worker.thread
         self.done: list[str] = []

@@ -20,8 +20,10 @@ from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
+from kvcached_nixl.worker.content import Content
 from kvcached_nixl.worker.descriptors import Route
-from kvcached_nixl.worker.handover import engine_side, peers, receiving
+from kvcached_nixl.worker.handover import engine_side, peers, receiving, registering
+from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.lease import Leases
 from kvcached_nixl.worker.handover.local import Routes
@@ -516,3 +518,38 @@ def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
         return int(self.count - sum(self._used.values()))
 
     patch.setattr(Slots, "available", available)
+
+
+# ------------------------------------------------------------------------------------------------- what is verified
+
+
+def what_has_come_is_not_compared(patch: Patcher) -> None:
+    patch.setattr(registering, "compare", lambda *arguments: arguments[-1](None))
+
+
+def an_engine_that_lied_is_believed_again(patch: Patcher) -> None:
+    patch.setattr(Side, "require_trust", nothing)
+
+
+def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:
+    def end(self: Any) -> None:
+        self.is_quiet = self._rooms is None or not self._rooms.is_copying
+
+    then(patch, WriteShare, "_end", end)
+
+
+def prefill_s_blocks_are_free_while_their_digest_is_found(patch: Patcher) -> None:
+    def stop(self: Any, writing: Any, *_: Any, **__: Any) -> None:
+        for job in list(writing.jobs):
+            self._side.posting.drop(job)
+
+    then(patch, Writer, "stop", stop)
+
+
+def a_digest_is_of_all_heads(patch: Patcher) -> None:
+    digest = Content.digest
+
+    def of_all(self: Any, groups: Any, end_token: int, _: Any) -> str:
+        return digest(self, groups, end_token, self._planes)
+
+    patch.setattr(Content, "digest", of_all)

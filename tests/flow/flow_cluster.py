@@ -129,8 +129,8 @@ class Cluster:
         questions: handshakes under way.
     """
 
-    def __init__(self, mode: TransferMode) -> None:
-        self.settings = Settings(mode, LEASE_SECONDS, TIMEOUT_SECONDS)
+    def __init__(self, mode: TransferMode, verify_fraction: float = 0.0) -> None:
+        self.settings = Settings(mode, LEASE_SECONDS, TIMEOUT_SECONDS, verify_fraction=verify_fraction)
         self.clock, self.wire = ManualClock(1000.0), Wire()
         self.wire.cluster = self
         self.listening: dict[tuple[str, int], Engine] = {}
@@ -369,6 +369,7 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
         yield "a word"
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"
+    yield from _left("digests", worker.digesting)
     if worker.copier is not None:
         yield from _left("staging", worker.staging, "_waiting")
         yield from (f"waiting for slots: {waiting}" for waiting in worker.staging._waiting.values() if waiting)

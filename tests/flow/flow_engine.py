@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from digest_fakes import InTurn, as_bytes, content_of
 from flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from flow_staging import slab_of
 
@@ -29,6 +30,7 @@ from kvcached_nixl.wire.handshake import RankHandshake, Tag
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, Reports, Step
 from kvcached_nixl.worker.handover.commands import IsReached
+from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.posting import Budget
@@ -197,6 +199,7 @@ class Worker:
         self.words: Words = np.zeros((BUCKETS + engine.kind.landings, WORDS_PER_BUCKET), dtype=np.uint64)
         self.staging, self.copier = slab_of(self, *engine.kind.slots) if engine.kind.slots[0] else (None, None)
         self.moved = self.memory if self.copier is None else self.copier.slab
+        self.digesting = InTurn(held=True)
         planes = (self.moved.planes,)
         place = Place(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, planes, shape.ratio, shape.is_latent)
         handshake = RankHandshake(
@@ -223,6 +226,12 @@ class Worker:
             tag,
             self.channel,
             self.device.record,
+            Digests(
+                content_of(planes[0], as_bytes(self.moved._memory)),
+                content_of(self.memory.planes, as_bytes(self.memory._memory)),
+                self.digesting,
+                engine.settings.verify_fraction,
+            ),
             self.staging,
         )
         self.side.thread._side.posting._budget = engine.kind.posting
@@ -237,12 +246,16 @@ class Worker:
             self.agent.inbox
             or self.side.thread._inbox
             or (self.copier is not None and (self.copier.asked or self.copier.ended))
+            or self.digesting.asked
+            or self.digesting.ended
         )
 
     def copy(self) -> None:
-        """Do all copies that are asked for."""
+        """Do all copies and digests that are asked for."""
         while self.copier is not None and self.copier.asked:
             self.copier.run()
+        while self.digesting.asked:
+            self.digesting.run()
 
 
 @dataclass(frozen=True)

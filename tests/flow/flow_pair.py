@@ -30,8 +30,15 @@ def kind(**changed: Any) -> Kind:
 class Pair:
     """See the module. ``address``: of prefill's first rank, as decode names it."""
 
-    def __init__(self, mode: TransferMode, prefill: Kind | None = None, decode: Kind | None = None) -> None:
-        self.cluster = Cluster(mode)
+    def __init__(
+        self,
+        mode: TransferMode,
+        prefill: Kind | None = None,
+        decode: Kind | None = None,
+        *,
+        verify_fraction: float = 0.0,
+    ) -> None:
+        self.cluster = Cluster(mode, verify_fraction)
         self.wire, self.clock = self.cluster.wire, self.cluster.clock
         self.prefill = self.cluster.engine("p", prefill)
         self.decode = self.cluster.engine("d", decode)

@@ -25,6 +25,7 @@ from flow_memory import Shape
 
 from kvcached_nixl.scheduler import fetching
 from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
+from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.worker.handover.posting import Budget
 
 SHAPES = (
@@ -98,7 +99,8 @@ class Schedule:
         self.calm = seed % 4 == 0 if calm is None else calm
         # In these some engines stage.
         self.stages = seed % 3 == 2
-        self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]))
+        # In these some hand-overs are verified.
+        self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]), (seed % 5 == 3) * 0.6)
         shapes = dice.choice(SHAPES)
         self.prefills = [self._start(f"p{number}", shapes[0]) for number in range(dice.choice([1, 1, 1, 2]))]
         self.decodes = [self._start(f"d{number}", shapes[1]) for number in range(dice.choice([1, 1, 1, 2]))]
@@ -229,8 +231,9 @@ class Schedule:
         return [worker for engine in self.cluster.running for worker in engine.workers]
 
     def _copy(self) -> None:
-        """One rank's oldest copy is made, or fails."""
-        copiers = [worker.copier for worker in self._workers() if worker.copier is not None and worker.copier.asked]
+        """One rank's oldest copy is made, or its oldest digest is found; or fails."""
+        runners = [one for worker in self._workers() for one in (worker.copier, worker.digesting)]
+        copiers = [one for one in runners if one is not None and one.asked]
         if copiers:
             copier = self.dice.choice(copiers)
             copier.fails = not self.calm and self.dice.random() < 0.05
@@ -472,6 +475,8 @@ class Schedule:
         for task in self.tasks:
             for child in task.children:
                 self._judge(task, child)
+        differing = [engine.own.engine_id for engine in cluster.engines if engine.failures.get(Cause.BYTES)]
+        assert not differing, f"other bytes than were sent came to {differing}"
         self._wait(FORGOTTEN_SECONDS, lambda: next(cluster.left(), None) is None)
         left = "\n".join(cluster.left())
         assert not left, left

@@ -76,10 +76,8 @@ class LateCopier:
     asked: deque[_Asked] = field(default_factory=deque)
     ended: deque[tuple[Copy, str]] = field(default_factory=deque)
 
-    def start(self) -> None:
-        """Nothing has to run."""
-
-    close = start
+    def close(self) -> None:
+        """Nothing runs."""
 
     def submit(self, copy: Copy) -> None:
         asked = _Asked(copy, self.slots.takings(set(copy.slots)), self._holders(copy))

@@ -864,7 +864,7 @@ def test_another_layout_is_refused_in_words(pair: Pair) -> None:
     upstream = pair.ask_prefill()
     pair.settle()
     for rank, (_, metadata) in list(pair.prefill.answers.items()):
-        pair.prefill.answers[rank] = ("kvcached_nixl/5 another", metadata)
+        pair.prefill.answers[rank] = ("kvcached_nixl/6 another", metadata)
     found = pair.ask_decode(upstream.answer)
     pair.settle()
     assert found.status is Status.STOPPED and pair.causes() == {"refused": 1}
@@ -1191,7 +1191,7 @@ def test_rubbish_costs_nothing(pair: Pair) -> None:
     pair.acquaint()
     agent = pair.cluster.engine("s").workers[0].agent
     agent.add_peer(pair.prefill.workers[0].agent.metadata())
-    for notification in (b"", b"KVNX5:", b"KVNX5:" + b"\x91" * 2000, b"HB:\xff", b"req:1", b"\xff" * 100):
+    for notification in (b"", b"KVNX6:", b"KVNX6:" + b"\x91" * 2000, b"HB:\xff", b"req:1", b"\xff" * 100):
         agent.send(pair.prefill.workers[0].agent_name, notification)
     with Defects() as defects:
         pair.settle()

@@ -7,6 +7,7 @@ schedules catch most of the others, too, when there are more of them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from types import MappingProxyType
 import faults
 import pytest
 import test_hand_over_cases as cases
+import test_verified_hand_overs as verified
+from flow_memory import Shape
 from flow_pair import Pair
 from flow_schedule import Schedule
 
@@ -38,6 +41,13 @@ def case(test: Callable[..., None], *arguments: object) -> Callable[[], None]:
     run.__name__ = test.__name__
     return run
 
+
+def all_of(mode: TransferMode) -> verified.Made:
+    """What makes pairs all of whose hand-overs are verified."""
+    return functools.partial(Pair, mode, verify_fraction=1.0)
+
+
+EQUAL = (Shape(), Shape())
 
 CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
     {
@@ -133,6 +143,22 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.slots_are_never_free_again: schedules,
         faults.who_waits_for_slots_is_forgotten: schedules,
         faults.no_slot_is_kept_for_what_moves: case(cases.test_two_engines_whose_slabs_are_full_serve_each_other, PULL),
+        # What is verified.
+        faults.what_has_come_is_not_compared: case(
+            verified.test_other_bytes_are_not_used_and_their_sender_is_not_believed_again, all_of(PUSH), EQUAL, (0, 0)
+        ),
+        faults.an_engine_that_lied_is_believed_again: case(
+            verified.test_other_bytes_are_not_used_and_their_sender_is_not_believed_again, all_of(PULL), EQUAL, (0, 0)
+        ),
+        faults.decode_s_blocks_are_free_while_they_are_compared: case(
+            verified.test_blocks_are_not_free_while_a_digest_of_them_is_found, all_of(PUSH), "decode"
+        ),
+        faults.prefill_s_blocks_are_free_while_their_digest_is_found: case(
+            verified.test_blocks_are_not_free_while_a_digest_of_them_is_found, all_of(PUSH), "prefill"
+        ),
+        faults.a_digest_is_of_all_heads: case(
+            verified.test_what_is_right_is_found_to_be_right, all_of(PUSH), (Shape(tp_size=2), Shape())
+        ),
     }
 )
 

@@ -18,7 +18,7 @@ import fake_trees
 REPOSITORY = fake_trees.REPOSITORY
 SITECUSTOMIZE = REPOSITORY / "kvcached_nixl" / "sitecustomize"
 PROBE = Path(__file__).with_name("probe.py")
-DEPENDENCIES = ("wrapt", "packaging", "msgspec", "numpy", "numpy.libs")
+DEPENDENCIES = ("wrapt", "packaging", "msgspec", "xxhash", "numpy", "numpy.libs")
 
 
 @dataclass(frozen=True)

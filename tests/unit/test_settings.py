@@ -72,6 +72,18 @@ def test_another_size_of_it_is_refused(value: Any) -> None:
         Settings.from_extra_config({"staging_gib": value})
 
 
+@pytest.mark.parametrize("value", [0, 1, 0.25])
+def test_the_fraction_that_is_verified_is_taken(value: float) -> None:
+    assert Settings.from_extra_config({}).verify_fraction == 0.0
+    assert Settings.from_extra_config({"verify_fraction": value}).verify_fraction == value
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.01, True, "1", None, [1], float("nan"), float("inf")])
+def test_another_fraction_is_refused(value: Any) -> None:
+    with pytest.raises(SettingsError, match="verify_fraction"):
+        Settings.from_extra_config({"verify_fraction": value})
+
+
 def test_a_slab_beside_direct_is_refused() -> None:
     with pytest.raises(SettingsError, match=r'nothing beside "memory_path": "direct"'):
         Settings.from_extra_config({"memory_path": "direct", "staging_gib": 1})

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from digest_fakes import InTurn, as_bytes, digests_over
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
@@ -30,7 +31,7 @@ from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
 CELL_BYTES = 8
-TAG = "kvcached_nixl/5 pull [test]"
+TAG = "kvcached_nixl/6 pull [test]"
 START, OTHER_START = "00000000000000aa", "00000000000000bb"
 DIGEST, OTHER_DIGEST = "0" * 32, "1" * 32
 TOKENS = 10
@@ -156,6 +157,7 @@ class Local:
         memory: Memory | None = None,
         budget: Budget | None = None,
         landings: int = LANDINGS,
+        verify_fraction: float = 0.0,
     ) -> None:
         self.network = Network() if network is None else network
         self.clock = ManualClock(1000.0)
@@ -180,9 +182,10 @@ class Local:
         )
         self.landing_words = np.zeros((landings, WORDS_PER_BUCKET), dtype=np.uint64)
         own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
-        self.side = Side(
-            place, self.transport, self.peers, self.posting, Routes(place), Landings(self.landing_words), own=own
-        )
+        self.digesting = InTurn()
+        digests = digests_over(self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.digesting)
+        words = Landings(self.landing_words)
+        self.side = Side(place, self.transport, self.peers, self.posting, Routes(place), words, digests, own=own)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -197,6 +200,7 @@ class Local:
 
     def turn(self) -> None:
         self.peers.turn()
+        self.side.digests.turn()
         self.posting.turn()
         self.peers.turn()
 

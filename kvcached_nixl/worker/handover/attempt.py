@@ -25,7 +25,9 @@ from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Wanted
+from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.local import Place, Routes
+from kvcached_nixl.worker.handover.offer import Memory
 from kvcached_nixl.worker.handover.peers import Peers
 from kvcached_nixl.worker.handover.posting import Posting
 from kvcached_nixl.worker.handover.rooms import Rooms
@@ -45,6 +47,7 @@ class Side:
         own: this rank's address, which a registration names; None until the first step has told it.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
         waiting_for_landing: shares that look at their word when a landing is free.
+        distrusted: starts of engines whose bytes were others than they said.
     """
 
     place: Place
@@ -53,9 +56,20 @@ class Side:
     posting: Posting
     routes: Routes
     landings: Landings
+    digests: Digests
     staging: Staging | None = None
     own: Peer | None = None
     waiting_for_landing: list[Callable[[], None]] = field(default_factory=list)
+    distrusted: Memory[str] = field(default_factory=Memory)
+
+    def require_trust(self, start: str) -> None:
+        """Raises `HandOverFailed`: the engine's bytes were found to be others than it said."""
+        if start in self.distrusted:
+            words = (
+                "the bytes of an earlier hand-over from this engine were not those that it sent, so none of its is "
+                'used. Start both sides again, with "memory_path": "host" in kv_connector_extra_config'
+            )
+            raise HandOverFailed(Cause.BYTES, words)
 
     @staticmethod
     def contained(action: Callable[[str], None], failed: Callable[[HandOverFailed], None]) -> Callable[[str], None]:

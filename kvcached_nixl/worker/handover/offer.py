@@ -42,7 +42,8 @@ class Writing:
         next_token: the first one that no WRITE was made for yet.
         next_index: number of the next WRITE.
         room: where decode has room now, if it gives room range by range; ``asked``: the tokens for which it was asked.
-        jobs: WRITEs that are queued or in flight, and whether they are the last ones.
+        jobs: WRITEs that are to be queued, queued or in flight, and whether they are the last ones.
+        digesting: those of them that wait for what their bytes come to; the bytes are being read.
     """
 
     agent: str
@@ -55,6 +56,7 @@ class Writing:
     room: Room | None = None
     asked: tuple[int, int] = (-1, -1)
     jobs: dict[Job, bool] = field(default_factory=dict)
+    digesting: set[Job] = field(default_factory=set)
     stopping: tuple[Cause, str] | None = None
     is_over: bool = False
 

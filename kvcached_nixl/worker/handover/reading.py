@@ -20,7 +20,8 @@ class ReadShare:
     """This rank reads what one rank of prefill keeps, and then the word that says that it was kept meanwhile.
 
     Args:
-        instead: called where prefill stages: there is nothing to read, and this share is put out of its attempt.
+        instead: called where there is nothing to read because prefill stages (False), and where what was read is to
+            be verified (True): this share is put out of its attempt.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class ReadShare:
         attempt: Callable[[], Attempt],
         address: Peer,
         manifest: Manifest,
-        instead: Callable[[Attempt, ReadShare], None],
+        instead: Callable[[Attempt, ReadShare, bool], None],
     ) -> None:
         self._side = side
         self._attempt = attempt
@@ -57,9 +58,14 @@ class ReadShare:
         if self._is_stopping:
             return
         if known.rank.is_staged:
-            self._instead(self._attempt(), self)
+            self._instead(self._attempt(), self, False)
             return
         self._known = known
+        try:
+            self._side.require_trust(known.start)
+        except HandOverFailed as cause:
+            self._fail(cause)
+            return
         side, wanted, manifest, ratio = (
             self._side,
             self._attempt().wanted,
@@ -124,6 +130,8 @@ class ReadShare:
         elif not is_kept:
             words = f"prefill does not keep {self._manifest.request_id} any more, or never made these parameters"
             self._fail(HandOverFailed(Cause.LEASE, words))
+        elif side.digests.are_compared(self._attempt().number):
+            self._instead(self._attempt(), self, True)
         else:
             place = side.place
             done = Release(self._manifest.request_id, "", self._manifest.digest, place.tp_rank, place.tp_size)

@@ -186,9 +186,9 @@ class Receiving:
         self._writers[share.address][number] = None
         self._probed.setdefault(share.address, self._clock.now_seconds() + REPEAT_SECONDS)
 
-    def _be_written(self, attempt: Attempt, share: ReadShare) -> None:
-        """What prefill stages cannot be read whenever decode likes: it writes it."""
-        other = WriteShare(self._side, lambda: attempt, share.address)
+    def _be_written(self, attempt: Attempt, share: ReadShare, is_read: bool) -> None:
+        """Prefill writes what it stages, which cannot be read at any time; or says what it was that was read."""
+        other = WriteShare(self._side, lambda: attempt, share.address, is_read=is_read)
         attempt.shares[attempt.shares.index(share)] = other
         self._expect(other, attempt.number)
         other.begin()

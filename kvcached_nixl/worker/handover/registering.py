@@ -10,6 +10,7 @@ from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer, Ready, Registration, Room, Stopped, Withdrawal, Written, encode
 from kvcached_nixl.worker.handover.attempt import Attempt, Side
+from kvcached_nixl.worker.handover.comparing import compare
 from kvcached_nixl.worker.handover.local import kernel_blocks
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.rooms import Rooms
@@ -21,11 +22,14 @@ __all__ = ["WriteShare"]
 class WriteShare:
     """One rank of prefill writes into blocks that this rank has registered, and says with the last WRITE what it wrote.
 
+    Args:
+        is_read: it has been read already, and prefill says what it was.
+
     Attributes:
         agent: who was told of the blocks, and may write until it has stopped or is gone.
     """
 
-    def __init__(self, side: Side, attempt: Callable[[], Attempt], address: Peer) -> None:
+    def __init__(self, side: Side, attempt: Callable[[], Attempt], address: Peer, *, is_read: bool = False) -> None:
         self._side = side
         self._attempt = attempt
         self.address = address
@@ -38,7 +42,10 @@ class WriteShare:
         self._is_stopping = False
         self._is_begun_again = False
         self._rooms: Rooms | None = None
-        self._ends: dict[int, int] = {}
+        self._is_read = is_read
+        self._ends: dict[int, Written] = {}
+        self._ranges: list[Written] = []
+        self._is_comparing = self._is_compared = False
         self._following = 0
         self._has_stopped = False
 
@@ -76,6 +83,9 @@ class WriteShare:
             words = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
             self._fail(HandOverFailed(cause, words))
             return
+        self._take_written(message)
+
+    def _take_written(self, message: Written) -> None:
         last = message.index if message.is_last else self._last
         self._highest = max(self._highest, message.index)
         if last is not None and (self._highest > last or self._last not in (None, last)):
@@ -84,17 +94,20 @@ class WriteShare:
             return
         self._arrived.add(message.index)
         if message.end_token:
-            self._ends[message.index] = message.end_token
+            self._ends[message.index] = message
         if message.manifest is not None:
             self._last = message.index
             misfit = self._misfit(message.manifest)
             if misfit is not None:
                 self._fail(misfit)
         while self._following in self._arrived:
-            end_token = self._ends.pop(self._following, 0)
+            written = self._ends.pop(self._following, None)
             self._following += 1
-            if end_token and self._rooms is not None and not self._is_stopping:
-                self._rooms.written(self.address.tp_rank, end_token)
+            if written is None:
+                continue
+            self._ranges.append(written)
+            if self._rooms is not None and not self._is_stopping:
+                self._rooms.written(self.address.tp_rank, written.end_token)
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
@@ -103,16 +116,42 @@ class WriteShare:
             self._rooms is not None and not self._has_stopped and not self._is_stopping and not self._rooms.is_filled
         ):
             return
-        if self._last is not None and len(self._arrived) == self._last + 1:
-            self._end()
-            self._attempt().settle()
+        if self._last is None or len(self._arrived) <= self._last or self._is_comparing:
+            return
+        attempt, side, known = self._attempt(), self._side, self._known
+        if not self._is_compared and not self._is_stopping and side.digests.are_compared(attempt.number):
+            assert known is not None
+            self._is_comparing = True
+            compare(side, attempt.wanted, self._ranges, known.rank.memory, self._contained)
+            return
+        self._end()
+        attempt.settle()
+
+    def _contained(self, wrong: HandOverFailed | None) -> None:
+        self._side.contained(lambda _: self._compared(wrong), self._fail)("")
+
+    def _compared(self, wrong: HandOverFailed | None) -> None:
+        """The blocks are not read any more."""
+        self._is_comparing, self._is_compared = False, True
+        if wrong is None:
+            if self._has_stopped:
+                self._end()
+                self._attempt().settle()
+            else:
+                self._end_if_complete()
+            return
+        if wrong.cause is Cause.BYTES and self._known is not None:
+            self._side.distrusted.add(self._known.start)
+        # Everything has been written.
+        self._end()
+        self._fail(wrong)
 
     def _end(self) -> None:
         """Nobody writes any more."""
         self._has_stopped = True
         if self._rooms is not None:
             self._rooms.close(self.address.tp_rank)
-        self.is_quiet = self._rooms is None or not self._rooms.is_copying
+        self.is_quiet = (self._rooms is None or not self._rooms.is_copying) and not self._is_comparing
 
     def _copied(self, failed: str) -> None:
         """A range is where it belongs, or could not be copied there."""
@@ -146,6 +185,11 @@ class WriteShare:
         if self._is_stopping or side.own is None:
             return
         self._known, wanted, ratio = known, attempt.wanted, side.place.kernel_blocks_per_block
+        try:
+            side.require_trust(known.start)
+        except HandOverFailed as cause:
+            self._fail(cause)
+            return
         groups = tuple(
             BlockRange(group.first_token, tuple(kernel_blocks(group.block_ids, ratio))) for group in wanted.groups
         )
@@ -158,6 +202,7 @@ class WriteShare:
                 )
             self._rooms = attempt.rooms
             self._rooms.join(self.address.tp_rank, self._give_room, self._copied)
+        if staging is not None or self._is_read:
             groups = tuple(BlockRange(group.first_token, ()) for group in groups)
         registration = Registration(
             attempt=wanted.attempt,
@@ -172,6 +217,8 @@ class WriteShare:
             block_size=side.place.kernel_block_size,
             groups=groups,
             by_rooms=staging is not None,
+            is_verified=side.digests.are_compared(wanted.attempt),
+            is_read=self._is_read,
         )
         try:
             side.transport.send(known.agent, encode(registration))

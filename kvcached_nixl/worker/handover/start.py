@@ -17,8 +17,11 @@ from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag
+from kvcached_nixl.worker.background import Background
+from kvcached_nixl.worker.content import Content
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.commands import IsReached, Known
+from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.local import Place, Routes, fits
 from kvcached_nixl.worker.handover.meeting import Meeting
@@ -86,7 +89,7 @@ def start(
     """
     first_head = 0 if worker.use_mla else worker.tp_rank * worker.total_kv_heads // worker.tp_size
     layout, slab = registered.layout, registered.slab
-    memory = planes_of(layout.device_views, layout.axes, first_head=first_head)
+    own_memory = memory = planes_of(layout.device_views, layout.axes, first_head=first_head)
     if slab is not None:
         memory = slab.planes(memory)
     place = Place(
@@ -132,10 +135,17 @@ def start(
     if slab is not None:
         copier = Copier(slab, wake)
         staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, place.kernel_block_size)
-    side = assemble(transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device), staging)
+    blocks = Content(own_memory, layout.areas())
+    digests = Digests(
+        blocks if slab is None else Content(memory, slab.areas),
+        blocks,
+        Background("kvcached-nixl-digests", device, wake),
+        settings.verify_fraction,
+    )
+    side = assemble(
+        transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device), digests, staging
+    )
     thread.append(weakref.ref(side.thread))
-    if staging is not None:
-        staging.copier.start()
     side.thread.start()
     return side
 
@@ -149,6 +159,7 @@ def assemble(
     compatibility: str,
     channel: Channel,
     record: Callable[[], IsReached],
+    digests: Digests,
     staging: Staging | None = None,
 ) -> EngineSide:
     """All parts of one worker, its thread not started.
@@ -167,7 +178,7 @@ def assemble(
         lambda: thread[0].wake() if thread else None,
     )
     posting = Posting(transport, clock, peers.lost, reported.moved, connection=peers.connection)
-    side = Side(place, transport, peers, posting, Routes(place), Landings(words[BUCKETS:]), staging)
+    side = Side(place, transport, peers, posting, Routes(place), Landings(words[BUCKETS:]), digests, staging)
     receiving = Receiving(side, clock, settings.transfer_mode, reported.failed, reported.over)
     table = WordTable(words[:BUCKETS])
     serving = Serving(
@@ -200,6 +211,7 @@ def assemble(
     def closed() -> None:
         if staging is not None:
             staging.copier.close()
+        digests.close()
         channel.close()
 
     thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))

@@ -182,6 +182,7 @@ class TransferThread:
         self._side.peers.turn()
         if self._side.staging is not None:
             self._side.staging.turn()
+        self._side.digests.turn()
         self._side.posting.turn()
         deadlines = [self._serving.turn(), self._receiving.turn(), self._renew()]
         if self._reported.take_news() and self._known is not None:

@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, Ready, Room, Stopped, Written, encode
-from kvcached_nixl.worker.descriptors import Blocks
+from kvcached_nixl.worker.descriptors import Blocks, Descriptors
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.offer import Offer, Writing
@@ -118,7 +119,7 @@ class Writer:
         if writing.stopping is not None:
             return
         writing.stopping = cause, reason
-        for job in list(writing.jobs):
+        for job in [job for job in writing.jobs if job not in writing.digesting]:
             self._side.posting.drop(job)
         if not is_answered:
             writing.known = None
@@ -150,12 +151,15 @@ class Writer:
             (here, Blocks(there.block_ids, there.first_token), max(writing.next_token, there.first_token))
             for here, there in zip(source.groups, targets, strict=True)
         ]
-        found = side.routes.ranges(side.routes.of(known.agent, memory), groups, end)
+        routes = side.routes.of(known.agent, memory)
+        nothing = np.empty((0, 2), np.int64)
+        found = Descriptors(nothing, nothing) if registration.is_read else side.routes.ranges(routes, groups, end)
         writing.next_token = end
         is_final = writing.is_complete
         if is_final and offer.manifest is None:
             raise HandOverFailed(Cause.PROTOCOL, "prefill has no manifest of what it computed")
         manifest = None if offer.manifest is None else msgspec.structs.replace(offer.manifest, groups=())
+        digest: str | None = None
 
         def notify(_: int, is_last: bool) -> bytes:
             said = Written(
@@ -164,6 +168,7 @@ class Writer:
                 writing.next_index,
                 manifest if is_final and is_last else None,
                 end if is_last else 0,
+                digest if is_last else None,
             )
             writing.next_index += 1
             return encode(said)
@@ -177,7 +182,33 @@ class Writer:
             source.held.jobs += 1
         writing.jobs[job] = is_final
         self.num_final += is_final
-        side.posting.submit(job)
+        if not registration.is_verified:
+            side.posting.submit(job)
+            return
+
+        def digested(found_digest: str, failed: str) -> None:
+            nonlocal digest
+            digest = found_digest
+            side.contained(
+                lambda failed: self._digested(writing, job, failed, notify),
+                lambda cause: self.stop(writing, cause.cause, str(cause)),
+            )(failed)
+
+        # While the bytes are read, nobody else may have them: the job is not quiet.
+        writing.digesting.add(job)
+        side.digests.of_sent(([(here, first) for here, _, first in groups], end), memory, digested)
+
+    def _digested(self, writing: Writing, job: Job, failed: str, notify: Callable[[int, bool], bytes]) -> None:
+        writing.digesting.discard(job)
+        if failed:
+            self.stop(writing, Cause.DEFECT, failed)
+        if writing.stopping is not None:
+            self._side.posting.drop(job)
+            return
+        if writing.registration.is_read:
+            # It has been read already: this is all that is said.
+            self._side.peers.send(writing.registration.decode, notify(0, True), only=writing.agent)
+        self._side.posting.submit(job)
 
     def _written(self, writing: Writing, job: Job, held: Held | None, failed: str) -> None:
         self.num_final -= writing.jobs.pop(job)

@@ -39,7 +39,7 @@ class Slab:
     def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self._regions = layout.regions
-        self._blocks = [_blocks_of(region, layout) for region in layout.regions]
+        self._blocks = [blocks for _, blocks in layout.areas()]
         is_pinned = device.type == "cpu" and self._blocks[0].device.type != "cpu"
         begins = list(_begins(layout.regions, num_slots))
         memory = torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_pinned)
@@ -82,6 +82,11 @@ class Slab:
             target.index_copy_(0, ids, self._areas[place][run].to(target.device, non_blocking=True))
 
     @property
+    def areas(self) -> list[tuple[int, torch.Tensor]]:
+        """Each area's address and its slots as bytes, (num_slots, block_bytes)."""
+        return [(int(area.data_ptr()), area) for area in self._areas]
+
+    @property
     def blocks_device(self) -> torch.device:
         """Where the KV cache is."""
         return self._blocks[0].device
@@ -115,16 +120,3 @@ def _begins(regions: Sequence[Region], num_slots: int) -> Iterator[int]:
         yield begin
         begin += -(-num_slots * region.block_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     yield begin
-
-
-def _blocks_of(region: Region, layout: Layout) -> torch.Tensor:
-    """A region as bytes, (num_blocks, block_bytes), over the memory of the tensors that attention uses."""
-    for view in layout.device_views.values():
-        storage = view.untyped_storage()
-        offset = region.address - storage.data_ptr()
-        if 0 <= offset <= storage.nbytes() - layout.num_blocks * region.block_bytes:
-            size = (layout.num_blocks, region.block_bytes)
-            return torch.empty(0, dtype=torch.uint8, device=view.device).set_(
-                storage, offset, size, (region.block_bytes, 1)
-            )
-    raise ValueError(f"found no tensor over the region at {region.address:#x}")

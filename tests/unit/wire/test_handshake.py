@@ -30,11 +30,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_5_is_these_words() -> None:
+def test_the_tag_of_protocol_6_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 5
+    assert PROTOCOL == 6
     assert str(TAG) == (
-        "kvcached_nixl/5 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
+        "kvcached_nixl/6 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
         "of cells of 64 bytes]"
     )
 

@@ -57,7 +57,7 @@ def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) 
 
 @pytest.mark.parametrize(
     "notification",
-    [b"", b"HB", b"hb:a", b"KVNX5:", b"HB:\xff", b"HB:" + b"x" * (MOST_BEAT_BYTES - 2)],
+    [b"", b"HB", b"hb:a", b"KVNX6:", b"HB:\xff", b"HB:" + b"x" * (MOST_BEAT_BYTES - 2)],
     ids=lambda one: repr(one[:8]),
 )
 def test_what_is_no_beat_is_malformed(notification: bytes) -> None:

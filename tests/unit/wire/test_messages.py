@@ -52,6 +52,8 @@ GROUP = {"first_token": 32, "block_ids": [1]}
 ROOM = Room(7, PEER, 32, 97, (BlockRange(32, (3, 9, 4)), BlockRange(64, (7, 5))))
 MESSAGES += [
     msgspec.structs.replace(REGISTRATION, groups=(BlockRange(32, ()),), by_rooms=True),
+    msgspec.structs.replace(REGISTRATION, is_verified=True),
+    msgspec.structs.replace(REGISTRATION, groups=(BlockRange(32, ()),), is_verified=True, is_read=True),
     ROOM,
     Ready(7, 1, 32, 97),
     Written(7, 1, 3, None, 64),
@@ -106,6 +108,9 @@ def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> No
         {"groups": [{**GROUP, "first_token": 33}]},
         {"groups": [1, 2]},
         {"groups": [GROUP], "by_rooms": True},
+        {"groups": [GROUP], "is_verified": True, "is_read": True},
+        {"groups": [{"first_token": 32, "block_ids": []}], "is_read": True},
+        {"groups": [{"first_token": 32, "block_ids": []}], "is_read": True, "is_verified": True, "by_rooms": True},
         {"decode": {"engine_id": "e", "host": "h", "port": 0, "tp_size": 1, "tp_rank": 0}},
         {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 1}},
         {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 10**9, "tp_rank": 0}},

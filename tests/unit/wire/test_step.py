@@ -71,7 +71,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
     assert [(cause.value, cause.label) for cause in Cause] == list(
         enumerate(
             ["parameters", "no_manifest", "digest", "range", "start", "refused", "unreachable", "lost", "lease"]
-            + ["stopped", "deadline", "protocol", "defect", "quarantine"]
+            + ["stopped", "deadline", "protocol", "defect", "quarantine", "bytes"]
         )
     )
     failed = HandOverFailed(Cause.LEASE, "words")

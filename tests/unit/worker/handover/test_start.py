@@ -103,7 +103,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     assert stock.offered is not None
     tag, rank = stock.offered
     assert tag == (
-        "kvcached_nixl/5 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; 4 planes of cells of 16 bytes]"
+        "kvcached_nixl/6 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; 4 planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
     assert (rank.agent_metadata, rank.kernel_blocks_per_block) == (b"\x00nixl", 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digest_fakes import as_bytes, digests_over
 from unit.worker_fakes import (
     DIGEST,
     TAG,
@@ -84,7 +85,7 @@ class Worker:
         made = Settings(mode, **settings)
         self.side = assemble(
             self.transport, self.clock if clock is None else clock, place, self.words, made, TAG, self.asking,
-            lambda: always,
+            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)),
         )  # fmt: skip
         self.thread: TransferThread = self.side.thread
         self.thread.submit(commands.Known(OWN, "key"))

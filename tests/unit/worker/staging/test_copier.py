@@ -46,7 +46,6 @@ def woken() -> threading.Semaphore:
 @pytest.fixture
 def copier(slab: Slab, woken: threading.Semaphore) -> Iterator[Copier]:
     one = Copier(slab, woken.release)  # type: ignore[arg-type]
-    one.start()
     yield one
     slab.go_on.set()
     one.close()
@@ -84,7 +83,6 @@ def test_a_copy_that_fails_is_told_and_the_next_one_is_done(
 
 def test_what_was_asked_for_is_done_before_it_stops(slab: Slab) -> None:
     one = Copier(slab, lambda: None)  # type: ignore[arg-type]
-    one.start()
     one.submit(Copy(True, [1], [0], lambda _: None))
     one.close()
     assert len(slab.done) == 1

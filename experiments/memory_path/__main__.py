@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/memory_path/run.sh``: measure, compare with the targets, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PARTS = ("memory", "first-token", "pages")
+
+DESCRIPTION = """\
+What does staging cost, and what does it give back?
+
+Starts pairs of real servers over kvcached on the direct path and staged through a slab in host memory, pulling and
+pushing (streamed), and compares:
+  memory       what a server keeps of the machine's memory beside kvcached's pages with 1, 8 and 60 GiB reserved, and
+               what vLLM's own host buffer would take
+  first-token  time to first token over TCP and shared memory, the pairs side by side and asked in turn
+  pages        how long prefill's elastic pages stay mapped after its last step; and what of its pool is mapped on
+               average under load, when decode is asked half a second after prefill has answered"""
+
+EPILOG = """\
+targets:
+  resident memory beside the direct path: at most 1.05 x the slab, the same however much is reserved
+  time to first token over TCP: at most 1.15 x the direct path's (shared memory is reported)
+  prefill's pages stay mapped for at most 1.2 x the copy
+
+exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer lengths and requests; writes no last-VERSION files")
+    parser.add_argument("--part", choices=PARTS, help="only this one; as for --quick")
+    return parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Only here: --help has to work without the environment that these need.
+    import httpx
+
+    from experiments.common.client import AnswerError
+    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.common.servers import ServerError
+    from experiments.memory_path.measure import Measured, measure_part
+
+    began = datetime.datetime.now(datetime.timezone.utc)
+    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
+    narrator = Narrator(f"direct and staged, vLLM {options.vllm}")
+    found = Measured()
+    try:
+        for part in [options.part] if options.part else PARTS:
+            measure_part(part, found, RESULTS / stamp, narrator, quick=options.quick)
+    except (ServerError, AnswerError, httpx.HTTPError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    finally:
+        narrator.close()
+
+    verdicts = _report(found, options.vllm, stdout_console())
+    name = stamp if options.quick or options.part else f"last-{options.vllm}"
+    if found.occupied:
+        from experiments.memory_path.report import plot
+
+        plot(found.occupied, found.loaded, f"prefill's pages, vLLM {options.vllm}", RESULTS / f"{name}.png")
+    content: dict[str, Any] = {
+        field.name: [dataclasses.asdict(one) for one in getattr(found, field.name)]
+        for field in dataclasses.fields(found)
+    }
+    write_json(
+        RESULTS / f"{name}.json",
+        {"began": began.isoformat(timespec="seconds"), "targets": as_json(verdicts), **content},
+    )
+    return exit_status(verdicts)
+
+
+def _report(found: Any, vllm: str, console: Any) -> list[Verdict]:
+    """Print the tables; returns what was promised and found."""
+    from experiments.memory_path.arms import PAGE_GROUP_BYTES
+    from experiments.memory_path.report import (
+        judge_first_token,
+        judge_occupied,
+        judge_resident,
+        table_of_loaded,
+        table_of_occupied,
+    )
+    from experiments.push_vs_pull.report import cells, table_of_cells
+
+    found_cells = cells(found.samples)
+    if found_cells:
+        console.print(table_of_cells(found_cells, f"direct and staged, vLLM {vllm}; milliseconds"))
+    if found.occupied:
+        console.print(table_of_occupied(found.occupied))
+        console.print(table_of_loaded(found.loaded, PAGE_GROUP_BYTES))
+    verdicts = list(
+        itertools.chain(judge_resident(found.resident), judge_first_token(found_cells), judge_occupied(found.occupied))
+    )
+    console.print(table_of_targets(verdicts))
+    return verdicts
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long prefill's elastic pages stay mapped: after the last step of one request, and under load."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.common.client import AnswerError, http_client
+from experiments.common.pages import PageWatch
+from experiments.common.servers import Server, running
+from experiments.memory_path.arms import GIVES_BACK, PAGE_GROUP_BYTES, specs
+from experiments.memory_path.asking import Asking
+from experiments.push_vs_pull.arms import Arm
+
+LOOK_SECONDS = 0.002
+SETTLE_SECONDS = 30.0
+LATE_SECONDS = 0.5
+"""Under load, how long after prefill's answer decode is asked: a router that waits for room there."""
+CLIENTS = 4
+
+
+@dataclass(frozen=True)
+class Occupied:
+    """One request, nothing else going on.
+
+    Attributes:
+        occupied_seconds: from the end of prefill's last step until its pages are unmapped.
+        copied_seconds: that prefill copied out of its blocks; 0 on the direct path.
+        whole_seconds: from the end of prefill's last step until decode's first token.
+    """
+
+    arm: str
+    prompt_tokens: int
+    occupied_seconds: float
+    copied_seconds: float
+    whole_seconds: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Under load: of prefill's pool, bytes mapped on average over time; how many were handed over, in how long."""
+
+    arm: str
+    requests: int
+    seconds: float
+    mean_mapped_bytes: float
+    pool_bytes: int
+
+
+def measure(
+    arm: Arm, lengths: tuple[int, ...], rounds: int, requests: int, model: Path, logs: Path, say: Callable[[str], None]
+) -> tuple[list[Occupied], Loaded]:
+    """Start a pair, measure, stop it."""
+    with running(specs(arm, GIVES_BACK, model), logs, say) as (prefill, decode):
+        return asyncio.run(_measure(arm, lengths, rounds, requests, prefill, decode, say))
+
+
+async def _measure(
+    arm: Arm,
+    lengths: tuple[int, ...],
+    rounds: int,
+    requests: int,
+    prefill: Server,
+    decode: Server,
+    say: Callable[[str], None],
+) -> tuple[list[Occupied], Loaded]:
+    async with http_client(CLIENTS) as http:
+        with PageWatch(prefill.identity) as watch:
+            pair = _Pair(arm, Asking(prefill, decode, http), watch)
+            await pair.warm_up(max(lengths))
+            found = []
+            for length, number in itertools.product(lengths, range(rounds)):
+                say(f"{arm.name}: {length} tokens, {number + 1} of {rounds}")
+                found.append(await pair.one(length))
+            say(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
+            return found, await pair.load(requests, max(lengths) // 4)
+
+
+class _Pair:
+    """A pair whose prefill is watched."""
+
+    def __init__(self, arm: Arm, asking: Asking, watch: PageWatch) -> None:
+        self.arm, self.asking, self.watch = arm, asking, watch
+
+    async def warm_up(self, length: int) -> None:
+        """The handshake, and the first touch of all memory."""
+        for side in (self.asking.prefill, self.asking.decode):
+            await side.probe("time_transfers")
+        if (await self.asking.prefill.probe("time_copies"))["staged"] is not ("memory_path" in self.arm.extra):
+            raise AnswerError(f"{self.arm.name}: prefill is not on the memory path that it was told; see its log.")
+        for _ in range(2):
+            await self.one(length)
+
+    async def one(self, length: int) -> Occupied:
+        """Hand one prompt over; returns when prefill's pages are unmapped."""
+        prefill = self.asking.prefill
+        await prefill.probe("copied")
+        asking = asyncio.create_task(self.asking.ask(length, streamed=self.arm.streamed))
+        while not self._is_mapped() and not asking.done():
+            await asyncio.sleep(LOOK_SECONDS)
+        unmapped = await self._unmapped(asking)
+        first_token = await asking
+        computed = float((await prefill.probe("times"))["computed"])
+        copied = float((await prefill.probe("copied"))["seconds"])
+        return Occupied(self.arm.name, length, unmapped - computed, copied, first_token - computed)
+
+    def _is_mapped(self) -> bool:
+        """More than what is mapped at rest: the page of vLLM's null block."""
+        return (self.watch.mapped_bytes() or 0) > PAGE_GROUP_BYTES
+
+    async def _unmapped(self, asking: asyncio.Task[float]) -> float:
+        """When the pages were unmapped (monotonic seconds)."""
+        deadline = None
+        while self._is_mapped():
+            if asking.done():
+                deadline = deadline or time.monotonic() + SETTLE_SECONDS
+                if time.monotonic() > deadline:
+                    raise AnswerError(
+                        f"{self.arm.name}: found {self.watch.mapped_bytes()} bytes mapped {SETTLE_SECONDS:.0f} s after "
+                        f"the answer; expected {PAGE_GROUP_BYTES} at most."
+                    )
+            await asyncio.sleep(LOOK_SECONDS)
+        return time.monotonic()
+
+    async def load(self, requests: int, length: int) -> Loaded:
+        """Hand prompts over, ``CLIENTS`` at a time, decode asked late; pages are looked at all the time."""
+        places = asyncio.Semaphore(CLIENTS)
+
+        async def one() -> None:
+            async with places:
+                await self.asking.ask(length, late_seconds=LATE_SECONDS)
+
+        begun, area, last = time.monotonic(), 0.0, time.monotonic()
+        asking = asyncio.gather(*(one() for _ in range(requests)))
+        while not asking.done():
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            area, last = area + (self.watch.mapped_bytes() or 0) * (now - last), now
+        await asking
+        return Loaded(self.arm.name, requests, last - begun, area / (last - begun), self.watch.limit_bytes)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of memory that a test lays out, found when the test says so."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.background import Work
+from kvcached_nixl.worker.content import Content
+from kvcached_nixl.worker.handover.digests import Digests
+
+
+@dataclass
+class InTurn:
+    """Does what it is asked for in the next turn or, where it is ``held``, when it is told to.
+
+    Attributes:
+        fails: how many of the next ones fail.
+    """
+
+    held: bool = False
+    fails: int = 0
+    asked: deque[Work[list[str]]] = field(default_factory=deque)
+    ended: deque[tuple[Work[list[str]], list[str] | None]] = field(default_factory=deque)
+    is_closed: bool = False
+
+    def submit(self, work: Work[list[str]]) -> None:
+        self.asked.append(work)
+
+    def run(self) -> None:
+        """Do the oldest one."""
+        work = self.asked.popleft()
+        self.ended.append((work, None if self.fails else work.do()))
+        self.fails -= self.fails > 0
+
+    def turn(self) -> None:
+        while self.asked and not self.held:
+            self.run()
+        while self.ended:
+            work, found = self.ended.popleft()
+            work.ended(found, f"{work.what} failed" if found is None else "")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def content_of(planes: Planes, memory: torch.Tensor) -> Content:
+    """Args:
+    memory: all of it, one dimension of bytes.
+    """
+    span = (
+        (planes.block_size - 1) * planes.token_stride_bytes
+        + (planes.num_heads - 1) * planes.head_stride_bytes
+        + planes.cell_bytes
+    )
+    size, stride = (planes.num_blocks, span), (planes.block_stride_bytes, 1)
+    begin = memory.data_ptr()
+    return Content((planes,), [(base, memory.as_strided(size, stride, base - begin)) for base in planes.bases])
+
+
+def as_bytes(array: Any) -> torch.Tensor:
+    """A C-contiguous numpy array's memory."""
+    return torch.from_numpy(array.reshape(-1).view("uint8"))
+
+
+def digests_over(planes: Planes, memory: torch.Tensor, fraction: float = 0.0, runs: InTurn | None = None) -> Digests:
+    """Of a rank that stages nothing."""
+    content = content_of(planes, memory)
+    return Digests(content, content, runs or InTurn(), fraction)
