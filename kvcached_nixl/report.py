@@ -78,7 +78,7 @@ def render(report: Report, *, colour: bool = False) -> str:
         lines.append("  none")
     lines += ["", "capabilities"]
     for capability, provision in report.capabilities.items():
-        origin = provision.origin.value + (", refused" if provision.refused else "")
+        origin = provision.origin.value
         lines.append(f"  {capability.value:<12} {origin:<16} {provision.note}")
     if not report.capabilities:
         lines.append("  none: this vLLM is not supported")

@@ -19,7 +19,8 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
     memory_path          what memory NIXL touches. "auto", the default: kvcached's pages, if every transport that could
                          be chosen is proved to follow them and not to be slow on them; else a slab of other memory of
                          the device, through which KV is copied. "direct": kvcached's pages, or no start. "host" and
-                         "device": a slab there. The two sides may differ
+                         "device": a slab there. The two sides may differ. vLLM's kv_buffer_device "cpu" on an
+                         accelerator is "host"
     staging_gib          of that slab, per rank; by default four of the longest requests, at most the whole cache.
                          More requests than it holds wait, longer ones go through range by range
     verify_fraction      of decode's hand-overs, from 0 (the default) to 1, how many are verified: prefill says what the
@@ -170,16 +171,35 @@ class Server:
     Attributes:
         connector: name of its class; ``is_stock_push``: it is vLLM's own push connector.
         ids_may_repeat: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
-        buffer_device: ``kv_buffer_device``; ``device``: where the model runs.
-        host_buffer_refused: why no buffer of the host may stand between; "" if it may.
+        wished_device: ``kv_buffer_device``; ``device``: where the model runs.
     """
 
     connector: str
     is_stock_push: bool
     ids_may_repeat: bool
-    buffer_device: str
+    wished_device: str
     device: str
-    host_buffer_refused: str
+
+    @property
+    def stages_on_host(self) -> bool:
+        """Whether vLLM is asked for a buffer on the host of an accelerator."""
+        return self.wished_device == "cpu" != self.device
+
+    def staged(self, extra_config: Mapping[str, Any]) -> dict[str, Any]:
+        """The extra configuration, with a slab on the host.
+
+        Raises:
+            SettingsError: ``memory_path`` asks for something else.
+        """
+        path = _memory_path(extra_config)
+        if path not in (MemoryPath.AUTO, MemoryPath.HOST):
+            raise _bad(
+                "memory_path",
+                path.value,
+                f'"host", or nothing, beside kv_buffer_device="cpu" on {self.device}',
+                "It is not known what memory NIXL may touch.",
+            )
+        return {**extra_config, "memory_path": MemoryPath.HOST.value}
 
     def require_servable(self) -> None:
         """Raises `SettingsError`: it may not."""
@@ -199,14 +219,6 @@ class Server:
                 consequence="A request whose id comes again would be taken for its predecessor, and decode would use "
                 "KV whose blocks have been given to another.",
                 remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
-            )
-        if self.host_buffer_refused and self.buffer_device == "cpu" and self.device != "cpu":
-            raise SettingsError(
-                found=f'kv_buffer_device="cpu" on {self.device}',
-                expected=f'kv_buffer_device="{self.device}"',
-                consequence=f"{self.host_buffer_refused}.",
-                remedy="Remove kv_buffer_device from --kv-transfer-config. To stage through memory of the host: "
-                '"kv_connector_extra_config": {"memory_path": "host"}.',
             )
 
 

@@ -25,28 +25,28 @@ class InTurn:
 
     held: bool = False
     fails: int = 0
-    asked: deque[Work[list[str]]] = field(default_factory=deque)
-    ended: deque[tuple[Work[list[str]], list[str] | None]] = field(default_factory=deque)
-    is_closed: bool = False
+    asked: deque[Work[list[str] | None]] = field(default_factory=deque)
+    ended: deque[tuple[Work[list[str] | None], list[str] | None, str]] = field(default_factory=deque)
 
-    def submit(self, work: Work[list[str]]) -> None:
+    def submit(self, work: Work[list[str] | None]) -> None:
         self.asked.append(work)
 
     def run(self) -> None:
         """Do the oldest one."""
         work = self.asked.popleft()
-        self.ended.append((work, None if self.fails else work.do()))
+        failed = f"{work.what} failed" if self.fails else ""
+        self.ended.append((work, None if failed else work.do(), failed))
         self.fails -= self.fails > 0
 
     def turn(self) -> None:
-        while self.asked and not self.held:
-            self.run()
-        while self.ended:
-            work, found = self.ended.popleft()
-            work.ended(found, f"{work.what} failed" if found is None else "")
+        while self.ended or (self.asked and not self.held):
+            if not self.ended:
+                self.run()
+            work, found, failed = self.ended.popleft()
+            work.ended(found, failed)
 
-    def close(self) -> None:
-        self.is_closed = True
+    def close(self, *, is_dropping: bool) -> None:
+        """Nothing runs."""
 
 
 def content_of(planes: Planes, memory: torch.Tensor) -> Content:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from experiments.common.servers import PINNED, ServerSpec
+from experiments.common.servers import GIVES_BACK, PINNED, ServerSpec
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
@@ -66,6 +66,8 @@ def _kvcached(*, contiguous: bool) -> dict[str, str]:
 
 SMALL_SLAB_GIB = 0.005
 """40 slots of 32 tokens in float32: requests queue, and long ones go through range by range."""
+VERIFIED: Mapping[str, object] = {"verify_fraction": 1.0}
+"""In these D compares every hand-over with what P says that it sent, too."""
 PUSH = _connector(transfer_mode="push")
 FLAT = _kvcached(contiguous=False)
 FOLLOWS: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "follows"}
@@ -76,7 +78,7 @@ ARMS: tuple[Arm, ...] = (
     REFERENCE,
     STOCK_PULL,
     Arm("kvcached P/D, non-contiguous, pull", "pull", _connector(), _kvcached(contiguous=False)),
-    Arm("kvcached P/D, contiguous, pull", "pull", _connector(), _kvcached(contiguous=True)),
+    Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), _kvcached(contiguous=True)),
     Arm("kvcached P/D, non-contiguous, push", "push", PUSH, _kvcached(contiguous=False), BOTH_ORDERS),
     Arm("kvcached P/D, contiguous, push", "push", PUSH, _kvcached(contiguous=True), BOTH_ORDERS),
     # Nothing but the proof at start says that the registrations of these two would not follow kvcached's pages.
@@ -84,7 +86,7 @@ ARMS: tuple[Arm, ...] = (
     Arm(
         "kvcached P/D, staged, push",
         "push",
-        _connector(transfer_mode="push", staging_gib=SMALL_SLAB_GIB),
+        _connector(transfer_mode="push", staging_gib=SMALL_SLAB_GIB, **VERIFIED),
         {**_kvcached(contiguous=True), **PINNED},
         BOTH_ORDERS,
         is_staged=True,
@@ -142,11 +144,7 @@ def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
     """
     return {
         "KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}",
-        "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
-        "KVCACHED_MIN_RESERVED_PAGES": "0",
-        "KVCACHED_MAX_RESERVED_PAGES": "0",
-        # What stays cached would keep its page mapped.
-        "KVCACHED_MAX_CACHED_TOKENS": "0",
+        **GIVES_BACK,
     }
 
 

@@ -47,6 +47,14 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     # What vLLM keeps about the models it has seen; two versions of it would throw out each other's.
     "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache-of-vllm"),
 }
+GIVES_BACK: Mapping[str, str] = {
+    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+    "KVCACHED_MIN_RESERVED_PAGES": "0",
+    "KVCACHED_MAX_RESERVED_PAGES": "0",
+    # What stays cached would keep its page mapped.
+    "KVCACHED_MAX_CACHED_TOKENS": "0",
+}
+"""kvcached gives a page back as soon as it is empty, so that one that is kept shows."""
 PINNED: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}
 """On host memory: a registration is of the pages that were mapped then, as a network card's is."""
 INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "PYTHONPATH")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import PINNED, ServerSpec
+from experiments.common.servers import GIVES_BACK, PINNED, ServerSpec
 from kvcached_nixl.wire.lease import INTERVAL
 
 LEASE_SECONDS = 3.0
@@ -23,11 +23,7 @@ KVCACHED: Mapping[str, str] = {
     "ENABLE_KVCACHED": "true",
     "KVCACHED_CONTIGUOUS_LAYOUT": "true",
     "KVCACHED_HOSTVMM_GIB": "1",
-    # Pages are given back as soon as they are empty, so that one that is kept shows.
-    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
-    "KVCACHED_MIN_RESERVED_PAGES": "0",
-    "KVCACHED_MAX_RESERVED_PAGES": "0",
-    "KVCACHED_MAX_CACHED_TOKENS": "0",
+    **GIVES_BACK,
 }
 
 

@@ -23,7 +23,8 @@ Starts pairs of real servers over kvcached on the direct path and staged through
 pushing (streamed), and compares:
   memory       what a server keeps of the machine's memory beside kvcached's pages with 1, 8 and 60 GiB reserved, and
                what vLLM's own host buffer would take
-  first-token  time to first token over TCP and shared memory, the pairs side by side and asked in turn
+  first-token  time to first token over TCP and shared memory, the pairs side by side and asked in turn; and of a pull
+               every hand-over of which is verified (verify_fraction 1)
   pages        how long prefill's elastic pages stay mapped after its last step; and what of its pool is mapped on
                average under load, when decode is asked half a second after prefill has answered"""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.common.servers import SERVER_SIDE, ServerSpec
+from experiments.common.servers import GIVES_BACK, SERVER_SIDE, ServerSpec
 from experiments.push_vs_pull import arms as push_vs_pull
 from experiments.push_vs_pull.arms import BLOCK_SIZE, KV_BYTES_PER_TOKEN, MAX_MODEL_LEN, PULL, PUSH_STREAMED, Arm, Load
 
@@ -31,6 +31,8 @@ def staged(arm: Arm, gib: float | None = None) -> Arm:
 DIRECT = (PULL, PUSH_STREAMED)
 PAIRS = tuple((arm, staged(arm)) for arm in DIRECT)
 ARMS = tuple(arm for pair in PAIRS for arm in pair)
+VERIFIED = dataclasses.replace(PULL, name="pull, verified", extra={"verify_fraction": 1.0})
+"""Every hand-over; what that costs is reported."""
 FIRST_TOKEN = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=12, tokens=98_304)
 FIRST_TOKEN_QUICK = Load(lengths=(512, 4096), at_a_time=(1,), most_rounds=5)
 
@@ -50,17 +52,7 @@ def planned(gib: float) -> Pool:
     return Pool(gib, int(0.95 * gib * 2**30 // BLOCK_BYTES), {"KVCACHED_HOSTVMM_OVERCOMMIT": "1"})
 
 
-GIVES_BACK = Pool(
-    POOL_GIB,
-    push_vs_pull.NUM_BLOCKS,
-    {
-        # A page is given back as soon as it is empty.
-        "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
-        "KVCACHED_MIN_RESERVED_PAGES": "0",
-        "KVCACHED_MAX_RESERVED_PAGES": "0",
-        "KVCACHED_MAX_CACHED_TOKENS": "0",
-    },
-)
+GIVING_BACK = Pool(POOL_GIB, push_vs_pull.NUM_BLOCKS, GIVES_BACK)
 
 
 def specs(arm: Arm, pool: Pool, model: Path) -> list[ServerSpec]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from experiments.common.model import make_model
 from experiments.common.report import Narrator
 from experiments.memory_path import occupied, resident
-from experiments.memory_path.arms import ARMS, FIRST_TOKEN, FIRST_TOKEN_QUICK, RESERVED_GIB, SLAB_GIB, staged
+from experiments.memory_path.arms import ARMS, FIRST_TOKEN, FIRST_TOKEN_QUICK, RESERVED_GIB, SLAB_GIB, VERIFIED, staged
 from experiments.push_vs_pull import measure as first_token
 from experiments.push_vs_pull.arms import MODEL, PULL, SHARED_MEMORY, TCP
 
@@ -40,7 +40,9 @@ def measure_part(part: str, found: Measured, logs: Path, narrator: Narrator, *, 
         load = FIRST_TOKEN_QUICK if quick else FIRST_TOKEN
         for transport in (TCP, SHARED_MEMORY):
             narrator.say(f"over {transport.name}")
-            found.samples += first_token.measure(ARMS, [transport], model, load, logs, narrator.update, lambda *_: None)
+            found.samples += first_token.measure(
+                (*ARMS, VERIFIED), [transport], model, load, logs, narrator.update, lambda *_: None
+            )
     else:
         rounds, requests = (QUICK_ROUNDS, QUICK_REQUESTS) if quick else (ROUNDS, REQUESTS)
         for arm in ARMS:

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.common.client import AnswerError, http_client
 from experiments.common.pages import PageWatch
 from experiments.common.servers import Server, running
-from experiments.memory_path.arms import GIVES_BACK, PAGE_GROUP_BYTES, specs
+from experiments.memory_path.arms import GIVING_BACK, PAGE_GROUP_BYTES, specs
 from experiments.memory_path.asking import Asking
 from experiments.push_vs_pull.arms import Arm
 
@@ -56,7 +56,7 @@ def measure(
     arm: Arm, lengths: tuple[int, ...], rounds: int, requests: int, model: Path, logs: Path, say: Callable[[str], None]
 ) -> tuple[list[Occupied], Loaded]:
     """Start a pair, measure, stop it."""
-    with running(specs(arm, GIVES_BACK, model), logs, say) as (prefill, decode):
+    with running(specs(arm, GIVING_BACK, model), logs, say) as (prefill, decode):
         return asyncio.run(_measure(arm, lengths, rounds, requests, prefill, decode, say))
 
 

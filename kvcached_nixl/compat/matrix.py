@@ -13,7 +13,7 @@ __all__ = ["markdown"]
 
 _BOTH = "both layouts"
 _REFUSED = "refused"
-_PULL_ONLY = "both layouts to pull; refused to push"
+_NOT_STREAMED = "both layouts; pushed when the prompt is computed"
 _MULTIPLES = "one a multiple of the other"
 
 # What the geometry serves, by era of the KV tensors; every "refused" is an error at start or at the handshake.
@@ -23,8 +23,8 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "multi-latent attention (MLA)": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
         "odd number of layers": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
         "sliding window, alone or beside full attention": {
-            Era.KV_FIRST: _PULL_ONLY,
-            Era.PACKED: _PULL_ONLY,
+            Era.KV_FIRST: _NOT_STREAMED,
+            Era.PACKED: _NOT_STREAMED,
         },
         "kernel block smaller than block": {
             Era.KV_FIRST: "non-contiguous; contiguous is refused",
@@ -55,7 +55,7 @@ def markdown() -> str:
 
 def _provision(row: Row, capability: Capability) -> str:
     provision = row.provides[capability]
-    return f"{provision.origin.value}{', refused' if provision.refused else ''}: {provision.note}"
+    return f"{provision.origin.value}: {provision.note}"
 
 
 def _table(corner: str, lines: Mapping[str, Mapping[str, str]]) -> str:

@@ -55,7 +55,6 @@ class Capability(str, Enum):
 class Origin(Enum):
     OURS = "this package"
     UPSTREAM = "vLLM"
-    NOBODY = "nobody"
 
 
 class Era(Enum):
@@ -73,11 +72,10 @@ class Packaging(Enum):
 
 @dataclass(frozen=True)
 class Provision:
-    """Who provides a capability. ``refused`` says that asking for it stops the start, whoever provides it."""
+    """Who provides a capability."""
 
     origin: Origin
     note: str
-    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,7 @@ _LEASE = Provision(Origin.OURS, "renewed by heartbeats, kv_lease_duration second
 _PUSH = Provision(Origin.OURS, 'streamed WRITEs, "transfer_mode": "push" on NixlConnector')
 _STAGING = Provision(Origin.OURS, 'a slab on the device or the host, "memory_path"')
 _HOST_BUFFER = Provision(
-    Origin.NOBODY,
-    'kv_buffer_device="cpu" on an accelerator is refused: its buffers would mirror the whole pool',
-    refused=True,
+    Origin.OURS, 'kv_buffer_device="cpu" on an accelerator is "memory_path": "host", never a copy of the whole pool'
 )
 
 ROWS = (

@@ -158,6 +158,7 @@ class Fetching:
                 fetch.manifest,
                 fetch.name,
                 wish.digest,
+                wish.num_tokens,
                 first_token,
                 wish.end_token,
                 groups,

@@ -39,7 +39,8 @@ class _Sending:
         is_offered: the workers know of it, with or without tokens, and whatever it has lost since.
         is_read: they know of tokens in blocks that it still has, and may be reading them.
         is_streamed: what a step has computed is offered at once (push). Not when it was preempted: blocks that are held
-            make no room for whoever needed it, who would be preempted, too, and so on for ever.
+            make no room for whoever needed it, who would be preempted, too, and so on for ever. Nor where blocks leave
+            a window while the prompt is computed: they are somebody else's at once.
     """
 
     request: Request
@@ -94,7 +95,9 @@ class Offering:
             logger.warning("Request %s is not offered to decode: %s", request_id, cause)
             return
         num_tokens = request.num_prompt_tokens
-        sending = self._sending[request_id] = _Sending(request, name, request.digest(num_tokens), num_tokens)
+        sending = _Sending(request, name, request.digest(num_tokens), num_tokens)
+        sending.is_streamed = not self._terms.drops_blocks
+        self._sending[request_id] = sending
         if self._terms.pushes:
             # Whoever registers for it need not wait to learn whether there is such a request.
             self._offer(request_id, sending, step)

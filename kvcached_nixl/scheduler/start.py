@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvcached_nixl.clock import Clock
-from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode
@@ -49,16 +48,14 @@ class StockScheduler(Protocol):
 
 
 def start(stock: StockScheduler, clock: Clock) -> HandOver:
-    """Raises `SettingsError`: prefill is to write, and the model lets go of blocks while it computes."""
+    """What the engine's thread asks of a hand-over from now on."""
     settings = Settings.from_extra_config(stock.extra_config)
     pushes = settings.transfer_mode is TransferMode.PUSH
     if pushes and stock.dropping_groups:
-        raise SettingsError(
-            found=f'"transfer_mode": "push" with KV-cache groups of {", ".join(stock.dropping_groups)}',
-            expected="groups in which every layer keeps all tokens (no sliding window)",
-            consequence="Blocks that leave a window are given back while prefill still computes; none of them may be "
-            "pushed. The engine stops.",
-            remedy='Use "transfer_mode": "pull" for this model.',
+        logger.warning(
+            "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
+            "given back meanwhile.",
+            ", ".join(stock.dropping_groups),
         )
     if STOCK_TIMEOUT in os.environ:
         logger.warning(

@@ -47,8 +47,8 @@ class Wish:
         refused: why it is not handed over.
         is_checked: its prompt was compared.
         is_tried: it was given blocks, or refused; another time it is computed here.
-        digest: of the tokens that prefill has.
-        end_token: one past the last of them.
+        digest: of the ``num_tokens`` that prefill has.
+        end_token: one past the last of them that are wanted.
     """
 
     fetch: Fetch | None
@@ -56,6 +56,7 @@ class Wish:
     is_checked: bool = False
     is_tried: bool = False
     digest: str = ""
+    num_tokens: int = 0
     end_token: int = 0
 
     def check(self, request: Request, terms: Terms) -> None:
@@ -63,12 +64,12 @@ class Wish:
         if self.is_checked:
             return
         self.is_checked = True
-        self.end_token = num_tokens = request.num_prompt_tokens
+        self.end_token = self.num_tokens = num_tokens = request.num_prompt_tokens
         if self.fetch is None:
             return
         manifest = self.fetch.manifest
         if manifest is not None:
-            num_tokens = manifest.num_tokens
+            self.num_tokens = num_tokens = manifest.num_tokens
             self.end_token = min(num_tokens, request.num_prompt_tokens)
             if num_tokens > request.num_prompt_tokens:
                 words = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"

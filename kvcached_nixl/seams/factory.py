@@ -18,7 +18,6 @@ from kvcached_nixl.compat.attached import attach
 from kvcached_nixl.compat.connector import SchedulerView
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
-from kvcached_nixl.compat.versions import Capability, installed_row
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler import start
@@ -66,8 +65,13 @@ def construct(call: Call) -> None:
     cls = type(call.instance)
     require_complete(call.registry, cls.__name__)
     config = _config_of(call)
+    server = _server(cls, config)
+    server.require_servable()
+    if server.stages_on_host:
+        # Else vLLM would allocate a copy of the whole pool.
+        config.kv_connector_extra_config = server.staged(config.kv_connector_extra_config)
+        config.kv_buffer_device = server.device
     Settings.from_extra_config(config.kv_connector_extra_config)
-    _server(cls, config).require_servable()
     call.proceed()
     if call.argument("role").name == "SCHEDULER":
         view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
@@ -122,12 +126,10 @@ def _server(cls: type, config: Any) -> Server:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    host_buffer = installed_row().provides[Capability.HOST_BUFFER]
     return Server(
         connector=cls.__name__,
         is_stock_push=any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__),
         ids_may_repeat=bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION),
-        buffer_device=str(config.kv_buffer_device),
+        wished_device=str(config.kv_buffer_device),
         device=str(current_platform.device_type),
-        host_buffer_refused=host_buffer.note if host_buffer.refused else "",
     )

@@ -108,7 +108,7 @@ class Wanted(msgspec.Struct):
     Attributes:
         manifest: None where both sides were asked at once.
         name: as in `params.Fetch`.
-        digest: of the first ``num_tokens`` tokens.
+        digest: of the first ``num_tokens`` tokens; decode may want one less and compute that itself.
         groups: the blocks to fill, per KV-cache group; each range ends at ``end_token``.
     """
 
@@ -118,14 +118,10 @@ class Wanted(msgspec.Struct):
     manifest: Manifest | None
     name: str
     digest: str
+    num_tokens: int
     first_token: int
     end_token: int
     groups: tuple[BlockRange, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the prompt; decode may want one less and compute that itself."""
-        return self.end_token if self.manifest is None else self.manifest.num_tokens
 
 
 class Released(msgspec.Struct):

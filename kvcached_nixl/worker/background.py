@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work on the KV cache's memory, off the engine's thread and off the transfer thread. A thread of its own.
 
-It is started by the first piece of work. Pieces are done in the order in which they were asked for; on an accelerator
-in a stream of the thread's own, whose end is waited for; on a CPU it is torch that works, which lets go of Python's
-lock.
+Pieces are done in the order in which they were asked for; on an accelerator in a stream of the thread's own, whose end
+is waited for; on a CPU it is torch that works, which lets go of Python's lock.
 """
 
 from __future__ import annotations
@@ -54,13 +53,15 @@ class Background:
 
     def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
         self._name = name
+        self._is_dropping = False
         self._device = device
         self._wake = wake
         self._asked: queue.SimpleQueue[Work[object] | None] = queue.SimpleQueue()
         self._ended: deque[Callable[[], None]] = deque()
-        self._thread: threading.Thread | None = None
         self._under_way = 0
         self._defect: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def __len__(self) -> int:
         """Pieces of work whose ends were not told yet."""
@@ -68,9 +69,6 @@ class Background:
 
     def submit(self, work: Work[Result]) -> None:
         """Do it when what was asked for before is done."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
         self._under_way += 1
         self._asked.put(work)  # type: ignore[arg-type]
 
@@ -87,16 +85,16 @@ class Background:
             self._under_way -= 1
             tell()
 
-    def close(self) -> None:
-        """Stop the thread, after what was asked for."""
-        if self._thread is not None:
-            self._asked.put(None)
-            self._thread.join()
+    def close(self, *, is_dropping: bool = False) -> None:
+        """Stop the thread, after what was asked for; ``is_dropping``: after what has begun of it."""
+        self._is_dropping = is_dropping
+        self._asked.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         try:
             stream = None if self._device.type == "cpu" else torch.Stream(self._device)
-            while (work := self._asked.get()) is not None:
+            while (work := self._asked.get()) is not None and not self._is_dropping:
                 self._ended.append(self._done(work, stream))
                 self._wake()
         except BaseException as defect:  # kept for the transfer thread, which raises it

@@ -105,9 +105,8 @@ class Engine:
             theirs.end_step()
         prefill = RemotePrefill(peer.engine_id, "127.0.0.1", peer.port, 1)
         groups = ranges(local, self.block_size)
-        wanted = Wanted(
-            1, request_id, prefill, manifest, "name", digest, min(one.first_token for one in groups), end, groups
-        )
+        first = min(one.first_token for one in groups)
+        wanted = Wanted(1, request_id, prefill, manifest, "name", digest, end, first, end, groups)
         side = side_of(self.worker)
         side.begin_step(Step("127.0.0.1", self.port, "key", start, wanted=[wanted]))
         failed: set[int] = set()

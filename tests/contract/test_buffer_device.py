@@ -1,20 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM puts a connector's buffers when nobody says so, as the experiments and the end-to-end tests do not."""
+"""Where vLLM puts a connector's buffers when nobody says so, as the experiments and the end-to-end tests do not; and
+that it makes none on the host of an accelerator, where it would mirror the whole pool.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-platforms = pytest.importorskip("vllm.platforms", reason="needs an environment: bash experiments/env.sh")
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import test_geometry
+from vllm import platforms
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvcached_nixl.errors import SettingsError
+
+parallel_state, patched, engine_over = test_geometry.parallel_state, test_geometry.patched, test_geometry.engine_over
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_buffers_are_on_the_device_of_the_platform(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """So the same harness runs on a GPU, where "cpu" is refused, and without one."""
+    """So the same harness runs on a GPU, where "cpu" stands for a slab on the host, and without one."""
     from vllm.config import KVTransferConfig
 
     monkeypatch.setattr(platforms, "current_platform", types.SimpleNamespace(device_type=device))
     config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
     assert config.kv_buffer_device == device
+
+
+@pytest.fixture
+def construct(engine_over: test_geometry.EngineOver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+    """construct(...): the scheduler's connector as on a GPU, with ``kv_buffer_device`` "cpu"; and its configuration."""
+
+    def make(**extra_config: Any) -> tuple[Any, Any]:
+        geometry = dataclasses.replace(
+            test_geometry.GQA, era=test_geometry.ERAS[0], reserved_blocks=test_geometry.GQA.num_blocks
+        )
+        engine, _ = engine_over(geometry)
+        config = engine.config
+        config.kv_transfer_config.kv_buffer_device = "cpu"
+        config.kv_transfer_config.kv_connector_extra_config.update(extra_config)
+        monkeypatch.setattr(type(platforms.current_platform), "device_type", "cuda")
+        made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, engine.kv_cache_config)
+        return made, config.kv_transfer_config
+
+    return make
+
+
+def test_a_buffer_on_the_host_is_a_slab_there(construct: Callable[..., tuple[Any, Any]]) -> None:
+    connector, config = construct()
+    assert connector.connector_scheduler.use_host_buffer is False
+    assert (config.kv_buffer_device, config.kv_connector_extra_config["memory_path"]) == ("cuda", "host")
+
+
+def test_without_this_package_vllm_makes_a_buffer(construct: Callable[..., tuple[Any, Any]], patched: Any) -> None:
+    """What the case above would not see if vLLM called it otherwise."""
+    patched.uninstall()
+    connector, _ = construct()
+    assert connector.connector_scheduler.use_host_buffer is True
+
+
+def test_a_buffer_on_the_host_beside_another_path_is_refused(construct: Callable[..., tuple[Any, Any]]) -> None:
+    with pytest.raises(SettingsError, match="memory_path"):
+        construct(memory_path="direct")

@@ -2,8 +2,7 @@
 """Models whose layers keep a window of tokens only, beside others or alone, on the installed vLLM.
 
 Blocks that a window has left are given back while prefill still computes, so prefill says per KV-cache group from which
-token on it has kept them, and decode takes those that its next token needs. A push is refused at start
-(``test_push.py``).
+token on it has kept them, and decode takes those that its next token needs. A push begins when the prompt is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,18 @@ import engine_node
 import test_geometry
 import torch
 from engine_node import DECODE_ID, PREFILL_ID, nodes, prompt
-from handover_node import ANOTHER_REQUESTS, DECODE_FILLING, PREFILL_FILLING, RESERVED, SEND, Node, kv, rest, until_both
+from handover_node import (
+    ANOTHER_REQUESTS,
+    DECODE_FILLING,
+    NAME,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    Node,
+    kv,
+    rest,
+    until_both,
+)
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.wire.causes import Cause
@@ -80,26 +90,34 @@ def windows(request: pytest.FixtureRequest) -> tuple[int | None, ...]:
 
 
 @pytest.fixture(
-    params=[("direct", "direct"), ("host", "direct"), ("direct", "device")], ids=["direct", "P staged", "D"]
+    params=[
+        ("pull", "direct", "direct"),
+        ("pull", "host", "direct"),
+        ("pull", "direct", "device"),
+        ("push", "direct", "direct"),
+        ("push", "host", "device"),
+    ],
+    ids=["direct", "P staged", "D", "push", "push, staged"],
 )
-def paths(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Of prefill, and of decode."""
-    found: tuple[str, str] = request.param
+def paths(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    """Who moves the bytes, and the memory paths of prefill and of decode."""
+    found: tuple[str, str, str] = request.param
     return found
 
 
 @pytest.fixture
 def node(
-    windows: tuple[int | None, ...], paths: tuple[str, str], tmp_path: Path, log: pytest.LogCaptureFixture
+    windows: tuple[int | None, ...], paths: tuple[str, str, str], tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> Iterator[Any]:
     geometry = dataclasses.replace(GEOMETRY, groups=len(windows))
+    mode, *of_sides = paths
 
     with nodes(GroupsNode, tmp_path, log) as make:
 
         def one(filling: int, contiguous: bool = False, **options: Any) -> GroupsNode:
             shape = dataclasses.replace(geometry, contiguous=contiguous)
-            path = paths[filling != PREFILL_FILLING]
-            found = make(filling, shape, windows=windows, kv_lease_duration=1, memory_path=path, **options)
+            extra = {"transfer_mode": mode, "memory_path": of_sides[filling != PREFILL_FILLING], "kv_lease_duration": 1}
+            found = make(filling, shape, windows=windows, **extra, **options)
             found.windows = windows
             return found
 
@@ -199,3 +217,24 @@ def test_prefill_that_goes_on_computing_gives_back_what_it_had_promised(node: Ca
         runs_rightly(prefill, decode, 100)
         rest(prefill, decode)
         prefill.ended.clear()
+
+
+@pytest.mark.parametrize("tokens_a_step", [None, 48])
+def test_decode_may_ask_first(
+    tokens_a_step: int | None, node: Callable[..., GroupsNode], paths: tuple[str, str, str]
+) -> None:
+    """A push: what decode has registered is written when prefill has computed all of it."""
+    if paths[0] == "pull":
+        pytest.skip("a pull names what prefill has computed")
+    prefill, decode = node(PREFILL_FILLING, tokens_a_step=tokens_a_step), node(DECODE_FILLING)
+    for num_tokens in (5, 65, 100, 200):
+        assert decode.scheduler.reset_prefix_cache() and prefill.scheduler.reset_prefix_cache()
+        decode.add(DECODE_ID, {**prefill.address(), **NAME}, 3, num_tokens=num_tokens)
+        decode.step()
+        assert decode.status(DECODE_ID) == RequestStatus.WAITING_FOR_REMOTE_KVS
+        prefill.add(PREFILL_ID, {**SEND, **NAME}, 1, num_tokens=num_tokens)
+        runs_rightly(prefill, decode, num_tokens)
+        rest(prefill, decode)
+        prefill.transfer_params.clear()
+        prefill.ended.clear()
+    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == []

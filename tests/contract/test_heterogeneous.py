@@ -416,7 +416,7 @@ class Cluster:
         first, end = self.case.cached_tokens, self.case.tokens
         for rank in self.decode if ranks is None else ranks:
             groups = (BlockRange(first, tuple(rank.blocks)),)
-            wanted = Wanted(ATTEMPT, WANTED, prefill, manifest, self.transfer, DIGEST, first, end, groups)
+            wanted = Wanted(ATTEMPT, WANTED, prefill, manifest, self.transfer, DIGEST, end, first, end, groups)
             rank.begin(wanted=[wanted])
 
     def compute(self, tokens: range, ranks: Sequence[Rank] | None = None) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import dataclasses
 
 import engine_node
 import handover_node
@@ -23,7 +22,6 @@ from handover_node import (
     DECODE_FILLING,
     NAME,
     PREFILL_FILLING,
-    RESERVED,
     SEND,
     Node,
     asked,
@@ -39,7 +37,6 @@ from handover_node import (
 from test_transport import nixl_side, until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
 from kvcached_nixl.worker.handover import pairing
@@ -463,16 +460,7 @@ def test_a_reset_of_the_prefix_cache_while_blocks_are_held_is_an_error_and_no_en
     served(prefill, decode, 8)
 
 
-# ---------------------------------------------------------------------------------------------- what cannot be served
-
-
-def test_a_model_that_drops_blocks_is_refused_at_construction(node: Callable[..., Node]) -> None:
-    """Told by its kind: two groups of which one has a window, and a window alone (finding B5)."""
-    for groups, windows in ((2, (None, 64)), (1, (64,))):
-        with pytest.raises(SettingsError) as raised:
-            node(PREFILL_FILLING, dataclasses.replace(RESERVED, groups=groups), windows=windows)
-        assert "SlidingWindowSpec" in raised.value.found and "no sliding window" in raised.value.expected
-        assert "The engine stops." in raised.value.consequence and '"pull"' in raised.value.remedy
+# ------------------------------------------------------------------------------------------------ what prefill says
 
 
 WRITTEN_WRONGLY = {

@@ -20,16 +20,13 @@ import pytest
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, Pair, http_client, read_answer
 from experiments.common.pages import PageWatch
-from experiments.common.servers import Server, ServerSpec, running
+from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 
 KVCACHED = {
     "ENABLE_KVCACHED": "true",
     "KVCACHED_CONTIGUOUS_LAYOUT": "true",
     "KVCACHED_HOSTVMM_GIB": "2",
-    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
-    "KVCACHED_MIN_RESERVED_PAGES": "0",
-    "KVCACHED_MAX_RESERVED_PAGES": "0",
-    "KVCACHED_MAX_CACHED_TOKENS": "0",
+    **GIVES_BACK,
 }
 PREFILL, DECODE = 0, 1
 LEASE_SECONDS = 5.0

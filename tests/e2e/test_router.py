@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from experiments.common import model as models
-from experiments.common.servers import HOST, Running, Server, ServerSpec, free_ports
+from experiments.common.servers import GIVES_BACK, HOST, Running, Server, ServerSpec, free_ports
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 
@@ -30,10 +30,7 @@ KVCACHED = {
     "ENABLE_KVCACHED": "true",
     "KVCACHED_CONTIGUOUS_LAYOUT": "true",
     "KVCACHED_HOSTVMM_GIB": "2",
-    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
-    "KVCACHED_MIN_RESERVED_PAGES": "0",
-    "KVCACHED_MAX_RESERVED_PAGES": "0",
-    "KVCACHED_MAX_CACHED_TOKENS": "0",
+    **GIVES_BACK,
 }
 TOKENS = 16
 PROMPTS = [[3 + (7 * place + number) % 500 for place in range(100 + 40 * number)] for number in range(6)]

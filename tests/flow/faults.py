@@ -528,7 +528,7 @@ def what_has_come_is_not_compared(patch: Patcher) -> None:
 
 
 def an_engine_that_lied_is_believed_again(patch: Patcher) -> None:
-    patch.setattr(Side, "require_trust", nothing)
+    patch.setattr(Side, "distrust_of", nothing)
 
 
 def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:

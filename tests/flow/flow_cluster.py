@@ -369,7 +369,8 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
         yield "a word"
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"
-    yield from _left("digests", worker.digesting)
+    yield from _left("digests", side.digests)
+    yield from _left("digesting", worker.digesting)
     if worker.copier is not None:
         yield from _left("staging", worker.staging, "_waiting")
         yield from (f"waiting for slots: {waiting}" for waiting in worker.staging._waiting.values() if waiting)

@@ -99,6 +99,8 @@ class Schedule:
         self.calm = seed % 4 == 0 if calm is None else calm
         # In these some engines stage.
         self.stages = seed % 3 == 2
+        # In these the model is one of windows.
+        self.has_windows = seed % 11 == 6
         # In these some hand-overs are verified.
         self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]), (seed % 5 == 3) * 0.6)
         shapes = dice.choice(SHAPES)
@@ -143,6 +145,7 @@ class Schedule:
             newest_first=dice.random() < 0.6,
             posting=Budget(descriptors=dice.choice([1, 2, 1024]), peer_transfers=dice.choice([1, 2, 16])),
             slots=self._slots(),
+            drops_blocks=self.has_windows,
         )
         return self.cluster.engine(name, kind)
 

@@ -1434,12 +1434,24 @@ def test_slots_are_copied_when_every_rank_has_written() -> None:
     pair.nothing_is_left()
 
 
-@pytest.mark.parametrize("sides", SIDES, ids=["P", "D", "both"])
-def test_a_model_with_windows_is_staged(sides: tuple[tuple[int, int], ...]) -> None:
-    """Decode wants one token less than the digest is of."""
-    pair = Pair(PULL, *(kind(slots=slots, drops_blocks=True) for slots in sides))
+@pytest.mark.parametrize("sides", [((0, 0), (0, 0)), *SIDES], ids=["none", "P", "D", "both"])
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tuple[int, int], ...]) -> None:
+    """Decode wants one token less than the digest is of; prefill says nothing of its tokens before it has them all."""
+    pair = Pair(mode, *(kind(slots=slots, drops_blocks=True, budget=4) for slots in sides))
     assert is_right(pair.hand_over(), len(PROMPT) - 1)
     assert pair.causes() == {}
+    if mode is PUSH:
+        found = pair.ask_decode(pair.meet(), LONG, name="cmpl-9-0")
+        pair.settle()
+        upstream = pair.ask_prefill(LONG, name="cmpl-9-0")
+        told = []
+        while not upstream.status.is_finished:
+            told.append(pair.prefill.workers[0].side.thread._serving._pairing.offers.get(upstream.request_id))
+            pair.round()
+        assert not any(offer.ready_tokens for offer in told if offer is not None and offer.manifest is None)
+        pair.settle()
+        assert is_right(found, len(LONG) - 1)
     pair.nothing_is_left()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from flow_cluster import LEASE_SECONDS
+from flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from flow_engine import Kind, Request, Status, Worker
 from flow_pair import PROMPT, Pair, kind
 from flow_schedule import SHAPES
@@ -19,6 +19,8 @@ from flow_schedule import SHAPES
 from kvcached_nixl.scheduler import fetching
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Written, decode, encode
+from kvcached_nixl.worker.descriptors import Blocks
+from kvcached_nixl.worker.handover.digests import Asked
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SLOTS = (12, 3)
@@ -217,3 +219,81 @@ def test_what_was_read_is_asked_for_once_and_nothing_is_written() -> None:
     asked = [one for one in said if isinstance(one, Registration)]
     assert [one.is_read for one in asked] == [True] * len(asked) and len(asked) == 2
     pair.nothing_is_left()
+
+
+def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not verified itself, and whose bytes came from the same memory."""
+    numbers = iter([2**61, 1, 2**61 + 1, 2**61 + 2])
+    monkeypatch.setattr(fetching, "draw_attempt", lambda: next(numbers))
+    pair = made(fraction=0.25)
+    pair.acquaint()
+    upstreams = [pair.ask_prefill(prompt) for prompt in (OTHER, PROMPT)]
+    pair.settle()
+    verified = under_way(pair, pair.decode.workers, tuple(range(80, 100)))
+    assert not pair.decode.workers[0].digesting.ended
+    others = [pair.ask_decode(one.answer, one.prompt) for one in upstreams]
+    pair.until_posted()
+    spoil(pair, verified)
+    pair.decode.workers[0].digesting.run()
+    pair.turn()
+    assert pair.causes() or pair.decode.workers[0].side.thread._reported._outcome.failed
+    pair.settle()
+    assert is_right(verified, 0) and all(is_right(one, 0) for one in others)
+    assert pair.causes() == {"bytes": 3}
+    pair.pass_time(LEASE_SECONDS + 1)
+    pair.nothing_is_left()
+
+
+def test_a_prefill_that_vanishes_while_it_is_asked_what_was_read_keeps_no_block() -> None:
+    """Nobody was told where to write: there is nothing to wait for."""
+    pair = Pair(PULL, verify_fraction=1.0)
+    pair.acquaint()
+    request = under_way(pair, pair.prefill.workers)
+    pair.cluster.vanish(pair.prefill)
+    pair.pass_time(TIMEOUT_SECONDS + 1)
+    assert is_right(request, 0)
+    assert not any(pair.decode.pool.holders) and not pair.decode.quarantined
+
+
+@pytest.mark.parametrize("ends", [(18, 4, 18), (18, 18), (40,), (4,)], ids=str)
+def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
+    """What a peer says is compared range by range: in order, none twice, and none beyond what was wanted."""
+    pair = Pair(PUSH, verify_fraction=1.0)
+    pair.acquaint()
+    request = under_way(pair, pair.prefill.workers)
+    worker = pair.decode.workers[0]
+    (attempt,) = worker.side.thread._receiving._attempts.values()
+    (share,) = attempt.shares
+    offer = next(iter(pair.prefill.workers[0].side.thread._serving._pairing.offers.values()))
+    assert offer.manifest is not None
+    for index, end in enumerate(ends):
+        manifest = msgspec.structs.replace(offer.manifest, groups=()) if index == len(ends) - 1 else None
+        said = Written(attempt.number, 0, index, manifest, end, "0" * 32)
+        worker.side.thread._receiving.handle(share.agent, said)
+    assert not worker.digesting.asked
+    pair.settle()
+    assert is_right(request, 0) and pair.causes() == {"protocol": 1}
+    pair.nothing_is_left()
+
+
+def test_peers_take_turns(made: Made) -> None:
+    """One that asks for much does not keep others out; and what nobody wants any more is not looked for."""
+    pair = made()
+    digests, runs = pair.decode.workers[0].side.thread._side.digests, pair.decode.workers[0].digesting
+    told: list[tuple[str, str]] = []
+    wanted = {"a": True, "b": True}
+    planes = (pair.decode.workers[0].memory.planes,)
+    for agent in ("a", "a", "a", "b"):
+        asked = Asked(agent, planes, lambda agent=agent: wanted[agent])  # type: ignore[misc]
+        digests.of_sent(asked, ([(Blocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed)))  # type: ignore[misc]
+    for _ in range(2):
+        runs.run()
+        digests.turn()
+    assert [agent for agent, _ in told] == ["a", "b"] and len(runs.asked) == 1
+    wanted["a"] = False
+    for _ in range(2):
+        runs.run()
+        digests.turn()
+    assert told[2:] == [("a", "nobody wants it any more")] * 2

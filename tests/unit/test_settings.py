@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import Gate, MemoryPath, Settings, TransferMode, read_gate
+from kvcached_nixl.settings import Gate, MemoryPath, Server, Settings, TransferMode, read_gate
 
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "TRUE"])
@@ -156,3 +156,26 @@ def test_vllm_keys_that_would_undo_the_geometry_are_refused(key: str, value: Any
     with pytest.raises(SettingsError, match=key):
         Settings.from_extra_config({key: value})
     assert Settings.from_extra_config({key: str(value).lower() != "true"}) == Settings()
+
+
+def server(wished: str, device: str) -> Server:
+    return Server("NixlConnector", is_stock_push=False, ids_may_repeat=False, wished_device=wished, device=device)
+
+
+@pytest.mark.parametrize(
+    ("wished", "device", "is_asked_for"),
+    [("cpu", "cuda", True), ("cpu", "xpu", True), ("cuda", "cuda", False), ("cpu", "cpu", False)],
+)
+def test_a_buffer_on_the_host_of_an_accelerator_is_a_slab_there(wished: str, device: str, is_asked_for: bool) -> None:
+    assert server(wished, device).stages_on_host is is_asked_for
+    asked = {"transfer_mode": "push"}
+    assert server("cpu", "cuda").staged(asked) == {"transfer_mode": "push", "memory_path": "host"}
+    assert asked == {"transfer_mode": "push"}
+    for path in ("auto", "host"):
+        assert server("cpu", "cuda").staged({"memory_path": path}) == {"memory_path": "host"}
+
+
+@pytest.mark.parametrize("path", ["direct", "device", "elsewhere"])
+def test_a_buffer_on_the_host_beside_another_path_is_refused(path: str) -> None:
+    with pytest.raises(SettingsError, match="memory_path"):
+        server("cpu", "cuda").staged({"memory_path": path})

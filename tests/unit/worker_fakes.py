@@ -246,6 +246,7 @@ def wanted(
         made,
         name,
         DIGEST,
+        end_token if made is None else made.num_tokens,
         first_token,
         end_token,
         (BlockRange(first_token, blocks),),

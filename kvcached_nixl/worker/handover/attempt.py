@@ -47,7 +47,7 @@ class Side:
         own: this rank's address, which a registration names; None until the first step has told it.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
         waiting_for_landing: shares that look at their word when a landing is free.
-        distrusted: starts of engines whose bytes were others than they said.
+        distrusted: host, port and start of engines whose bytes were others than they said.
     """
 
     place: Place
@@ -60,16 +60,21 @@ class Side:
     staging: Staging | None = None
     own: Peer | None = None
     waiting_for_landing: list[Callable[[], None]] = field(default_factory=list)
-    distrusted: Memory[str] = field(default_factory=Memory)
+    distrusted: Memory[tuple[str, int, str]] = field(default_factory=Memory)
 
-    def require_trust(self, start: str) -> None:
-        """Raises `HandOverFailed`: the engine's bytes were found to be others than it said."""
-        if start in self.distrusted:
-            words = (
-                "the bytes of an earlier hand-over from this engine were not those that it sent, so none of its is "
-                'used. Start both sides again, with "memory_path": "host" in kv_connector_extra_config'
-            )
-            raise HandOverFailed(Cause.BYTES, words)
+    def distrust(self, address: Peer, start: str) -> None:
+        """Nothing more of an engine is used. What it says its start is, is no other address's."""
+        self.distrusted.add((address.host, address.port, start))
+
+    def distrust_of(self, address: Peer, start: str) -> HandOverFailed | None:
+        """Why nothing of an engine is used; None if it may be."""
+        if (address.host, address.port, start) not in self.distrusted:
+            return None
+        words = (
+            "the bytes of another hand-over from this engine were not those that it sent, so none of its is used. "
+            'Start both sides again, with "memory_path": "host" in kv_connector_extra_config'
+        )
+        return HandOverFailed(Cause.BYTES, words)
 
     @staticmethod
     def contained(action: Callable[[str], None], failed: Callable[[HandOverFailed], None]) -> Callable[[str], None]:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.messages import Written
-from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Wanted
 from kvcached_nixl.worker.handover.attempt import Side
-from kvcached_nixl.worker.handover.digests import Range
+from kvcached_nixl.worker.handover.digests import Asked, Range
 from kvcached_nixl.worker.handover.local import as_blocks
 
 __all__ = ["compare"]
@@ -19,24 +18,27 @@ __all__ = ["compare"]
 def compare(
     side: Side,
     wanted: Wanted,
+    asked: Asked,
     written: Sequence[Written],
-    other: Sequence[Planes],
     ended: Callable[[HandOverFailed | None], None],
 ) -> None:
     """Compare digests, range by range. The blocks are read until ``ended`` is called, with what is wrong, or None.
 
     Args:
+        asked: of the rank.
         written: the last WRITE of each range, in order, as the rank has told of them.
-        other: where the rank keeps KV.
     """
     blocks = [as_blocks(group, side.place.kernel_blocks_per_block) for group in wanted.groups]
     begin = min(group.first_token for group in wanted.groups)
     ranges: list[Range] = []
     for one in written:
+        if not begin < one.end_token <= wanted.end_token:
+            # Else a few words of a peer would cost the reading of the whole request each.
+            break
         ranges.append(([(here, max(begin, here.first_token)) for here in blocks], one.end_token))
         begin = one.end_token
     said = [one.digest for one in written]
-    if begin != wanted.end_token or None in said:
+    if begin != wanted.end_token or len(ranges) != len(written) or None in said:
         ended(HandOverFailed(Cause.PROTOCOL, "prefill was asked what it sent, and has not said it"))
         return
 
@@ -53,4 +55,4 @@ def compare(
         else:
             ended(None)
 
-    side.digests.of_received(ranges, other, found)
+    side.digests.of_received(asked, ranges, found)

@@ -7,8 +7,9 @@ used. Which hand-overs are verified, decode draws by the number of the attempt, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
 from kvcached_nixl.wire.planes import Planes
@@ -16,22 +17,33 @@ from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.content import Content
 from kvcached_nixl.worker.descriptors import Blocks
 
-__all__ = ["Digests", "Range", "Runs"]
+__all__ = ["Asked", "Digests", "Range", "Runs"]
 
 Range = tuple[Sequence[tuple[Blocks, int]], int]
 """Per KV-cache group its blocks and first token; and one past the last token."""
 
 
+class Asked(NamedTuple):
+    """Whose digests are looked for: the other rank's agent, its planes, and whether they are still wanted.
+
+    ``is_wanted`` is called on another thread, before they are looked for.
+    """
+
+    agent: str
+    planes: Sequence[Planes]
+    is_wanted: Callable[[], bool]
+
+
 class Runs(Protocol):
     """What does the work; `background.Background`."""
 
-    def submit(self, work: Work[list[str]]) -> None: ...
+    def submit(self, work: Work[list[str] | None]) -> None: ...
     def turn(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, is_dropping: bool) -> None: ...
 
 
 class Digests:
-    """See the module.
+    """See the module. One is looked for at a time, and peers take turns.
 
     Args:
         sent: of the memory that NIXL touches; received: of the KV cache. One where nothing is staged.
@@ -45,37 +57,54 @@ class Digests:
         self._received = received
         self._runs = runs
         self._below = fraction * MAX_ATTEMPT
+        self._lanes: dict[str, deque[Work[list[str] | None]]] = {}
+        self._is_busy = False
+        self._served = ""
 
     def are_compared(self, attempt: int) -> bool:
         """Whether this attempt is one of those that are verified."""
         return attempt < self._below
 
-    def of_sent(self, sent: Range, other: Sequence[Planes], ended: Callable[[str, str], None]) -> None:
+    def of_sent(self, asked: Asked, sent: Range, ended: Callable[[str, str], None]) -> None:
         """Of what another rank is to have. ``ended``: called with the digest, and what went wrong, or ""."""
-        self._submit(self._sent, [sent], other, lambda found, failed: ended("".join(found), failed))
+        self._submit(self._sent, asked, [sent], lambda found, failed: ended("".join(found), failed))
 
-    def of_received(
-        self, received: Sequence[Range], other: Sequence[Planes], ended: Callable[[list[str], str], None]
-    ) -> None:
+    def of_received(self, asked: Asked, received: Sequence[Range], ended: Callable[[list[str], str], None]) -> None:
         """Of what has come from another rank, range by range."""
-        self._submit(self._received, received, other, ended)
+        self._submit(self._received, asked, received, ended)
 
     def turn(self) -> None:
         """Tell what has been found."""
         self._runs.turn()
 
     def close(self) -> None:
-        """Stop."""
-        self._runs.close()
+        """Stop; what has not begun is not looked for."""
+        self._runs.close(is_dropping=True)
 
     def _submit(
-        self,
-        content: Content,
-        ranges: Sequence[Range],
-        other: Sequence[Planes],
-        ended: Callable[[list[str], str], None],
+        self, content: Content, asked: Asked, ranges: Sequence[Range], ended: Callable[[list[str], str], None]
     ) -> None:
-        def do() -> list[str]:
-            return [content.digest(groups, end_token, other) for groups, end_token in ranges]
+        def do() -> list[str] | None:
+            if not asked.is_wanted():
+                return None
+            return [content.digest(groups, end_token, asked.planes) for groups, end_token in ranges]
 
-        self._runs.submit(Work("A digest", do, lambda found, failed: ended(found or [], failed)))
+        def told(found: list[str] | None, failed: str) -> None:
+            self._is_busy = False
+            self._begin_next()
+            ended(found or [], failed or ("" if found is not None else "nobody wants it any more"))
+
+        self._lanes.setdefault(asked.agent, deque()).append(Work("A digest", do, told))
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._is_busy or not self._lanes:
+            return
+        agent = next((one for one in self._lanes if one != self._served), self._served)
+        self._served = agent
+        lane = self._lanes.pop(agent)
+        work = lane.popleft()
+        if lane:
+            self._lanes[agent] = lane
+        self._is_busy = True
+        self._runs.submit(work)

@@ -61,10 +61,9 @@ class ReadShare:
             self._instead(self._attempt(), self, False)
             return
         self._known = known
-        try:
-            self._side.require_trust(known.start)
-        except HandOverFailed as cause:
-            self._fail(cause)
+        doubt = self._side.distrust_of(self.address, known.start)
+        if doubt is not None:
+            self._fail(doubt)
             return
         side, wanted, manifest, ratio = (
             self._side,
@@ -130,6 +129,9 @@ class ReadShare:
         elif not is_kept:
             words = f"prefill does not keep {self._manifest.request_id} any more, or never made these parameters"
             self._fail(HandOverFailed(Cause.LEASE, words))
+        elif (doubt := side.distrust_of(self.address, known.start)) is not None:
+            # Found meanwhile, in another hand-over.
+            self._fail(doubt)
         elif side.digests.are_compared(self._attempt().number):
             self._instead(self._attempt(), self, True)
         else:

@@ -11,6 +11,7 @@ from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer, Ready, Registration, Room, Stopped, Withdrawal, Written, encode
 from kvcached_nixl.worker.handover.attempt import Attempt, Side
 from kvcached_nixl.worker.handover.comparing import compare
+from kvcached_nixl.worker.handover.digests import Asked
 from kvcached_nixl.worker.handover.local import kernel_blocks
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.rooms import Rooms
@@ -58,9 +59,10 @@ class WriteShare:
         self._is_stopping = True
         if self._rooms is not None:
             self._rooms.stop()
-        if self.agent is None:
-            self.is_quiet = True
-        elif self._side.own is not None:
+        if self.agent is None or self._is_read:
+            # Nobody was told where to write.
+            self.is_quiet = not self._is_comparing
+        if self.agent is not None and self._side.own is not None:
             withdrawal = Withdrawal(self._attempt().number, self._side.own)
             self._side.peers.send(self.address, encode(withdrawal))
 
@@ -122,9 +124,13 @@ class WriteShare:
         if not self._is_compared and not self._is_stopping and side.digests.are_compared(attempt.number):
             assert known is not None
             self._is_comparing = True
-            compare(side, attempt.wanted, self._ranges, known.rank.memory, self._contained)
+            asked = Asked(known.agent, known.rank.memory, lambda: not self._is_stopping)
+            compare(side, attempt.wanted, asked, self._ranges, self._contained)
             return
         self._end()
+        doubt = None if self._is_stopping or known is None else side.distrust_of(self.address, known.start)
+        if doubt is not None:
+            self._fail(doubt)
         attempt.settle()
 
     def _contained(self, wrong: HandOverFailed | None) -> None:
@@ -141,7 +147,7 @@ class WriteShare:
                 self._end_if_complete()
             return
         if wrong.cause is Cause.BYTES and self._known is not None:
-            self._side.distrusted.add(self._known.start)
+            self._side.distrust(self.address, self._known.start)
         # Everything has been written.
         self._end()
         self._fail(wrong)
@@ -185,10 +191,9 @@ class WriteShare:
         if self._is_stopping or side.own is None:
             return
         self._known, wanted, ratio = known, attempt.wanted, side.place.kernel_blocks_per_block
-        try:
-            side.require_trust(known.start)
-        except HandOverFailed as cause:
-            self._fail(cause)
+        doubt = side.distrust_of(self.address, known.start)
+        if doubt is not None:
+            self._fail(doubt)
             return
         groups = tuple(
             BlockRange(group.first_token, tuple(kernel_blocks(group.block_ids, ratio))) for group in wanted.groups

@@ -18,6 +18,7 @@ from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, Ready, Room, Stopped, Written, encode
 from kvcached_nixl.worker.descriptors import Blocks, Descriptors
 from kvcached_nixl.worker.handover.attempt import Side
+from kvcached_nixl.worker.handover.digests import Asked
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.offer import Offer, Writing
 from kvcached_nixl.worker.handover.posting import Job
@@ -180,25 +181,32 @@ class Writer:
         job = Job("WRITE", known.agent, found.local, found.remote, ended, notify)
         if source.held is not None:
             source.held.jobs += 1
-        writing.jobs[job] = is_final
-        self.num_final += is_final
         if not registration.is_verified:
-            side.posting.submit(job)
+            self._submit(writing, job, is_final)
             return
 
         def digested(found_digest: str, failed: str) -> None:
             nonlocal digest
             digest = found_digest
             side.contained(
-                lambda failed: self._digested(writing, job, failed, notify),
+                lambda failed: self._digested(writing, job, failed, is_final, notify),
                 lambda cause: self.stop(writing, cause.cause, str(cause)),
             )(failed)
 
         # While the bytes are read, nobody else may have them: the job is not quiet.
+        writing.jobs[job] = False
+        asked = Asked(known.agent, memory, lambda: writing.stopping is None)
+        side.digests.of_sent(asked, ([(here, first) for here, _, first in groups], end), digested)
         writing.digesting.add(job)
-        side.digests.of_sent(([(here, first) for here, _, first in groups], end), memory, digested)
 
-    def _digested(self, writing: Writing, job: Job, failed: str, notify: Callable[[int, bool], bytes]) -> None:
+    def _submit(self, writing: Writing, job: Job, is_final: bool) -> None:
+        writing.jobs[job] = is_final
+        self.num_final += is_final
+        self._side.posting.submit(job)
+
+    def _digested(
+        self, writing: Writing, job: Job, failed: str, is_final: bool, notify: Callable[[int, bool], bytes]
+    ) -> None:
         writing.digesting.discard(job)
         if failed:
             self.stop(writing, Cause.DEFECT, failed)
@@ -208,7 +216,7 @@ class Writer:
         if writing.registration.is_read:
             # It has been read already: this is all that is said.
             self._side.peers.send(writing.registration.decode, notify(0, True), only=writing.agent)
-        self._side.posting.submit(job)
+        self._submit(writing, job, is_final)
 
     def _written(self, writing: Writing, job: Job, held: Held | None, failed: str) -> None:
         self.num_final -= writing.jobs.pop(job)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 
 from kvcached_nixl.compat import versions
 from kvcached_nixl.compat.locate import FACADE
-from kvcached_nixl.compat.versions import ROWS, Capability, Origin, environment_refusals, reason_to_skip, row_of
+from kvcached_nixl.compat.versions import (
+    ROWS,
+    Capability,
+    Origin,
+    Provision,
+    environment_refusals,
+    reason_to_skip,
+    row_of,
+)
 from kvcached_nixl.errors import MissingDependency, UnsupportedVersion
 from kvcached_nixl.patching import Patch
 
@@ -84,13 +93,18 @@ def test_a_wrong_or_missing_library_is_refused_in_words(
     assert all(word in str(cause) for word in words)
 
 
-def test_a_patch_is_skipped_where_somebody_else_provides_the_capability(found: Callable[..., None]) -> None:
+def test_a_patch_is_skipped_where_somebody_else_provides_the_capability(
+    found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ours is applied; what is not ours is left alone, and the reason says whose it is."""
     found()
-    for ours in ("layout", "block count", "pull", "push", "lease"):
-        assert reason_to_skip(patch(needs=ours)) is None
-    reason = reason_to_skip(patch(needs="host buffer"))
-    assert reason is not None and reason.startswith(f"host buffer: {Origin.NOBODY.value} (")
+    for one in Capability:
+        assert reason_to_skip(patch(needs=one.value)) is None
+    theirs = Provision(Origin.UPSTREAM, "since yesterday")
+    rows = [dataclasses.replace(row, provides={**row.provides, Capability.LEASE: theirs}) for row in versions.ROWS]
+    monkeypatch.setattr(versions, "ROWS", rows)
+    assert reason_to_skip(patch(needs="lease")) == "lease: vLLM (since yesterday)"
+    assert reason_to_skip(patch(needs="push")) is None
 
 
 def test_a_patch_is_skipped_outside_its_versions(found: Callable[..., None]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.memory_path.arms import ARMS, BLOCK_BYTES, GIVES_BACK, PAGE_GROUP_BYTES, PAIRS, planned, specs, staged
+from experiments.memory_path.arms import ARMS, BLOCK_BYTES, GIVING_BACK, PAGE_GROUP_BYTES, PAIRS, planned, specs, staged
 from experiments.memory_path.measure import Measured
 from experiments.memory_path.occupied import Loaded, Occupied
 from experiments.memory_path.report import (
@@ -30,7 +30,7 @@ MIB = 2**20
 def test_a_staged_arm_differs_in_its_memory_path_alone(tmp_path: Path) -> None:
     """So that what differs in its figures is what staging does."""
     for direct, other in PAIRS:
-        for one, two in zip(specs(direct, GIVES_BACK, tmp_path), specs(other, GIVES_BACK, tmp_path), strict=True):
+        for one, two in zip(specs(direct, GIVING_BACK, tmp_path), specs(other, GIVING_BACK, tmp_path), strict=True):
             assert (one.environment, one.arguments) == (two.environment, two.arguments)
             mine, theirs = (dict(spec.kv_transfer or {}) for spec in (one, two))
             extra, others = mine.pop("kv_connector_extra_config"), theirs.pop("kv_connector_extra_config")

@@ -174,8 +174,8 @@ def test_an_attempt_says_everything_that_the_workers_need() -> None:
     manifest = manifest_of(prompt())
     (wanted,) = decode.take().wanted
     assert wanted == Wanted(
-        wanted.attempt, D1, PREFILL, manifest, "request:cmpl-p-0", manifest.digest, 0, TOKENS,
-        (BlockRange(0, (7, 3, 9)),),
+        wanted.attempt, D1, PREFILL, manifest, "request:cmpl-p-0", manifest.digest, TOKENS, 0,
+        TOKENS, (BlockRange(0, (7, 3, 9)),),
     )  # fmt: skip
     assert decode.fetching.num_waiting == 1
     decode.allocate(request, BLOCKS, TOKENS)

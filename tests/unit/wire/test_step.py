@@ -81,7 +81,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
 NEWS: dict[str, Any] = {
     "renewed": [Renewed(DecodeRequestId("d"), PREFILL, "n", 30.0)],
     "unrenewed": [DecodeRequestId("d")],
-    "wanted": [Wanted(1, DecodeRequestId("d"), PREFILL, None, "n", "", 0, 4, (BlockRange(0, (1,)),))],
+    "wanted": [Wanted(1, DecodeRequestId("d"), PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),))],
     "withdrawn": {1: "why"},
     "released": [Released(PREFILL, "p", "n", "")],
     "preempted": [(PrefillRequestId("p"), 1)],
