@@ -27,6 +27,9 @@ from kvcached_nixl.wire.handshake import RankHandshake
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Reports
+from kvcached_nixl.worker.background import Work
+from kvcached_nixl.worker.content import Content
+from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.start import Channel, assemble
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
@@ -83,6 +86,19 @@ class Pool:
         return (0,)
 
 
+class _Unverified:
+    """Where no hand-over is verified, no digest is asked for."""
+
+    def submit(self, work: Work[list[str] | None]) -> None:
+        raise AssertionError(f"{work.what} was asked for, and verify_fraction is 0")
+
+    def turn(self) -> None:
+        """There is nothing to tell."""
+
+    def close(self, *, is_dropping: bool) -> None:
+        """There is nothing to stop."""
+
+
 class Ended(NamedTuple):
     """Requests whose blocks are free, that wait no more, and those of them whose KV has not come."""
 
@@ -133,7 +149,18 @@ class Engine:
         self.handover = HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock)
         self.handover.bind(pool)
         place = Place(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)
-        self.side = assemble(transport, clock, place, words, settings, COMPATIBILITY, channel, lambda: _reached)
+        no_content = Content((), ())
+        self.side = assemble(
+            transport,
+            clock,
+            place,
+            words,
+            settings,
+            COMPATIBILITY,
+            channel,
+            lambda: _reached,
+            Digests(no_content, no_content, _Unverified(), fraction=0.0),
+        )
         rank = RankHandshake(
             engine_id=place.engine_id,
             tp_size=1,
