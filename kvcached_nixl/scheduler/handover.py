@@ -70,6 +70,10 @@ class HandOver:
         """How to end the engine's sleep, from any thread."""
         self._wake = wake
 
+    def learn(self, *, is_staged: bool) -> None:
+        """Whether the workers stage KV; when they have registered their memory."""
+        self._offering.is_read_early |= is_staged
+
     def listen(self, listener: Listener) -> None:
         """The side channel answers; until `close`."""
         self.close()

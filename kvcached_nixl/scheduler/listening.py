@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvcached_nixl.wire.handshake import Answer
+from kvcached_nixl.wire.handshake import Answer, read_rank
 
-__all__ = ["answers_of"]
+__all__ = ["answers_of", "is_staged"]
 
 
 class Envelope(Protocol):
@@ -34,3 +34,8 @@ def answers_of(metadata: Mapping[Any, Envelope], start: str) -> dict[int, tuple[
         )
         for key, one in metadata.items()
     }
+
+
+def is_staged(metadata: Mapping[Any, Envelope]) -> bool:
+    """Whether a rank of this engine stages KV; ``metadata`` as for `answers_of`."""
+    return any(read_rank(one.agent_metadata_bytes).is_staged for one in metadata.values())

@@ -37,10 +37,10 @@ class _Sending:
         ready_tokens: how many the workers were told of, or would have been.
         manifest: when its whole prompt is scheduled.
         is_offered: the workers know of it, with or without tokens, and whatever it has lost since.
-        is_read: they know of tokens in blocks that it still has, and may be reading them.
-        is_streamed: what a step has computed is offered at once (push). Not when it was preempted: blocks that are held
-            make no room for whoever needed it, who would be preempted, too, and so on for ever. Nor where blocks leave
-            a window while the prompt is computed: they are somebody else's at once.
+        is_read: they know of tokens in blocks that it still has, and may be reading them before it has ended.
+        is_streamed: what a step has computed is offered at once, if it is read early. Not when it was preempted: blocks
+            that are held make no room for whoever needed it, who would be preempted, too, and so on for ever. Nor where
+            blocks leave a window while the prompt is computed: they are somebody else's at once.
     """
 
     request: Request
@@ -61,6 +61,10 @@ class Offering:
     Args:
         own: what a peer needs to find this engine's ranks.
         start: drawn when this engine started.
+
+    Attributes:
+        is_read_early: the workers read what a step has computed before its request has ended: to write it (push), or to
+            copy it into a slab.
     """
 
     def __init__(self, own: RemotePrefill, start: str, terms: Terms, holds: Holds) -> None:
@@ -72,6 +76,7 @@ class Offering:
         self._kept: set[PrefillRequestId] = set()
         self._draining: set[int] = set()
         self.counts: Counter[int] = Counter()
+        self.is_read_early = terms.pushes
 
     @property
     def num_kept(self) -> int:
@@ -113,7 +118,7 @@ class Offering:
     def is_read(self, request_id: str) -> bool:
         """Whether the workers may be reading the blocks of a request that is still computed."""
         sending = self._sending.get(PrefillRequestId(request_id))
-        return self._terms.pushes and sending is not None and sending.is_read
+        return sending is not None and sending.is_read
 
     def is_named(self, request_id: str) -> bool:
         """Whether a manifest names the blocks of a request."""
@@ -159,7 +164,7 @@ class Offering:
         step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
         if sending.is_offered:
             step.stopped[request_id] = "prefill's request ended before it was computed"
-        if self._terms.pushes and sending.is_read:
+        if sending.is_read:
             self._kept.add(request_id)
             return True, None
         if sending.is_offered:
@@ -188,12 +193,10 @@ class Offering:
             return
         sending.ready_tokens = min(one.num_computed_tokens, sending.num_tokens)
         sending.manifest = self._manifest(request_id, sending, blocks)
-        if self._terms.pushes:
-            # What another connector has loaded may be taken back when this step has ended.
-            if sending.is_streamed and not blocks.are_shared:
-                self._offer(request_id, sending, step)
-        elif sending.manifest is not None:
-            self._offer(request_id, sending, step)
+        # What another connector has loaded may be taken back when this step has ended.
+        is_held = self.is_read_early and sending.is_streamed and not blocks.are_shared
+        if is_held or (sending.manifest is not None and not self._terms.pushes):
+            self._offer(request_id, sending, step, is_held=is_held)
 
     def _manifest(self, request_id: PrefillRequestId, sending: _Sending, blocks: Blocks) -> Manifest | None:
         if sending.ready_tokens < sending.num_tokens:
@@ -230,9 +233,9 @@ class Offering:
                 return False
         return True
 
-    def _offer(self, request_id: PrefillRequestId, sending: _Sending, step: Step) -> None:
+    def _offer(self, request_id: PrefillRequestId, sending: _Sending, step: Step, *, is_held: bool = False) -> None:
         sending.is_offered = True
-        sending.is_read = sending.is_read or sending.ready_tokens > 0
+        sending.is_read = sending.is_read or (is_held and sending.ready_tokens > 0)
         step.offered.append(
             Offered(
                 request_id,
@@ -242,5 +245,6 @@ class Offering:
                 sending.block_ids,
                 sending.ready_tokens,
                 sending.manifest,
+                is_held,
             )
         )

@@ -23,7 +23,7 @@ from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.listening import answers_of
+from kvcached_nixl.scheduler.listening import answers_of, is_staged
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import registration
@@ -162,8 +162,9 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
 
 def _listen(call: Call) -> None:
     side = side_of(call.instance)
-    answers = answers_of(call.argument("metadata"), side.start)
-    side.listen(Listener(side.own.host, side.own.port, answers, side.woken, side.wake_key))
+    metadata = call.argument("metadata")
+    side.learn(is_staged=is_staged(metadata))
+    side.listen(Listener(side.own.host, side.own.port, answers_of(metadata, side.start), side.woken, side.wake_key))
 
 
 # ------------------------------------------------------------------------------------------------------- in the worker

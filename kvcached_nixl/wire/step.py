@@ -148,6 +148,8 @@ class Offered(msgspec.Struct):
     Attributes:
         name, digest, num_tokens: under which decode may look for it, and how many tokens the digest is of.
         manifest: when the whole prompt is computed.
+        is_held: if the request loses these blocks, they are held until nobody reads them, so they may be read before it
+            has ended.
     """
 
     request_id: PrefillRequestId
@@ -157,6 +159,7 @@ class Offered(msgspec.Struct):
     block_ids: BlockIds
     ready_tokens: int
     manifest: Manifest | None
+    is_held: bool = False
 
 
 class Step(msgspec.Struct):

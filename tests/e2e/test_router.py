@@ -7,12 +7,7 @@ One is killed and brought back, and one is drained, while requests run: each has
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +15,10 @@ import httpx
 import pytest
 
 from experiments.common import model as models
-from experiments.common.servers import GIVES_BACK, HOST, Running, Server, ServerSpec, free_ports
+from experiments.common.router import routed
+from experiments.common.servers import GIVES_BACK, Running, Server, ServerSpec
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
-
-pytestmark = pytest.mark.skip(reason="written, and not yet run before real servers: run it by hand first")
 
 KVCACHED = {
     "ENABLE_KVCACHED": "true",
@@ -61,34 +55,6 @@ def spec(name: str, mode: str | None) -> ServerSpec:
         arguments=("--chat-template", TEMPLATE),
         forks=True,
     )
-
-
-@contextmanager
-def router(prefills: list[Server], decodes: list[Server], log: Path) -> Iterator[str]:
-    """The router as a process. Yields its URL, without a path."""
-    (port,) = free_ports(1)
-    servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]
-    command = [sys.executable, "-m", "kvcached_nixl", "proxy", "--port", str(port), "--attempts", "3", *servers]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stderr=out)
-    try:
-        url, deadline = f"http://{HOST}:{port}", time.monotonic() + STEP_SECONDS
-        while not is_up(url, len(prefills) + len(decodes)):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.1)
-        yield url
-        process.terminate()
-        assert process.wait(STEP_SECONDS) == 0, log.read_text()[-4000:]
-    finally:
-        process.kill()
-        process.wait()
-
-
-def is_up(url: str, count: int) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        found = httpx.get(f"{url}/instances", trust_env=False).json()["instances"]
-        return sum(one["state"] == "up" for one in found) == count
-    return False
 
 
 async def complete(client: Any, prompt: list[int], *, stream: bool) -> Said:
@@ -172,7 +138,7 @@ def test_two_of_each(mode: str, tmp_path: Path) -> None:
     names = ["prefill-1", "prefill-2", "decode-1", "decode-2"]
     with Running([spec(name, mode) for name in names], tmp_path) as launched:
         servers = launched.ready()
-        with router(servers[:2], servers[2:], tmp_path / "router.log") as url:
+        with routed(servers[:2], servers[2:], tmp_path / "router.log", "--attempts", "3") as url:
             for _ in range(2):
                 found = asyncio.run(answers(url))
                 assert all(map(close, found, expected))

@@ -27,7 +27,7 @@ from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.lease import Leases
 from kvcached_nixl.worker.handover.local import Routes
-from kvcached_nixl.worker.handover.offer import Memory
+from kvcached_nixl.worker.handover.offer import Memory, Offer
 from kvcached_nixl.worker.handover.pairing import Pairing
 from kvcached_nixl.worker.handover.peers import Peers
 from kvcached_nixl.worker.handover.posting import Posting
@@ -201,6 +201,15 @@ def a_write_that_is_stopped_is_taken_for_quiet(patch: Patcher) -> None:
 
 def preempted_blocks_are_not_held(patch: Patcher) -> None:
     patch.setattr(Offering, "is_read", always(False))
+
+
+def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
+    real = Offering.is_read
+    patch.setattr(Offering, "is_read", lambda self, request_id: self._terms.pushes and real(self, request_id))
+
+
+def blocks_that_may_be_lost_are_copied(patch: Patcher) -> None:
+    patch.setattr(Offer, "may_be_read", property(lambda self: bool(self.block_ids)))
 
 
 def preempted_blocks_are_quiet_at_once(patch: Patcher) -> None:

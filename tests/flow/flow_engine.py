@@ -22,7 +22,7 @@ from flow_staging import slab_of
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.handover import HandOver
-from kvcached_nixl.scheduler.listening import answers_of
+from kvcached_nixl.scheduler.listening import answers_of, is_staged
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.digest import digest_of
@@ -309,6 +309,7 @@ class Engine:
         )
         envelopes = {worker.tp_rank: worker.envelope for worker in self.workers}
         self.answers = answers_of(envelopes, self.handover.start)
+        self.handover.learn(is_staged=is_staged(envelopes))
         self.requests: dict[str, Request] = {}
         self.attempts: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()

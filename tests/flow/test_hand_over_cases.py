@@ -1418,6 +1418,48 @@ def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], 
     pair.nothing_is_left()
 
 
+def test_a_pull_is_copied_out_while_prefill_computes() -> None:
+    """So that when it has answered, only the last step's blocks are to be copied before all of them are free."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill()
+    worker = pair.prefill.workers[0]
+    staged = []
+    while not upstream.status.is_finished:
+        pair.round()
+        worker.copy()
+        staged += [held.staged_token for held in worker.side.thread._serving._writer.source._parked.values()]
+    assert 0 < staged[-1] < len(PROMPT)
+    pair.settle()
+    assert not pair.prefill.handover.num_kept and upstream.answer is not None
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
+    """Its blocks are not held a second time: they may be anybody's while it goes on after its prompt."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill(max_tokens=8)
+    pair.prefill.step()
+    preempt(pair, upstream)
+    holds, worker = pair.prefill.handover._holds, pair.prefill.workers[0]
+    assert len(holds._held) == 1 and worker.copier is not None
+    while holds._held:
+        pair.round()
+        worker.copy()
+    while upstream.num_computed < len(PROMPT) + 2:
+        pair.round()
+    assert not worker.copier.asked
+    preempt(pair, upstream)
+    assert not holds._held
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
 def test_slots_are_copied_when_every_rank_has_written() -> None:
     """A block has heads of both."""
     pair = Pair(PUSH, kind(tp_size=2), kind(slots=SLOTS))

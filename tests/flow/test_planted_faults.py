@@ -86,6 +86,10 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.a_read_that_is_stopped_is_taken_for_quiet: schedules,
         faults.a_write_that_is_stopped_is_taken_for_quiet: schedules,
         faults.preempted_blocks_are_not_held: schedules,
+        faults.blocks_that_are_copied_early_are_not_held: schedules,
+        faults.blocks_that_may_be_lost_are_copied: case(
+            cases.test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended
+        ),
         faults.preempted_blocks_are_quiet_at_once: schedules,
         faults.draining_holds_are_forgotten: schedules,
         faults.prefill_s_blocks_are_free_when_its_request_ends: schedules,

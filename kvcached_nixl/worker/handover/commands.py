@@ -89,7 +89,7 @@ class Unrenew:
 
 @dataclass(frozen=True)
 class Offer:
-    """Prefill: a step ended. What it computed is there once the device has got there."""
+    """Prefill: a step ended. What it computed is there once the device has got there. ``is_held``: as of `Offered`."""
 
     request_id: PrefillRequestId
     name: str
@@ -98,6 +98,7 @@ class Offer:
     block_ids: tuple[Sequence[int], ...]
     ready_tokens: int
     manifest: Manifest | None
+    is_held: bool
     is_reached: IsReached
 
 

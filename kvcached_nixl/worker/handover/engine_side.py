@@ -181,7 +181,15 @@ class EngineSide:
         ratio = self._place.kernel_blocks_per_block
         blocks = tuple(kernel_blocks(group, ratio) for group in one.block_ids)
         return Offer(
-            one.request_id, one.name, one.digest, one.num_tokens, blocks, one.ready_tokens, one.manifest, is_reached
+            one.request_id,
+            one.name,
+            one.digest,
+            one.num_tokens,
+            blocks,
+            one.ready_tokens,
+            one.manifest,
+            one.is_held,
+            is_reached,
         )
 
     def _publish(self, request_id: str, word: int) -> None:

@@ -78,6 +78,7 @@ class Offer:
         name, digest, num_tokens: under which decode may look for it, and how many tokens the digest is of.
         block_ids: kernel blocks per group, from the prompt's first token on; ``ready_tokens`` of them are computed.
         manifest: when all of the prompt is.
+        is_held: its blocks are held if the request loses them before it has ended.
         finished: prefill computes no more of it.
         is_kept: vLLM keeps its blocks until it is told that nobody needs them.
         settled: ranks of decode that need nothing more of it, of ``awaited`` once that is known.
@@ -92,6 +93,7 @@ class Offer:
     block_ids: tuple[Sequence[int], ...] = ()
     ready_tokens: int = 0
     manifest: Manifest | None = None
+    is_held: bool = False
     finished: bool = False
     stopped: str = ""
     is_kept: bool = True
@@ -103,6 +105,11 @@ class Offer:
     @property
     def is_satisfied(self) -> bool:
         return self.awaited is not None and len(self.settled) >= self.awaited
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether it has blocks that are nobody else's before they are told to be quiet."""
+        return bool(self.block_ids) and (self.is_held or self.finished)
 
     @property
     def is_read(self) -> bool:

@@ -74,9 +74,7 @@ class Serving:
         self.dropped: Counter[str] = Counter()
         self._writer = Writer(side, self._ended, self._written)
         if side.staging is not None:
-            self._writer.source = Staged(
-                side.staging, self._writer.advance, self._settle, self._not_copied, is_early=is_writing
-            )
+            self._writer.source = Staged(side.staging, self._writer.advance, self._settle, self._not_copied)
 
     def __len__(self) -> int:
         """Offers and registrations that are not over."""
@@ -103,10 +101,15 @@ class Serving:
         block_ids: tuple[Sequence[int], ...],
         ready_tokens: int,
         manifest: Manifest | None,
+        *,
+        is_held: bool = False,
     ) -> None:
         """The first ``ready_tokens`` tokens of a request are in ``block_ids`` (per group), computed and visible.
 
         Call it again when there are more. Fewer than before: what was computed was no good, and is computed anew.
+
+        Args:
+            is_held: see `Offer`.
         """
         offer = self._pairing.offers.get(request_id)
         if offer is None:
@@ -118,6 +121,7 @@ class Serving:
                 if writing.next_token > ready_tokens:
                     self._writer.stop(writing, Cause.STOPPED, "prefill computes some of its tokens anew")
         offer.block_ids, offer.ready_tokens, offer.manifest = block_ids, ready_tokens, manifest
+        offer.is_held = is_held
         self._writer.source.told(offer)
         for writing in list(offer.writings.values()):
             self._writer.advance(writing)
@@ -164,7 +168,7 @@ class Serving:
         if offer is None:
             self._quiet(hold)
             return
-        offer.block_ids, offer.ready_tokens, offer.manifest = (), 0, None
+        offer.block_ids, offer.ready_tokens, offer.manifest, offer.is_held = (), 0, None, False
         offer.draining.append(hold)
         self._settle(offer)
 

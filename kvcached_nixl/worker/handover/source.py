@@ -79,8 +79,6 @@ class Staged(FromBlocks):
         advance: called with a registration whose next tokens may be there now.
         settle: called with an offer whose blocks are read no more, or that has failed to be copied.
         fail: called with a registration whose tokens cannot be copied, and why.
-        is_early: what a step has computed is copied at once (push), and its blocks are held if their request loses
-            them. Else they may go to somebody else until their request has ended, so they are not looked at before.
     """
 
     def __init__(
@@ -89,21 +87,18 @@ class Staged(FromBlocks):
         advance: Callable[[Writing], None],
         settle: Callable[[Offer], None],
         fail: Callable[[Writing, str], None],
-        *,
-        is_early: bool,
     ) -> None:
         super().__init__(staging.block_size)
         self._staging = staging
         self._advance = advance
         self._settle = settle
         self._fail = fail
-        self._is_early = is_early
         self._parked: dict[Offer, Held] = {}
         self._windows: dict[Writing, list[Held]] = {}
         self._copying: dict[Offer, int] = {}
 
     def told(self, offer: Offer) -> None:
-        if not offer.block_ids or not (self._is_early or offer.finished):
+        if not offer.may_be_read:
             return
         self._forget_what_is_computed_anew(offer)
         if offer not in self._parked and not self._may_be_parked(offer):
@@ -120,6 +115,8 @@ class Staged(FromBlocks):
         if parked is not None:
             end_token = _aligned(parked.staged_token, end_token, self._step(writing))
             return Source(_blocks(parked), end_token, parked) if end_token > writing.next_token else None
+        if not offer.may_be_read:
+            return None
         windows = self._windows.setdefault(writing, [])
         for window in windows:
             if window.first_token <= writing.next_token < window.end_token:
@@ -186,7 +183,7 @@ class Staged(FromBlocks):
 
     def _park_late(self, offer: Offer) -> bool:
         """Slots are free: its blocks need not be kept any more."""
-        if not offer.block_ids or not self._may_be_parked(offer):
+        if not offer.may_be_read or not self._may_be_parked(offer):
             return True
         if not self._park(offer):
             return False
@@ -199,7 +196,7 @@ class Staged(FromBlocks):
         if ready < offer.num_tokens:
             ready -= ready % size
         # One copy after the other: what a failed one has left behind is told from what is there.
-        if ready <= parked.staged_token or parked.copies or not offer.block_ids:
+        if ready <= parked.staged_token or parked.copies or not offer.may_be_read:
             return
 
         def copied(failed: str) -> None:
@@ -250,7 +247,8 @@ class Staged(FromBlocks):
 
     def _open_late(self, writing: Writing, end_token: int) -> bool:
         # Where prefill computes some of it anew, the registration is advanced when that is there.
-        if writing.stopping is not None or writing.offer is None or writing.offer.ready_tokens < end_token:
+        offer = writing.offer
+        if writing.stopping is not None or offer is None or offer.ready_tokens < end_token or not offer.may_be_read:
             return True
         return self._open(writing, end_token)
 

@@ -248,7 +248,14 @@ class TransferThread:
         else:
             one = reached
             self._serving.offer(
-                one.request_id, one.name, one.digest, one.num_tokens, one.block_ids, one.ready_tokens, one.manifest
+                one.request_id,
+                one.name,
+                one.digest,
+                one.num_tokens,
+                one.block_ids,
+                one.ready_tokens,
+                one.manifest,
+                is_held=one.is_held,
             )
 
     def _hear(self) -> None:

@@ -39,8 +39,8 @@ class Slab:
     def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self._regions = layout.regions
-        self._blocks = [blocks for _, blocks in layout.areas()]
-        is_pinned = device.type == "cpu" and self._blocks[0].device.type != "cpu"
+        blocks = [blocks for _, blocks in layout.areas()]
+        is_pinned = device.type == "cpu" and blocks[0].device.type != "cpu"
         begins = list(_begins(layout.regions, num_slots))
         memory = torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         first = -memory.data_ptr() % _ALIGNED_BYTES
@@ -48,6 +48,8 @@ class Slab:
             memory[first + begin :][: num_slots * region.block_bytes].view(num_slots, region.block_bytes)
             for region, begin in zip(layout.regions, begins, strict=False)
         ]
+        # Blocks and slots, region by region.
+        self._copied = [_in_words(*pair) for pair in zip(blocks, self._areas, strict=True)]
         self.extent = (memory.data_ptr() + first, begins[-1])
 
     @staticmethod
@@ -68,8 +70,8 @@ class Slab:
 
     def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy blocks into slots, one for one; on an accelerator, in the current stream."""
-        for place, ids, run in self._runs(blocks, slots):
-            source, target = self._blocks[place], self._areas[place][run]
+        for (source, area), ids, run in self._runs(blocks, slots):
+            target = area[run]
             if target.device == source.device:
                 torch.index_select(source, 0, ids, out=target)
             else:
@@ -77,9 +79,8 @@ class Slab:
 
     def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy slots into blocks, one for one; on an accelerator, in the current stream."""
-        for place, ids, run in self._runs(blocks, slots):
-            target = self._blocks[place]
-            target.index_copy_(0, ids, self._areas[place][run].to(target.device, non_blocking=True))
+        for (target, area), ids, run in self._runs(blocks, slots):
+            target.index_copy_(0, ids, area[run].to(target.device, non_blocking=True))
 
     @property
     def areas(self) -> list[tuple[int, torch.Tensor]]:
@@ -89,10 +90,12 @@ class Slab:
     @property
     def blocks_device(self) -> torch.device:
         """Where the KV cache is."""
-        return self._blocks[0].device
+        return self._copied[0][0].device
 
-    def _runs(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, slice]]:
-        """For each area, and each run of slots that follow each other: the blocks, and the slots."""
+    def _runs(
+        self, blocks: Sequence[int], slots: Sequence[int]
+    ) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, slice]]:
+        """For each region and its area, and each run of slots that follow each other: the blocks, and the slots."""
         if len(blocks) != len(slots):
             raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected one for one")
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks_device)
@@ -102,8 +105,8 @@ class Slab:
         for begin, end in zip(cuts, cuts[1:], strict=False):
             if begin < end:
                 run = slice(slots[begin], slots[begin] + end - begin)
-                for place in range(len(self._areas)):
-                    yield place, ids[begin:end], run
+                for pair in self._copied:
+                    yield pair, ids[begin:end], run
 
     def _moved(self, base: int) -> int:
         """Where a plane begins in the slab: as far from its area's beginning as it is from its region's."""
@@ -111,6 +114,15 @@ class Slab:
             if 0 <= base - region.address < region.block_bytes:
                 return base - region.address + int(area.data_ptr())
         raise ValueError(f"found a plane at {base:#x}; expected it in the first block of a region")
+
+
+def _in_words(blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same memory in the largest words that it divides into: `index_copy_` costs by the word, not by the byte."""
+    for word in (torch.int64, torch.int32, torch.int16):
+        places = (one for tensor in (blocks, slots) for one in (tensor.shape[1], tensor.storage_offset()))
+        if not any(place % word.itemsize for place in places):
+            return blocks.view(word), slots.view(word)
+    return blocks, slots
 
 
 def _begins(regions: Sequence[Region], num_slots: int) -> Iterator[int]:

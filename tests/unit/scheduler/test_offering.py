@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,8 +71,12 @@ def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Ma
     return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, 4, (1, 1), groups, LEASE)
 
 
-def offered(block_ids: BlockIds, ready_tokens: int, made: Manifest | None = None) -> Offered:
-    return Offered(P1, "transfer:t", DIGEST, TOKENS, block_ids, ready_tokens, made)
+def offered(block_ids: BlockIds, ready_tokens: int, made: Manifest | None = None, *, is_held: bool = False) -> Offered:
+    return Offered(P1, "transfer:t", DIGEST, TOKENS, block_ids, ready_tokens, made, is_held)
+
+
+held = partial(offered, is_held=True)
+"""What may be read before its request has ended."""
 
 
 # ------------------------------------------------------------------------------------------------------------ its steps
@@ -108,9 +113,9 @@ def test_a_push_is_offered_from_its_arrival_on() -> None:
         prefill.compute(17, ([8], [8])),
     ]
     assert [one.offered for one in told[:3]] == [
-        [offered(([7], [1]), 3)],
-        [offered(([7], [1]), 4)],
-        [offered(([7, 3], [1, 2]), 7)],
+        [held(([7], [1]), 3)],
+        [held(([7], [1]), 4)],
+        [held(([7, 3], [1, 2]), 7)],
     ]
     assert told[4].offered == []
     assert all(not one.is_idle for one in told)
@@ -123,7 +128,7 @@ def test_the_last_step_of_a_push_has_the_manifest() -> None:
     prefill.take()
     (last,) = prefill.compute(TOKENS, ([7, 3, 9, 4], [1, 2, 5, 6]), replaces=True).offered
     groups = (BlockRange(0, (7, 3, 9)), BlockRange(0, (1, 2, 5)))
-    assert last == offered(([7, 3, 9, 4], [1, 2, 5, 6]), TOKENS, manifest(groups))
+    assert last == held(([7, 3, 9, 4], [1, 2, 5, 6]), TOKENS, manifest(groups))
 
 
 def test_a_window_keeps_what_the_next_token_looks_at() -> None:
@@ -257,13 +262,69 @@ def test_a_pull_reads_nothing_before_its_request_has_ended() -> None:
     assert keep and params["kvcached_nixl"] == as_json(again.manifest)
 
 
+def staged_pull(pool: Pool | None = None, **changed: Any) -> Prefill:
+    prefill = Prefill(pool, **changed)
+    prefill.offering.is_read_early = True
+    return prefill
+
+
+def test_a_pull_that_is_staged_is_copied_while_it_is_computed() -> None:
+    """Nobody is told of it before its prompt is computed but its own workers; what it loses is held."""
+    prefill = staged_pull()
+    request = prefill.arrive(of_prefill())
+    assert not prefill.take().has_news
+    assert prefill.compute(4, ([7],), replaces=True).offered == [held(([7],), 4)]
+    assert prefill.compute(TOKENS, ([3, 9],)).offered == [held(([7, 3, 9],), TOKENS, manifest())]
+    assert prefill.compute(TOKENS + 1).offered == []
+    assert prefill.offering.is_read("p1")
+    keep, params = prefill.finish(request)
+    assert keep and params["kvcached_nixl"] == as_json(manifest())
+    step = prefill.take()
+    assert (step.finished, step.offered) == ([P1], []), "all of it was offered"
+
+
+def test_a_staged_pull_that_was_preempted_is_not_read_before_it_has_ended() -> None:
+    """It is offered when its prompt is computed again, so that decode finds it as soon as prefill has answered."""
+    prefill = staged_pull()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(8, ([7, 3],), replaces=True)
+    hold = prefill.preempt()
+    assert prefill.take().preempted == [(P1, hold)]
+    assert prefill.compute(4, ([5],), replaces=True).offered == []
+    again = manifest((BlockRange(0, (5, 6, 2)),))
+    assert prefill.compute(TOKENS, ([6, 2],)).offered == [offered(([5, 6, 2],), TOKENS, again)]
+    assert not prefill.offering.is_read("p1")
+    assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
+    assert prefill.take().offered == []
+
+
+@pytest.mark.parametrize("is_windowed", [True, False], ids=["windows", "another connector"])
+def test_a_staged_pull_is_not_read_early_where_its_blocks_may_go(is_windowed: bool) -> None:
+    prefill = staged_pull(drops_blocks=is_windowed)
+    prefill.pool.are_shared = not is_windowed
+    request = prefill.arrive(of_prefill())
+    assert prefill.compute(4, ([7],), replaces=True).offered == []
+    ((last,),) = (prefill.compute(TOKENS, ([3, 9],)).offered,)
+    assert last == offered(([7, 3, 9],), TOKENS, last.manifest) and last.manifest is not None
+    assert not prefill.offering.is_read("p1") and prefill.finish(request)[0]
+
+
+def test_an_aborted_staged_pull_keeps_its_blocks_until_nothing_copies_them() -> None:
+    prefill = staged_pull()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(8, ([7, 3],), replaces=True)
+    assert prefill.finish(request, is_whole=False) == (True, None)
+    step = prefill.take()
+    assert list(step.stopped) == [P1] and not step.unkept and prefill.offering.num_kept == 1
+
+
 def test_blocks_that_replace_others_are_not_added_to_them() -> None:
     """vLLM says which of the two it means; nothing else is taken for it."""
     prefill = Prefill(pushes=True)
     prefill.arrive(of_prefill())
     prefill.take()
     prefill.compute(4, ([7],), replaces=True)
-    assert prefill.compute(8, ([5, 6],), replaces=True).offered == [offered(([5, 6],), 8)]
+    assert prefill.compute(8, ([5, 6],), replaces=True).offered == [held(([5, 6],), 8)]
 
 
 def test_a_rollback_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -271,11 +332,11 @@ def test_a_rollback_is_told(caplog: pytest.LogCaptureFixture) -> None:
     prefill = Prefill(pushes=True)
     prefill.arrive(of_prefill())
     prefill.take()
-    assert prefill.compute(8, ([7, 3],), replaces=True).offered == [offered(([7, 3],), 8)]
-    assert prefill.compute(4).offered == [offered(([7, 3],), 4)]
-    assert prefill.compute(TOKENS, ([9],)).offered == [offered(([7, 3, 9],), TOKENS, manifest())]
-    assert prefill.compute(8).offered == [offered(([7, 3, 9],), 8)], "even when it was whole"
-    assert prefill.compute(TOKENS).offered == [offered(([7, 3, 9],), TOKENS, manifest())]
+    assert prefill.compute(8, ([7, 3],), replaces=True).offered == [held(([7, 3],), 8)]
+    assert prefill.compute(4).offered == [held(([7, 3],), 4)]
+    assert prefill.compute(TOKENS, ([9],)).offered == [held(([7, 3, 9],), TOKENS, manifest())]
+    assert prefill.compute(8).offered == [held(([7, 3, 9],), 8)], "even when it was whole"
+    assert prefill.compute(TOKENS).offered == [held(([7, 3, 9],), TOKENS, manifest())]
     assert caplog.text == ""
 
 

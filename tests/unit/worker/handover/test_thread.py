@@ -105,7 +105,7 @@ class Worker:
     def offer(self, is_reached: Any = always, request_id: PrefillRequestId = P1, **more: Any) -> None:
         made = manifest(7, 3, 9, request_id=request_id)
         self.thread.submit(
-            commands.Offer(request_id, "transfer:t", DIGEST, TOKENS, ([7, 3, 9],), TOKENS, made, is_reached)
+            commands.Offer(request_id, "transfer:t", DIGEST, TOKENS, ([7, 3, 9],), TOKENS, made, False, is_reached)
         )
 
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as a process, before servers that run."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+from experiments.common.servers import HOST, Server, ServerError, free_ports
+
+READY_SECONDS = 60.0
+STOP_SECONDS = 60.0
+_TAIL_CHARACTERS = 4000
+
+
+@contextlib.contextmanager
+def routed(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *options: str) -> Iterator[str]:
+    """Start ``kvcached-nixl proxy``, and yield its URL, without a path, when it knows all servers to be up.
+
+    Raises:
+        ServerError: it did not start, or did not end well.
+    """
+    (port,) = free_ports(1)
+    servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]
+    command = [sys.executable, "-m", "kvcached_nixl", "proxy", "--port", str(port), *servers, *options]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stderr=out, start_new_session=True)
+    try:
+        url, deadline = f"http://{HOST}:{port}", time.monotonic() + READY_SECONDS
+        while not _is_up(url, len(servers)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(
+                    f"found the router ended ({process.poll()}) or without its {len(servers)} servers after "
+                    f"{READY_SECONDS:.0f} s. Its log ends with:\n{_tail(log)}"
+                )
+            time.sleep(0.1)
+        yield url
+        process.terminate()
+        if (status := process.wait(STOP_SECONDS)) != 0:
+            raise ServerError(f"found the router ended with status {status}; expected 0. Its log:\n{_tail(log)}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_up(url: str, count: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        found = httpx.get(f"{url}/instances", trust_env=False).json()["instances"]
+        return sum(one["state"] == "up" for one in found) == count
+    return False
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
