@@ -25,14 +25,14 @@ pushing (streamed), and compares:
                what vLLM's own host buffer would take
   first-token  time to first token over TCP and shared memory, the pairs side by side and asked in turn; and of a pull
                every hand-over of which is verified (verify_fraction 1)
-  pages        how long prefill's elastic pages stay mapped after its last step; and what of its pool is mapped on
-               average under load, when decode is asked half a second after prefill has answered"""
+  pages        how long prefill's elastic blocks stay taken after its last step, and their pages mapped; and what of
+               its pool is mapped on average under load, when decode is asked half a second after prefill's answer"""
 
 EPILOG = """\
 targets:
   resident memory beside the direct path: at most 1.05 x the slab, the same however much is reserved
   time to first token over TCP: at most 1.15 x the direct path's (shared memory is reported)
-  prefill's pages stay mapped for at most 1.2 x the copy
+  prefill's blocks stay taken for at most 1.2 x the copy
 
 exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
 Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""

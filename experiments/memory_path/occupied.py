@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long prefill's elastic pages stay mapped: after the last step of one request, and under load."""
+"""How long prefill's blocks are taken and their pages mapped: after the last step of one request, and under load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Occupied:
     """One request, nothing else going on.
 
     Attributes:
-        occupied_seconds: from the end of prefill's last step until its pages are unmapped.
+        occupied_seconds: from the end of prefill's last step until its blocks are free.
+        mapped_seconds: until their pages are unmapped.
         copied_seconds: that prefill copied out of its blocks; 0 on the direct path.
         whole_seconds: from the end of prefill's last step until decode's first token.
     """
@@ -37,6 +38,7 @@ class Occupied:
     arm: str
     prompt_tokens: int
     occupied_seconds: float
+    mapped_seconds: float
     copied_seconds: float
     whole_seconds: float
 
@@ -106,8 +108,14 @@ class _Pair:
         unmapped = await self._unmapped(asking)
         first_token = await asking
         computed = float((await prefill.probe("times"))["computed"])
-        copied = float((await prefill.probe("copied"))["seconds"])
-        return Occupied(self.arm.name, length, unmapped - computed, copied, first_token - computed)
+        found = await prefill.probe("copied")
+        freed, copied = float(found["freed"]), float(found["seconds"])
+        if not computed < freed <= unmapped:
+            raise AnswerError(
+                f"{self.arm.name}: found blocks given back {freed - computed:.3f} s, and pages unmapped "
+                f"{unmapped - computed:.3f} s after prefill's last step; expected the one before the other."
+            )
+        return Occupied(self.arm.name, length, freed - computed, unmapped - computed, copied, first_token - computed)
 
     def _is_mapped(self) -> bool:
         """More than what is mapped at rest: the page of vLLM's null block."""

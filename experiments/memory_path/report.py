@@ -83,7 +83,7 @@ def judge_occupied(found: Sequence[Occupied]) -> list[Verdict]:
         occupied, copied = _median(these, "occupied_seconds"), _median(these, "copied_seconds")
         rows.append(
             Verdict(
-                f"{arm}, {length} tokens: prefill's pages stay mapped (<= {MOST_OF_COPY} x the copy)",
+                f"{arm}, {length} tokens: prefill's blocks stay taken (<= {MOST_OF_COPY} x the copy)",
                 f"{occupied * 1e3:.0f} ms, the copy {copied * 1e3:.0f} ms",
                 occupied <= MOST_OF_COPY * copied,
             )
@@ -98,11 +98,12 @@ def _median(these: Sequence[Occupied], name: str) -> float:
 def table_of_occupied(found: Sequence[Occupied]) -> Table:
     """Medians."""
     table = Table(title="after prefill's last step, ms")
-    for column in ("arm", "prompt", "pages mapped for", "copied for", "first token after"):
+    for column in ("arm", "prompt", "blocks taken for", "pages mapped for", "copied for", "first token after"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, length in dict.fromkeys((one.arm, one.prompt_tokens) for one in found):
         these = [one for one in found if (one.arm, one.prompt_tokens) == (arm, length)]
-        times = (_median(these, name) for name in ("occupied_seconds", "copied_seconds", "whole_seconds"))
+        names = ("occupied_seconds", "mapped_seconds", "copied_seconds", "whole_seconds")
+        times = (_median(these, name) for name in names)
         table.add_row(arm, str(length), *(f"{seconds * 1e3:.0f}" for seconds in times))
     return table
 
@@ -138,7 +139,7 @@ def plot(occupied: Sequence[Occupied], loaded: Sequence[Loaded], title: str, pat
             for length in lengths
         ]
         times.plot(lengths, middle, marker="o", markersize=3, label=arm)
-    times.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="pages mapped after the last step, s")
+    times.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="blocks taken after the last step, s")
     times.grid(alpha=0.3)
     times.legend(fontsize=8)
     pool.bar([one.arm for one in loaded], [one.mean_mapped_bytes / _MIB for one in loaded])

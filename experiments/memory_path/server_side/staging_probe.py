@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that tells how long prefill has copied out of its blocks, beside what TransferProbe tells."""
+"""A worker extension that tells how long prefill has copied out of its blocks, and when kvcached got them back.
+
+It tells what TransferProbe tells, too, and is for an executor that has the worker in the engine's process.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,23 @@ class StagingProbe(TransferProbe):
     """Runs in the worker process; hooks the copier of kvcached_nixl's instance, if it has one."""
 
     _copied_seconds: list[float]
+    _freed: dict[str, float]
 
     def kv_probe_time_copies(self) -> dict[str, Any]:
-        """Note how long each copy takes from now on. Returns whether KV is staged."""
+        """Note from now on how long each copy takes, and when blocks are free. Returns whether KV is staged."""
+        from kvcached.kv_cache_manager import KVCacheManager
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self._copied_seconds = seconds = []
+        self._freed = freed = {"at": 0.0}
+        free = KVCacheManager.free
+
+        def timed_free(*args: Any) -> Any:
+            found = free(*args)
+            freed["at"] = time.monotonic()
+            return found
+
+        KVCacheManager.free = timed_free
         staging = vars(get_kv_transfer_group())["_kvcached_nixl"].thread._side.staging
         if staging is None:
             return {"staged": False}
@@ -34,7 +48,8 @@ class StagingProbe(TransferProbe):
         return {"staged": True}
 
     def kv_probe_copied(self) -> dict[str, Any]:
-        """How long was copied since the last call (seconds, all in all), and in how many pieces."""
+        """How long was copied since the last call (seconds, all in all), in how many pieces, and when blocks were last
+        given back (monotonic seconds)."""
         taken = list(self._copied_seconds)
         del self._copied_seconds[: len(taken)]
-        return {"seconds": sum(taken), "copies": len(taken)}
+        return {"seconds": sum(taken), "copies": len(taken), "freed": self._freed["at"]}

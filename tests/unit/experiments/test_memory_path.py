@@ -82,12 +82,12 @@ def test_first_token_staged_against_direct(seconds: float, reached: bool) -> Non
 
 
 @pytest.mark.parametrize(("seconds", "reached"), [(0.012, True), (0.0121, False)])
-def test_pages_stay_mapped_for_the_copy(seconds: float, reached: bool) -> None:
+def test_blocks_stay_taken_for_the_copy(seconds: float, reached: bool) -> None:
     """A fifth longer at most; of the direct path nothing is promised."""
     found = [
-        Occupied(STAGED.name, 2048, seconds, 0.01, 0.5),
-        Occupied(STAGED.name, 2048, seconds, 0.01, 0.5),
-        Occupied(PULL.name, 2048, 0.5, 0.0, 0.5),
+        Occupied(STAGED.name, 2048, seconds, 0.5, 0.01, 0.5),
+        Occupied(STAGED.name, 2048, seconds, 0.5, 0.01, 0.5),
+        Occupied(PULL.name, 2048, 0.5, 0.5, 0.0, 0.5),
     ]
     assert [one.reached for one in judge_occupied(found)] == [reached]
     assert table_of_occupied(found).row_count == 2
@@ -100,6 +100,6 @@ def test_what_is_left_of_the_pool_and_the_plot(tmp_path: Path) -> None:
     assert list(table.columns[-1].cells) == ["6.5", "6.5"]
     assert list(table.columns[3].cells) == ["35%", "35%"]
     path = tmp_path / "plot.png"
-    plot([Occupied(PULL.name, 2048, 0.5, 0.0, 0.5)], loaded, "title", path)
+    plot([Occupied(PULL.name, 2048, 0.5, 0.5, 0.0, 0.5)], loaded, "title", path)
     assert path.stat().st_size > 1000
     assert Measured().samples == []
