@@ -35,6 +35,7 @@ __all__ = [
     "found_version",
     "installed_row",
     "import_vllm",
+    "reason_on",
     "reason_to_skip",
     "row_of",
 ]
@@ -210,6 +211,11 @@ def reason_to_skip(patch: Patch) -> str | None:
     row = row_of(version)
     if row is None:
         return f"vLLM {version} is not supported"
+    return reason_on(patch, version, row)
+
+
+def reason_on(patch: Patch, version: str | None, row: Row) -> str | None:
+    """Why ``patch`` is not for this vLLM, taken as one that ``row`` describes, or None."""
     if patch.versions and not _matches(patch.versions, version):
         return f"for vLLM {patch.versions}, this is {version}"
     if patch.needs:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which names this package reads of which of vLLM's classes and modules: a table for tests, unused at run time.
+
+`private` refuses a name that is gone when it is used. ``tests/shapes`` looks for all of them in a vLLM that nobody has
+installed. ``tests/unit/compat/test_shapes.py`` holds this table to the code: every name given to `private`, and every
+import of vLLM's, has to be in it, and nothing that is not read any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcached_nixl.compat.locate import (
+    ENGINE_CORE,
+    ENGINE_SCHEDULER,
+    FACADE,
+    FACTORY,
+    METADATA_MODULES,
+    STATS_MODULES,
+    WORKER,
+)
+from kvcached_nixl.compat.names import KV_TRANSFER
+from kvcached_nixl.patching import Place, Target
+
+__all__ = ["READS", "Reads"]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Names that a class or its bases have to store or define, or a module to bind."""
+
+    target: Target
+    names: tuple[str, ...]
+
+
+def _of(module: str, qualname: str, *names: str) -> Reads:
+    return Reads(Target(name=f"{module}.{qualname}" if qualname else module, places=(Place(module, qualname),)), names)
+
+
+def _first_of(modules: tuple[str, ...], qualname: str, *names: str) -> Reads:
+    return Reads(Target(name=qualname, places=tuple(Place(module, qualname) for module in modules)), names)
+
+
+_CONFIG = "vllm.config"
+_CACHE_INTERFACE = "vllm.v1.kv_cache_interface"
+_OUTPUT = "vllm.v1.core.sched.output"
+
+READS = (
+    # The NIXL connector.
+    Reads(FACTORY, ("get_connector_class",)),
+    Reads(FACADE, ("connector_worker", "_connector_metadata")),
+    Reads(
+        WORKER,
+        (
+            "vllm_config",
+            "kv_transfer_config",
+            "kv_cache_config",
+            "model_config",
+            "engine_id",
+            "world_size",
+            "tp_rank",
+            "device_id",
+            "num_blocks",
+            "use_mla",
+            "backend_name",
+            "attn_backends",
+            "_layer_specs",
+            "_physical_blocks_per_logical_kv_block",
+            "nixl_memory_type",
+            "nixl_wrapper",
+            "nixl_backends",
+            "_registered_descs",
+            "xfer_handshake_metadata",
+            "xfer_stats",
+        ),
+    ),
+    _first_of(METADATA_MODULES, "NixlHandshakePayload", "compatibility_hash", "agent_metadata_bytes"),
+    _first_of(
+        STATS_MODULES,
+        "NixlKVConnectorStats",
+        "data",
+        "reset",
+        "is_empty",
+        "record_transfer",
+        "record_failed_transfer",
+        "record_kv_expired_req",
+    ),
+    _first_of(STATS_MODULES, "NixlPromMetrics", "observe", "_counter_cls", "_gauge_cls"),
+    _of(f"{KV_TRANSFER}.v1.base", "SupportsHMA", "request_finished_all_groups"),
+    _of("vllm.v1.attention.backend", "AttentionBackend", "get_kv_cache_shape"),
+    # The engine's scheduler and its loop.
+    Reads(
+        ENGINE_SCHEDULER,
+        (
+            "connector",
+            "kv_cache_manager",
+            "requests",
+            "running",
+            "waiting",
+            "pause_state",
+            "finished_req_ids",
+            "failed_recving_kv_req_ids",
+            "recompute_kv_load_failures",
+            "finish_requests",
+            "get_num_unfinished_requests",
+        ),
+    ),
+    Reads(ENGINE_CORE, ("scheduler", "vllm_config", "input_queue", "batch_queue", "engines_running")),
+    _of("vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", "coordinator", "get_block_ids"),
+    _of("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"),
+    _of("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
+    _of(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        "req_to_blocks",
+        "num_cached_block",
+        "block_size",
+        "get_num_skipped_tokens",
+    ),
+    _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks"),
+    _of("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "is_null"),
+    # Requests and what a step hands on.
+    _of(
+        "vllm.v1.request",
+        "Request",
+        "request_id",
+        "client_index",
+        "status",
+        "num_prompt_tokens",
+        "num_computed_tokens",
+        "prompt_token_ids",
+        "prompt_embeds",
+        "mm_features",
+        "lora_request",
+        "cache_salt",
+        "kv_transfer_params",
+        "skip_reading_prefix_cache",
+        "get_finished_reason",
+    ),
+    _of(
+        "vllm.v1.request",
+        "RequestStatus",
+        "WAITING",
+        "PREEMPTED",
+        "FINISHED_STOPPED",
+        "FINISHED_LENGTH_CAPPED",
+        "FINISHED_REPETITION",
+        "FINISHED_ERROR",
+    ),
+    _of("vllm.lora.request", "LoRARequest", "lora_name"),
+    _of(_OUTPUT, "SchedulerOutput", "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),
+    _of(_OUTPUT, "NewRequestData", "req_id", "block_ids", "num_computed_tokens"),
+    _of(_OUTPUT, "CachedRequestData", "req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),
+    _of("vllm.v1.outputs", "ModelRunnerOutput", "kv_connector_output"),
+    _of("vllm.v1.outputs", "KVConnectorOutput", "finished_sending", "finished_recving", "invalid_block_ids"),
+    _of("vllm.v1.engine", "EngineCoreOutput", "request_id", "finish_reason"),
+    _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
+    _of("vllm.v1.engine", "EngineCoreRequestType", "WAKEUP"),
+    # Configuration.
+    _of(
+        f"{_CONFIG}.vllm",
+        "VllmConfig",
+        "cache_config",
+        "model_config",
+        "parallel_config",
+        "scheduler_config",
+        "speculative_config",
+        "kv_transfer_config",
+    ),
+    _of(f"{_CONFIG}.cache", "CacheConfig", "block_size", "cache_dtype"),
+    _of(
+        f"{_CONFIG}.model",
+        "ModelConfig",
+        "model",
+        "revision",
+        "dtype",
+        "quantization",
+        "hf_overrides",
+        "max_model_len",
+        "get_head_size",
+        "get_total_num_kv_heads",
+        "get_total_num_hidden_layers",
+    ),
+    _of(
+        f"{_CONFIG}.parallel",
+        "ParallelConfig",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "data_parallel_size",
+        "data_parallel_index",
+    ),
+    _of(f"{_CONFIG}.scheduler", "SchedulerConfig", "max_num_seqs"),
+    _of(f"{_CONFIG}.speculative", "SpeculativeConfig", "method", "model"),
+    _of(
+        f"{_CONFIG}.kv_transfer",
+        "KVTransferConfig",
+        "engine_id",
+        "kv_connector",
+        "kv_buffer_device",
+        "kv_load_failure_policy",
+        "kv_connector_extra_config",
+    ),
+    _of(_CACHE_INTERFACE, "KVCacheConfig", "kv_cache_groups", "kv_cache_tensors"),
+    _of(_CACHE_INTERFACE, "KVCacheGroupSpec", "kv_cache_spec"),
+    _of(_CACHE_INTERFACE, "UniformTypeKVCacheSpecs", "kv_cache_specs"),
+    _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size", "page_size_bytes"),
+    _of(_CACHE_INTERFACE, "MambaSpec"),
+    _of(
+        "vllm.envs",
+        "",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        "VLLM_USE_V2_MODEL_RUNNER",
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+    ),
+    _of("vllm.platforms", "", "current_platform"),
+    _of("vllm.platforms.interface", "Platform", "device_type", "get_nixl_memory_type"),
+)
+"""Left out: what may be absent (read by ``vars(...).get`` with a default), and what is our own."""

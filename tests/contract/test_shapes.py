@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fixture (``tests/shapes``) says of the installed vLLM what the imported vLLM says of itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from kvcached_nixl.compat.versions import found_version
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+from shape_fixture import SERIES, VLLM_PATCHES, load
+from shape_judging import verdicts
+
+from kvcached_nixl.patching import Patch
+from kvcached_nixl.patching.contract import find_seat, locate
+
+
+@pytest.fixture(scope="module")
+def shape() -> dict[str, Any]:
+    version = Version(str(found_version("vllm"))).public
+    if not (SERIES / f"{version}.json").is_file():
+        pytest.skip(f"there is no fixture of vLLM {version}")
+    return load(version)
+
+
+@pytest.mark.parametrize("patch", VLLM_PATCHES, ids=lambda patch: patch.name)
+def test_a_patch_stands_where_the_fixture_says_with_its_parameters(shape: dict[str, Any], patch: Patch) -> None:
+    """Text was read for the one, Python has made the other: decorators, aliases and bases are told alike."""
+    (verdict,) = [one for one in verdicts(shape) if one.patch == patch.name]
+    if verdict.word != "holds":
+        pytest.skip(f"{verdict.word}: {verdict.detail}")
+    places = [place for place in patch.target.places if f"{place.module}:{place.qualname}" in shape["places"]]
+    found = [one for place in places if (one := locate(place, importlib.import_module(place.module))) is not None]
+    seat = find_seat(patch, found[0])
+    assert seat.where == verdict.detail
+    cls = f"{seat.owner.__module__}:{seat.owner.__qualname__}"
+    parameters = [
+        one.replace(annotation=inspect.Parameter.empty, default=... if one.default is not one.empty else one.empty)
+        for one in inspect.signature(seat.function).parameters.values()
+    ]
+    _, _, text = shape["bodies"][cls]["methods"][patch.attribute].partition("(")
+    made: dict[str, Any] = {}
+    exec(f"def method({text}: ...", made)
+    assert parameters == list(inspect.signature(made["method"]).parameters.values())

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a vLLM this package's patches and reads depend on, as a small JSON object that `shape_judging` reads.
+
+* version: of vLLM.
+* places: each place where a patch looks, "module:qualname", as far as it is there -> the class that it means.
+* bodies: class -> its bases in vLLM, and of the patched attributes those that stand in its own body.
+* callers: patch -> functions of vLLM that call what it wraps.
+* reads: target -> the names that this package reads of it, "-name" if it is missing; null if the class is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from shape_reading import Call, Reader
+from shape_source import Source
+
+from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES
+from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
+from kvcached_nixl.compat.reads import READS
+from kvcached_nixl.patching import Patch, Target
+from kvcached_nixl.seams import PATCHES
+
+__all__ = ["SERIES", "VLLM_PATCHES", "load", "make", "save"]
+
+SERIES = Path(__file__).parent / "series"
+
+VLLM_PATCHES: tuple[Patch, ...] = tuple(
+    seam.patch for seam in PATCHES if all(place.module.startswith("vllm.") for place in seam.patch.target.places)
+)
+"""Without that of kvcached, of which one version is supported."""
+
+_CONNECTOR = frozenset({"connector", "kv_connector", "connector_cls", "kv_transfer_group", "_KV_CONNECTOR_AGENT"})
+_SCHEDULER = frozenset({"scheduler"})
+_CALLED_ON = {
+    "connector": _CONNECTOR,
+    "pull connector": _CONNECTOR,
+    "engine scheduler": _SCHEDULER,
+    "engine scheduler interface": _SCHEDULER,
+    "engine core": frozenset({"engine_core"}),
+    "factory": frozenset({"KVConnectorFactory"}),
+}
+"""Target -> what vLLM calls an object of it, where it calls one of its methods. Another name shows as "no caller"."""
+
+_CALLERS_IN = ("vllm/v1/", "vllm/distributed/kv_transfer/")
+
+
+def save(shape: dict[str, Any]) -> Path:
+    path = SERIES / f"{shape['version']}.json"
+    path.write_text(_text(shape))
+    return path
+
+
+def _text(shape: dict[str, Any]) -> str:
+    """JSON with one class, patch or target a line, so that two series can be compared with diff."""
+    parts = [f'"version": {json.dumps(shape["version"])}']
+    for part in ("places", "bodies", "callers", "reads"):
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(shape[part].items())]
+        parts.append(f'"{part}": {{\n ' + ",\n ".join(lines) + "\n}")
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def load(version: str) -> dict[str, Any]:
+    shape: dict[str, Any] = json.loads((SERIES / f"{version}.json").read_text())
+    return shape
+
+
+def make(source: Source) -> dict[str, Any]:
+    reader = Reader(source)
+    places = _places(reader)
+    return {
+        "version": source.version,
+        "places": places,
+        "bodies": _bodies(reader, places),
+        "callers": _callers(reader),
+        "reads": {reads.target.name: _read(reader, reads.target, reads.names) for reads in READS},
+    }
+
+
+def _places(reader: Reader) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for place in {place for patch in VLLM_PATCHES for place in patch.target.places}:
+        cls = reader.resolve(place.module, place.qualname) if place.qualname else None
+        if reader.has(place.module) and (cls or not place.qualname):
+            found[f"{place.module}:{place.qualname}"] = cls or f"{place.module}:"
+    return found
+
+
+def _bodies(reader: Reader, places: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for patch in VLLM_PATCHES:
+        named = [places.get(f"{place.module}:{place.qualname}", "") for place in patch.target.places]
+        for cls in {one for start in named if start for one in reader.lineage(start)}:
+            body = reader.body(cls)
+            methods = found.setdefault(cls, {"bases": list(body.bases), "methods": {}})["methods"]
+            if patch.attribute in body.methods:
+                methods[patch.attribute] = body.methods[patch.attribute]
+    return found
+
+
+def _class_of(reader: Reader, target: Target) -> str | None:
+    """The class or module behind a target: the first of its places that there is."""
+    for place in target.places:
+        if not place.qualname and reader.has(place.module):
+            return f"{place.module}:"
+        cls = reader.resolve(place.module, place.qualname) if place.qualname else None
+        if cls is not None:
+            return cls
+    return None
+
+
+def _read(reader: Reader, target: Target, names: tuple[str, ...]) -> str | None:
+    cls = _class_of(reader, target)
+    if cls is None:
+        return None
+    stored = {name for one in reader.lineage(cls) for name in reader.body(one).names}
+    return " ".join(name if name in stored else f"-{name}" for name in sorted(names))
+
+
+def _callers(reader: Reader) -> dict[str, list[str]]:
+    found: dict[str, set[str]] = {patch.name: set() for patch in VLLM_PATCHES}
+    patches: dict[str, list[Patch]] = defaultdict(list)
+    for patch in VLLM_PATCHES:
+        # Who registers a class by its name has it constructed.
+        patches["register_connector" if patch.attribute == "__init__" else patch.attribute].append(patch)
+    for call in reader.calls(patches, _CALLERS_IN):
+        for patch in patches[call.attribute]:
+            if _reaches(reader, call, patch):
+                found[patch.name].add(f"{call.module}:{call.qualname}".removesuffix(":"))
+    return {name: sorted(callers) for name, callers in found.items()}
+
+
+def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
+    """Whether the call is one of what the patch wraps, and not one of several connectors handing it on."""
+    if call.attribute == "register_connector":
+        return bool(FACADE_CLASS_NAMES & set(call.arguments))
+    if call.receiver == "self":
+        return _is_inherited_caller(reader, call, patch)
+    within = call.module.startswith(f"{KV_TRANSFER}.v1.") and call.qualname.rpartition(".")[2] == patch.attribute
+    handed_on = within or call.module.startswith(NIXL_PREFIX)
+    return call.receiver in _CALLED_ON[patch.target.name] and not handed_on
+
+
+def _is_inherited_caller(reader: Reader, call: Call, patch: Patch) -> bool:
+    """Whether the target has the function that calls ``self.attribute``, and nothing of its own in place of it.
+
+    Who calls that function is not asked.
+    """
+    cls = _class_of(reader, patch.target)
+    owner, _, function = call.qualname.partition(".")
+    function = function.partition(".")[0]
+    owners = [one for one in reader.lineage(cls) if function in reader.body(one).methods] if cls else []
+    return owners[:1] == [f"{call.module}:{owner}"] and function != patch.attribute

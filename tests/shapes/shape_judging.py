@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold this package's patches to a fixture, as a start holds them to the vLLM that it finds.
+
+Classes with the fixture's bases and parameter lists are made, and ``patching.contract`` judges them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+from shape_fixture import VLLM_PATCHES
+
+from kvcached_nixl.compat.reads import READS
+from kvcached_nixl.compat.versions import ROWS, reason_on, row_of
+from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.patching import Patch
+from kvcached_nixl.patching.contract import find_seat, locate
+
+__all__ = ["Verdict", "missing", "troubles", "verdicts"]
+
+HOLDS, SKIPPED, CHANGED, GONE, NO_CALLER = "holds", "not applied", "changed", "gone", "no caller"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``word`` is one of the five above; ``detail`` says where, why or what was found."""
+
+    patch: str
+    word: str
+    detail: str
+
+    @property
+    def is_trouble(self) -> bool:
+        return self.word not in (HOLDS, SKIPPED)
+
+
+def verdicts(shape: Mapping[str, Any]) -> tuple[Verdict, ...]:
+    """One for each patch of vLLM. A version that is not supported is taken as one of the newest that is.
+
+    Raises:
+        ValueError: the fixture was made before there was such a patch.
+    """
+    modules = _modules(shape)
+    return tuple(_verdict(patch, shape, modules) for patch in VLLM_PATCHES)
+
+
+def troubles(shape: Mapping[str, Any]) -> dict[str, str]:
+    """Patch -> what is wrong, in a word."""
+    return {one.patch: one.word for one in verdicts(shape) if one.is_trouble}
+
+
+def missing(shape: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Target -> names that this package reads and that are not there; none if the class itself is not.
+
+    Raises:
+        ValueError: the fixture was made before one of them was read.
+    """
+    found: dict[str, list[str]] = {}
+    for reads in READS:
+        read = shape["reads"].get(reads.target.name, "?")
+        names = list(reads.names) if read is None else read.split()
+        if {name.removeprefix("-") for name in names} != set(reads.names):
+            raise _too_old(shape, f"what is read of {reads.target.name}")
+        lacking = [name[1:] for name in names if name.startswith("-")]
+        if lacking or read is None:
+            found[reads.target.name] = lacking
+    return found
+
+
+def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types.ModuleType]) -> Verdict:
+    if patch.name not in shape["callers"]:
+        raise _too_old(shape, f"the patch {patch.name}")
+    # A release candidate is read as the release.
+    version = Version(shape["version"]).base_version
+    reason = reason_on(patch, version, row_of(version) or ROWS[-1])
+    if reason is not None:
+        return Verdict(patch.name, SKIPPED, reason)
+    places = [place for place in patch.target.places if place.module in modules]
+    found = [one for place in places if (one := locate(place, modules[place.module])) is not None]
+    if not found:
+        places_named = ", ".join(map(str, patch.target.places))
+        return Verdict(patch.name, SKIPPED if patch.when_absent == "skip" else GONE, f"none of {places_named}")
+    try:
+        seat = find_seat(patch, found[0])
+    except ContractChanged as cause:
+        is_there = any(patch.attribute in vars(cls) for cls in getattr(found[0], "__mro__", found))
+        detail = f"found {cause.found}; expected {cause.expected}"
+        return Verdict(patch.name, CHANGED if is_there else GONE, detail)
+    callers = shape["callers"][patch.name]
+    if not callers:
+        return Verdict(patch.name, NO_CALLER, f"{seat.where} is there, and vLLM calls it nowhere")
+    return Verdict(patch.name, HOLDS, seat.where)
+
+
+def _modules(shape: Mapping[str, Any]) -> dict[str, types.ModuleType]:
+    """Modules that hold at its places what the fixture has there."""
+    classes: dict[str, Any] = {}
+    modules: dict[str, types.ModuleType] = {}
+    for place, cls in shape["places"].items():
+        name, _, qualname = place.partition(":")
+        module = modules.setdefault(name, types.ModuleType(name))
+        if qualname:
+            setattr(module, qualname, _class(cls, shape["bodies"], classes))
+        else:
+            vars(module).update(_members(shape["bodies"][cls], name))
+    return modules
+
+
+def _class(cls: str, bodies: Mapping[str, Any], classes: dict[str, Any]) -> Any:
+    if cls not in classes:
+        module, _, qualname = cls.partition(":")
+        bases = tuple(_class(base, bodies, classes) for base in bodies[cls]["bases"])
+        members = {"__module__": module, "__qualname__": qualname, **_members(bodies[cls], module)}
+        classes[cls] = type(qualname.rpartition(".")[2], bases, members)
+    return classes[cls]
+
+
+def _members(body: Mapping[str, Any], module: str) -> dict[str, Any]:
+    return {name: _member(name, text, module) for name, text in body["methods"].items()}
+
+
+def _member(name: str, text: str, module: str) -> Any:
+    kind, _, parameters = text.partition("(")
+    if kind == "object":
+        return object()
+    made: dict[str, Any] = {"__name__": module}
+    exec(f"def {name}({parameters}: ...", made)
+    wrap = {"classmethod": classmethod, "staticmethod": staticmethod, "property": property}.get(kind)
+    return made[name] if wrap is None else wrap(made[name])
+
+
+def _too_old(shape: Mapping[str, Any], what: str) -> ValueError:
+    return ValueError(
+        f"the fixture of vLLM {shape['version']} does not know {what}; make all anew: python tests/shapes/make.py make"
+    )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python files of a vLLM that is not installed: from a wheel file, or of a wheel on the package index.
+
+Of a wheel on the index only those parts are fetched that hold Python files, a few MB of hundreds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import tempfile
+import urllib.request
+import zipfile
+from pathlib import Path
+
+from packaging.utils import parse_wheel_filename
+from packaging.version import Version
+
+__all__ = ["Source", "open_source"]
+
+_CHUNK_BYTES = 4 << 20
+
+
+class Source:
+    """Attributes:
+    version: of vLLM, without a local label.
+    paths: every Python file, as in the wheel.
+    """
+
+    def __init__(self, version: str, wheel: zipfile.ZipFile) -> None:
+        self.version = Version(version).public
+        self._wheel = wheel
+        self.paths = frozenset(name for name in wheel.namelist() if name.endswith(".py"))
+
+    def read(self, path: str) -> str:
+        return self._wheel.read(path).decode()
+
+
+def open_source(version_or_wheel: str) -> Source:
+    """Args: ``version_or_wheel`` is a version of the distribution ``vllm``, or the path of a wheel.
+
+    Raises:
+        ValueError: it is neither, or pip does not find it.
+    """
+    path = Path(version_or_wheel)
+    if path.suffix == ".whl":
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}")
+        return Source(str(parse_wheel_filename(path.name)[1]), zipfile.ZipFile(path))
+    # zipfile takes a short read for the end of the file.
+    remote = io.BufferedReader(_Remote(_address_of(version_or_wheel)))
+    return Source(version_or_wheel, zipfile.ZipFile(remote))
+
+
+def _address_of(version: str) -> str:
+    """Where the wheel is, as pip says without downloading it."""
+    pip = shutil.which("pip")
+    if pip is None:
+        raise ValueError("pip is needed to find a version; give a wheel file instead")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        options = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", str(report)]
+        # Without --target pip wants the interpreter's own versions.
+        options += ["--only-binary", ":all:", "--python-version", "3.12", "--target", folder]
+        done = subprocess.run(
+            [pip, "install", *options, f"vllm=={version}"], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise ValueError(f"pip finds no wheel of vllm {version}: {done.stderr.strip().splitlines()[-1]}")
+        return str(json.loads(report.read_text())["install"][0]["download_info"]["url"])
+
+
+class _Remote(io.RawIOBase):
+    """A file behind a URL, of which a part is fetched when it is read for the first time."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._position = url, 0
+        self._chunks: dict[int, bytes] = {}
+        self._bytes = self._fetch(0, 1)[1]
+
+    def _fetch(self, first: int, end: int) -> tuple[bytes, int]:
+        """Bytes, and how many there are in all."""
+        request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{end - 1}"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            if response.status != 206:
+                raise ValueError("this index gives no parts of files; download the wheel and give its path")
+            return response.read(), int(response.headers["Content-Range"].rpartition("/")[2])
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._bytes}[whence]
+        return self._position
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        number, offset = divmod(self._position, _CHUNK_BYTES)
+        if self._position >= self._bytes:
+            return 0
+        if number not in self._chunks:
+            first = number * _CHUNK_BYTES
+            self._chunks[number], _ = self._fetch(first, min(first + _CHUNK_BYTES, self._bytes))
+        part = self._chunks[number][offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
