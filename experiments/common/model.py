@@ -2,7 +2,8 @@
 """Small models with random weights and a byte-level tokenizer, made on the spot: nothing is downloaded.
 
 The weights are drawn wide enough (standard deviation 0.08) that greedy output follows every KV block; the
-byte-equivalence harness proves that instead of trusting it.
+byte-equivalence harness proves that instead of trusting it. ``python -m experiments.common.model`` makes one and prints
+its folder.
 """
 
 from __future__ import annotations
@@ -156,3 +157,7 @@ def _write_tokenizer(shape: ModelShape, folder: Path) -> None:
         "model_max_length": shape.max_positions,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+if __name__ == "__main__":
+    print(make_model())
