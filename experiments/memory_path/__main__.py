@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and requests; writes no last-VERSION files")
-    parser.add_argument("--part", choices=PARTS, help="only this one; as for --quick")
+    parser.add_argument("--part", choices=PARTS, help="only this one; what last-VERSION has of the others stays")
     return parser.parse_args(arguments)
 
 
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     from experiments.common.client import AnswerError
     from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.common.servers import ServerError
-    from experiments.memory_path.measure import Measured, measure_part
+    from experiments.memory_path.measure import Measured, measure_part, read
 
     began = datetime.datetime.now(datetime.timezone.utc)
     stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
@@ -71,8 +71,10 @@ def main(options: argparse.Namespace) -> int:
     finally:
         narrator.close()
 
+    name = f"last-{options.vllm}" if not options.quick else stamp
+    if options.part and not options.quick:
+        found = found.beside(read(RESULTS / f"{name}.json"))
     verdicts = _report(found, options.vllm, stdout_console())
-    name = stamp if options.quick or options.part else f"last-{options.vllm}"
     if found.occupied:
         from experiments.memory_path.report import plot
 

@@ -33,7 +33,7 @@ PAIRS = tuple((arm, staged(arm)) for arm in DIRECT)
 ARMS = tuple(arm for pair in PAIRS for arm in pair)
 VERIFIED = dataclasses.replace(PULL, name="pull, verified", extra={"verify_fraction": 1.0})
 """Every hand-over; what that costs is reported."""
-FIRST_TOKEN = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=8, tokens=32_768)
+FIRST_TOKEN = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=5, tokens=16_384)
 FIRST_TOKEN_QUICK = Load(lengths=(512, 4096), at_a_time=(1,), most_rounds=5)
 
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from experiments.common.model import make_model
@@ -27,6 +28,25 @@ class Measured:
     samples: list[first_token.Sample] = field(default_factory=list)
     occupied: list[occupied.Occupied] = field(default_factory=list)
     loaded: list[occupied.Loaded] = field(default_factory=list)
+
+    def beside(self, earlier: Measured) -> Measured:
+        """With what an earlier run has of the parts that this one has not."""
+        names = [one.name for one in fields(self)]
+        return Measured(**{name: getattr(self, name) or getattr(earlier, name) for name in names})
+
+
+def read(path: Path) -> Measured:
+    """What a run has written; nothing if there was none."""
+    if not path.is_file():
+        return Measured()
+    said = json.loads(path.read_text())
+    kinds = {
+        "resident": resident.Resident,
+        "samples": first_token.Sample,
+        "occupied": occupied.Occupied,
+        "loaded": occupied.Loaded,
+    }
+    return Measured(**{name: [kind(**one) for one in said[name]] for name, kind in kinds.items()})
 
 
 def measure_part(part: str, found: Measured, logs: Path, narrator: Narrator, *, quick: bool) -> None:

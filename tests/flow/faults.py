@@ -212,6 +212,10 @@ def blocks_that_may_be_lost_are_copied(patch: Patcher) -> None:
     patch.setattr(Offer, "may_be_read", property(lambda self: bool(self.block_ids)))
 
 
+def what_was_copied_before_a_preemption_is_used(patch: Patcher) -> None:
+    patch.setattr(Staged, "forget", nothing)
+
+
 def preempted_blocks_are_quiet_at_once(patch: Patcher) -> None:
     def preempt(self: Any, _: Any, hold: int) -> None:
         self._quiet(hold)

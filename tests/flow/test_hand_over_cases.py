@@ -1460,6 +1460,76 @@ def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
     pair.nothing_is_left()
 
 
+def test_a_staged_pull_that_ends_early_in_its_second_blocks_is_not_copied_out_of_them() -> None:
+    """They are free at once; a copy out of its first blocks may still be under way."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill(max_tokens=8)
+    worker = pair.prefill.workers[0]
+    while not (worker.copier is not None and worker.copier.asked):
+        pair.round()
+    preempt(pair, upstream)
+    while upstream.num_computed < len(PROMPT) + 2:
+        pair.round()
+    pair.prefill.abort(upstream)
+    pair.round()
+    worker.copy()
+    pair.settle()
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["copied", "being copied"])
+def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -> None:
+    """It may have been preempted because the weights are others now."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill()
+    worker = pair.prefill.workers[0]
+    while not (worker.copier is not None and worker.copier.asked):
+        pair.round()
+    if not is_late:
+        worker.copy()
+        pair.round()
+    preempt(pair, upstream)
+    for _ in range(2):
+        pair.round()
+    source = worker.side.thread._serving._writer.source
+    assert not source._parked and not upstream.status.is_finished
+    worker.copy()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["room", "full"])
+def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
+    """Whoever sends it, prefill's blocks come back and its engine lives (R10)."""
+    pair = Pair(PULL, kind(slots=SLOTS))
+    pair.acquaint()
+    upstream = pair.ask_prefill(LONG)
+    pair.settle()
+    worker = pair.prefill.workers[0]
+    staging = worker.staging
+    assert staging is not None and not worker.side.thread._serving._writer.source._parked, "it is larger than the slab"
+    taken = staging.slots.take(staging.slots.available(Use.SENDING), Use.SENDING) if is_full else []
+    found = pair.ask_decode(upstream.answer, LONG)
+    while not pair.messages(Registration):
+        pair.decode.step()
+        pair.turn()
+    (posted,) = pair.messages(Registration)
+    said = decode(posted.notification)
+    assert isinstance(said, Registration)
+    posted.notification = encode(msgspec.structs.replace(said, groups=(*said.groups, *said.groups)))
+    for _ in range(5):
+        pair.round()
+    if is_full:
+        staging.slots.give_back(taken, Use.SENDING)
+        staging._freed = True
+    pair.settle()
+    assert not is_right(found, len(LONG)) and pair.causes() == {"range": 1}
+    pair.nothing_is_left()
+
+
 def test_slots_are_copied_when_every_rank_has_written() -> None:
     """A block has heads of both."""
     pair = Pair(PUSH, kind(tp_size=2), kind(slots=SLOTS))

@@ -90,6 +90,9 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.blocks_that_may_be_lost_are_copied: case(
             cases.test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended
         ),
+        faults.what_was_copied_before_a_preemption_is_used: case(
+            cases.test_what_was_copied_of_a_pull_that_begins_anew_is_not_used, False
+        ),
         faults.preempted_blocks_are_quiet_at_once: schedules,
         faults.draining_holds_are_forgotten: schedules,
         faults.prefill_s_blocks_are_free_when_its_request_ends: schedules,

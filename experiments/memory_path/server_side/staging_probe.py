@@ -28,9 +28,9 @@ class StagingProbe(TransferProbe):
         free = KVCacheManager.free
 
         def timed_free(*args: Any) -> Any:
-            found = free(*args)
+            # It unmaps pages, too.
             freed["at"] = time.monotonic()
-            return found
+            return free(*args)
 
         KVCacheManager.free = timed_free
         staging = vars(get_kv_transfer_group())["_kvcached_nixl"].thread._side.staging

@@ -150,8 +150,12 @@ class EngineSide:
                 self.thread.submit(Finish(one.request_id))
 
     def take_ended(self) -> Ended:
-        """What ended since the last call; the step that goes with it has been given to the device."""
-        self.end_step()
+        """What ended since the last call.
+
+        A step that computes is not ended here: a draft model may still compute its part of it. vLLM says when it has.
+        """
+        if self._step is not None and self._step.is_idle:
+            self.end_step()
         outcome = self.thread.take_outcome()
         for attempt, failed in outcome.failed.items():
             self._marks.add(failed_mark(attempt, failed.cause))

@@ -108,8 +108,8 @@ class Offer:
 
     @property
     def may_be_read(self) -> bool:
-        """Whether it has blocks that are nobody else's before they are told to be quiet."""
-        return bool(self.block_ids) and (self.is_held or self.finished)
+        """Whether it has blocks that are nobody else's before they are told to be quiet, and somebody may want them."""
+        return bool(self.block_ids) and (self.is_held or self.finished) and not self.stopped
 
     @property
     def is_read(self) -> bool:

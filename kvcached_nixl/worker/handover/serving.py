@@ -162,7 +162,7 @@ class Serving:
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
         """The request starts over in other blocks. Keep the old ones until ``quiet``: they may still be read.
 
-        What was written stays written.
+        What was written stays written; what was only copied is copied anew, for it may be computed with other weights.
         """
         offer = self._pairing.offers.get(request_id)
         if offer is None:
@@ -170,6 +170,7 @@ class Serving:
             return
         offer.block_ids, offer.ready_tokens, offer.manifest, offer.is_held = (), 0, None, False
         offer.draining.append(hold)
+        self._writer.source.forget(offer)
         self._settle(offer)
 
     # ------------------------------------------------------------------------------------------------- what decode says

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.worker.descriptors import Blocks
 from kvcached_nixl.worker.handover.offer import Offer, Writing
 from kvcached_nixl.worker.staging.slots import Use
@@ -45,6 +46,9 @@ class FromBlocks:
 
     def told(self, offer: Offer) -> None:
         """Prefill has told more of an offer."""
+
+    def forget(self, offer: Offer) -> None:
+        """Tokens from ``offer.ready_tokens`` on are computed anew: what is here of them is not used."""
 
     def find(self, writing: Writing, end_token: int) -> Source | None:
         """What can be written of a registration's next tokens; None: it is advanced again when something can."""
@@ -100,13 +104,24 @@ class Staged(FromBlocks):
     def told(self, offer: Offer) -> None:
         if not offer.may_be_read:
             return
-        self._forget_what_is_computed_anew(offer)
+        self.forget(offer)
         if offer not in self._parked and not self._may_be_parked(offer):
             return
         if offer in self._parked or self._park(offer):
             self._copy_parked(offer)
         elif offer.finished:
             self._staging.wait(Use.PARKED, offer, lambda: self._park_late(offer))
+
+    def forget(self, offer: Offer) -> None:
+        parked = self._parked.get(offer)
+        if parked is not None and offer.ready_tokens < parked.asked_token:
+            del self._parked[offer]
+            self._let_go(parked)
+        for writing in offer.writings.values():
+            windows = self._windows.get(writing, [])
+            for window in [one for one in windows if one.end_token > offer.ready_tokens]:
+                windows.remove(window)
+                self._let_go(window)
 
     def find(self, writing: Writing, end_token: int) -> Source | None:
         offer = writing.offer
@@ -156,18 +171,6 @@ class Staged(FromBlocks):
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _forget_what_is_computed_anew(self, offer: Offer) -> None:
-        """What was computed of these tokens may have been no good, and what was copied of it is not used."""
-        parked = self._parked.get(offer)
-        if parked is not None and offer.ready_tokens < parked.staged_token:
-            del self._parked[offer]
-            self._let_go(parked)
-        for writing in offer.writings.values():
-            windows = self._windows.get(writing, [])
-            for window in [one for one in windows if one.end_token > offer.ready_tokens]:
-                windows.remove(window)
-                self._let_go(window)
-
     def _park(self, offer: Offer) -> bool:
         """Take slots for all of an offer. Returns whether there are as many now."""
         size = self._staging.block_size
@@ -214,6 +217,7 @@ class Staged(FromBlocks):
             self._settle(offer)
 
         self._copying[offer] = self._copying.get(offer, 0) + 1
+        parked.asked_token = ready
         self._staging.gather(parked, offer.block_ids, ready, copied)
 
     def _open(self, writing: Writing, end_token: int) -> bool:
@@ -224,6 +228,9 @@ class Staged(FromBlocks):
         if first_token >= end_token:
             return True
         groups = [group.first_token for group in writing.registration.groups]
+        if len(groups) != len(offer.block_ids):
+            words = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.block_ids)}"
+            raise HandOverFailed(Cause.RANGE, words)
         held = self._staging.take(Use.SENDING, groups, first_token, end_token, self._step(writing))
         if held is None:
             self._staging.wait(Use.SENDING, writing, lambda: self._open_late(writing, end_token))
@@ -250,7 +257,11 @@ class Staged(FromBlocks):
         offer = writing.offer
         if writing.stopping is not None or offer is None or offer.ready_tokens < end_token or not offer.may_be_read:
             return True
-        return self._open(writing, end_token)
+        try:
+            return self._open(writing, end_token)
+        except ValueError as cause:
+            self._fail(writing, str(cause))
+            return True
 
     def _copied(self, offer: Offer) -> None:
         self._copying[offer] -= 1

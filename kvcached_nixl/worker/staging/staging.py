@@ -39,6 +39,7 @@ class Held:
         owner: the engine that writes into them, or "".
         groups: per KV-cache group, the slots of those tokens that are moved of it.
         staged_token: the tokens before this one are in the slots.
+        asked_token: of a whole offer's, the tokens before this one are in the slots or being copied there.
         copies: under way, into the slots or out of them.
         jobs: WRITEs from the slots that have not ended.
     """
@@ -49,6 +50,7 @@ class Held:
     end_token: int
     groups: tuple[BlockRange, ...]
     staged_token: int
+    asked_token: int = 0
     copies: int = 0
     jobs: int = 0
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from experiments.memory_path.arms import ARMS, BLOCK_BYTES, GIVING_BACK, PAGE_GROUP_BYTES, PAIRS, planned, specs, staged
-from experiments.memory_path.measure import Measured
+from experiments.memory_path.measure import Measured, read
 from experiments.memory_path.occupied import Loaded, Occupied
 from experiments.memory_path.report import (
     judge_first_token,
@@ -103,3 +105,14 @@ def test_what_is_left_of_the_pool_and_the_plot(tmp_path: Path) -> None:
     plot([Occupied(PULL.name, 2048, 0.5, 0.5, 0.0, 0.5)], loaded, "title", path)
     assert path.stat().st_size > 1000
     assert Measured().samples == []
+
+
+def test_a_part_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    """Each part is a run of its own, whose arms are compared with each other and with nothing else."""
+    file = tmp_path / "last.json"
+    assert read(file) == Measured()
+    earlier = Measured(loaded=[Loaded("pull", 1, 1.0, 1.0, 2)], occupied=[Occupied(PULL.name, 1, 0.5, 0.5, 0.0, 0.5)])
+    file.write_text(json.dumps(dataclasses.asdict(earlier)))
+    assert read(file) == earlier
+    now = Measured(loaded=[Loaded("pull", 2, 1.0, 1.0, 2)])
+    assert now.beside(earlier) == Measured(loaded=now.loaded, occupied=earlier.occupied)

@@ -190,12 +190,14 @@ def test_blocks_are_offered_as_the_kernel_counts_them() -> None:
     assert isinstance(offer, Offer) and offer.block_ids == ([14, 15], [6, 7])
 
 
-@pytest.mark.parametrize("ends", ["end_step", "begin_step", "take_ended"])
-def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str) -> None:
-    """vLLM calls ``wait_for_save`` only for a step that computes, and some of its paths not at all."""
+@pytest.mark.parametrize(
+    ("ends", "is_idle"), [("end_step", False), ("end_step", True), ("begin_step", False), ("take_ended", True)], ids=str
+)
+def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str, is_idle: bool) -> None:
+    """vLLM calls ``wait_for_save`` only for a step that computes."""
     worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
-    assert worker.thread.engine_computes
+    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=is_idle))
+    assert worker.thread.engine_computes is not is_idle
     if ends == "begin_step":
         worker.side.begin_step(step(finished=[P1]))
         assert [type(one) for one in worker.thread.take()] == [Offer, Finish]
@@ -203,6 +205,16 @@ def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str) ->
         getattr(worker.side, ends)()
         assert [type(one) for one in worker.thread.take()] == [Offer]
         assert not worker.thread.engine_computes
+
+
+def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_has() -> None:
+    """With one, vLLM asks what has ended between the two, and calls ``wait_for_save`` behind both."""
+    worker = Worker(is_read=False)
+    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.side.take_ended()
+    assert worker.thread.take() == [] and worker.thread.engine_computes
+    worker.side.end_step()
+    assert [type(one) for one in worker.thread.take()] == [Offer]
 
 
 def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
