@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from shape_reading import Call, Reader
+from shape_reads import READS
 from shape_source import Source
 
 from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES
 from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
-from kvcached_nixl.compat.reads import READS
 from kvcached_nixl.patching import Patch, Target
 from kvcached_nixl.seams import PATCHES
 

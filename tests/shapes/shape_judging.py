@@ -13,8 +13,8 @@ from typing import Any
 
 from packaging.version import Version
 from shape_fixture import VLLM_PATCHES
+from shape_reads import READS
 
-from kvcached_nixl.compat.reads import READS
 from kvcached_nixl.compat.versions import ROWS, reason_on, row_of
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch

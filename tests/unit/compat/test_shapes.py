@@ -17,9 +17,9 @@ pytest.importorskip("torch", reason="the worker's seams need torch")
 from packaging.version import Version
 from shape_fixture import SERIES, VLLM_PATCHES, load
 from shape_judging import missing, troubles, verdicts
+from shape_reads import READS
 
 import kvcached_nixl
-from kvcached_nixl.compat.reads import READS
 from kvcached_nixl.compat.versions import ROWS, row_of
 
 PACKAGE = Path(kvcached_nixl.__file__).parent

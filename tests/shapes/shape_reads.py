@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names this package reads of which of vLLM's classes and modules: a table for tests, unused at run time.
+"""Which names this package reads of which of vLLM's classes and modules, for the tests.
 
 `private` refuses a name that is gone when it is used. ``tests/shapes`` looks for all of them in a vLLM that nobody has
 installed. ``tests/unit/compat/test_shapes.py`` holds this table to the code: every name given to `private`, and every
