@@ -59,7 +59,7 @@ class Fuzz:
             for number, prompt in enumerate(self.prompts):
                 names = {"salt": f"alone-{number}", "request_id": f"alone-{number}"}
                 self.expected.append((await pair.prefill.answer(prompt, max_tokens=TOKENS, **names)).token_ids)
-            with _silent_listener() as silent:
+            with silent_listener() as silent:
                 ports = [*free_ports(1), silent, int(str(self.servers[0].coordinates["remote_port"]))]
                 places = asyncio.Semaphore(AT_A_TIME)
                 asked: set[asyncio.Task[None]] = set()
@@ -158,7 +158,7 @@ class Fuzz:
 
 
 @contextmanager
-def _silent_listener() -> Iterator[int]:
+def silent_listener() -> Iterator[int]:
     """A port that takes connections and never answers."""
     with socket.create_server((HOST, free_ports(1)[0])) as silent:
         yield silent.getsockname()[1]

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
@@ -23,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvcached_nixl.proxy.ask import Route, read
 from kvcached_nixl.proxy.auth import require_key
-from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed, Refusal
+from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed, Refusal, error_body
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.guard import Guard
 from kvcached_nixl.proxy.incoming import Room, draw_id, passed_on, read_body, refuse_odd_head, until_left
@@ -171,6 +172,11 @@ def create_app(options: Options) -> tuple[Starlette, Routed]:
     async def show(request: Request) -> Response:
         return Response(page, media_type="text/html", headers=dict(_PAGE_HEADERS))
 
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        body = error_body(error.status_code, f"{request.method} {request.scope['path'][:200]}: {error.detail}.")
+        return Response(body, error.status_code, error.headers, media_type="application/json")
+
     async def list_models(request: Request) -> Response:
         return await models(request.scope, options, fleet)
 
@@ -192,6 +198,8 @@ def create_app(options: Options) -> tuple[Starlette, Routed]:
             Path("/", show),
         ],
         lifespan=lifespan,
+        # No such path, or no such method.
+        exception_handlers={HTTPException: refuse},
     )
     # A path that is nearly one of these is none; a redirect would repeat a client's Host.
     app.router.redirect_slashes = False

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""uvicorn's HTTP with two limits that it lacks: how long the head of a request may be, and how long it may take.
+"""uvicorn's HTTP with two limits that it lacks, and without a fault of its parser's.
 
-uvicorn limits neither where httptools parses, and a connection on which nothing is ever sent stays open.
+How long the head of a request may be, and how long it may take: uvicorn limits neither where httptools parses, and a
+connection on which nothing is ever sent stays open.
+
+httptools passes over the body of a request that offers another protocol (``Connection: Upgrade``), as if the rest were
+of that protocol. Java's own client offers HTTP/2 with each request, unless told not to; who does not take an offer has
+to answer the request as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 __all__ = ["BoundedHttp"]
 
 MOST_HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30.0
+_SAY_HOW_LONG = (b"content-length", b"transfer-encoding")
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -22,7 +31,31 @@ class BoundedHttp(HttpToolsProtocol):
 
     _head_bytes = 0
     _is_head = True
+    _is_repeated = False
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.parser = _Parser(self)
+        # As uvicorn sets it: a request that ends the connection is answered, whatever comes behind it.
+        with contextlib.suppress(AttributeError):
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    @property
+    def passed_over(self) -> list[tuple[bytes, bytes]]:
+        """The headers that say how long a body is which the parser has passed over; none if it has not."""
+        if not self.parser.should_upgrade():
+            return []
+        return [(name, value) for name, value in self.headers if name in _SAY_HOW_LONG]
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """What the parser tells of a head within the block is known already."""
+        self._is_repeated = True
+        try:
+            yield
+        finally:
+            self._is_repeated = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -36,16 +69,32 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
+        if self._is_repeated:
+            return
         super().on_message_begin()
         self._is_head, self._head_bytes = True, 0
         # Closing would wait for a client that does not read.
         self.scope["state"]["abort"] = self.transport.abort
         self._wait_for_head()
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_repeated:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_repeated:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._is_repeated:
+            return
         self._is_head = False
         self._stop_waiting()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.passed_over:
+            super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -59,3 +108,24 @@ class BoundedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Takes no offer of another protocol: what follows a request that makes one is its body, then the next request."""
+
+    def __init__(self, protocol: BoundedHttp) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        while True:
+            try:
+                super().feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                if headers := self._protocol.passed_over:
+                    # It begins anew, with a head that says no more than how long the body is.
+                    lines = b"".join(b"%s: %s\r\n" % one for one in headers)
+                    with self._protocol.repeated():
+                        super().feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")

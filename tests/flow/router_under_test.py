@@ -78,25 +78,33 @@ async def serving(
     fabric = Fabric()
     ps = [Stub(fabric, pushes=pushes) for _ in range(prefills)]
     ds = [Stub(fabric, pushes=pushes) for _ in range(decodes)]
-    async with stubs(*ps, *ds):
-        router = Router(
-            Options(
-                **{"host": HOST, "port": 0, **QUICK, **options},
-                prefill=tuple(one.url for one in ps),
-                decode=tuple(one.url for one in ds),
-            )
+    async with stubs(*ps, *ds), serving_before(ps, ds, all_up=all_up, **options) as under_test:
+        yield under_test
+
+
+@asynccontextmanager
+async def serving_before(
+    ps: list[Stub], ds: list[Stub], *, all_up: bool = True, **options: Any
+) -> AsyncIterator[UnderTest]:
+    """A router before stub servers that listen."""
+    router = Router(
+        Options(
+            **{"host": HOST, "port": 0, **QUICK, **options},
+            prefill=tuple(one.url for one in ps),
+            decode=tuple(one.url for one in ds),
         )
-        running = asyncio.create_task(router.serve())
-        try:
-            await until(lambda: router.started, "the router does not start")
-            async with httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as http:
-                under_test = UnderTest(router, ps, ds, http)
-                while all_up and any(one["state"] != "up" for one in (await under_test.instances()).values()):
-                    await asyncio.sleep(0.01)
-                yield under_test
-        finally:
-            router.routed.is_draining = True
-            await asyncio.wait_for(running, WAIT_SECONDS)
+    )
+    running = asyncio.create_task(router.serve())
+    try:
+        await until(lambda: router.started, "the router does not start")
+        async with httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as http:
+            under_test = UnderTest(router, ps, ds, http)
+            while all_up and any(one["state"] != "up" for one in (await under_test.instances()).values()):
+                await asyncio.sleep(0.01)
+            yield under_test
+    finally:
+        router.routed.is_draining = True
+        await asyncio.wait_for(running, WAIT_SECONDS)
 
 
 def request_of(body: bytes) -> bytes:

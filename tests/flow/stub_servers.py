@@ -209,7 +209,7 @@ class Stub:
 
     async def _prefill(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
         params = None if fault == "no params" else self.offer(asked)
-        choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
+        choices = [{"index": 0, "text": "".join(tokens_of(asked.body)), "finish_reason": "length"}]
         await self._json(writer, 200, {"id": "cmpl", "choices": choices, "kv_transfer_params": params})
 
     def offer(self, asked: Asked) -> dict[str, Any]:

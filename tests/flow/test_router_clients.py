@@ -278,6 +278,54 @@ def test_what_a_connection_says_is_answered_and_no_part_of_it_chooses_a_server(s
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("framing", ["length", "chunked", "empty"])
+@pytest.mark.parametrize("cut", [None, 1, 60], ids=["in one piece", "byte by byte", "in pieces"])
+def test_an_offer_of_another_protocol_is_passed_over_and_not_the_body(
+    offer: bytes, framing: str, cut: int | None
+) -> None:
+    """Java's client makes one with each request; its connection is good for the next."""
+    head = b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: " + offer
+    lengths = {
+        "length": LENGTH + b"\r\n" + BODY,
+        "chunked": b"Transfer-Encoding: chunked\r\n\r\n4\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n"
+        % (BODY[:4], len(BODY) - 4, BODY[4:]),
+        "empty": b"Content-Length: 0\r\n\r\n",
+    }
+    sent = head + b"\r\n" + lengths[framing]
+
+    async def run() -> None:
+        async with serving() as at:
+            reader, writer = await asyncio.open_connection(HOST, at.port)
+            for _ in range(2):
+                for place in range(0, len(sent), cut or len(sent)):
+                    writer.write(sent[place : place + (cut or len(sent))])
+                    await asyncio.sleep(0)
+                heard = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode()
+                assert heard.split(" ")[1] == ("400" if framing == "empty" else "200")
+                await reader.readexactly(int(heard.partition("content-length: ")[2].partition("\r\n")[0]))
+            # And with the next behind it at once.
+            last = b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Connection: close\r\n" + LENGTH + b"\r\n" + BODY
+            writer.write(sent + last)
+            assert (await asyncio.wait_for(reader.read(), 10)).count(b"HTTP/1.1 200 OK") == 1 + (framing != "empty")
+            writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404), ("PUT", "/", 405)]
+)
+def test_a_path_or_a_method_that_is_none_is_an_error_as_clients_know_it(method: str, path: str, status: int) -> None:
+    async def run() -> None:
+        async with serving() as at:
+            answer = await at.http.request(method, f"{at.url}{path}")
+            assert answer.status_code == status and path in answer.json()["error"]["message"]
+            assert ("allow" in answer.headers) == (status == 405)
+
+    asyncio.run(run())
+
+
 def test_a_chunked_body_that_is_too_large_is_refused_while_it_comes() -> None:
     async def run() -> None:
         async with serving(body_bytes=1 << 16) as at:

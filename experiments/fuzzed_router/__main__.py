@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/fuzzed_router/run.sh``: requests that nobody should send, and what the router makes of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from experiments.common.servers import Server, ServerSpec
+    from experiments.fuzzed_router.traffic import Found, Fuzz
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MODES = ("pull", "push")
+# The experiments' model has no chat template of its own.
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+DESCRIPTION = """\
+What do clients get from the router for requests that nobody should send?
+
+Starts a prefill and a decode server over kvcached, pulling and then pushing, and two routers before them: one as it
+starts, one with --client-params --decode-alone. Sixteen connections at a time say what is drawn from a seed. A fifth
+are valid requests whose answer decode has given alone before. The others are bodies with fields of a wrong type or out
+of all range, unknown, twice, nested too deep; bodies whose bytes were changed, cut off or encoded otherwise; valid ones
+with kv_transfer_params of the client's, as experiments/fuzzed_parameters draws them; and odd methods, paths, headers,
+lengths and chunks, bodies that do not come to an end, several requests on one connection.
+
+A 200 is compared with what decode alone says to the same body, where that takes the best token each time. A 5xx is the
+server's own if decode, asked directly, fails in the same way; the router says 502 for a server's 500, and names it."""
+
+EPILOG = """\
+targets, each mode:
+  every request has a 4xx with an error as OpenAI's clients know it, or the right answer; what is no HTTP may have any
+  4xx, or the end of the connection
+  every valid request has the right answer
+  no request without an end within 60 s
+  both servers and both routers live, and serve every valid request rightly afterwards; the routers end with status 0
+  requests were handed over in the direction of the mode
+
+exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+Results: a table; results/last-VERSION.json, with the first 20 requests that were missed and what was sent."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--count", type=int, default=10_000, help="connections in each mode (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="what they are drawn from (%(default)s)")
+    parser.add_argument("--mode", choices=MODES, help="only this one; no last-VERSION file")
+    return parser.parse_args(arguments)
+
+
+def specs(mode: str) -> list[ServerSpec]:
+    """P and D, which chat as well; a context short enough that no answer is long."""
+    import dataclasses
+
+    from experiments.fuzzed_parameters.__main__ import specs as without_chat
+
+    return [
+        dataclasses.replace(one, max_model_len=512, arguments=("--chat-template", TEMPLATE))
+        for one in without_chat(mode, "recompute")
+    ]
+
+
+def judge(mode: str, found: Found, handed: int, trouble: str) -> list[Verdict]:
+    """The targets of one mode.
+
+    Args:
+        handed: requests that were handed over in the direction of the mode.
+        trouble: what was wrong with a server or a router, or "".
+    """
+    total, missed, hangs = found.verdicts.total(), found.missed_count, found.verdicts["no end"]
+    valid = f"{found.valid_right} of {found.valid}"
+    return [
+        Verdict(f"{mode}: 4xx or a right answer", f"{total - missed} of {total}", missed == 0 < total),
+        Verdict(f"{mode}: valid requests answered rightly", valid, 0 < found.valid == found.valid_right),
+        Verdict(f"{mode}: no request without an end", f"{hangs}", hangs == 0),
+        Verdict(f"{mode}: servers and routers live and serve rightly", trouble[:60] or "yes", not trouble),
+        Verdict(f"{mode}: requests handed over in this direction", f"{handed}", handed > 0),
+    ]
+
+
+def counted(url: str) -> dict[str, int]:
+    """What a router has counted: hand-overs by direction, retries, and what decode computed instead."""
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
+
+    said: dict[str, int] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False).text):
+        for one in family.samples:
+            name = one.name.removeprefix("kvcached_nixl_router_").removesuffix("_total")
+            if one.name.endswith("_total") and name in _COUNTED:
+                key = " ".join([name, one.labels.get("direction", "")]).strip()
+                said[key] = said.get(key, 0) + int(one.value)
+    return said
+
+
+_COUNTED = ("handovers", "retries", "decode_alone", "prefills_without_parameters", "reported_handover_failures")
+
+
+def fuzz_mode(
+    mode: str, options: argparse.Namespace, logs: Path, progress: Callable[[str], None]
+) -> tuple[list[Verdict], dict[str, Any]]:
+    """One mode: its verdicts, and what is written of it.
+
+    Raises:
+        ServerError: something did not start.
+    """
+    import httpx
+
+    from experiments.common.router import routed
+    from experiments.common.servers import ServerError, running
+    from experiments.fuzzed_router.messages import BODY_BYTES, CLIENT_SECONDS
+    from experiments.fuzzed_router.traffic import Found
+
+    limits = (f"--body-bytes={BODY_BYTES}", f"--client-seconds={CLIENT_SECONDS}")
+    found, counts, trouble = Found(), {}, ""
+    with running(specs(mode), logs, progress) as (prefill, decode):
+        fuzz: Fuzz | None = None
+        try:
+            with (
+                routed([prefill], [decode], logs / f"{mode}-router.log", *limits) as plain,
+                routed(
+                    [prefill],
+                    [decode],
+                    logs / f"{mode}-router-trusting.log",
+                    *(*limits, "--client-params", "--decode-alone"),
+                ) as trusting,
+            ):
+                fuzz = make_fuzz(prefill, decode, plain, trusting, mode, options.seed, progress)
+                found = fuzz.found
+                try:
+                    asyncio.run(fuzz.run(options.count))
+                except (AssertionError, httpx.HTTPError, ServerError) as error:
+                    trouble = f"{type(error).__name__}: {error}"
+                else:
+                    counts = {"plain": counted(plain), "trusting": counted(trusting)}
+        except ServerError as error:
+            if fuzz is None:
+                raise
+            trouble = f"{trouble} {error}".strip()
+    handed = sum(one.get(f"handovers {mode}", 0) for one in counts.values())
+    return judge(mode, found, handed, trouble), {
+        "mode": mode,
+        "connections": found.verdicts.total(),
+        "verdicts": dict(found.verdicts),
+        "counted by the routers": counts,
+        "by change": dict(sorted(found.by_change.items())),
+        "missed": found.missed,
+        "trouble": trouble,
+        "sent last": list(found.last) if trouble else [],
+    }
+
+
+def make_fuzz(
+    prefill: Server, decode: Server, plain: str, trusting: str, mode: str, seed: int, progress: Callable[[str], None]
+) -> Fuzz:
+    from experiments.fuzzed_router.traffic import Fuzz
+
+    servers: Sequence[Server] = (prefill, decode)
+
+    def check_alive() -> None:
+        for server in servers:
+            server.check_alive()
+
+    return Fuzz(prefill.base_url, decode.base_url, plain, trusting, mode, seed, progress, check_alive)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the modes and return the exit status."""
+    # Only here: --help has to work without the environment that these need.
+    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.common.servers import ServerError
+
+    began = datetime.datetime.now(datetime.timezone.utc)
+    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
+    narrator = Narrator(f"the router and requests that nobody should send, vLLM {options.vllm}")
+    verdicts: list[Verdict] = []
+    modes = []
+    try:
+        for mode in MODES if options.mode is None else (options.mode,):
+            narrator.say(f"{mode}: starting")
+            reached, told = fuzz_mode(mode, options, RESULTS / stamp, narrator.update)
+            narrator.say(f"{mode}: {told['verdicts']}")
+            verdicts += reached
+            modes.append(told)
+    except ServerError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    finally:
+        narrator.close()
+    stdout_console().print(table_of_targets(verdicts))
+    write_json(
+        RESULTS / f"{stamp if options.mode else f'last-{options.vllm}'}.json",
+        {
+            "began": began.isoformat(timespec="seconds"),
+            "seed": options.seed,
+            "targets": as_json(verdicts),
+            "modes": modes,
+        },
+    )
+    return exit_status(verdicts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came back over a connection, what it says, and whether that is right. Pure."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+__all__ = ["Reply", "Said", "Unreadable", "agrees", "is_determined", "is_same_failure", "read", "replies", "says_error"]
+
+
+class Unreadable(ValueError):
+    """It is no answer of a server of this kind."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of HTTP; names of headers in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it says that the connection ends with it."""
+        return self.headers.get("connection", "").lower() == "close"
+
+
+@dataclass(frozen=True)
+class Choice:
+    text: str
+    finish_reason: str | None
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a model has said. ``tokens``: of the prompt and of the answer, if it tells."""
+
+    choices: tuple[Choice, ...]
+    tokens: tuple[Any, Any] | None = None
+
+
+class _Heard(io.BytesIO):
+    """What `http.client` takes for a socket; read on where the answer before has ended."""
+
+    def makefile(self, mode: str) -> _Heard:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def replies(heard: bytes, methods: Sequence[str]) -> list[Reply]:
+    """The answers that came over one connection.
+
+    Args:
+        methods: of the requests, since an answer to HEAD has no body.
+
+    Raises:
+        Unreadable: it is no HTTP, or ends too soon.
+    """
+    found: list[Reply] = []
+    stream = _Heard(heard)
+    while stream.tell() < len(heard):
+        if heard.find(b"\r\n\r\n", stream.tell()) < 0:
+            raise Unreadable("a head without an end")
+        answer = http.client.HTTPResponse(cast(Any, stream), method=dict(enumerate(methods)).get(len(found)))
+        try:
+            answer.begin()
+            body = answer.read()
+        except (http.client.HTTPException, ValueError) as cause:
+            raise Unreadable(f"{type(cause).__name__}: {cause}"[:200]) from cause
+        found.append(Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body))
+    return found
+
+
+def says_error(reply: Reply) -> bool:
+    """Whether it is an error as OpenAI's clients know it."""
+    try:
+        error = _object(reply.body).get("error")
+    except Unreadable:
+        return False
+    return isinstance(error, dict) and isinstance(error.get("message"), str) and isinstance(error.get("type"), str)
+
+
+def read(reply: Reply) -> Said:
+    """What an answer with status 200 says, streamed or not.
+
+    Raises:
+        Unreadable: it is no answer, or a stream with an error, or without an end.
+    """
+    if not reply.headers.get("content-type", "").startswith("text/event-stream"):
+        answer = _object(reply.body)
+        return _said([answer], answer.get("usage"))
+    events = [one.removeprefix(b"data: ") for one in reply.body.split(b"\n\n") if one]
+    if not events or events.pop() != b"[DONE]":
+        raise Unreadable("a stream without its end")
+    parts = [_object(one) for one in events]
+    if any("error" in one for one in parts):
+        raise Unreadable("a stream with an error")
+    return _said(parts, next((one["usage"] for one in reversed(parts) if one.get("usage")), None))
+
+
+def agrees(found: Said, expected: Said) -> bool:
+    """Whether both say the same; numbers of tokens only where both tell."""
+    return found.choices == expected.choices and (
+        found.tokens == expected.tokens or None in (found.tokens, expected.tokens)
+    )
+
+
+def is_determined(body: bytes) -> bool:
+    """Whether a request has one right answer: it takes the best token each time."""
+    try:
+        fields = json.loads(body)
+        is_greedy = float(fields["temperature"]) == 0
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return False
+    return is_greedy and not fields.get("use_beam_search")
+
+
+def is_same_failure(reply: Reply, direct: Reply) -> bool:
+    """Whether what the router answers is what a server answers to the same body, or the router's word for it.
+
+    A server's 5xx is a 502 of the router's that names it; so is a stream that begins with an error.
+    """
+    if reply.status == direct.status:
+        return True
+    if reply.status != http.client.BAD_GATEWAY:
+        return False
+    if direct.status >= http.client.INTERNAL_SERVER_ERROR:
+        return f"answers {direct.status}" in reply.body.decode(errors="replace")
+    return b"begins with an error" in reply.body and direct.status == http.client.OK and b'"error"' in direct.body
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise Unreadable(f"no JSON: {text[:100]!r}") from cause
+    if not isinstance(found, dict):
+        raise Unreadable(f"no JSON object: {text[:100]!r}")
+    return found
+
+
+def _said(parts: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None) -> Said:
+    """Of a whole answer, or of the events of a stream."""
+    texts: dict[int, str] = {}
+    ids: dict[int, tuple[int, ...]] = {}
+    ends: dict[int, str | None] = {}
+    try:
+        for choice in (choice for part in parts for choice in part["choices"]):
+            place = choice["index"]
+            said = choice.get("delta") or choice.get("message") or choice
+            texts[place] = texts.get(place, "") + (said.get("text") or said.get("content") or "")
+            ids[place] = (*ids.get(place, ()), *(choice.get("token_ids") or ()))
+            ends[place] = choice.get("finish_reason") or ends.get(place)
+    except (KeyError, TypeError, AttributeError) as cause:
+        raise Unreadable(f"no choices: {type(cause).__name__} {cause}"[:200]) from cause
+    if not texts:
+        raise Unreadable("no choices")
+    choices = tuple(Choice(texts[place], ends[place], ids[place]) for place in sorted(texts))
+    return Said(choices, None if usage is None else (usage.get("prompt_tokens"), usage.get("completion_tokens")))
