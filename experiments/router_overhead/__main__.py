@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.28.0", help="whose environment is used (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="whose environment is used (%(default)s)")
     parser.add_argument(
         "--quick", action="store_true", help="seconds, without memory; writes last-VERSION-quick files, proves nothing"
     )
