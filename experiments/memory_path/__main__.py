@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     if found.occupied:
         from experiments.memory_path.report import plot
 
-        plot(found.occupied, found.loaded, f"prefill's pages, vLLM {options.vllm}", RESULTS / f"{name}.png")
+        plot(found.occupied, found.loaded, f"prefill's blocks and pages, vLLM {options.vllm}", RESULTS / f"{name}.png")
     content: dict[str, Any] = {
         field.name: [dataclasses.asdict(one) for one in getattr(found, field.name)]
         for field in dataclasses.fields(found)

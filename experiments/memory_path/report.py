@@ -143,7 +143,7 @@ def plot(occupied: Sequence[Occupied], loaded: Sequence[Loaded], title: str, pat
     times.grid(alpha=0.3)
     times.legend(fontsize=8)
     pool.bar([one.arm for one in loaded], [one.mean_mapped_bytes / _MIB for one in loaded])
-    pool.set(ylabel="prefill's pool under load, MiB mapped on average")
+    pool.set(ylabel="MiB of the pool mapped, under load")
     pool.tick_params(axis="x", labelrotation=20)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
