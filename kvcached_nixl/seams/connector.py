@@ -9,6 +9,7 @@ Runs in: the configuration's methods in every process; the others in the engine 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -201,7 +202,8 @@ def start_load_kv(call: Call) -> None:
 
 @_of_connector("worker", (), "what a step computed would not be offered.")
 def wait_for_save(call: Call) -> None:
-    side_of(call.instance).end_step()
+    # vLLM calls it in a `finally`: an exception may be on its way.
+    side_of(call.instance).end_step(has_failed=sys.exc_info()[0] is not None)
 
 
 @_of_connector(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -36,6 +37,7 @@ from handover_node import (
 )
 from test_transport import nixl_side, until
 from vllm.v1.request import RequestStatus
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
@@ -231,6 +233,28 @@ def test_blocks_travel_while_prefill_still_computes(node: Callable[..., Node]) -
     assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
     decode.step_until(lambda: DECODE_ID in decode.ended)
     rest(prefill, decode)
+
+
+def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..., Node]) -> None:
+    """vLLM's own words around a model: it calls ``wait_for_save`` in a ``finally``, whatever the model has raised."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="fail")
+    local = registered(decode, prefill)
+    (writing,) = prefill.serving._writings.values()
+    until(lambda: writing.known)
+    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
+    output = prefill.scheduler.schedule()
+    with (
+        mock.patch.object(mixin, "get_kv_transfer_group", lambda: prefill.engine.worker),
+        mock.patch.object(mixin, "get_forward_context", lambda: None),
+        pytest.raises(MemoryError, match="planted"),
+        mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output),
+    ):
+        raise MemoryError("planted")
+    prefill.settle()
+    assert writing.offer is not None and not writing.next_token, "no WRITE was made"
+    assert decode.are_filled(local, DECODE_FILLING) and decode.waits(DECODE_ID)
+    prefill.abort(PREFILL_ID)
+    ends_by_policy("fail", decode, prefill)
 
 
 def test_a_prompt_that_goes_on_behind_what_decode_wants_is_not_written(node: Callable[..., Node]) -> None:

@@ -134,11 +134,18 @@ class EngineSide:
                 self._counted.quarantined_blocks = step.quarantined_blocks
         self.thread.engine_computes = not step.is_idle
 
-    def end_step(self) -> None:
-        """After the step was given to the device."""
+    def end_step(self, *, has_failed: bool = False) -> None:
+        """After the step was given to the device.
+
+        Args:
+            has_failed: it was not, or not all of it: what it was to compute is not offered.
+        """
         self.thread.engine_computes = False
         step, self._step = self._step, None
         if step is None or not (computed := [one for one in step.offered if one.ready_tokens]):
+            return
+        if has_failed:
+            self.thread.submit(*(Finish(one.request_id) for one in computed if one.request_id in step.finished))
             return
         is_reached = self._record_event()
         for one in computed:
@@ -154,6 +161,7 @@ class EngineSide:
 
         A step that computes is not ended here: a draft model may still compute its part of it. vLLM says when it has.
         """
+        self.thread.engine_computes = False
         if self._step is not None and self._step.is_idle:
             self.end_step()
         outcome = self.thread.take_outcome()

@@ -259,7 +259,7 @@ class Staged(FromBlocks):
             return True
         try:
             return self._open(writing, end_token)
-        except ValueError as cause:
+        except (ValueError, HandOverFailed) as cause:
             self._fail(writing, str(cause))
             return True
 

@@ -212,9 +212,20 @@ def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_h
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
     worker.side.take_ended()
-    assert worker.thread.take() == [] and worker.thread.engine_computes
+    assert worker.thread.take() == [] and not worker.thread.engine_computes
     worker.side.end_step()
     assert [type(one) for one in worker.thread.take()] == [Offer]
+
+
+def test_what_a_step_was_to_compute_that_has_failed_is_not_offered() -> None:
+    """Nor has decode a word for it; what prefill has ended is let go of."""
+    worker = Worker(is_read=True)
+    worker.side.begin_step(step(offered=[offered()], finished=[P1], is_idle=False))
+    worker.side.end_step(has_failed=True)
+    assert worker.thread.take() == [Finish(P1)]
+    assert not worker.words.any()
+    worker.side.begin_step(step())
+    assert worker.thread.take() == []
 
 
 def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
