@@ -101,8 +101,8 @@ class EngineSide:
 
     def begin_step(self, step: Step) -> None:
         """Before the step is given to the device."""
-        # A step that was not ended was given to the device all the same.
-        self.end_step()
+        # One that computes, and of which vLLM has not said that it was given to the device, has raised before.
+        self.end_step(has_failed=self._step is not None and not self._step.is_idle)
         commands: list[Command] = []
         if not self._is_known:
             self._is_known, place = True, self._place
