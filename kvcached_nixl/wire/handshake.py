@@ -8,6 +8,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     3: pull: each rank keeps a word per request for decode to look at, in front of the agent's metadata.
     4: one hand-over in two directions, which says what it is (`wire.manifest`); no metadata of vLLM's any more.
     5: each side says what memory KV is moved from and to; what a side stages is written, in pull, too.
+    6: a registration may ask for a digest of the bytes that are sent, of such as were READ already, too.
 """
 
 from __future__ import annotations

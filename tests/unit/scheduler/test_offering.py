@@ -304,7 +304,7 @@ def test_a_staged_pull_is_not_read_early_where_its_blocks_may_go(is_windowed: bo
     prefill.pool.are_shared = not is_windowed
     request = prefill.arrive(of_prefill())
     assert prefill.compute(4, ([7],), replaces=True).offered == []
-    ((last,),) = (prefill.compute(TOKENS, ([3, 9],)).offered,)
+    (last,) = prefill.compute(TOKENS, ([3, 9],)).offered
     assert last == offered(([7, 3, 9],), TOKENS, last.manifest) and last.manifest is not None
     assert not prefill.offering.is_read("p1") and prefill.finish(request)[0]
 
