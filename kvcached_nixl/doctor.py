@@ -68,7 +68,7 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
     limits = _limits()
     met = None
     if peer is not None:
-        channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
+        channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
         try:
             met = read_from(channel, *peer, question)
         except (OSError, ValueError, TransportError) as cause:

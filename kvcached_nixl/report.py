@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kvcached_nixl.compat.versions import Capability, Provision, environment_refusals, found_version, row_of
+from kvcached_nixl.compat.series import Capability, Provision
+from kvcached_nixl.compat.versions import environment_refusals, found_version, row_of
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching import Outcome, Registry, State
 from kvcached_nixl.settings import read_gate

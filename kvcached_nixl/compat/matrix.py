@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support matrix, as Markdown, from the capability table. ``python -m kvcached_nixl.compat.matrix`` prints it."""
+"""The support matrix, as Markdown, from the tables of `series`. ``python -m kvcached_nixl.compat.matrix`` prints it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED, ROWS, Capability, Era, Row
+from kvcached_nixl.compat.series import CHANGES, KNOWN, PROVIDES, Era, Row
+from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED
 
 __all__ = ["markdown"]
 
@@ -19,50 +20,57 @@ _MULTIPLES = "one a multiple of the other"
 # What the geometry serves, by era of the KV tensors; every "refused" is an error at start or at the handshake.
 _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
     {
-        "multi-head, grouped-query, multi-query attention": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
-        "multi-latent attention (MLA)": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
-        "odd number of layers": {Era.KV_FIRST: _BOTH, Era.PACKED: _BOTH},
-        "sliding window, alone or beside full attention": {
-            Era.KV_FIRST: _NOT_STREAMED,
-            Era.PACKED: _NOT_STREAMED,
-        },
+        "multi-head, grouped-query, multi-query attention": dict.fromkeys(Era, _BOTH),
+        "multi-latent attention (MLA)": dict.fromkeys(Era, _BOTH),
+        "odd number of layers": dict.fromkeys(Era, _BOTH),
+        "sliding window, alone or beside full attention": dict.fromkeys(Era, _NOT_STREAMED),
         "kernel block smaller than block": {
-            Era.KV_FIRST: "non-contiguous; contiguous is refused",
+            Era.KV_APART: "non-contiguous; contiguous is refused",
             Era.PACKED: "both layouts; contiguous MLA is refused",
         },
-        "state-space or linear-attention layers": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "peers with different tensor-parallel sizes": {Era.KV_FIRST: _MULTIPLES, Era.PACKED: _MULTIPLES},
-        "peers with different block sizes": {Era.KV_FIRST: _MULTIPLES, Era.PACKED: _MULTIPLES},
-        "peers with different layouts": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "a peer that pulls and one that pushes": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "peer without this package": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "pipeline and context parallelism": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
-        "fp8 scales that an engine computes": {Era.KV_FIRST: _REFUSED, Era.PACKED: _REFUSED},
+        "state-space or linear-attention layers": dict.fromkeys(Era, _REFUSED),
+        "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),
+        "peers with different block sizes": dict.fromkeys(Era, _MULTIPLES),
+        "peers with different layouts": dict.fromkeys(Era, _REFUSED),
+        "a peer that pulls and one that pushes": dict.fromkeys(Era, _REFUSED),
+        "peer without this package": dict.fromkeys(Era, _REFUSED),
+        "pipeline and context parallelism": dict.fromkeys(Era, _REFUSED),
+        "fp8 scales that an engine computes": dict.fromkeys(Era, _REFUSED),
     }
 )
 
 
 def markdown() -> str:
-    """Two tables, one column per supported series of vLLM; kvcached's version in the caption."""
+    """Four tables: what was run with each series, what it provides, what geometry, and what changed when."""
     return "\n\n".join(
         [
-            f"With kvcached {KVCACHED_SUPPORTED.removeprefix('==')}. Anything not in the tables is refused at start.",
-            _table("capability", {c.value: {row.vllm: _provision(row, c) for row in ROWS} for c in Capability}),
-            _table("geometry", {what: {row.vllm: cell[row.era] for row in ROWS} for what, cell in _GEOMETRY.items()}),
+            f"With kvcached {KVCACHED_SUPPORTED.removeprefix('==')}. Anything else is refused at start.",
+            _table(["vLLM", "release", "tested by"], [[row.series, row.tested, _tested(row)] for row in KNOWN]),
+            _table(
+                ["capability", "provided by"],
+                [[c.value, f"{one.origin.value}: {one.note}"] for c, one in PROVIDES.items()],
+            ),
+            _table(
+                ["geometry", *(f"vLLM {_span(row for row in KNOWN if row.shape.era is era)}" for era in Era)],
+                [[what, *(cells[era] for era in Era)] for what, cells in _GEOMETRY.items()],
+            ),
+            _table(["since vLLM", "what this package has to know"], [[one.since, one.what] for one in CHANGES]),
         ]
     )
 
 
-def _provision(row: Row, capability: Capability) -> str:
-    provision = row.provides[capability]
-    return f"{provision.origin.value}: {provision.note}"
+def _tested(row: Row) -> str:
+    words = ", ".join(evidence.value for evidence in row.evidence)
+    return words if row.is_supported else f"{words}: not supported, refused at start"
 
 
-def _table(corner: str, lines: Mapping[str, Mapping[str, str]]) -> str:
-    heads = [f"vLLM {row.vllm} (tested: {row.tested})" for row in ROWS]
-    rows = [[corner, *heads], ["---"] * (1 + len(heads))]
-    rows += [[what, *(cells[row.vllm] for row in ROWS)] for what, cells in lines.items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+def _span(rows: Iterable[Row]) -> str:
+    series = [row.series for row in rows]
+    return f"{series[0]} to {series[-1]}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
 if __name__ == "__main__":

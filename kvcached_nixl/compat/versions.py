@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that compares versions, and the table of who provides what.
+"""The only place that compares versions: with the rows of `series`.
 
 Supported means tested: every row names the release the tests run against. Another release of the same series is taken
 to have the same shape, and the signature checks of the patches refuse it if it does not. Everything else is refused.
@@ -11,26 +11,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from kvcached_nixl.compat.series import ROWS, Capability, Origin, Row
 from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 from kvcached_nixl.patching import Patch
 
 __all__ = [
     "KVCACHED_SUPPORTED",
-    "ROWS",
-    "Capability",
-    "Era",
-    "Origin",
-    "Packaging",
-    "Provision",
-    "Row",
     "environment_refusals",
     "found_version",
     "installed_row",
@@ -40,110 +31,7 @@ __all__ = [
     "row_of",
 ]
 
-
-class Capability(str, Enum):
-    """What a start needs, in the words of the report."""
-
-    LAYOUT = "layout"
-    BLOCK_COUNT = "block count"
-    PULL = "pull"
-    PUSH = "push"
-    LEASE = "lease"
-    STAGING = "staging"
-    HOST_BUFFER = "host buffer"
-
-
-class Origin(Enum):
-    OURS = "this package"
-    UPSTREAM = "vLLM"
-
-
-class Era(Enum):
-    """The shape of a layer's KV tensor (N blocks, bs tokens a block, H heads, D head size)."""
-
-    KV_FIRST = "K and V first: (2, N, bs, H, D) or (N, 2, bs, H, D)"
-    PACKED = "K and V packed: (N, H, bs, 2D)"
-
-
-class Packaging(Enum):
-    SINGLE_FILE = "v1/nixl_connector.py"
-    PACKAGE = "v1/nixl/"
-    BASE_PULL_PUSH = "v1/nixl/ with base, pull and push classes"
-
-
-@dataclass(frozen=True)
-class Provision:
-    """Who provides a capability."""
-
-    origin: Origin
-    note: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One series of vLLM releases. ``tested`` is the release that the tests run against.
-
-    ``side_channel_names_stage``: a rank is asked for by its pipeline stage too (since 0.26).
-    """
-
-    vllm: str
-    tested: str
-    era: Era
-    packaging: Packaging
-    side_channel_names_stage: bool
-    provides: Mapping[Capability, Provision]
-
-
 KVCACHED_SUPPORTED = "==0.1.6"
-
-_LAYOUT = Provision(Origin.OURS, "kvcached's memory is described to NIXL as it lies")
-_BLOCK_COUNT = Provision(Origin.OURS, "views are narrowed to the blocks vLLM planned")
-_PULL = Provision(Origin.OURS, "decode READs what a manifest names, and a word that attests it")
-_LEASE = Provision(Origin.OURS, "renewed by heartbeats, kv_lease_duration seconds")
-_PUSH = Provision(Origin.OURS, 'streamed WRITEs, "transfer_mode": "push" on NixlConnector')
-_STAGING = Provision(Origin.OURS, 'a slab on the device or the host, "memory_path"')
-_HOST_BUFFER = Provision(
-    Origin.OURS, 'kv_buffer_device="cpu" on an accelerator is "memory_path": "host", never a copy of the whole pool'
-)
-
-ROWS = (
-    Row(
-        vllm=">=0.19,<0.20",
-        tested="0.19.1",
-        era=Era.KV_FIRST,
-        packaging=Packaging.SINGLE_FILE,
-        side_channel_names_stage=False,
-        provides=MappingProxyType(
-            {
-                Capability.LAYOUT: _LAYOUT,
-                Capability.BLOCK_COUNT: _BLOCK_COUNT,
-                Capability.PULL: _PULL,
-                Capability.PUSH: _PUSH,
-                Capability.LEASE: _LEASE,
-                Capability.STAGING: _STAGING,
-                Capability.HOST_BUFFER: _HOST_BUFFER,
-            }
-        ),
-    ),
-    Row(
-        vllm=">=0.28,<0.29",
-        tested="0.28.0",
-        era=Era.PACKED,
-        packaging=Packaging.BASE_PULL_PUSH,
-        side_channel_names_stage=True,
-        provides=MappingProxyType(
-            {
-                Capability.LAYOUT: _LAYOUT,
-                Capability.BLOCK_COUNT: _BLOCK_COUNT,
-                Capability.PULL: _PULL,
-                Capability.PUSH: _PUSH,
-                Capability.LEASE: _LEASE,
-                Capability.STAGING: _STAGING,
-                Capability.HOST_BUFFER: _HOST_BUFFER,
-            }
-        ),
-    ),
-)
 
 _DISTRIBUTIONS = MappingProxyType(
     {

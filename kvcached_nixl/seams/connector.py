@@ -19,6 +19,7 @@ from kvcached_nixl.compat.attached import attach, attach_step, side_of, step_of
 from kvcached_nixl.compat.connector import WorkerView
 from kvcached_nixl.compat.engine import RequestView, blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
+from kvcached_nixl.compat.series import ASKS_FOR_STAGES, ASKS_FOR_WORK, TELLS_NEW_REQUESTS
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
@@ -38,7 +39,7 @@ REQUIRED_LAYOUT = Patch(
     kind="classmethod",
     process="every",
     parameters=("cls", "vllm_config"),
-    versions="<0.26",
+    versions=ASKS_FOR_STAGES.earlier,
     needs="layout",
     why="kvcached's memory is token-major (NHD) whatever is asked for; called head-major, heads and tokens would swap "
     "between peers that split heads differently.",
@@ -132,7 +133,7 @@ def _finished(call: Call, block_ids: Any) -> Any:
     "scheduler",
     ("request",),
     "vLLM's own worker would renew leases that it knows nothing of.",
-    versions=">=0.22",
+    versions=TELLS_NEW_REQUESTS.later,
 )
 def on_new_request(call: Call) -> None:
     """Our patch of the engine's scheduler hears of it on every version."""
@@ -142,7 +143,7 @@ def on_new_request(call: Call) -> None:
     "scheduler",
     (),
     "an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
-    versions=">=0.24",
+    versions=ASKS_FOR_WORK.later,
 )
 def has_pending_push_work(call: Call) -> bool:
     return bool(side_of(call.instance).pending)
@@ -151,12 +152,12 @@ def has_pending_push_work(call: Call) -> bool:
 _ASKED_IN_VAIN = "one question that cannot be answered would end vLLM's listener, and every later handshake be in vain."
 
 
-@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions="<0.26")
+@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions=ASKS_FOR_STAGES.earlier)
 def set_xfer_handshake_metadata(call: Call) -> None:
     _listen(call)
 
 
-@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions=">=0.26")
+@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions=ASKS_FOR_STAGES.later)
 def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
     _listen(call)
 
@@ -184,7 +185,7 @@ def register_kv_caches(call: Call) -> None:
     question = view.question(caches)
     path = choose(settings.memory_path, lambda: find_here(question))
     registered = registration.register(view, caches, path, settings)
-    channel = SideChannel(names_stage=installed_row().side_channel_names_stage)
+    channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
     view.use_stats(metrics.stats())
     attach(call.instance, start.start(view, registered, settings, channel, MonotonicClock()))
     call.note(f"memory path {path.value}: {registered}")

@@ -21,6 +21,7 @@ from kvcached_nixl.compat.engine import (
     with_reports,
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
+from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
 
@@ -138,7 +139,7 @@ HAS_REQUESTS = Patch(
     attribute="has_requests",
     process="scheduler",
     parameters=("self",),
-    versions="<0.24",
+    versions=ASKS_FOR_WORK.earlier,
     needs="pull",
     why="an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
     upstream="vLLM 0.24 asks the connector (has_pending_push_work)",

@@ -39,7 +39,7 @@ def direction() -> str:
 
 @pytest.fixture
 def channel() -> Iterator[SideChannel]:
-    one = SideChannel(names_stage=installed_row().side_channel_names_stage)
+    one = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
     yield one
     one.close()
 

@@ -22,13 +22,14 @@ from stock_pair import Engine, build_engine, single_process_group, write_model
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvcached_nixl.compat.versions import Era, found_version, reason_to_skip, row_of
+from kvcached_nixl.compat.series import Era
+from kvcached_nixl.compat.versions import found_version, reason_to_skip, row_of
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
 
 ROW = row_of(found_version("vllm"))
-ERAS = ["packed", "mla"] if ROW is not None and ROW.era is Era.PACKED else ["kv_first", "blocks_first", "mla"]
+ERAS = ["packed", "mla"] if ROW is not None and ROW.shape.era is Era.PACKED else ["kv_first", "blocks_first", "mla"]
 EngineOver = Callable[..., tuple[Engine, dict[str, torch.Tensor]]]
 GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
 

@@ -68,7 +68,7 @@ def test_what_one_peer_asks_in_a_wrong_way_ends_no_handshake(pair: tuple[Node, N
         asking(prefill, question, kind=zmq.DEALER)
         asking(prefill, b"", question, b"", kind=zmq.DEALER)
     said, _ = (
-        SideChannel(names_stage=installed_row().side_channel_names_stage)
+        SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
         .ask("127.0.0.1", prefill.engine.port, 3)
         .result(10)
     )

@@ -8,7 +8,8 @@ import os
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-from kvcached_nixl.compat.versions import ROWS, installed_row
+from kvcached_nixl.compat.series import ROWS
+from kvcached_nixl.compat.versions import installed_row
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from environments import SITECUSTOMIZE, Environment
 
-from kvcached_nixl.compat.versions import ROWS, found_version, row_of
+from kvcached_nixl.compat.series import ROWS
+from kvcached_nixl.compat.versions import found_version, row_of
 
 pytestmark = [
     pytest.mark.real_vllm,

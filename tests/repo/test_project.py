@@ -15,7 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvcached_nixl
-from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED, ROWS, row_of
+from kvcached_nixl.compat.series import CHANGES, ROWS
+from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED, row_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -98,6 +99,12 @@ def patches() -> list[Any]:
     from kvcached_nixl.seams import PATCHES
 
     return [seam.patch for seam in PATCHES]
+
+
+def test_no_patch_names_a_version_by_itself() -> None:
+    """One table knows versions: what a patch depends on is a change in it."""
+    known = {"", *(word for change in CHANGES for word in (change.earlier, change.later))}
+    assert [patch.name for patch in patches() if patch.versions not in known] == []
 
 
 def test_the_gate_is_decided_before_anything_else() -> None:

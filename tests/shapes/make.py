@@ -23,7 +23,8 @@ from shape_fixture import SERIES, load, make, save
 from shape_judging import missing, verdicts
 from shape_source import open_source
 
-from kvcached_nixl.compat.versions import ROWS, row_of
+from kvcached_nixl.compat.series import ROWS
+from kvcached_nixl.compat.versions import row_of
 
 
 def write(versions: list[str]) -> int:

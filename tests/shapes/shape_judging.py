@@ -15,7 +15,8 @@ from packaging.version import Version
 from shape_fixture import VLLM_PATCHES
 from shape_reads import READS
 
-from kvcached_nixl.compat.versions import ROWS, reason_on, row_of
+from kvcached_nixl.compat.series import ROWS
+from kvcached_nixl.compat.versions import reason_on, row_of
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.patching.contract import find_seat, locate

@@ -23,7 +23,7 @@ from shape_judging import verdicts
 from shape_reading import Reader
 from shape_source import Source, open_source
 
-from kvcached_nixl.compat.versions import ROWS
+from kvcached_nixl.compat.series import ROWS
 
 KV = "vllm/distributed/kv_transfer/kv_connector"
 

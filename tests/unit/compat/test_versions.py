@@ -11,15 +11,8 @@ import pytest
 
 from kvcached_nixl.compat import versions
 from kvcached_nixl.compat.locate import FACADE
-from kvcached_nixl.compat.versions import (
-    ROWS,
-    Capability,
-    Origin,
-    Provision,
-    environment_refusals,
-    reason_to_skip,
-    row_of,
-)
+from kvcached_nixl.compat.series import CHANGES, KNOWN, ROWS, Capability, Era, Evidence, Origin, Provision, Row, Shape
+from kvcached_nixl.compat.versions import environment_refusals, reason_to_skip, row_of
 from kvcached_nixl.errors import MissingDependency, UnsupportedVersion
 from kvcached_nixl.patching import Patch
 
@@ -49,10 +42,43 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.tested)
-def test_every_row_answers_for_every_capability_and_contains_its_tested_release(row: versions.Row) -> None:
+def test_every_row_answers_for_every_capability_and_contains_its_tested_release(row: Row) -> None:
     """A capability nobody wrote down would be a KeyError at a start."""
     assert set(row.provides) == set(Capability)
     assert row_of(row.tested) is row
+
+
+@pytest.mark.parametrize(
+    ("series", "shape"),
+    [
+        ("0.19", Shape(Era.KV_APART, side_channel_names_stage=False, serves_on_cpu=True)),
+        ("0.22", Shape(Era.KV_APART, side_channel_names_stage=False, serves_on_cpu=True)),
+        ("0.23", Shape(Era.KV_APART, side_channel_names_stage=False, serves_on_cpu=False)),
+        ("0.25", Shape(Era.KV_APART, side_channel_names_stage=False, serves_on_cpu=False)),
+        ("0.26", Shape(Era.PACKED, side_channel_names_stage=True, serves_on_cpu=True)),
+        ("0.28", Shape(Era.PACKED, side_channel_names_stage=True, serves_on_cpu=True)),
+    ],
+)
+def test_a_row_has_what_changed_up_to_it(series: str, shape: Shape) -> None:
+    """Each change holds until another one sets the same."""
+    (row,) = [row for row in KNOWN if row.series == series]
+    assert row.shape == shape
+    assert row.vllm == f">={series},<0.{int(series[2:]) + 1}"
+
+
+def test_series_and_changes_are_in_order() -> None:
+    """A later change would else be undone by an earlier one, and newest would not be the last."""
+    numbers = [int(row.series[2:]) for row in KNOWN]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    since = [int(change.since[2:]) for change in CHANGES]
+    assert since == sorted(since) and set(since) <= set(numbers)
+
+
+def test_what_was_only_read_is_not_supported() -> None:
+    """Signatures that hold say nothing of bytes."""
+    row = dataclasses.replace(ROWS[0], evidence=(Evidence.SHAPE,))
+    assert not row.is_supported
+    assert all(row.is_supported and Evidence.CONTRACT in row.evidence for row in ROWS)
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.1+cpu", "0.28.0", "0.28.1"])

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changed when in vLLM, and how each of its series was tested. The rows of the support matrix follow from both.
+
+A new series is a line in ``TESTED``; what it does in another way is a `Change`. `versions` holds versions to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+__all__ = [
+    "ASKS_FOR_STAGES",
+    "ASKS_FOR_WORK",
+    "CHANGES",
+    "KNOWN",
+    "PROVIDES",
+    "ROWS",
+    "TELLS_NEW_REQUESTS",
+    "TESTED",
+    "Capability",
+    "Change",
+    "Era",
+    "Evidence",
+    "Origin",
+    "Provision",
+    "Row",
+    "Shape",
+]
+
+
+class Capability(str, Enum):
+    """What a start needs, in the words of the report."""
+
+    LAYOUT = "layout"
+    BLOCK_COUNT = "block count"
+    PULL = "pull"
+    PUSH = "push"
+    LEASE = "lease"
+    STAGING = "staging"
+    HOST_BUFFER = "host buffer"
+
+
+class Origin(Enum):
+    OURS = "this package"
+    UPSTREAM = "vLLM"
+
+
+@dataclass(frozen=True)
+class Provision:
+    """Who provides a capability."""
+
+    origin: Origin
+    note: str
+
+
+PROVIDES: Mapping[Capability, Provision] = MappingProxyType(
+    {
+        capability: Provision(Origin.OURS, note)
+        for capability, note in {
+            Capability.LAYOUT: "kvcached's memory is described to NIXL as it lies",
+            Capability.BLOCK_COUNT: "views are narrowed to the blocks vLLM planned",
+            Capability.PULL: "decode READs what a manifest names, and a word that attests it",
+            Capability.PUSH: 'streamed WRITEs, "transfer_mode": "push" on NixlConnector',
+            Capability.LEASE: "renewed by heartbeats, kv_lease_duration seconds",
+            Capability.STAGING: 'a slab on the device or the host, "memory_path"',
+            Capability.HOST_BUFFER: 'kv_buffer_device="cpu" on an accelerator is "memory_path": "host", never a copy '
+            "of the whole pool",
+        }.items()
+    }
+)
+
+
+class Era(Enum):
+    """The shape of a layer's KV tensor (N blocks, bs tokens a block, H heads, D head size)."""
+
+    KV_APART = "K and V apart: (2, N, bs, H, D) or (N, 2, bs, H, D)"
+    PACKED = "K and V packed: (N, H, bs, 2D)"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between series and is asked for.
+
+    Attributes:
+        era: how a layer's KV tensor is shaped on GPUs.
+        side_channel_names_stage: a rank is asked for by its pipeline stage, too.
+        serves_on_cpu: servers with kvcached run on a machine without a GPU.
+    """
+
+    era: Era = Era.KV_APART
+    side_channel_names_stage: bool = False
+    serves_on_cpu: bool = True
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that vLLM does in another way from a series on.
+
+    Attributes:
+        since: the first such series, as in "0.22".
+        what: for people, in a line.
+        sets: fields of `Shape` -> their values from then on.
+    """
+
+    since: str
+    what: str
+    sets: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def later(self) -> str:
+        """The version specifier of the series that have it."""
+        return f">={self.since}"
+
+    @property
+    def earlier(self) -> str:
+        """The version specifier of the series before it."""
+        return f"<{self.since}"
+
+
+TELLS_NEW_REQUESTS = Change("0.22", "the engine tells its connector of new requests (on_new_request); vLLM's own lease")
+ASKS_FOR_WORK = Change(
+    "0.24", "base, pull and push classes; the engine asks its connector for work that is left (has_pending_push_work)"
+)
+ASKS_FOR_STAGES = Change(
+    "0.26",
+    "packed KV tensors; the side channel is asked by pipeline stage (set_xfer_handshake_metadata_pp_aware)",
+    {"era": Era.PACKED, "side_channel_names_stage": True, "serves_on_cpu": True},
+)
+CHANGES = (
+    Change("0.20", "the connector is a package, v1/nixl/; torch 2.11"),
+    Change("0.21", "TransferTopology and tp_mapping; bidirectional_kv_xfer"),
+    TELLS_NEW_REQUESTS,
+    Change(
+        "0.23",
+        "blocks first, (N, 2, bs, H, D), on GPUs; the CPU's attention packs, which kvcached 0.1.6 expects from 0.26 on",
+        {"serves_on_cpu": False},
+    ),
+    ASKS_FOR_WORK,
+    Change("0.25", "a request that finishes names the blocks that were computed, no others"),
+    ASKS_FOR_STAGES,
+    Change("0.27", "torch 2.13"),
+    Change("0.28", "kvcached 0.1.6 accepts model runner V2"),
+)
+"""In their order. Those with a name of their own are what patches depend on."""
+
+
+class Evidence(Enum):
+    """How a release was tested, the strongest first."""
+
+    GPU = "GPU"
+    E2E = "e2e on CPU"
+    EQUIVALENCE = "byte equivalence on CPU"
+    CONTRACT = "contract"
+    SHAPE = "signatures, callers and names only"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One series of vLLM releases.
+
+    Attributes:
+        series: as in "0.22".
+        tested: the release that the tests run against.
+        evidence: how; a row is supported if there is more than `Evidence.SHAPE`.
+        shape: what differs between series.
+        provides: who provides what.
+    """
+
+    series: str
+    tested: str
+    evidence: tuple[Evidence, ...]
+    shape: Shape
+    provides: Mapping[Capability, Provision] = field(default_factory=lambda: PROVIDES)
+
+    @property
+    def vllm(self) -> str:
+        """The version specifier of the series."""
+        major, minor = self.series.split(".")
+        return f">={self.series},<{major}.{int(minor) + 1}"
+
+    @property
+    def is_supported(self) -> bool:
+        return self.evidence != (Evidence.SHAPE,)
+
+
+_SERVED = (Evidence.E2E, Evidence.EQUIVALENCE, Evidence.CONTRACT)
+TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
+    {
+        "0.19.1": _SERVED,
+        "0.20.2": (Evidence.SHAPE,),
+        "0.21.0": (Evidence.SHAPE,),
+        "0.22.1": (Evidence.SHAPE,),
+        "0.23.0": (Evidence.SHAPE,),
+        "0.24.0": (Evidence.SHAPE,),
+        "0.25.1": (Evidence.SHAPE,),
+        "0.26.0": (Evidence.SHAPE,),
+        "0.27.1": (Evidence.SHAPE,),
+        "0.28.0": _SERVED,
+    }
+)
+"""One release of each series, the oldest first, and what was run with it."""
+
+
+def _row(tested: str, evidence: tuple[Evidence, ...]) -> Row:
+    series = tested.rpartition(".")[0]
+    values: dict[str, object] = {}
+    for change in CHANGES:
+        if _number(change.since) <= _number(series):
+            values |= change.sets
+    return Row(series, tested, evidence, Shape(**values))  # type: ignore[arg-type]
+
+
+def _number(series: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in series.split("."))
+
+
+KNOWN = tuple(_row(tested, evidence) for tested, evidence in TESTED.items())
+ROWS = tuple(row for row in KNOWN if row.is_supported)
+"""The supported ones."""
