@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# usage: run.sh EXPERIMENT [ARGUMENT...]   sets up the vLLM that --vllm names (0.19.1), then runs the experiment in it.
+# usage: run.sh EXPERIMENT [ARGUMENT...]   sets up the vLLM that --vllm names, then runs the experiment in it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 experiment=$1
 shift
 
-version=0.19.1
+version=${KVCACHED_NIXL_VLLM:-0.28.0}
+version=${version##* }
 previous=
 for argument in "$@"; do
     case "$argument" in

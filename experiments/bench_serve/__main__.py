@@ -9,6 +9,7 @@ import datetime
 import sys
 from pathlib import Path
 
+from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.targets import as_json, exit_status, table_of_targets
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -35,7 +36,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="one round; writes last-VERSION-quick.json")
     return parser.parse_args(arguments)
 

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def main(options: cli.Options) -> int:
     """Run the comparison and return the exit status."""
     # Only here: --help has to work without the environment that these need.
-    from experiments.byte_equivalence.arms import ARMS, MODES, SINGLE
+    from experiments.byte_equivalence.arms import ARMS, MODES, SINGLE, SIZES
     from experiments.byte_equivalence.checks import Checks
     from experiments.byte_equivalence.harness import Harness, NotCaught
     from experiments.common.report import Narrator, stdout_console, versions, write_json
@@ -29,7 +29,7 @@ def main(options: cli.Options) -> int:
         if arm.mode != SINGLE
         and (options.mode is None or arm.mode == options.mode)
         and (options.arm is None or options.arm.lower() in arm.name.lower())
-        and (arm.in_quick or options.arm is not None or not options.quick)
+        and (options.arm is not None or SIZES.index(arm.in_runs) >= SIZES.index(options.size))
     ]
     if not arms:
         names = "; ".join(arm.name for arm in ARMS if arm.mode != SINGLE)
@@ -38,11 +38,11 @@ def main(options: cli.Options) -> int:
 
     began = datetime.datetime.now(datetime.timezone.utc)
     stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"byte equivalence, vLLM {options.vllm}{', quick' if options.quick else ''}")
+    narrator = Narrator(f"byte equivalence, vLLM {options.vllm}{'' if options.size == 'full' else f', {options.size}'}")
     checks = Checks()
     not_caught = None
     try:
-        Harness(arms, RESULTS / stamp, narrator, checks, quick=options.quick).run()
+        Harness(arms, RESULTS / stamp, narrator, checks, quick=options.size != "full").run()
     except NotCaught as error:
         not_caught = error
     finally:
@@ -58,11 +58,11 @@ def main(options: cli.Options) -> int:
         "began": began.isoformat(timespec="seconds"),
         "seconds": round(narrator.seconds, 1),
         "verdict": verdicts[status],
-        "options": {"vllm": options.vllm, "mode": options.mode, "quick": options.quick, "arm": options.arm},
+        "options": {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arm": options.arm},
     }
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
-    if options.arm is None and options.mode is None:
-        last = f"last-{options.vllm}{'-quick' if options.quick else ''}.json"
+    if options.arm is None and options.mode is None and options.size != "brief":
+        last = f"last-{options.vllm}{'-quick' if options.size == 'quick' else ''}.json"
         write_json(RESULTS / last, {**content, "checks": checks.summary()})
     return status
 

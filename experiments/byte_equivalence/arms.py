@@ -12,6 +12,8 @@ from experiments.common.servers import GIVES_BACK, PINNED, ServerSpec
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
+Size = Literal["full", "quick", "brief"]
+SIZES: tuple[Size, ...] = ("full", "quick", "brief")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Arm:
     ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
     first, so that they travel while P computes. ``is_staged``: KV is copied out of P's blocks before it travels.
     ``decode``: settings that D alone has. ``servers``: so many P and as many D, each of ``ranks`` tensor-parallel ones.
-    ``in_quick``: it is part of a quick run.
+    ``in_runs``: the smallest run that it is part of.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Arm:
     decode: Mapping[str, str] = field(default_factory=dict)
     servers: int = 1
     ranks: int = 1
-    in_quick: bool = True
+    in_runs: Size = "quick"
 
     @property
     def computes_as_stock(self) -> bool:
@@ -78,8 +80,8 @@ ARMS: tuple[Arm, ...] = (
     REFERENCE,
     STOCK_PULL,
     Arm("kvcached P/D, non-contiguous, pull", "pull", _connector(), _kvcached(contiguous=False)),
-    Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), _kvcached(contiguous=True)),
-    Arm("kvcached P/D, non-contiguous, push", "push", PUSH, _kvcached(contiguous=False), BOTH_ORDERS),
+    Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), _kvcached(contiguous=True), in_runs="brief"),
+    Arm("kvcached P/D, non-contiguous, push", "push", PUSH, _kvcached(contiguous=False), BOTH_ORDERS, in_runs="brief"),
     Arm("kvcached P/D, contiguous, push", "push", PUSH, _kvcached(contiguous=True), BOTH_ORDERS),
     # Nothing but the proof at start says that the registrations of these two would not follow kvcached's pages.
     Arm("kvcached P/D, staged, pull", "pull", _connector(), {**_kvcached(contiguous=False), **PINNED}, is_staged=True),
@@ -97,7 +99,7 @@ ARMS: tuple[Arm, ...] = (
         _connector(staging_gib=SMALL_SLAB_GIB),
         {**_kvcached(contiguous=True), **PINNED},
         is_staged=True,
-        in_quick=False,
+        in_runs="full",
     ),
     Arm(
         "kvcached P/D, staged, non-contiguous, push",
@@ -106,7 +108,7 @@ ARMS: tuple[Arm, ...] = (
         {**FLAT, **PINNED},
         BOTH_ORDERS,
         is_staged=True,
-        in_quick=False,
+        in_runs="full",
     ),
     Arm(
         "kvcached P/D, device slab, contiguous, pull",
@@ -114,10 +116,10 @@ ARMS: tuple[Arm, ...] = (
         _connector(memory_path="device", staging_gib=SMALL_SLAB_GIB),
         _kvcached(contiguous=True),
         is_staged=True,
-        in_quick=False,
+        in_runs="full",
     ),
-    Arm("kvcached P/D, direct to staged, pull", "pull", _connector(), FLAT, decode=PINNED, in_quick=False),
-    Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, BOTH_ORDERS, decode=PINNED, in_quick=False),
+    Arm("kvcached P/D, direct to staged, pull", "pull", _connector(), FLAT, decode=PINNED, in_runs="full"),
+    Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, BOTH_ORDERS, decode=PINNED, in_runs="full"),
     Arm(
         "kvcached P/D, staged to direct, pull",
         "pull",
@@ -125,7 +127,7 @@ ARMS: tuple[Arm, ...] = (
         {**FLAT, **PINNED},
         is_staged=True,
         decode=FOLLOWS,
-        in_quick=False,
+        in_runs="full",
     ),
     Arm(
         "kvcached P/D, device slab, push",
@@ -134,10 +136,10 @@ ARMS: tuple[Arm, ...] = (
         FLAT,
         BOTH_ORDERS,
         is_staged=True,
-        in_quick=False,
+        in_runs="full",
     ),
-    Arm("kvcached P/D, tensor parallel 2, pull", "pull", _connector(), FLAT, ranks=2, in_quick=False),
-    Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, BOTH_ORDERS, ranks=2, in_quick=False),
+    Arm("kvcached P/D, tensor parallel 2, pull", "pull", _connector(), FLAT, ranks=2, in_runs="full"),
+    Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, BOTH_ORDERS, ranks=2, in_runs="full"),
     Arm(
         "kvcached P/D, tensor parallel 2, staged, push",
         "push",
@@ -145,11 +147,11 @@ ARMS: tuple[Arm, ...] = (
         {**FLAT, **PINNED},
         is_staged=True,
         ranks=2,
-        in_quick=False,
+        in_runs="full",
     ),
-    Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, servers=2, in_quick=False),
-    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, servers=2, in_quick=False),
-    Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_quick=False),
+    Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, servers=2, in_runs="full"),
+    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, servers=2, in_runs="full"),
+    Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_runs="full"),
 )
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line; imports nothing outside the standard library, so that ``--help`` needs no environment."""
+"""The command line; needs nothing but the standard library, so that ``--help`` needs no environment."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-DEFAULT_VLLM = "0.19.1"
+from experiments.common.default_vllm import DEFAULT_VLLM
 
 DESCRIPTION = """\
 Does prefill/decode disaggregation over kvcached give what one stock vLLM instance gives?
@@ -34,8 +35,9 @@ exit status:
   2  something could not be set up: the environment, a server
 
 examples:
-  bash experiments/byte_equivalence/run.sh                    vLLM 0.19.1, all arms, one at a time and 32 at a time
+  bash experiments/byte_equivalence/run.sh                    all arms, one at a time and 32 at a time
   bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, ten minutes
+  bash experiments/byte_equivalence/run.sh --brief            of those, one arm each way, three minutes
   bash experiments/byte_equivalence/run.sh --vllm 0.28.0
   bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name holds the word (and the reference)
 
@@ -49,7 +51,7 @@ class Options:
 
     vllm: str
     mode: str | None
-    quick: bool
+    size: Literal["full", "quick", "brief"]
     arm: str | None
 
 
@@ -60,7 +62,22 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--mode", metavar="M", help="only arms of one transfer mode, pull or push; as for --arm")
-    parser.add_argument("--quick", action="store_true", help="float32 only, fewer zeroed blocks, forked engines")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick",
+        dest="size",
+        action="store_const",
+        const="quick",
+        default="full",
+        help="float32 only, fewer zeroed blocks, forked engines",
+    )
+    size.add_argument(
+        "--brief",
+        dest="size",
+        action="store_const",
+        const="brief",
+        help="the same for one arm each way; writes no last-VERSION.json",
+    )
     parser.add_argument("--arm", metavar="WORD", help="only arms whose name holds WORD; writes no last-VERSION.json")
     found = parser.parse_args(arguments)
-    return Options(vllm=found.vllm, mode=found.mode, quick=found.quick, arm=found.arm)
+    return Options(vllm=found.vllm, mode=found.mode, size=found.size, arm=found.arm)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,8 @@ class Harness:
         self.narrator.say(f"{mark} {row.arm}: {row.what}: {row.outcome}")
         return row
 
-    @contextlib.contextmanager
-    def _serving(self, arm: Arm, phase: Phase, launched: Running) -> Iterator[list[Server]]:
-        """Yield the arm's servers when they answer, and stop them after.
+    def _serve(self, arm: Arm, phase: Phase, launched: Running, work: Callable[[list[Server]], None]) -> None:
+        """Run ``work`` with the arm's servers when they answer, and stop them after.
 
         A failure becomes a row, since the other arms can still be compared.
         """
@@ -114,7 +113,7 @@ class Harness:
             servers = launched.ready()
             started = True
             self.narrator.say(f"{arm.name}: serving ({phase.dtype})")
-            yield servers
+            work(servers)
         except ServerError as error:
             self._row(Check(arm.name, what, False, str(error), failed_setup=not started))
         except (AnswerError, httpx.HTTPError) as error:
@@ -131,8 +130,7 @@ class Harness:
             answers = await run.sequential(self.prompts, "reference", self.narrator.update)
             baseline = Baseline(answers, await run.sequential(self.damage, "damaged", self.narrator.update))
 
-        with self._serving(REFERENCE, phase, launched) as servers:
-            with_clients(servers, [], work)
+        self._serve(REFERENCE, phase, launched, lambda servers: with_clients(servers, [], work))
         if baseline is not None:
             distinct = len({tuple(answer.token_ids) for answer in baseline.answers})
             self._row(
@@ -147,8 +145,7 @@ class Harness:
         return baseline
 
     def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
-        with self._serving(arm, phase, launched) as servers:
-
+        def with_servers(servers: list[Server]) -> None:
             async def work(run: SingleRun | PairRun) -> None:
                 assert isinstance(run, PairRun)
                 geometry = await run.arm()
@@ -169,6 +166,8 @@ class Harness:
                 writes=arm.writes,
                 keeps_blocks=not arm.is_staged,
             )
+
+        self._serve(arm, phase, launched, with_servers)
 
     async def _plant(self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline) -> None:
         tolerance = LOGPROB_TOLERANCE[phase.dtype]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--count", type=int, default=10_000, help="connections in each mode (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="what they are drawn from (%(default)s)")
     parser.add_argument("--mode", choices=MODES, help="only this one; no last-VERSION file")

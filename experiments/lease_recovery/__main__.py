@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.targets import as_json, exit_status, table_of_targets
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="how often each fault is inflicted (%(default)s)")
     parser.add_argument(
         "--arm",

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -42,7 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and requests; writes no last-VERSION files")
     parser.add_argument("--part", choices=PARTS, help="only this one; what last-VERSION has of the others stays")
     return parser.parse_args(arguments)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="whose environment is used (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of whatever is drawn (%(default)s)")
     parser.add_argument(
         "--quick", action="store_true", help="8 and 8 engines, 2,000 hand-overs; writes last-VERSION-quick files"

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.targets import as_json, exit_status, table_of_targets
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="vLLM to serve with (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and requests; writes no last-VERSION files")
     parser.add_argument("--transport", metavar="WORD", help="only transports whose name holds WORD; as for --quick")
     return parser.parse_args(arguments)

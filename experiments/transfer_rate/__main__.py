@@ -8,6 +8,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.targets import as_json, exit_status, table_of_targets
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -37,7 +38,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", metavar="VERSION", default="0.19.1", help="whose NIXL is used (%(default)s)")
+    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose NIXL is used (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="8k tokens, 3 rounds; writes last-VERSION-quick files")
     parser.add_argument("--only", metavar="WORD", help="only settings whose name holds WORD; writes no files")
     return parser.parse_args(arguments)

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.byte_equivalence import cli
+from experiments.byte_equivalence import cli, harness
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
 from experiments.byte_equivalence.arms import ARMS, SINGLE, small_pool, specs
 from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import Difference
+from experiments.byte_equivalence.harness import Baseline, Harness
+from experiments.common.default_vllm import DEFAULT_VLLM
+from experiments.common.report import Narrator
+from experiments.common.servers import ServerError
 
 ROOT = Path(__file__).parents[3]
 EQUAL = Check("arm", "tokens", True, "30 prompts")
@@ -93,6 +97,50 @@ def test_of_a_mixed_arm_one_side_alone_is_staged(tmp_path: Path) -> None:
         assert pinned == (["pinned", "follows"] if arm.is_staged else [None, "pinned"])
 
 
+def test_a_brief_run_has_one_arm_each_way() -> None:
+    """In the layouts that differ, and what is in it is in a longer one, too."""
+    brief = [arm for arm in ARMS if arm.in_runs == "brief"]
+    assert [(arm.mode, "non-contiguous" in arm.name) for arm in brief] == [("pull", False), ("push", True)]
+    assert all(arm.kvcached for arm in brief)
+
+
+def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One arm that cannot serve must not cost what the others would have shown."""
+
+    class Launched:
+        stopped = 0
+
+        def __init__(self, made: object, logs: Path, say: object) -> None:
+            self.names = [spec.name for spec in made]  # type: ignore[attr-defined]
+
+        def __enter__(self) -> Launched:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def ready(self) -> list[object]:
+            if any("non-contiguous" in name for name in self.names):
+                raise ServerError("status 1")
+            return []
+
+        def stop(self) -> None:
+            Launched.stopped += 1
+
+    async def served(run: object) -> None: ...
+
+    monkeypatch.setattr(harness, "Running", Launched)
+    monkeypatch.setattr(harness, "make_model", lambda shape: tmp_path)
+    monkeypatch.setattr(harness.Harness, "_reference", lambda *_: Baseline([], []))
+    monkeypatch.setattr(harness, "with_clients", lambda *_, **__: None)
+    checks = Checks()
+    brief = [arm for arm in ARMS if arm.in_runs == "brief"]
+    Harness(brief[::-1], tmp_path, Narrator("test"), checks, quick=True).run()
+    assert [(row.arm, row.passed, row.failed_setup) for row in checks.rows] == [(brief[1].name, False, True)]
+    assert Launched.stopped == 2
+
+
 def test_help_needs_no_environment() -> None:
     """``--help`` works with an interpreter that has nothing installed, and explains the exit statuses."""
     found = subprocess.run(
@@ -106,6 +154,7 @@ def test_help_needs_no_environment() -> None:
 
 
 def test_the_command_line_has_the_promised_options() -> None:
-    """``--vllm``, ``--mode`` and ``--quick``; 0.19.1 unless told otherwise."""
-    assert cli.parse([]) == cli.Options("0.19.1", None, False, None)
-    assert cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]) == cli.Options("0.28.0", "pull", True, None)
+    """``--vllm``, ``--mode``, ``--quick`` and ``--brief``; the newest vLLM unless told otherwise."""
+    assert cli.parse([]) == cli.Options(DEFAULT_VLLM, None, "full", None)
+    assert cli.parse(["--brief"]).size == "brief"
+    assert cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]) == cli.Options("0.28.0", "pull", "quick", None)

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM that experiments take where ``--vllm`` is not given: that of experiments/run.sh."""
+
+from __future__ import annotations
+
+import os
+
+DEFAULT_VLLM = (os.environ.get("KVCACHED_NIXL_VLLM") or "0.28.0").split()[-1]
