@@ -4,39 +4,43 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: bash tests/run.sh [TIER...]
+usage: bash tests/run.sh              every tier with one vLLM, both directions, what takes long left out: 15 minutes
+       bash tests/run.sh --all        everything, with every supported vLLM: hours
+       bash tests/run.sh --turn [N]   what CI runs for the N-th commit: the tiers that need no vLLM, each vLLM that servers
+                                      are tested with in brief, and of the rest as much as fits into an hour
+       bash tests/run.sh TIER...      these tiers, whole, with one vLLM
 
-Sets up what it needs (experiments/env.sh) and runs the tests; without arguments all that this machine can run.
+Sets up what it needs (experiments/env.sh says how much disk that takes before it downloads).
 
-  lint       ruff and mypy                                                            a minute
-  unit       one module at a time, nothing else needed                                seconds
-  flow       whole requests in one process, with injected faults                      seconds
-  repo       the repository about itself: layering, tables in the README              seconds
-  install    every door and order of activation, each in a process of its own         minutes
-  gpu        what only a GPU can show; skipped with its reason elsewhere
-  contract   what is assumed of vLLM, kvcached and NIXL; real NIXL agents             minutes, on each vLLM version
-  e2e        real servers, and the quick byte-equivalence run                         minutes, on each vLLM version
+  lint         ruff and mypy
+  unit         one module at a time, nothing else needed
+  flow         whole requests in one process, with injected faults
+  repo         the repository about itself: layering, tables in the README
+  install      every door and order of activation, each in a process of its own
+  gpu          what only a GPU can show; skipped with its reason elsewhere
+  contract     what is assumed of vLLM, kvcached and NIXL; real NIXL agents
+  e2e          real servers
+  equivalence  real servers, the quick byte-equivalence run
 
-KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the versions (both by default). KVCACHED_NIXL_ALL=1 runs what takes minutes with
-every version, not with the newest alone.
+KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the vLLM, or several for tiers that are named (the newest by default).
 exit status: 0 all passed; 1 a test failed; 2 the set-up failed
 END
 }
 
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+read -r -a versions <<<"${KVCACHED_NIXL_VLLM:-}"
+plan() { python3 tests/plan.py "$@" || exit 2; }
 case ${1:-} in
 -h | --help) usage; exit 0 ;;
+--all) planned=$(plan all) ;;
+--turn)
+    number=${2:-$(git rev-list --count HEAD)}
+    echo "turn $number"
+    planned=$(plan turn --number "$number")
+    ;;
+-*) echo "tests/run.sh: found '$1'; expected --all, --turn or tiers. Nothing was run; --help explains." >&2; exit 2 ;;
+*) planned=$(plan "${@:-newcomer}" "${versions[@]/#/--vllm=}") ;;
 esac
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-known=(lint unit flow repo install gpu contract e2e)
-tiers=("$@")
-[[ ${#tiers[@]} -gt 0 ]] || tiers=("${known[@]}")
-for tier in "${tiers[@]}"; do
-    [[ " ${known[*]} " == *" $tier "* ]] || {
-        echo "tests/run.sh: found the tier '$tier'; expected one of: ${known[*]}. Nothing was run." >&2
-        exit 2
-    }
-done
-read -r -a versions <<<"${KVCACHED_NIXL_VLLM:-0.19.1 0.28.0}"
 
 declare -A environments=()
 environment() { # VERSION -> sets $venv
@@ -50,14 +54,13 @@ environment() { # VERSION -> sets $venv
 }
 
 reports=$(mktemp -d)
-trap 'jobs -p | xargs -r kill; rm -rf "$reports"' EXIT
+trap 'rm -rf "$reports"' EXIT
 ran_pytest=0
 failed=()
 run() { # NAME COMMAND...
-    local name=$1
+    local name=$1 begun=$SECONDS
     shift
     printf '\n=== %s\n' "$name"
-    local begun=${since:-$SECONDS}
     if "$@"; then
         printf '=== %s: passed in %d s\n' "$name" $((SECONDS - begun))
     else
@@ -65,59 +68,45 @@ run() { # NAME COMMAND...
         failed+=("$name")
     fi
 }
-pytest() { # VERSION TIER [OPTION...]
-    environment "$1"
-    ran_pytest=1
-    run "$2, vLLM $1" "$venv/bin/python" -m pytest -q --junitxml="$reports/$2-$1.xml" "tests/$2" "${@:3}"
-}
-follow() { # PID LOG
-    tail -n +1 -f --pid="$1" "$2"
-    wait "$1"
-}
-side_by_side() { # TIER [OPTION...]: all versions at once, where each keeps one core busy and nothing is timed
-    local version log pids=() since=$SECONDS
-    for version in "${versions[@]}"; do
-        environment "$version"
-        log=$reports/$1-$version.log
-        "$venv/bin/python" -m pytest -q --junitxml="${log%.log}.xml" "tests/$1" "${@:2}" >"$log" 2>&1 &
-        pids+=($!)
-    done
-    ran_pytest=1
-    for version in "${versions[@]}"; do
-        run "$1, vLLM $version" follow "${pids[0]}" "$reports/$1-$version.log"
-        pids=("${pids[@]:1}")
-    done
-}
-# A warning of ours is an error; tiers that import vLLM, torch and NIXL cannot answer for theirs.
-foreign=(-W default)
 
-for tier in "${tiers[@]}"; do
-    case $tier in
+while read -r -u 3 what version size; do
+    [[ $what != '#' ]] || continue
+    environment "$version"
+    name="$what, vLLM $version"
+    [[ $size == whole ]] || name+=", brief"
+    case $what in
     lint)
-        environment "${versions[0]}"
         run "ruff" "$venv/bin/ruff" check --quiet kvcached_nixl tests experiments
+        run "ruff format" "$venv/bin/ruff" format --check --quiet kvcached_nixl tests experiments
         run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
         ;;
-    unit | flow | repo) pytest "${versions[0]}" "$tier" ;;
-    install) side_by_side install ;;
-    contract) for version in "${versions[@]}"; do pytest "$version" contract "${foreign[@]}"; done ;;
-    e2e)
-        for version in "${versions[@]}"; do
-            pytest "$version" e2e "${foreign[@]}"
-            run "byte equivalence, quick, vLLM $version" bash experiments/byte_equivalence/run.sh --quick --vllm "$version"
-        done
+    equivalence)
+        length=--brief
+        [[ $size == brief ]] || length=--quick
+        run "$name" bash experiments/byte_equivalence/run.sh "$length" --vllm "$version"
         ;;
-    gpu) pytest "${versions[-1]}" gpu "${foreign[@]}" ;;
+    *)
+        options=(-q --junitxml="$reports/${what//\//-}-$version.xml")
+        [[ $size == whole ]] || options+=(-m "not long")
+        # A warning of ours is an error; tiers that import vLLM, torch and NIXL cannot answer for theirs.
+        [[ ! $what =~ ^(contract|e2e|gpu) ]] || options+=(-W default)
+        ran_pytest=1
+        run "$name" "$venv/bin/python" -m pytest "${options[@]}" "tests/$what"
+        ;;
     esac
-done
+done 3<<<"$planned"
 
 printf '\n'
+if grep -q '^#' <<<"$planned"; then
+    echo "not run this time:"
+    sed -n 's/^#/   /p' <<<"$planned"
+fi
 # A tier may be skipped as a whole (gpu); a run in which everything was skipped has shown nothing.
 if [[ $ran_pytest -eq 1 ]]; then
-    "$venv/bin/python" tests/totals.py "$reports" || [[ "${tiers[*]}" == gpu ]] || failed+=("no test was run")
+    "$venv/bin/python" tests/totals.py "$reports" || [[ "$*" == gpu ]] || failed+=("no test was run")
 fi
 if [[ ${#failed[@]} -gt 0 ]]; then
     printf 'failed: %s\n' "${failed[@]}"
     exit 1
 fi
-echo "all passed: ${tiers[*]} (vLLM ${versions[*]})"
+echo "all passed, in $((SECONDS / 60)) minutes"

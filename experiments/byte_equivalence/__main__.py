@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from experiments.byte_equivalence import cli
+from experiments.byte_equivalence.last import beside
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -28,12 +29,12 @@ def main(options: cli.Options) -> int:
         for arm in ARMS
         if arm.mode != SINGLE
         and (options.mode is None or arm.mode == options.mode)
-        and (options.arm is None or options.arm.lower() in arm.name.lower())
-        and (options.arm is not None or SIZES.index(arm.in_runs) >= SIZES.index(options.size))
+        and (not options.arms or any(word.lower() in arm.name.lower() for word in options.arms))
+        and (options.arms or SIZES.index(arm.in_runs) >= SIZES.index(options.size))
     ]
     if not arms:
         names = "; ".join(arm.name for arm in ARMS if arm.mode != SINGLE)
-        sys.stderr.write(f"found no arm that fits --arm {options.arm!r}; there are: {names}.\n")
+        sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arms)!r}; there are: {names}.\n")
         return 2
 
     began = datetime.datetime.now(datetime.timezone.utc)
@@ -58,12 +59,13 @@ def main(options: cli.Options) -> int:
         "began": began.isoformat(timespec="seconds"),
         "seconds": round(narrator.seconds, 1),
         "verdict": verdicts[status],
-        "options": {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arm": options.arm},
+        "options": {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arms},
     }
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
-    if options.arm is None and options.mode is None and options.size != "brief":
-        last = f"last-{options.vllm}{'-quick' if options.size == 'quick' else ''}.json"
-        write_json(RESULTS / last, {**content, "checks": checks.summary()})
+    if options.size != "brief":
+        last = RESULTS / f"last-{options.vllm}{'-quick' if options.size == 'quick' else ''}.json"
+        rows = beside(checks.summary(), last) if options.is_partial else checks.summary()
+        write_json(last, {**content, "checks": rows})
     return status
 
 

@@ -52,7 +52,12 @@ class Options:
     vllm: str
     mode: str | None
     size: Literal["full", "quick", "brief"]
-    arm: str | None
+    arms: tuple[str, ...]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether arms were chosen."""
+        return bool(self.arms or self.mode)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
@@ -78,6 +83,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         const="brief",
         help="the same for one arm each way; writes no last-VERSION.json",
     )
-    parser.add_argument("--arm", metavar="WORD", help="only arms whose name holds WORD; writes no last-VERSION.json")
+    parser.add_argument(
+        "--arm",
+        metavar="WORD",
+        action="append",
+        default=[],
+        help="only arms whose name holds WORD, or one of several; what last-VERSION.json has of the others stays",
+    )
     found = parser.parse_args(arguments)
-    return Options(vllm=found.vllm, mode=found.mode, size=found.size, arm=found.arm)
+    return Options(vllm=found.vllm, mode=found.mode, size=found.size, arms=tuple(found.arm))

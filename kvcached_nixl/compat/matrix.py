@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 
 from kvcached_nixl.compat.series import CHANGES, KNOWN, PROVIDES, Era, Row
@@ -45,7 +46,7 @@ def markdown() -> str:
     return "\n\n".join(
         [
             f"With kvcached {KVCACHED_SUPPORTED.removeprefix('==')}. Anything else is refused at start.",
-            _table(["vLLM", "release", "tested by"], [[row.series, row.tested, _tested(row)] for row in KNOWN]),
+            _table(["vLLM", "tested by", "with"], [_band(list(rows)) for _, rows in groupby(KNOWN, _tested)]),
             _table(
                 ["capability", "provided by"],
                 [[c.value, f"{one.origin.value}: {one.note}"] for c, one in PROVIDES.items()],
@@ -59,6 +60,11 @@ def markdown() -> str:
     )
 
 
+def _band(rows: Sequence[Row]) -> Sequence[str]:
+    """Series that follow each other and were tested alike."""
+    return _span(rows), _tested(rows[0]), ", ".join(row.tested for row in rows)
+
+
 def _tested(row: Row) -> str:
     words = ", ".join(evidence.value for evidence in row.evidence)
     return words if row.is_supported else f"{words}: not supported, refused at start"
@@ -66,7 +72,7 @@ def _tested(row: Row) -> str:
 
 def _span(rows: Iterable[Row]) -> str:
     series = [row.series for row in rows]
-    return f"{series[0]} to {series[-1]}"
+    return series[0] if len(series) == 1 else f"{series[0]} to {series[-1]}"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -107,7 +107,6 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: 
         assert prefill.process.poll() is not None
 
 
-@pytest.mark.newest_only
 @pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
 def test_leases_failure_and_restart_with_two_ranks_a_side(arm: Arm, tmp_path: Path) -> None:
     """Every rank has a part of each hand-over: parameters that are out of date, a prefill that dies, its successor."""

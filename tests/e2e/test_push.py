@@ -246,7 +246,6 @@ def test_a_decode_that_dies(tmp_path: Path) -> None:
         prefill.check_alive()
 
 
-@pytest.mark.newest_only
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
 def test_unequal_tensor_parallel_sizes(prefill_tp: int, decode_tp: int, tmp_path: Path) -> None:
     """Every head finds its way: in both orders the tokens are those of one server alone."""

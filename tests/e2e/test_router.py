@@ -7,7 +7,6 @@ One is killed and brought back, and one is drained, while requests run: each has
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -136,20 +135,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
         return asyncio.run(answers(launched.ready()[0].base_url))
 
 
-ONLY_ALL = pytest.mark.skipif(
-    "KVCACHED_NIXL_ALL" not in os.environ, reason="three minutes; KVCACHED_NIXL_ALL=1 runs it"
-)
-
-
-@pytest.mark.newest_only
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("mode", "extra"),
     [
-        pytest.param("pull", {}, id="pull", marks=ONLY_ALL),
+        pytest.param("pull", {}, id="pull"),
         # With the first requests pulled: the router learns from them that its servers push.
         pytest.param("push", {}, id="push"),
-        pytest.param("pull", {"memory_path": "host"}, id="pull, staged", marks=ONLY_ALL),
+        pytest.param("pull", {"memory_path": "host"}, id="pull, staged"),
     ],
 )
 def test_two_of_each(mode: str, extra: dict[str, object], expected: list[Said], tmp_path: Path) -> None:

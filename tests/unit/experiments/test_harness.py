@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from experiments.byte_equivalence.arms import ARMS, SINGLE, small_pool, specs
 from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import Difference
 from experiments.byte_equivalence.harness import Baseline, Harness
+from experiments.byte_equivalence.last import beside
 from experiments.common.default_vllm import DEFAULT_VLLM
 from experiments.common.report import Narrator
 from experiments.common.servers import ServerError
@@ -141,6 +143,28 @@ def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
     assert Launched.stopped == 2
 
 
+def test_what_was_not_run_again_stays_with_the_commit_it_is_of(tmp_path: Path) -> None:
+    """Rows of the arms that were run are replaced as a whole."""
+    last = tmp_path / "last-1.json"
+    new = [{"arm": "a", "check": "tokens", "passed": True}]
+    assert beside(new, last) == new
+    old = [
+        {"arm": "a", "check": "blocks", "passed": False},
+        {"arm": "b", "check": "tokens", "passed": True},
+        {"arm": "c", "check": "tokens", "passed": True, "commit": "older"},
+    ]
+    last.write_text(json.dumps({"commit": "old", "checks": old}))
+    assert beside(new, last) == [{**old[1], "commit": "old"}, old[2], *new]
+
+
+def test_what_failed_and_was_not_run_again_is_not_left_beside_a_verdict(tmp_path: Path) -> None:
+    """The file's verdict is of the run."""
+    last = tmp_path / "last-1.json"
+    last.write_text(json.dumps({"commit": "old", "checks": [{"arm": "b", "check": "tokens", "passed": False}]}))
+    with pytest.raises(ValueError, match="failures of b"):
+        beside([{"arm": "a", "check": "tokens", "passed": True}], last)
+
+
 def test_help_needs_no_environment() -> None:
     """``--help`` works with an interpreter that has nothing installed, and explains the exit statuses."""
     found = subprocess.run(
@@ -155,6 +179,6 @@ def test_help_needs_no_environment() -> None:
 
 def test_the_command_line_has_the_promised_options() -> None:
     """``--vllm``, ``--mode``, ``--quick`` and ``--brief``; the newest vLLM unless told otherwise."""
-    assert cli.parse([]) == cli.Options(DEFAULT_VLLM, None, "full", None)
+    assert cli.parse([]) == cli.Options(DEFAULT_VLLM, None, "full", ())
     assert cli.parse(["--brief"]).size == "brief"
-    assert cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]) == cli.Options("0.28.0", "pull", "quick", None)
+    assert cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]) == cli.Options("0.28.0", "pull", "quick", ())

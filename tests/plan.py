@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests run with which vLLM, for tests/run.sh. A job a line.
+
+A job is a tier, or a file of the slowest tier, with one vLLM; brief (all but what is marked ``long``) or whole.
+
+    newcomer   every tier with one vLLM, brief where it takes long: within 15 minutes
+    all        every job
+    turn       what CI runs: each time the tiers that need no vLLM, and in brief each vLLM that servers are tested with;
+               of the others as many as fit, from the one on whose turn it is: the number of the commit says which
+
+A line is "JOB VLLM brief|whole". What a turn leaves out follows, each line after a "#".
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from kvcached_nixl.compat.series import ROWS, Evidence
+
+TIERS = ("lint", "unit", "flow", "repo", "install", "gpu", "contract", "e2e", "equivalence")
+NEWEST = ROWS[-1].tested
+SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
+BUDGET_MINUTES = 60.0
+
+# Of a job on two cores: brief and whole; None where there is no brief one.
+MINUTES: dict[str, tuple[float | None, float]] = {
+    "lint": (None, 1.0),
+    "unit": (None, 1.3),
+    "flow": (1.5, 4.5),
+    "repo": (None, 0.2),
+    "install": (None, 1.5),
+    "gpu": (None, 0.1),
+    "contract": (3.0, 9.5),
+    "e2e/test_fuzzed_parameters.py": (None, 1.5),
+    "e2e/test_leases.py": (None, 4.0),
+    "e2e/test_models.py": (None, 2.5),
+    "e2e/test_push.py": (None, 3.0),
+    "e2e/test_refusals.py": (None, 1.5),
+    "e2e/test_router.py": (None, 9.0),
+    "equivalence": (3.0, 8.0),
+}
+ENVIRONMENT_MINUTES = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    what: str
+    vllm: str
+    size: str = "whole"
+
+    @property
+    def minutes(self) -> float:
+        brief, whole = MINUTES[self.what]
+        return whole if self.size == "whole" or brief is None else brief
+
+    @property
+    def tier(self) -> str:
+        return self.what.partition("/")[0]
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.vllm} {self.size}"
+
+
+def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
+    """The jobs of a tier; those that have no brief form are whole."""
+    return [
+        Job(what, vllm, "whole" if brief is None else size)
+        for what, (brief, _) in MINUTES.items()
+        if what.partition("/")[0] == tier
+    ]
+
+
+def newcomer(vllm: str) -> list[Job]:
+    """Every tier with one vLLM; of real servers the pushed and the refused ones, and both directions' bytes."""
+    chosen = [job for tier in TIERS for job in jobs(tier, vllm, "brief")]
+    return [job for job in chosen if job.tier != "e2e" or job.what == "e2e/test_refusals.py"]
+
+
+def everything() -> list[Job]:
+    """Each tier with every vLLM that it says something of."""
+    found = [job for tier in ("lint", "unit", "flow", "repo") for job in jobs(tier, NEWEST)]
+    for row in ROWS:
+        tiers = ["install", "contract"]
+        tiers += ["e2e"] if Evidence.E2E in row.evidence else []
+        tiers += ["equivalence"] if row.shape.serves_on_cpu else []
+        found += [job for tier in tiers for job in jobs(tier, row.tested)]
+    return [*found, *jobs("gpu", NEWEST)]
+
+
+def turn(number: int) -> list[Job]:
+    """What is run each time, and of the rest what fits into `BUDGET_MINUTES`, another one first with each number."""
+    found = [job for tier in ("lint", "unit", "flow", "repo", "install") for job in jobs(tier, NEWEST)]
+    for vllm in SERVED:
+        found += [*jobs("contract", vllm, "brief"), *jobs("equivalence", vllm, "brief")]
+    found += jobs("gpu", NEWEST)
+    rest = [job for job in everything() if job not in found]
+    start = number % len(rest)
+    for job in rest[start:] + rest[:start]:
+        brief = Job(job.what, job.vllm, "brief")
+        instead = [one for one in found if one != brief] + [job]
+        if minutes(instead) <= BUDGET_MINUTES:
+            found = instead
+    return sorted(found, key=lambda job: TIERS.index(job.tier))
+
+
+def minutes(chosen: Iterable[Job]) -> float:
+    """Of all of them on two cores, with the environments that they need."""
+    chosen = list(chosen)
+    return sum(job.minutes for job in chosen) + ENVIRONMENT_MINUTES * len({job.vllm for job in chosen})
+
+
+def named(tiers: Sequence[str], versions: Sequence[str]) -> list[Job]:
+    """These tiers whole, with each of ``versions``; what needs no vLLM runs once.
+
+    Raises:
+        ValueError: there is no such tier.
+    """
+    if unknown := [tier for tier in tiers if tier not in TIERS]:
+        raise ValueError(f"found the tier {unknown[0]!r}; expected one of: {', '.join(TIERS)}. Nothing was run.")
+    found = []
+    for tier in tiers:
+        chosen = versions[-1:] if tier in ("lint", "unit", "flow", "repo", "gpu") else versions
+        found += [job for vllm in chosen for job in jobs(tier, vllm)]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", nargs="+", metavar="newcomer|all|turn|TIER", help="see above; TIER...: these, whole")
+    parser.add_argument("--vllm", metavar="VERSION", action="append", help=f"of a newcomer or of tiers ({NEWEST})")
+    parser.add_argument("--number", type=int, default=0, help="of the commit, for a turn (%(default)s)")
+    options = parser.parse_args(arguments)
+    versions = options.vllm or [NEWEST]
+    plans: dict[str, Callable[[], list[Job]]] = {
+        "newcomer": lambda: newcomer(versions[-1]),
+        "all": everything,
+        "turn": lambda: turn(options.number),
+    }
+    try:
+        chosen = plans.get(options.plan[0], lambda: named(options.plan, versions))()
+    except ValueError as error:
+        print(f"tests/run.sh: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(map(str, chosen)))
+    if options.plan[0] == "turn":
+        print("\n".join(f"# {job}" for job in everything() if job not in chosen))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

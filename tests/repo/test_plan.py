@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests run when (``tests/plan.py``): nothing is left out for good, and no run takes longer than it may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import plan
+import pytest
+from plan import BUDGET_MINUTES, MINUTES, SERVED, TIERS, Job
+
+TESTS = Path(__file__).resolve().parents[1]
+NUMBERS = range(len(plan.everything()))
+
+
+def test_every_test_is_in_some_job() -> None:
+    """A new folder or a new file of the slowest tier would else never run."""
+    folders = {path.parent.name for path in TESTS.rglob("test_*.py") if path.parent.parent == TESTS}
+    nested = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+    assert folders | nested == set(TIERS) - {"lint", "equivalence"}
+    files = {f"e2e/{path.name}" for path in (TESTS / "e2e").glob("test_*.py")}
+    assert {what for what in MINUTES if what.startswith("e2e/")} == files
+    assert {what.partition("/")[0] for what in MINUTES} == set(TIERS)
+
+
+def test_everything_is_everything_once() -> None:
+    """Each tier, each supported vLLM."""
+    jobs = plan.everything()
+    assert len(set(jobs)) == len(jobs)
+    assert {job.tier for job in jobs} == set(TIERS)
+    assert {job.size for job in jobs} == {"whole"}
+    assert {job.vllm for job in jobs if job.tier == "contract"} == {row.tested for row in plan.ROWS}
+
+
+def test_a_newcomer_waits_a_quarter_of_an_hour_and_sees_every_tier() -> None:
+    """After the environment is there; by the estimates."""
+    jobs = plan.newcomer("0.28.0")
+    assert {job.tier for job in jobs} == set(TIERS)
+    assert {job.vllm for job in jobs} == {"0.28.0"}
+    assert sum(job.minutes for job in jobs) <= 15
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_turn_fits_and_has_what_is_run_each_time(number: int) -> None:
+    """No vLLM that servers are tested with is left out, however full the turn."""
+    jobs = plan.turn(number)
+    assert len(set(jobs)) == len(jobs)
+    assert plan.minutes(jobs) <= BUDGET_MINUTES
+    for tier in ("contract", "equivalence"):
+        assert {job.vllm for job in jobs if job.tier == tier} >= set(SERVED)
+    assert {"lint", "unit", "flow", "repo", "install"} <= {job.tier for job in jobs}
+
+
+def test_the_turns_of_so_many_commits_leave_nothing_out() -> None:
+    """Whatever is too much for one turn comes first in another."""
+    seen = {job for number in NUMBERS for job in plan.turn(number)}
+    assert set(plan.everything()) <= seen
+
+
+def test_what_a_turn_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the form in which tests/run.sh prints it."""
+    assert plan.main(["turn", "--number", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = {line for line in lines if not line.startswith("#")}
+    left_out = {line.removeprefix("# ") for line in lines if line.startswith("#")}
+    assert left_out and said == {str(job) for job in plan.turn(3)}
+    assert left_out == {str(job) for job in plan.everything()} - said
+
+
+def test_named_tiers_are_whole_and_those_without_vllm_run_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """With each vLLM that is chosen; an unknown tier is refused."""
+    assert plan.named(["unit", "contract"], ["0.19.1", "0.28.0"]) == [
+        Job("unit", "0.28.0"),
+        Job("contract", "0.19.1"),
+        Job("contract", "0.28.0"),
+    ]
+    assert plan.main(["unti"]) == 2
+    assert "found the tier 'unti'; expected one of: lint" in capsys.readouterr().err
