@@ -137,7 +137,7 @@ def _proxy(options: argparse.Namespace) -> int:
         from kvcached_nixl.proxy import command
         from kvcached_nixl.proxy.options import from_arguments
     except ImportError as cause:
-        print(f"proxy: {cause}. pip install 'kvcached-nixl[proxy]' brings what it needs.", file=sys.stderr)
+        print(f"proxy: {cause}. pip install '.[proxy]' in a clone brings what it needs.", file=sys.stderr)
         return 1
     try:
         return command.run(from_arguments(options, os.environ))

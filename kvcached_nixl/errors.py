@@ -127,7 +127,7 @@ def not_importable(found: str, cause: Exception) -> Refused:
         found=f"{found}: {type(cause).__name__}: {cause}",
         expected="the package and its dependencies (wrapt, packaging, msgspec) to be importable",
         consequence="NixlConnector is not started without its patches.",
-        remedy="pip install kvcached-nixl in this environment, or set KVCACHED_NIXL=0 to run without it.",
+        remedy="Install kvcached-nixl in this environment again, or set KVCACHED_NIXL=0 to run without it.",
     )
     refusal.__cause__ = cause
     return refusal
