@@ -17,8 +17,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.bench_serve.arms import ARMS, INPUT_TOKENS, OUTPUT_TOKENS, Arm
+from experiments.common import device
 from experiments.common.router import routed
-from experiments.common.servers import CPU_ENVIRONMENT, ServerError, running
+from experiments.common.servers import ENVIRONMENT, ServerError, running
 
 BENCH_SECONDS = 300.0
 
@@ -88,7 +89,7 @@ def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompt
         *("--max-concurrency", str(at_a_time), "--disable-tqdm"),
         *("--save-result", "--result-dir", str(logs), "--result-filename", result.name),
     ]
-    environment = {**os.environ, **CPU_ENVIRONMENT}
+    environment = {**os.environ, **ENVIRONMENT, **device.environment({}, 1, forks=False)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BENCH_SECONDS, check=False)
     if done.returncode:
         raise ServerError(f"vllm bench serve ended with status {done.returncode}:\n{done.stderr[-4000:]}")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from experiments.common.servers import GIVES_BACK, PINNED, ServerSpec
+from experiments.common.device import FOLLOWS, PINNED
+from experiments.common.servers import GIVES_BACK, ServerSpec
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
@@ -63,7 +64,7 @@ def _connector(**extra: object) -> dict[str, object]:
 
 
 def _kvcached(*, contiguous: bool) -> dict[str, str]:
-    return {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true" if contiguous else "false"}
+    return {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true" if contiguous else "false", **FOLLOWS}
 
 
 SMALL_SLAB_GIB = 0.005
@@ -72,7 +73,6 @@ VERIFIED: Mapping[str, object] = {"verify_fraction": 1.0}
 """In these D compares every hand-over with what P says that it sent, too."""
 PUSH = _connector(transfer_mode="push")
 FLAT = _kvcached(contiguous=False)
-FOLLOWS: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "follows"}
 BOTH_ORDERS: tuple[Order, ...] = ("P first", "D first")
 REFERENCE = Arm("single instance, stock", SINGLE)
 STOCK_PULL = Arm("stock P/D, pull", "pull", _connector())

@@ -21,6 +21,8 @@ from types import TracebackType
 
 import httpx
 
+from experiments.common import device
+
 SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
 HOST = "127.0.0.1"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -30,9 +32,7 @@ READY_SECONDS = 300.0
 STOP_SECONDS = 20.0
 LOG_TAIL_LINES = 40
 
-CPU_ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
+ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -42,8 +42,6 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "TOKENIZERS_PARALLELISM": "false",
     # vLLM compiles one sampler helper even under --enforce-eager; on a cold machine that costs minutes per server.
     "TORCH_COMPILE_DISABLE": "1",
-    # Else each server keeps a core busy by doing nothing, and all compute on one (server_side/few_cores.py).
-    "EXPERIMENT_FEW_CORES": "1",
     # What vLLM keeps about the models it has seen; two versions of it would throw out each other's.
     "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache-of-vllm"),
 }
@@ -55,8 +53,6 @@ GIVES_BACK: Mapping[str, str] = {
     "KVCACHED_MAX_CACHED_TOKENS": "0",
 }
 """kvcached gives a page back as soon as it is empty, so that one that is kept shows."""
-PINNED: Mapping[str, str] = {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}
-"""On host memory: a registration is of the pages that were mapped then, as a network card's is."""
 INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "PYTHONPATH")
 """Settings of the caller's shell that would make an arm something else than its name says."""
 
@@ -105,8 +101,8 @@ class ServerSpec:
     """One server: a name for its log, what it serves, and how its arm differs from the others.
 
     ``kv_transfer`` is the value of ``--kv-transfer-config`` or None for an instance without a connector.
-    ``kv_space_gib`` is vLLM's own KV budget (VLLM_CPU_KVCACHE_SPACE, whole GiB). ``forks`` halves the time to start;
-    ``vllm serve`` itself spawns its engine on a CPU.
+    ``kv_space_gib`` is vLLM's own KV budget on a CPU (VLLM_CPU_KVCACHE_SPACE, whole GiB). ``forks`` halves the time to
+    start there; ``vllm serve`` itself spawns its engine.
     """
 
     name: str
@@ -139,11 +135,13 @@ class ServerSpec:
             *("--max-num-seqs", str(self.max_num_seqs), "--enable-chunked-prefill", "--enable-prefix-caching"),
             *("--distributed-executor-backend", self.executor),
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
+            *device.arguments(),
             *("--worker-extension-cls", "kv_probe.KvProbe", "--max-logprobs", "20"),
             *("--uvicorn-log-level", "warning"),
         ]
         if self.kv_transfer is not None:
-            command += ["--kv-transfer-config", json.dumps({"engine_id": engine_id, **self.kv_transfer})]
+            config = device.transfer(self.environment, self.kv_transfer)
+            command += ["--kv-transfer-config", json.dumps({"engine_id": engine_id, **config})]
         return [*command, *self.arguments]
 
 
@@ -164,18 +162,15 @@ class Server:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)
         }
-        environment |= CPU_ENVIRONMENT
+        environment |= ENVIRONMENT
         environment |= {
             "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{environment.get('PATH', '')}",
             "PYTHONPATH": str(SERVER_SIDE),
-            "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_space_gib),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             "KVCACHED_IPC_NAME": self.identity,
             "KVCACHED_HOSTVMM_DEVICE": self.identity,
         }
-        if spec.forks:
-            environment["EXPERIMENT_FORK"] = "1"
-        environment |= spec.environment
+        environment |= device.environment(spec.environment, spec.kv_space_gib, forks=spec.forks)
         command = spec.command(self.port, self.identity)
         logs.mkdir(parents=True, exist_ok=True)
         with self.log.open("w") as log:

@@ -7,8 +7,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from experiments.common.device import PINNED
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, PINNED, ServerSpec
+from experiments.common.servers import GIVES_BACK, ServerSpec
 from kvcached_nixl.wire.lease import INTERVAL
 
 LEASE_SECONDS = 3.0

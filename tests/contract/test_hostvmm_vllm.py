@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.servers import CPU_ENVIRONMENT, SERVER_SIDE, UNIPROC
+from experiments.common.device import CPU_ENVIRONMENT
+from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
 from kvcached_nixl.hostvmm import is_hostvmm_build
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,7 @@ def run_engine(
 ) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if "KVCACHED" not in name}
     environment = inherited | {
+        **ENVIRONMENT,
         **CPU_ENVIRONMENT,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HOST_IP": "127.0.0.1",

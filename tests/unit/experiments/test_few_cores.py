@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from experiments.common.servers import CPU_ENVIRONMENT, SERVER_SIDE
+from experiments.common.device import CPU_ENVIRONMENT
+from experiments.common.servers import ENVIRONMENT, SERVER_SIDE
 
 pytest.importorskip("nixl", reason="needs an environment: bash experiments/env.sh")
 
@@ -30,7 +31,7 @@ print(busy, os.sched_getaffinity(0) == cores)
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_an_idle_agent_uses_no_core_and_no_thread_is_pinned(is_asked: bool) -> None:
     """NIXL's progress thread spins unless the servers' environment asks otherwise."""
-    environment = {**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(SERVER_SIDE)}
+    environment = {**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT, "PYTHONPATH": str(SERVER_SIDE)}
     if not is_asked:
         del environment["EXPERIMENT_FEW_CORES"]
     done = subprocess.run(

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same arms on a CPU and on a GPU: what a server is told of its device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.byte_equivalence.arms import ARMS, SINGLE, specs
+from experiments.common import device
+from experiments.common.servers import ServerSpec
+
+
+@pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
+def has_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(device, "has_gpu", lambda: request.param)
+    return bool(request.param)
+
+
+def extra_of(spec: ServerSpec) -> dict[str, Any]:
+    command = spec.command(8000, "e")
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    extra: dict[str, Any] = config["kv_connector_extra_config"]
+    return extra
+
+
+def test_an_arm_takes_the_path_of_its_name(has_gpu: bool, tmp_path: Path) -> None:
+    """On a CPU the proof finds it out, where registrations are as the arm has them; on a GPU it is asked for."""
+    for arm in (arm for arm in ARMS if arm.kvcached):
+        for number, spec in enumerate(specs(arm, tmp_path, "float32", {})):
+            is_decode = number >= arm.servers
+            is_staged = arm.is_staged if not (arm.decode and is_decode) else not arm.is_staged
+            path = extra_of(spec).get("memory_path")
+            given = device.environment(spec.environment, 1, forks=True)
+            if has_gpu:
+                assert path == ("device" if is_staged else "direct"), spec.name
+                assert not any("HOSTVMM" in name or "CPU" in name or "EXPERIMENT" in name for name in given)
+            else:
+                is_pinned = given[device.REGISTRATION] == "pinned"
+                assert is_staged is (is_pinned or path == "device"), spec.name
+
+
+def test_a_stock_arm_is_told_no_path(has_gpu: bool, tmp_path: Path) -> None:
+    """It would not know the word."""
+    for arm in (arm for arm in ARMS if not arm.kvcached and arm.mode != SINGLE):
+        assert all("memory_path" not in extra_of(spec) for spec in specs(arm, tmp_path, "float32", {}))
+
+
+def test_servers_share_the_device(has_gpu: bool, tmp_path: Path) -> None:
+    """Each takes a part of a GPU; on a CPU it has its own KV budget and its engine may be forked."""
+    command = ServerSpec("one", tmp_path).command(8000, "e")
+    assert ("--gpu-memory-utilization" in command) is has_gpu
+    given = device.environment({"A": "b"}, 3, forks=True)
+    assert given["A"] == "b"
+    assert given.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "3")
+    assert given.get("EXPERIMENT_FORK") == (None if has_gpu else "1")
+    assert most_servers() * device.GPU_MEMORY_FRACTION < 0.9
+
+
+def most_servers() -> int:
+    """That run at the same time in one arm: the reference with the first pair, or all of an arm."""
+    return max(3, *(2 * arm.servers * arm.ranks for arm in ARMS))
