@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "models"
-FORMAT = 1
+FORMAT = 2
 """Part of a model's folder name; raise it when this file makes other files from the same shape."""
 
 
@@ -154,6 +154,9 @@ def _write_tokenizer(shape: ModelShape, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
+        # Else transformers adds a token for these: vLLM takes its id, the model has no such row, and the engine ends.
+        "pad_token": "</s>",
+        "unk_token": "<s>",
         "model_max_length": shape.max_positions,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

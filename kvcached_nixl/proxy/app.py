@@ -71,12 +71,32 @@ class Routed:
         """Serve one request."""
         request_id, shown_id = draw_id(scope)
         record = Record(request_id, shown_id.decode("ascii"), scope["path"])
-        out = Outgoing(send, shown_id)
+        state = scope.get("state", {})
+        out = Outgoing(send, shown_id, state.get("is_closing", bool))
         self.in_flight += 1
+        try:
+            await self._answer(scope, receive, out, record)
+        except ClientLeft:
+            _note(record, Cause.CLIENT_LEFT, "")
+            if (abort := state.get("abort")) is not None:
+                abort()
+        except BaseException:
+            _note(record, Cause.DEFECT, "")
+            raise
+        finally:
+            self.in_flight -= 1
+            record.status, record.sent_bytes = out.status, out.sent_bytes
+            self.recorder.ended(record)
+
+    async def _answer(self, scope: Scope, receive: Receive, out: Outgoing, record: Record) -> None:
+        """Whatever becomes of the request, say it to the client."""
         try:
             with self._room.share() as take, Guard() as guard:
                 self._guards.add(guard)
-                await self._serve(scope, receive, out, guard, record, take)
+                try:
+                    await self._serve(scope, receive, out, guard, record, take)
+                finally:
+                    self._guards.discard(guard)
         except Refusal as refusal:
             _note(record, refusal.cause, refusal.message)
             await self._refuse(out, refusal)
@@ -91,18 +111,6 @@ class Routed:
         except Answered as answered:
             _note(record, Cause.SERVER_SAID_NO, "")
             await out.whole(answered.status, answered.content_type, answered.body)
-        except ClientLeft:
-            _note(record, Cause.CLIENT_LEFT, "")
-            if (abort := scope.get("state", {}).get("abort")) is not None:
-                abort()
-        except BaseException:
-            _note(record, Cause.DEFECT, "")
-            raise
-        finally:
-            self._guards.discard(guard)
-            self.in_flight -= 1
-            record.status, record.sent_bytes = out.status, out.sent_bytes
-            self.recorder.ended(record)
 
     def end_all(self) -> None:
         """The time that requests had to end in is over."""

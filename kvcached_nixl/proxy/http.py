@@ -75,6 +75,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_head, self._head_bytes = True, 0
         # Closing would wait for a client that does not read.
         self.scope["state"]["abort"] = self.transport.abort
+        self.scope["state"]["is_closing"] = self.transport.is_closing
         self._wait_for_head()
 
     def on_url(self, url: bytes) -> None:

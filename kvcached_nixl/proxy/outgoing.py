@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the client hears: an answer as a whole, a stream of whole events, or an error. Once per request."""
+"""What the client hears: an answer as a whole, a stream of whole events, or an error. Once per request.
+
+Whatever is said to a client that has gone raises `ClientLeft`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from kvcached_nixl.proxy.failure import Refusal, error_body
+from kvcached_nixl.proxy.failure import ClientLeft, Refusal, error_body
 
 __all__ = ["Events", "Outgoing", "Send"]
 
@@ -22,6 +25,7 @@ class Outgoing:
 
     Args:
         request_id: for ``X-Request-Id``: the client's own, or the router's.
+        is_closing: whether the connection has ended, or is about to.
 
     Attributes:
         status: of the answer; 0 before it has begun.
@@ -29,9 +33,10 @@ class Outgoing:
         sent_bytes: of its body.
     """
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    def __init__(self, send: Send, request_id: bytes, is_closing: Callable[[], bool] = bool) -> None:
         self._send = send
         self._request_id = request_id
+        self._is_closing = is_closing
         self._is_open = False
         self.status = 0
         self.has_ended = False
@@ -47,7 +52,7 @@ class Outgoing:
         await self._begin(status, content_type, (b"content-length", str(len(body)).encode()), *more)
         self.sent_bytes = len(body)
         self.has_ended = True
-        await self._send({"type": "http.response.body", "body": body})
+        await self._say({"type": "http.response.body", "body": body})
 
     async def refuse(self, refusal: Refusal, *more: tuple[bytes, bytes]) -> None:
         """An error, where nothing has been sent."""
@@ -64,13 +69,13 @@ class Outgoing:
     async def piece(self, events: bytes) -> None:
         """Whole events. Waits while the client does not read."""
         self.sent_bytes += len(events)
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._say({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self) -> None:
         """The stream is complete."""
         self._is_open = False
         self.has_ended = True
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._say({"type": "http.response.body", "body": b""})
 
     async def break_off(self, status: int, message: str) -> None:
         """A stream fails in the middle: an error event as vLLM has it, and no ``[DONE]``, which would say: whole."""
@@ -80,7 +85,7 @@ class Outgoing:
 
     async def _begin(self, status: int, content_type: bytes, *headers: tuple[bytes, bytes]) -> None:
         self.status = status
-        await self._send(
+        await self._say(
             {
                 "type": "http.response.start",
                 "status": status,
@@ -91,6 +96,15 @@ class Outgoing:
                 ],
             }
         )
+
+    async def _say(self, message: MutableMapping[str, Any]) -> None:
+        try:
+            await self._send(message)
+        except RuntimeError as error:
+            # uvloop, unlike asyncio, raises it for a connection that is lost before uvicorn has been told so.
+            if not self._is_closing():
+                raise
+            raise ClientLeft from error
 
 
 class Events:

@@ -16,13 +16,14 @@ import pytest
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.proxy.address import address_of
+from kvcached_nixl.proxy.app import create_app
 from kvcached_nixl.proxy.auth import may_administer, require_key
-from kvcached_nixl.proxy.failure import Cause, Refusal, error_body
+from kvcached_nixl.proxy.failure import Cause, ClientLeft, Refusal, error_body
 from kvcached_nixl.proxy.guard import Guard
 from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
 from kvcached_nixl.proxy.incoming import draw_id, passed_on
 from kvcached_nixl.proxy.options import Options, add_arguments, from_arguments
-from kvcached_nixl.proxy.outgoing import MOST_EVENT_BYTES, Events
+from kvcached_nixl.proxy.outgoing import MOST_EVENT_BYTES, Events, Outgoing
 
 # ---------------------------------------------------------------------------------------------------------------- guard
 
@@ -278,3 +279,47 @@ def test_a_command_line_is_read_without_any_library_of_the_router_s() -> None:
         "import kvcached_nixl.proxy.options"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------------ a client that has gone
+
+
+async def closed(message: Any) -> None:
+    raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+
+@pytest.mark.parametrize("is_closing", [True, False])
+def test_what_is_said_to_a_lost_connection_is_said_to_nobody(is_closing: bool) -> None:
+    """uvloop raises what asyncio passes over; on a connection that lives the same error is a defect."""
+    out = Outgoing(closed, b"id", lambda: is_closing)
+    for said in (
+        out.refuse(Refusal(400, Cause.BODY, "no")),
+        out.begin(b"text/event-stream"),
+        out.piece(b"x"),
+        out.end(),
+    ):
+        with pytest.raises(ClientLeft if is_closing else RuntimeError, match=None if is_closing else "handler"):
+            asyncio.run(said)
+
+
+def test_a_client_that_leaves_before_its_refusal_has_left_and_nothing_is_logged_as_a_defect() -> None:
+    """Refusals and failures of servers are told outside of what the router watches the client in."""
+    _, routed = create_app(Options(prefill=("http://127.0.0.1:1",), decode=("http://127.0.0.1:2",)))
+    ended: list[Any] = []
+    routed.recorder.ended = ended.append  # type: ignore[method-assign]
+    aborted: list[bool] = []
+    state = {"is_closing": lambda: True, "abort": lambda: aborted.append(True)}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"content-type", b"application/json")],
+        "state": state,
+    }
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"no JSON"}
+
+    asyncio.run(routed(scope, receive, closed))
+    assert [(one.outcome, one.status) for one in ended] == [(Cause.CLIENT_LEFT.value, 400)]
+    assert aborted == [True] and routed.in_flight == 0
