@@ -57,6 +57,9 @@ MHA = ModelShape(kv_heads=8)
 MQA = ModelShape(kv_heads=1)
 ODD_LAYERS = ModelShape(layers=3)
 SLIDING_AND_FULL = ModelShape(sliding_window_tokens=128)
+PADDED = ModelShape(vocabulary=510)
+"""vLLM rounds its embedding up to 512 rows. It takes a token id as large as the vocabulary (``max_token_id`` in
+``vllm/tokenizers/hf.py``); one row fewer than that, and such a request ends the engine, stock as well."""
 
 
 def make_model(shape: ModelShape = GQA, *, cache: Path = CACHE) -> Path:

@@ -55,13 +55,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def specs(mode: str, policy: str) -> list[ServerSpec]:
     """P and D."""
-    from experiments.common.model import make_model
+    from experiments.common.model import PADDED, make_model
     from experiments.common.servers import ServerSpec
 
     return [
         ServerSpec(
             name=f"{mode}-{side}",
-            model=make_model(),
+            model=make_model(PADDED),
             dtype="float32",
             kv_transfer={
                 "kv_connector": "NixlConnector",
