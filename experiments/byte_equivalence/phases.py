@@ -14,6 +14,7 @@ MAX_BATCHED_TOKENS = 512
 MAX_PROMPT_TOKENS = 1900
 KVCACHED_PAGE_BYTES = 2 << 20
 SMALL_POOL_PAGE_GROUPS = 5
+SAMPLED_EVERY_NTH_BLOCK = 20
 HELD_PAGES = 1.5
 """P holds this many page groups' worth of blocks before D begins: more than one, so that P's pool has to grow."""
 
@@ -23,7 +24,7 @@ class Phase:
     """One start of every arm: its data type, kvcached's pool, and what is compared.
 
     ``exact_between_arms`` also compares the P/D arms with each other, to the last bit: possible only where every arm
-    caches the same prefixes, hence not in a small pool. ``rounds`` of the concurrent part are at least two: what the
+    caches the same prefixes, hence not in a small pool. ``every_nth_block`` is zeroed in the first arm. ``rounds`` of the concurrent part are at least two: what the
     first unmaps the second maps again.
     """
 
@@ -41,7 +42,7 @@ def phases(shape: ModelShape, *, quick: bool) -> list[Phase]:
     """Return the phases: bfloat16 one at a time then float32 32 at a time, or ``quick``: float32 for both at once."""
     small = small_pool(KVCACHED_PAGE_BYTES * shape.layers * 2, SMALL_POOL_PAGE_GROUPS)
     if quick:
-        return [Phase("quick", "float32", small, True, True, False, every_nth_block=20, rounds=2)]
+        return [Phase("quick", "float32", small, True, True, False, every_nth_block=SAMPLED_EVERY_NTH_BLOCK, rounds=2)]
     return [
         Phase("one at a time", "bfloat16", AMPLE_POOL, True, False, True),
         Phase("32 at a time", "float32", small, False, True, False),
