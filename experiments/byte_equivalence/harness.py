@@ -194,7 +194,7 @@ class Harness:
             (one for one in self.prompts if len(one.token_ids) % BLOCK_SIZE > BLOCK_SIZE // 4),
             key=lambda one: len(one.token_ids),
         )
-        # It is the model that depends on them, the same in every arm: the others only show that the probe reaches theirs.
+        # The model is one for all arms; those after the first only show that the probe reaches their blocks, too.
         every = phase.every_nth_block if arm is self.arms[0] else SAMPLED_EVERY_NTH_BLOCK
         found = await run.dependence(prompt, BLOCK_SIZE, every, "dependence", self.narrator.update)
         changed = sum(gap > 0 for gap in found.gaps.values())

@@ -24,8 +24,8 @@ class Phase:
     """One start of every arm: its data type, kvcached's pool, and what is compared.
 
     ``exact_between_arms`` also compares the P/D arms with each other, to the last bit: possible only where every arm
-    caches the same prefixes, hence not in a small pool. ``every_nth_block`` is zeroed in the first arm. ``rounds`` of the concurrent part are at least two: what the
-    first unmaps the second maps again.
+    caches the same prefixes, hence not in a small pool. Of the first arm's blocks every ``every_nth_block``-th is
+    zeroed. ``rounds`` of the concurrent part are at least two: what the first unmaps the second maps again.
     """
 
     name: str
