@@ -19,6 +19,7 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from kvcached_nixl.compat.runner import beyond
 from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 from kvcached_nixl.patching import Patch
 
@@ -231,7 +232,8 @@ def environment_refusals() -> tuple[tuple[str, Refused], ...]:
     vllm = found_version("vllm")
     if row_of(vllm) is None:
         doubt = "its NIXL connector may keep KV differently"
-        found.append(("vLLM version", _unsupported("vLLM", vllm, _supported(), doubt)))
+        newer = beyond(vllm, _supported())
+        found.append(("vLLM version", newer or _unsupported("vLLM", vllm, _supported(), doubt)))
     kvcached = found_version("kvcached")
     if not _matches(KVCACHED_SUPPORTED, kvcached):
         doubt = "it may lay KV memory out differently"
