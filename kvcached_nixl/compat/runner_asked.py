@@ -79,9 +79,10 @@ def _config_of(model: str) -> Any:
         words = " ".join(str(cause).split())
         raise Refused(
             found=f"vLLM makes no configuration of {model!r}: {type(cause).__name__}: {words}",
-            expected="a model whose config.json is on this machine: a folder, or a name in the cache of Hugging Face",
+            expected="a model whose config.json is on this machine, as a folder or by a name in Hugging Face's cache, "
+            "and settings that vLLM takes for it",
             consequence="Which model runner it gets cannot be said.",
-            remedy="Give the folder of a model that this vLLM serves; a server says at its start which runner it has.",
+            remedy="Mend what vLLM says, or give the folder of a model that it serves.",
         ) from cause
 
 
