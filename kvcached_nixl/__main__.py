@@ -25,6 +25,9 @@ kvcached_nixl came to, and for each capability whether this package, vLLM or nob
 
 It imports vLLM and applies the patches in its own process as a server with ENABLE_KVCACHED=true
 would, so the answer is the one that server would get. Nothing outside this process is changed.
+
+kvcached does not accept every model runner with every vLLM, and newer vLLM choose it by the model. With --model, vLLM's
+own choice for that model is shown, with its other options left as they are.
 """
 _DOCTOR = """\
 Finds out, over NIXL itself, whether what is registered follows kvcached's pages as they come and go: for
@@ -69,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
+    parser.add_argument("--model", help="have vLLM say which model runner it gets: a folder, or a name; no download")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy}")
     _add_doctor(commands.add_parser)
@@ -86,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["ENABLE_KVCACHED"] = "true"
     if gate == Gate.PACKAGE_OFF.value:
         del os.environ["KVCACHED_NIXL"]
-    found = _take_stock()
+    with _only_ours_on_standard_output():
+        found = _take_stock(options.model)
     if options.json:
         print(json.dumps({**report.to_json(found), "gate": gate}, indent=2))
     else:
@@ -200,8 +205,11 @@ def _gate() -> str:
         return f"unclear: {cause.found}"
 
 
-def _take_stock() -> Report:
-    """Install, import what a server would import, decide every patch."""
+def _take_stock(model: str | None) -> Report:
+    """Install, import what a server would import, decide every patch, have vLLM say how it would run a model."""
+    if model is not None:
+        # Read when vLLM is imported. Nothing is downloaded to answer a question.
+        os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     installation = install()
     if installation is not None and found_version("vllm") is not None:
         print("importing vLLM, which takes some seconds ...", file=sys.stderr)
@@ -211,6 +219,8 @@ def _take_stock() -> Report:
             installation.registry.refuse("vLLM", _cannot_import(cause))
         else:
             installation.registry.complete()
+            if model is not None:
+                return report.asked(status(), model)
     return status()
 
 

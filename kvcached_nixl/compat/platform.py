@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.private import first_module
+from kvcached_nixl.compat.runner import named
 
 __all__ = ["Platform", "platform"]
 
@@ -39,11 +40,10 @@ def platform() -> Platform:
 
     device = str(current_platform.device_type)
     stock = current_platform.get_nixl_memory_type()
-    wish = envs.VLLM_USE_V2_MODEL_RUNNER
     return Platform(
         device=device,
         memory_type=stock or ("DRAM" if device == "cpu" else "VRAM"),
-        runner="as vLLM decides by the model" if wish is None else "V2" if wish else "V1",
+        runner=named(envs.VLLM_USE_V2_MODEL_RUNNER),
         page_bytes=int(utils.PAGE_SIZE),
         is_contiguous=bool(utils.CONTIGUOUS_LAYOUT),
     )

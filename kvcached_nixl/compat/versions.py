@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that compares versions: with the rows of `series`.
+"""Holds what is installed to the rows of `series`; what kvcached accepts is in `runner`.
 
 Supported means tested: every row names the release the tests run against. Another release of the same series is taken
 to have the same shape, and the signature checks of the patches refuse it if it does not. Everything else is refused.
@@ -16,6 +16,7 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from kvcached_nixl.compat.runner import beyond
 from kvcached_nixl.compat.series import ROWS, Capability, Origin, Row
 from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 from kvcached_nixl.patching import Patch
@@ -119,7 +120,8 @@ def environment_refusals() -> tuple[tuple[str, Refused], ...]:
     vllm = found_version("vllm")
     if row_of(vllm) is None:
         doubt = "its NIXL connector may keep KV differently"
-        found.append(("vLLM version", _unsupported("vLLM", vllm, _supported(), doubt)))
+        newer = beyond(vllm, _supported())
+        found.append(("vLLM version", newer or _unsupported("vLLM", vllm, _supported(), doubt)))
     kvcached = found_version("kvcached")
     if not _matches(KVCACHED_SUPPORTED, kvcached):
         doubt = "it may lay KV memory out differently"

@@ -157,6 +157,7 @@ READS = (
     _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
     _of("vllm.v1.engine", "EngineCoreRequestType", "WAKEUP"),
     # Configuration.
+    _of("vllm.engine.arg_utils", "EngineArgs", "model", "create_engine_config"),
     _of(
         f"{_CONFIG}.vllm",
         "VllmConfig",
@@ -172,6 +173,7 @@ READS = (
         f"{_CONFIG}.model",
         "ModelConfig",
         "model",
+        "architectures",
         "revision",
         "dtype",
         "quantization",

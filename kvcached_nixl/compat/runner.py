@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model runner vLLM has, and whether kvcached accepts it.
+
+Sources: kvcached 0.1.6, ``integration/vllm/patches.py`` (``EngineCorePatch``) and ``autopatch.py``; vLLM's ``envs.py``.
+Nothing here imports either: ``tests/contract/test_runner.py`` holds it to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from kvcached_nixl.errors import Refused, SettingsError, UnsupportedVersion
+
+__all__ = [
+    "KVCACHED",
+    "SWITCH",
+    "RunnerFound",
+    "accepted",
+    "beyond",
+    "by_switch",
+    "judged",
+    "named",
+    "outlook",
+    "stated",
+]
+
+KVCACHED = "0.1.6"
+SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+
+_ACCEPTED = (
+    (Version("0.28"), ("V1",)),
+    (Version("0.29"), ("V1", "V2")),
+    (Version("0.31"), ("V2",)),
+)
+"""Below which vLLM kvcached accepts which runners; none from the last one on."""
+
+_SWITCH_ALONE = Version("0.22")
+"""Below it vLLM asks its switch and nothing else."""
+
+_OUTLOOK = (
+    (Version("0.25"), "V2 on a GPU for some architectures, else V1"),
+    (Version("0.29"), "V2 on a GPU for nearly every model without experts, else V1"),
+    (Version("0.31"), "V2 wherever there is Triton, for nearly every model"),
+)
+"""Below which vLLM it decides how by the model, in words; only vLLM itself knows for a model."""
+
+
+@dataclass(frozen=True)
+class RunnerFound:
+    """The runner that vLLM has on one kind of device.
+
+    Attributes:
+        device: vLLM's word for it; empty if the device does not matter or is not known.
+        is_here: a server that is started in this environment has it.
+        runner: "V1" or "V2"; empty if it depends on the model.
+        why: who decides so, in words.
+        accepted: the runners that kvcached accepts with this vLLM.
+        refusal: what kvcached says of ``runner``; None if it accepts it, or if it depends on the model.
+    """
+
+    device: str
+    is_here: bool
+    runner: str
+    why: str
+    accepted: tuple[str, ...]
+    refusal: Refused | None
+
+    @property
+    def verdict(self) -> str:
+        """What kvcached makes of it, and what to set, in one line."""
+        if not self.accepted:
+            return f"kvcached {KVCACHED} accepts none"
+        if self.refusal is not None:
+            return f"kvcached {KVCACHED} refuses it: {self.refusal.remedy}"
+        if self.runner:
+            limits = " with attention layers only, none of which shares another's KV" if self.runner == "V2" else ""
+            return f"kvcached {KVCACHED} accepts it{limits}"
+        if len(self.accepted) > 1:
+            return f"kvcached {KVCACHED} accepts both"
+        advice = f": set {SWITCH}=0" if self.accepted == ("V1",) else ""
+        return f"kvcached {KVCACHED} accepts {self.accepted[0]} only{advice}"
+
+
+def named(wish: bool | None) -> str:
+    """What vLLM's switch says, as a runner."""
+    return "as vLLM decides by the model" if wish is None else "V2" if wish else "V1"
+
+
+def accepted(vllm: str | None) -> tuple[str, ...]:
+    """The runners that kvcached accepts with a vLLM; none of one whose version says nothing."""
+    version = _version(vllm)
+    if version is None:
+        return ()
+    return next((runners for below, runners in _ACCEPTED if version < below), ())
+
+
+def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
+    """The refusal of a vLLM with which kvcached does not accept every runner any more; None of an older one.
+
+    Args:
+        supported: the supported versions, in words.
+    """
+    version = _version(vllm)
+    if version is None or "V1" in accepted(vllm):
+        return None
+    if accepted(vllm):
+        return UnsupportedVersion(
+            found=f"vLLM {vllm}",
+            expected=f"vLLM {supported}",
+            consequence=f"No transfer is attempted: kvcached {KVCACHED} accepts only model runner V2 with this vLLM, "
+            "and this package's hand-over has not been adapted to it.",
+            remedy="Install a vLLM below 0.29, such as 0.28, or unset ENABLE_KVCACHED to run vLLM alone.",
+        )
+    return UnsupportedVersion(
+        found=f"vLLM {vllm}, for which kvcached {KVCACHED} has no adapter: it stops below 0.31",
+        expected=f"vLLM {supported}",
+        consequence="kvcached itself ends the engine at its start, with this package or without it.",
+        remedy="Install a vLLM below 0.29, such as 0.28; or unset ENABLE_KVCACHED to run vLLM alone; or wait for a "
+        "kvcached that follows, and for a release of this package that supports both.",
+    )
+
+
+def stated(environ: Mapping[str, str], vllm: str | None) -> bool | None:
+    """What vLLM's switch says: V2, V1, or None if it decides by the model.
+
+    Raises:
+        SettingsError: vLLM could not read it either.
+    """
+    text = environ.get(SWITCH)
+    if text is None:
+        version = _version(vllm)
+        return False if version is not None and version < _SWITCH_ALONE else None
+    try:
+        return bool(int(text))
+    except ValueError as cause:
+        raise SettingsError(
+            found=f"{SWITCH}={text!r}",
+            expected="0 or 1",
+            consequence="vLLM reads a number there, and does not start.",
+            remedy=f"Set {SWITCH} to 0 or 1, or unset it.",
+        ) from cause
+
+
+def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, ...]:
+    """What can be said without a model and without vLLM; nothing of a vLLM whose version says nothing.
+
+    Raises:
+        SettingsError: see `stated`.
+    """
+    version = _version(vllm)
+    if vllm is None or version is None:
+        return ()
+    wish = stated(environ, vllm)
+    if not accepted(vllm):
+        return (judged(vllm, "", "", f"kvcached stops below vLLM {_ACCEPTED[-1][0]}"),)
+    if wish is not None:
+        return (judged(vllm, "", named(wish), by_switch(environ)),)
+    words = next(words for below, words in _OUTLOOK if version < below)
+    return (judged(vllm, "", "", f"{words} (--model MODEL asks vLLM)"),)
+
+
+def judged(vllm: str, device: str, runner: str, why: str, *, is_here: bool = True) -> RunnerFound:
+    """A runner, as `RunnerFound` has it, and what kvcached says of it with this vLLM."""
+    runners = accepted(vllm)
+    refusal = None
+    if runner and runners and runner not in runners:
+        refusal = UnsupportedVersion(
+            found=f"model runner {runner} with vLLM {vllm} ({why})",
+            expected=f"model runner {runners[0]}, the only one that kvcached {KVCACHED} accepts with this vLLM",
+            consequence="kvcached itself ends the engine at its start.",
+            remedy=f"Set {SWITCH}=0." if runner == "V2" else f"Unset {SWITCH}, or install a vLLM below 0.29.",
+        )
+    return RunnerFound(device, is_here, runner, why, runners, refusal)
+
+
+def by_switch(environ: Mapping[str, str]) -> str:
+    """Who decides, where it is not the model."""
+    return (
+        f"{SWITCH}={environ[SWITCH]}" if SWITCH in environ else f"{SWITCH} is not set, and this vLLM asks nothing else"
+    )
+
+
+def _version(vllm: str | None) -> Version | None:
+    try:
+        return None if vllm is None else Version(vllm)
+    except InvalidVersion:
+        return None
