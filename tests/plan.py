@@ -31,11 +31,11 @@ BUDGET_MINUTES = 60.0
 MINUTES: dict[str, tuple[float | None, float]] = {
     "lint": (None, 1.0),
     "unit": (None, 1.3),
-    "flow": (1.5, 4.5),
+    "flow": (2.5, 4.5),
     "repo": (None, 0.2),
     "install": (None, 1.5),
     "gpu": (None, 0.1),
-    "contract": (3.0, 9.5),
+    "contract": (3.5, 9.5),
     "e2e/test_fuzzed_parameters.py": (None, 1.5),
     "e2e/test_leases.py": (None, 4.0),
     "e2e/test_models.py": (None, 2.5),

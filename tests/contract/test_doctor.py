@@ -26,7 +26,7 @@ from kvcached_nixl.proof.peer import read_from
 from kvcached_nixl.proof.result import AS_CONFIGURED, Question
 from kvcached_nixl.transport.side_channel import SideChannel
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 node = handover_node.node
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))

@@ -36,6 +36,8 @@ from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.wire.causes import Cause
 
+pytestmark = pytest.mark.long
+
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 
 WINDOW, BLOCK = 64, 16

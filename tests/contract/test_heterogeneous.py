@@ -46,6 +46,8 @@ from kvcached_nixl.worker.handover.thread import POLL_SECONDS
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
 from kvcached_nixl.worker.planes import planes_of
 
+pytestmark = pytest.mark.long
+
 WAIT_SECONDS = 20.0
 NEVER_SECONDS = 3600.0
 FURTHER_TURNS = 10

@@ -60,6 +60,7 @@ if __name__ == "__main__":
 SCRIPT = "engine.py"
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory"),
     pytest.mark.timeout(900),
 ]

@@ -40,6 +40,8 @@ from vllm.v1.request import RequestStatus
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.wire.causes import Cause
 
+pytestmark = pytest.mark.long
+
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 

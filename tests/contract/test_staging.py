@@ -36,6 +36,8 @@ from kvcached_nixl.transport.agent import NixlTransport
 from kvcached_nixl.worker.staging import sizing
 from kvcached_nixl.worker.staging.slots import Use
 
+pytestmark = pytest.mark.long
+
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 direction, pair = handover_node.direction, handover_node.pair
 

@@ -31,6 +31,8 @@ from test_transport import until
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
 from vllm.v1.request import RequestStatus
 
+pytestmark = pytest.mark.long
+
 parallel_state, log = engine_node.parallel_state, engine_node.log
 
 

@@ -41,6 +41,8 @@ from test_transport import until
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.worker.handover import peers, receiving, thread
 
+pytestmark = pytest.mark.long
+
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 

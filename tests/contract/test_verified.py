@@ -40,6 +40,8 @@ from test_handover import (  # noqa: F401 - run here, too
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.worker.content import Content
 
+pytestmark = pytest.mark.long
+
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 direction, pair = handover_node.direction, handover_node.pair
 

@@ -15,6 +15,8 @@ from experiments.fuzzed_router.messages import BODY_BYTES
 from experiments.fuzzed_router.traffic import FINE, Found, Fuzz
 from kvcached_nixl.wire.params import Malformed, parse
 
+pytestmark = pytest.mark.long
+
 COUNT = 400
 _ROUTERS_NAME = re.compile(r"[0-9a-f]{32}")
 

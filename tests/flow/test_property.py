@@ -13,6 +13,8 @@ import os
 import pytest
 from flow_schedule import Schedule
 
+pytestmark = pytest.mark.long
+
 SCHEDULES = int(os.environ.get("FLOW_SCHEDULES", "2000"))
 AT_ONCE = 50
 

@@ -20,6 +20,8 @@ import pytest
 from router_under_test import HELLO, UnderTest, learn, quiet, request_of, right, serving, until
 from stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
+pytestmark = pytest.mark.long
+
 # -------------------------------------------------------------------------------------------- clients
 
 

@@ -10,9 +10,10 @@ import pytest
 from browser import CHROMIUM, DRIVER, browser
 from router_under_test import right, serving
 
-pytestmark = pytest.mark.skipif(
-    DRIVER is None or CHROMIUM is None, reason="chromium and chromedriver are not installed"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(DRIVER is None or CHROMIUM is None, reason="chromium and chromedriver are not installed"),
+]
 
 SAYS = "return document.body.innerText.includes({!r})"
 ROW = "return [...document.querySelectorAll('#{} tbody tr')].some(row => {})"

@@ -18,6 +18,8 @@ import pytest
 from router_under_test import HELLO, check, learn, quiet, right, serving, until
 from stub_servers import tokens_of
 
+pytestmark = pytest.mark.long
+
 # -------------------------------------------------------------------------------------------- before the answer
 
 PREFILL_FAULTS = ["close", "500", "503", "429", "garbage", "garbage params", "half head", "no http", "302"]
