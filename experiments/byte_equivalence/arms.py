@@ -23,8 +23,8 @@ class Arm:
 
     ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
     first, so that they travel while P computes. ``is_staged``: KV is copied out of P's blocks before it travels.
-    ``decode``: settings that D alone has. ``servers``: so many P and as many D, each of ``ranks`` tensor-parallel ones.
-    ``in_runs``: the smallest run that it is part of.
+    ``prefill``: extra config that P alone has. ``decode``: environment that D alone has. ``servers``: so many P and as
+    many D, each of ``ranks`` tensor-parallel ones. ``in_runs``: the smallest run that it is part of.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
     orders: tuple[Order, ...] = ("P first",)
     is_staged: bool = False
+    prefill: Mapping[str, object] = field(default_factory=dict)
     decode: Mapping[str, str] = field(default_factory=dict)
     servers: int = 1
     ranks: int = 1
@@ -55,12 +56,15 @@ class Arm:
 
 
 def _connector(**extra: object) -> dict[str, object]:
-    return {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
-        # With NIXL's four threads per agent, servers on few cores mostly wait for each other.
-        "kv_connector_extra_config": {"num_threads": 0, **extra},
-    }
+    # With NIXL's four threads per agent, servers on few cores mostly wait for each other.
+    return _with({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {"num_threads": 0, **extra})
+
+
+def _with(connector: Mapping[str, object], extra: Mapping[str, object]) -> dict[str, object]:
+    """``connector`` with more extra config."""
+    own = connector.get("kv_connector_extra_config") or {}
+    assert isinstance(own, Mapping)
+    return {**connector, "kv_connector_extra_config": {**own, **extra}}
 
 
 def _kvcached(*, contiguous: bool) -> dict[str, str]:
@@ -121,12 +125,13 @@ ARMS: tuple[Arm, ...] = (
     Arm("kvcached P/D, direct to staged, pull", "pull", _connector(), FLAT, decode=PINNED, in_runs="full"),
     Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, BOTH_ORDERS, decode=PINNED, in_runs="full"),
     Arm(
+        # Not by a registration that pins: on host memory one that does takes the peer's for pinned, too.
         "kvcached P/D, staged to direct, pull",
         "pull",
         _connector(),
-        {**FLAT, **PINNED},
+        FLAT,
         is_staged=True,
-        decode=FOLLOWS,
+        prefill={"memory_path": "host"},
         in_runs="full",
     ),
     Arm(
@@ -194,7 +199,9 @@ def specs(
             name=f"{tag}-{dtype}-{name}",
             model=model,
             dtype=dtype,
-            kv_transfer=arm.connector or None,
+            kv_transfer=_with(arm.connector, {} if name.startswith("decode") else arm.prefill)
+            if arm.connector
+            else None,
             environment={
                 **arm.environment,
                 **(pool if arm.kvcached else {}),

@@ -6,7 +6,8 @@ and those that were unmapped still are (nixl#1126). With KVCACHED_HOSTVMM_REGIST
 memory maps the pages of that moment a second time, `SHIFT` bytes higher, and every transfer names the second mapping,
 on both sides. NIXL, UCX and the bytes are real; wrong ones are wrong because the registration is out of date.
 
-Elastic memory is told by its address (`WINDOW`), because a peer's is named in a transfer, too.
+Elastic memory is told by its address (`WINDOW`), because a peer's is named in a transfer, too: as pinned, so that one
+side which pins and one which does not cannot reach each other's elastic memory.
 """
 
 from __future__ import annotations

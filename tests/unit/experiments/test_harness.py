@@ -93,10 +93,13 @@ def test_the_arms_are_one_reference_and_pairs(tmp_path: Path) -> None:
 
 
 def test_of_a_mixed_arm_one_side_alone_is_staged(tmp_path: Path) -> None:
-    """Its registrations are pinned; the other's follow."""
+    """Prefill because it is told to, decode because its registrations are pinned; the other's follow."""
     for arm in (one for one in ARMS if "direct" in one.name):
-        pinned = [spec.environment.get("KVCACHED_HOSTVMM_REGISTRATION") for spec in specs(arm, tmp_path, "float32", {})]
-        assert pinned == (["pinned", "follows"] if arm.is_staged else ["follows", "pinned"])
+        prefill, decode = specs(arm, tmp_path, "float32", {})
+        registrations = [one.environment["KVCACHED_HOSTVMM_REGISTRATION"] for one in (prefill, decode)]
+        told = [one.kv_transfer["kv_connector_extra_config"].get("memory_path") for one in (prefill, decode)]  # type: ignore[index]
+        assert registrations == ["follows", "follows" if arm.is_staged else "pinned"]
+        assert told == ["host" if arm.is_staged else None, None]
 
 
 def test_a_brief_run_has_one_arm_each_way() -> None:
