@@ -4,7 +4,8 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: bash experiments/env.sh [VLLM_VERSION]        (default 0.19.1)
+usage: bash experiments/env.sh [VLLM_VERSION]                            (default 0.19.1)
+       bash experiments/env.sh --remove VLLM_VERSION... | --unused
 
 Creates or refreshes .venvs/vllm-VERSION: that vLLM, NIXL, kvcached and this package in editable mode, with the tools of
 the tests. Where nvidia-smi finds a GPU: vLLM's CUDA build, and kvcached built for CUDA. Elsewhere: vLLM's CPU build, and
@@ -16,9 +17,13 @@ The last line on standard output is the environment's folder; all else goes to s
     venv=$(bash experiments/env.sh 0.19.1 | tail -n 1)
     "$venv/bin/vllm" serve MODEL
 
-needs: Linux on x86-64, python3.11 with its headers, a C++ compiler, disk space (it says how much before downloading).
+--remove deletes the environments of those versions, or with --unused of all versions that no lock names. Nothing may be
+running from them. What was downloaded stays in the cache of uv; `.venvs/tools/bin/uv cache clean` empties that.
+
+needs: Linux on x86-64, python3.11 with its headers, a C++ compiler, disk space (it says how much before downloading;
+       what uv's cache holds on the same file system, as where another environment has the same torch, takes none).
        A folder of wheels in PIP_FIND_LINKS is used; a CPU wheel of torch in it saves several GB.
-exit status: 0 ready; 2 something is missing (what, and what to do, is said); else a step failed (its output is above).
+exit status: 0 ready, or removed; 2 something is missing (what, and what to do, is said); else a step failed (its output is above).
 END
 }
 
@@ -31,23 +36,46 @@ refuse() { # FOUND EXPECTED CONSEQUENCE REMEDY
 case ${1:-} in
 -h | --help) usage; exit 0 ;;
 esac
-version=${1:-0.19.1}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 locks=$root/experiments/locks
-venv=$root/.venvs/vllm-$version
 tools=$root/.venvs/tools
-python=$venv/bin/python
+known=" $(sed -n 's/^\([0-9][^ ]*\) .*/\1/p' "$locks/versions.in" | tr '\n' ' ')"
+
+if [[ ${1:-} == --remove ]]; then
+    shift
+    doomed=("$@")
+    [[ $# -gt 0 ]] || refuse "no version after --remove" "versions, or --unused" "Nothing was removed" "Name them"
+    if [[ $* == --unused ]]; then
+        doomed=()
+        for place in "$root"/.venvs/vllm-*/; do
+            place=${place%/}
+            place=${place##*/vllm-}
+            [[ $place == "*" || $known == *" $place "* ]] || doomed+=("$place")
+        done
+    fi
+    for version in "${doomed[@]}"; do
+        [[ $version =~ ^[0-9][0-9A-Za-z.]*$ && -d $root/.venvs/vllm-$version ]] || refuse "no $root/.venvs/vllm-$version" \
+            "an environment" "Nothing more was removed" "Name one that is there"
+        exec 9>"$root/.venvs/.lock-$version"
+        flock 9
+        rm -rf "$root/.venvs/vllm-$version" "$root/.venvs/.lock-$version"
+        say "removed $root/.venvs/vllm-$version"
+    done
+    exit 0
+fi
 
 # ------------------------------------------------------------------------------------------------ what this machine has
-known=$(cd "$locks" && for lock in vllm-*-cpu.txt; do lock=${lock#vllm-}; printf '%s ' "${lock%-cpu.txt}"; done)
-[[ " $known" == *" $version "* ]] || refuse "vLLM version $version" "one of: ${known% }" \
-    "There is no lock for another" "Add experiments/locks/vllm-$version-*.in and run experiments/locks/update.sh"
+version=${1:-0.19.1}
+venv=$root/.venvs/vllm-$version
+python=$venv/bin/python
+[[ $known == *" $version "* ]] || refuse "vLLM version $version" "one of:${known% }" "There is no lock for another" \
+    "Add a line to experiments/locks/versions.in and run experiments/locks/update.sh"
+torch=$(sed -n "s/^${version//./\\.} *\([0-9]*\.[0-9]*\)\..*/torch-\1/p" "$locks/versions.in")
 
 # pip reads its configuration, uv does not: hand it the folders of wheels, in both ways they can be given.
 find_links=${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null || true)}
-uv_options=(--quiet)
-[[ -t 2 ]] && uv_options=()
+uv_options=(--no-deps)
 for place in $find_links; do uv_options+=(--find-links "$place"); done
 
 kind=cpu
@@ -56,30 +84,30 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU
 # A CPU build of torch is no quarter of the size, but only a folder of wheels may have it.
 offers_cpu_torch() {
     local wheel place
-    [[ -f $locks/vllm-$version-torch-cpu-wheel.txt ]] || return 1
-    wheel=$(sed -n 's/^torch==\([^ ]*\).*/torch-\1-cp311-/p' "$locks/vllm-$version-torch-cpu-wheel.txt")
+    [[ $kind == cpu && -f $locks/$torch-cpu-wheel.txt ]] || return 1
+    wheel=$(sed -n 's/^torch==\([^ ]*\).*/torch-\1-cp311-/p' "$locks/$torch-cpu-wheel.txt")
     for place in $find_links; do
         if compgen -G "$place/$wheel*.whl" >/dev/null; then return 0; fi
     done
     return 1
 }
-if [[ $kind == cuda ]]; then
-    used_locks=("$locks/vllm-$version-cuda.txt")
-    needed_mb=14000
-elif offers_cpu_torch; then
-    used_locks=("$locks/vllm-$version-torch-cpu-wheel.txt" "$locks/vllm-$version-cpu.txt")
-    needed_mb=2600
-else
-    used_locks=("$locks/vllm-$version-torch.txt" "$locks/vllm-$version-torch-libraries.txt" "$locks/vllm-$version-cpu.txt")
-    needed_mb=9000
+# A torch that is not built for CUDA makes NIXL load whichever of its builds is there: one is enough.
+torch_lock=$locks/$torch.txt
+unpacked_mb=([0]=6800)
+if offers_cpu_torch; then
+    torch_lock=$locks/$torch-cpu-wheel.txt
+    unpacked_mb[0]=800
+    uv_options+=(--excludes "$locks/cpu-wheel-excludes.in")
 fi
+used_locks=("$torch_lock" "$locks/$torch-common.txt" "$locks/$torch-$kind.txt" "$locks/vllm-$version-$kind.txt")
+if [[ $kind == cpu ]]; then unpacked_mb+=(600 100 800); else unpacked_mb+=(600 2000 4200); fi
 
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
 sources_of_kvcached() {
     find kvcached_nixl/hostvmm -type f -not -name '*.pyc' -not -name README.md | LC_ALL=C sort
 }
 # Only what goes into the compiled build: the run-time half of hostvmm is used from the source tree.
-kvcached_inputs=("$locks/kvcached.txt" "${used_locks[@]}")
+kvcached_inputs=("$locks/kvcached.txt" "$torch_lock")
 if [[ $kind == cpu ]]; then
     while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
 fi
@@ -114,10 +142,28 @@ done
 [[ -n $compiler ]] || refuse "no C++ compiler (tried ${CXX:-c++ g++ clang++})" "one that knows C++17" \
     "kvcached cannot be compiled" "Install one (Debian, Ubuntu: apt-get install g++) or set CXX"
 
-if [[ ! -f $stamps/packages ]]; then
+uv=$tools/bin/uv
+# uv links files from its cache where it can; what it need not download takes no disk.
+is_cached() { # LOCK
+    local place=(--target "$root/.venvs/.none") cache
+    [[ -x $uv && ${UV_LINK_MODE:-hardlink} == hardlink ]] || return 1
+    cache=$("$uv" cache dir)
+    [[ -d $cache && $(df --output=target "$cache" | tail -n 1) == "$(df --output=target "$root/.venvs" | tail -n 1)" ]] || return 1
+    if [[ -x $python ]]; then place=(--python "$python"); fi
+    "$uv" pip install --dry-run --offline "${place[@]}" "${uv_options[@]}" --require-hashes -r "$1" >"$asked" 2>&1 &&
+        ! grep -q '^Would download' "$asked"
+}
+if ! is_current packages "$want_packages"; then
+    asked=$(mktemp)
+    needed_mb=500 # what is compiled here
+    for each in "${!used_locks[@]}"; do
+        is_cached "${used_locks[each]}" || needed_mb=$((needed_mb + unpacked_mb[each]))
+    done
+    rm -f "$asked"
     free_mb=$(df --output=avail -m "$root/.venvs" | tail -n 1 | tr -d ' ')
     ((free_mb >= needed_mb)) || refuse "$free_mb MB free for $root/.venvs" "$needed_mb MB" \
         "The installation would end half done" "Free some, or give PIP_FIND_LINKS a folder with a CPU wheel of torch"
+    say "$venv takes up to $needed_mb MB of disk; $free_mb are free"
 fi
 
 # --------------------------------------------------------------------------------------------------------------- install
@@ -135,25 +181,18 @@ if [[ ! -f $tools/.stamp || $(<"$tools/.stamp") != "$want_tools" ]]; then
         printf '%s' "$want_tools" >"$tools/.stamp"
     ) 8>"$root/.venvs/.lock-tools"
 fi
-uv=$tools/bin/uv
 # Compiled here, on all cores at once: where PYTHONDONTWRITEBYTECODE is set, each process would compile vLLM and torch anew.
-install() { "$uv" pip install --python "$python" --no-deps --compile-bytecode "${uv_options[@]}" "$@" >&2; }
+install() { "$uv" pip install "${quiet[@]}" --python "$python" --compile-bytecode "${uv_options[@]}" "$@" >&2; }
+quiet=(--quiet)
+[[ -t 2 ]] && quiet=()
 
 [[ -x $python ]] || { step "making $venv" && "$uv" venv --quiet --no-python-downloads --python "$base" "$venv" >&2; }
 mkdir -p "$stamps"
 
 if ! is_current packages "$want_packages"; then
-    rm -f "$stamps"/*
-    for lock in "${used_locks[@]}"; do
-        case $lock in
-        *-torch-cpu-wheel.txt) step "installing torch for CPU" ;;
-        *-torch.txt) step "installing torch (up to 1 GB to download)" ;;
-        *-torch-libraries.txt) step "installing the CUDA libraries this torch loads even here (up to 3 GB to download)" ;;
-        *-cpu.txt) step "installing vLLM $version for CPU, NIXL and the rest" ;;
-        *-cuda.txt) step "installing vLLM $version for CUDA, NIXL and the rest (several GB; minutes)" ;;
-        esac
-        install --require-hashes -r "$lock"
-    done
+    rm -f "$stamps/packages"
+    step "installing vLLM $version for ${kind^^}, torch, NIXL and the rest (minutes)"
+    install --require-hashes "${used_locks[@]/#/--requirements=}"
     if [[ $kind == cpu ]]; then "$python" experiments/common/vllm_metadata.py "$version"; fi
     printf '%s' "$want_packages" >"$stamps/packages"
 fi

