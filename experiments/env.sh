@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: bash experiments/env.sh [VLLM_VERSION]                            (default 0.19.1)
+usage: bash experiments/env.sh [VLLM_VERSION]                            (default: KVCACHED_NIXL_VLLM, or 0.28.0)
        bash experiments/env.sh --remove VLLM_VERSION... | --unused
 
 Creates or refreshes .venvs/vllm-VERSION: that vLLM, NIXL, kvcached and this package in editable mode, with the tools of
@@ -14,7 +14,7 @@ the same kvcached built over host memory. In it, `vllm serve` works.
 Everything is pinned with hashes in experiments/locks/. A second call finds nothing to do and returns at once.
 The last line on standard output is the environment's folder; all else goes to standard error:
 
-    venv=$(bash experiments/env.sh 0.19.1 | tail -n 1)
+    venv=$(bash experiments/env.sh 0.28.0 | tail -n 1)
     "$venv/bin/vllm" serve MODEL
 
 --remove deletes the environments of those versions, or with --unused of all versions that no lock names. Nothing may be
@@ -66,7 +66,8 @@ if [[ ${1:-} == --remove ]]; then
 fi
 
 # ------------------------------------------------------------------------------------------------ what this machine has
-version=${1:-0.19.1}
+version=${1:-${KVCACHED_NIXL_VLLM:-0.28.0}}
+version=${version##* }
 venv=$root/.venvs/vllm-$version
 python=$venv/bin/python
 [[ $known == *" $version "* ]] || refuse "vLLM version $version" "one of:${known% }" "There is no lock for another" \

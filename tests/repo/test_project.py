@@ -102,10 +102,11 @@ def patches() -> list[Any]:
 
 
 def test_experiments_take_the_newest_vllm_unless_told_otherwise() -> None:
-    """In Python and in the script that makes the environment before Python is there."""
+    """In Python, and in the scripts that make the environment before Python is there."""
     newest = ROWS[-1].tested
     assert f'"KVCACHED_NIXL_VLLM") or "{newest}"' in (REPOSITORY / "experiments/common/default_vllm.py").read_text()
-    assert f"version=${{KVCACHED_NIXL_VLLM:-{newest}}}" in (REPOSITORY / "experiments/run.sh").read_text()
+    for script in ("run", "env"):
+        assert f"${{KVCACHED_NIXL_VLLM:-{newest}}}" in (REPOSITORY / f"experiments/{script}.sh").read_text()
 
 
 def test_no_patch_names_a_version_by_itself() -> None:
