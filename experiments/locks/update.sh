@@ -45,6 +45,8 @@ for input in vllm-*-cpu.in; do
     compile "$name-cuda.txt" "$name-cuda.in" common.in
 done
 
+[[ pythons-lowest != *"$word"* ]] || bash pythons.sh
+
 # kvcached is a source archive that needs torch to tell its own requirements, so it is pinned by hand: its
 # requirements (numpy, posix-ipc, wrapt) are in common.in.
 echo "kvcached.txt is kept by hand" >&2
