@@ -36,7 +36,7 @@ for argument in "$@"; do
     lowest) wanted+=(lowest) ;;
     *)
         [[ " ${supported[*]} " == *" $argument "* ]] || {
-            echo "tests/pythons.sh: found '$argument'; expected --torch, lowest or one of ${supported[*]}. Nothing was run." >&2
+            echo "tests/pythons.sh: found '$argument'; expected --torch, lowest, ${supported[*]}. Nothing was run." >&2
             exit 2
         }
         wanted+=("$argument")
@@ -95,13 +95,15 @@ run() { # NAME BASE TESTS LOCK...
 for one in "${wanted[@]}"; do
     if [[ $one != lowest ]]; then
         base=$(find_python "$one") || { missing+=("Python $one"); continue; }
-        run "python-$one" "$base" "tests/unit tests/install" "$locks/pythons.txt" ${with_torch:+"$locks/pythons-torch.txt"}
+        used=("$locks/pythons.txt" ${with_torch:+"$locks/pythons-torch.txt"})
+        run "python-$one" "$base" "tests/unit tests/install" "${used[@]}"
         continue
     fi
     base=
     for version in "${supported[@]}"; do base=$(find_python "$version") && break; done
     [[ -n $base ]] || { missing+=("any Python for the lower bounds"); continue; }
-    run lowest "$base" "tests/unit tests/install $(echo tests/flow/test_router*.py tests/flow/test_fuzzed_router.py)" "$locks/lowest.txt"
+    routers=$(echo tests/flow/test_router*.py tests/flow/test_fuzzed_router.py)
+    run lowest "$base" "tests/unit tests/install $routers" "$locks/lowest.txt"
 done
 
 printf '\n'
