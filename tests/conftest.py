@@ -12,7 +12,9 @@ import hypothesis
 import pytest
 
 # A time on the wall says nothing of code on a busy machine.
-hypothesis.settings.register_profile("default without deadline", deadline=None)
+hypothesis.settings.register_profile(
+    "default without deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("default without deadline")
 
 

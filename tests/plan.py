@@ -3,7 +3,7 @@
 
 A job is a tier, or a file of the slowest tier, with one vLLM; brief (all but what is marked ``long``) or whole.
 
-    newcomer   every tier with one vLLM, brief where it takes long: within 15 minutes
+    newcomer   every tier with one vLLM and one Python, brief where it takes long: within 15 minutes
     all        every job
     turn       what CI runs: each time the tiers that need no vLLM, and in brief each vLLM that servers are tested with;
                of the others as many as fit, from the one on whose turn it is: the number of the commit says which
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kvcached_nixl.compat.series import ROWS, Evidence
 
-TIERS = ("lint", "unit", "flow", "repo", "install", "gpu", "contract", "e2e", "equivalence")
+TIERS = ("lint", "unit", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")
 NEWEST = ROWS[-1].tested
 SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
 BUDGET_MINUTES = 60.0
@@ -35,6 +35,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "repo": (None, 0.2),
     "install": (None, 1.5),
     "gpu": (None, 0.1),
+    "pythons": (None, 10.0),
     "contract": (3.5, 9.5),
     "e2e/test_fuzzed_parameters.py": (None, 1.5),
     "e2e/test_leases.py": (None, 4.0),
@@ -76,8 +77,8 @@ def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
 
 
 def newcomer(vllm: str) -> list[Job]:
-    """Every tier with one vLLM; of real servers the pushed and the refused ones, and both directions' bytes."""
-    chosen = [job for tier in TIERS for job in jobs(tier, vllm, "brief")]
+    """Every tier with one vLLM, no other Python; of real servers the refused ones, and both directions' bytes."""
+    chosen = [job for tier in TIERS if tier != "pythons" for job in jobs(tier, vllm, "brief")]
     return [job for job in chosen if job.tier != "e2e" or job.what == "e2e/test_refusals.py"]
 
 
@@ -89,7 +90,7 @@ def everything() -> list[Job]:
         tiers += ["e2e"] if Evidence.E2E in row.evidence else []
         tiers += ["equivalence"] if row.shape.serves_on_cpu else []
         found += [job for tier in tiers for job in jobs(tier, row.tested)]
-    return [*found, *jobs("gpu", NEWEST)]
+    return [*found, *jobs("gpu", NEWEST), *jobs("pythons", NEWEST)]
 
 
 def turn(number: int) -> list[Job]:
@@ -124,7 +125,7 @@ def named(tiers: Sequence[str], versions: Sequence[str]) -> list[Job]:
         raise ValueError(f"found the tier {unknown[0]!r}; expected one of: {', '.join(TIERS)}. Nothing was run.")
     found = []
     for tier in tiers:
-        chosen = versions[-1:] if tier in ("lint", "unit", "flow", "repo", "gpu") else versions
+        chosen = versions[-1:] if tier in ("lint", "unit", "flow", "repo", "gpu", "pythons") else versions
         found += [job for vllm in chosen for job in jobs(tier, vllm)]
     return found
 

@@ -18,6 +18,7 @@ Sets up what it needs (experiments/env.sh says how much disk that takes before i
   repo         the repository about itself: layering, tables in the README
   install      every door and order of activation, each in a process of its own
   gpu          what only a GPU can show; skipped with its reason elsewhere
+  pythons      what needs no vLLM on Python 3.10, 3.12 and 3.13, and on the lowest versions of what it requires
   contract     what is assumed of vLLM, kvcached and NIXL; real NIXL agents
   e2e          real servers
   equivalence  real servers, the quick byte-equivalence run
@@ -80,6 +81,7 @@ while read -r -u 3 what version size; do
         run "ruff format" "$venv/bin/ruff" format --check --quiet kvcached_nixl tests experiments
         run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
         ;;
+    pythons) run "$what" bash tests/pythons.sh ;;
     equivalence)
         length=--brief
         [[ $size == brief ]] || length=--quick

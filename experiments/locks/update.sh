@@ -14,4 +14,5 @@ tools=../../.venvs/tools/bin
 echo "tools" >&2
 "$tools/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --python-version 3.11 \
     --python-platform x86_64-manylinux_2_28 "$@" tools.in --output-file tools.txt >/dev/null
-exec "$tools/python" lock.py "$tools/uv" "$@"
+"$tools/python" lock.py "$tools/uv" "$@"
+bash pythons.sh "$@"

@@ -549,4 +549,4 @@ def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) 
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "kvcached_nixl", "proxy"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "kvcached-nixl[proxy]" in done.stderr
+    assert done.returncode == 1 and "pip install '.[proxy]'" in done.stderr

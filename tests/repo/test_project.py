@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import kvcached_nixl
 from kvcached_nixl.compat.series import CHANGES, ROWS
@@ -60,6 +62,20 @@ def test_the_runtime_needs_three_small_libraries(project: dict[str, Any]) -> Non
         "wrapt",
         "xxhash",
     ]
+
+
+def test_every_requirement_has_a_lower_bound_and_that_is_what_is_tested(project: dict[str, Any]) -> None:
+    """In experiments/locks/lowest.txt; the vllm, nixl and kvcached extras have environments of their own."""
+    lock = (REPOSITORY / "experiments/locks/lowest.txt").read_text()
+    tested = dict(re.findall(r"^([a-z0-9-]+)==([^ ]+)", lock, re.MULTILINE))
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *(text for extra in extras.values() for text in extra)]:
+        one = Requirement(text)
+        bounds = [bound.version for bound in one.specifier if bound.operator in (">=", "==", "~=")]
+        assert len(bounds) == 1, f"{text} has no lower bound"
+        if text in [*project["dependencies"], *extras["proxy"], *extras["dev"]]:
+            found = Version(tested[canonicalize_name(one.name)])
+            assert found == Version(bounds[0]), f"{text}: tested with {found}; run experiments/locks/pythons.sh"
 
 
 def test_the_doors_in_the_metadata_can_be_opened(project: dict[str, Any]) -> None:

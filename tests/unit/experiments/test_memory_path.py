@@ -101,6 +101,7 @@ def test_what_is_left_of_the_pool_and_the_plot(tmp_path: Path) -> None:
     table = table_of_loaded(loaded, PAGE_GROUP_BYTES)
     assert list(table.columns[-1].cells) == ["6.5", "6.5"]
     assert list(table.columns[3].cells) == ["35%", "35%"]
+    pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     plot([Occupied(PULL.name, 2048, 0.5, 0.5, 0.0, 0.5)], loaded, "title", path)
     assert path.stat().st_size > 1000

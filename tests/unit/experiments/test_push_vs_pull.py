@@ -124,6 +124,7 @@ def test_long_prompts_have_fewer_rounds(length: int, at_a_time: int, rounds: int
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     """One panel per transport."""
+    pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "plot.png"
     samples = [
         sample(arm, 1.0, transport=transport, tokens=tokens)

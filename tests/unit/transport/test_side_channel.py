@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from kvcached_nixl.transport import side_channel as module
-
-zmq = pytest.importorskip("zmq", reason="vLLM's side channel is a ZMQ socket: pip install pyzmq")
 
 JOIN_SECONDS = 20.0
 POLL_MS = 20

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Writes the locks of tests/pythons.sh, for all Pythons that pyproject.toml admits; options go to "uv pip compile".
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+compile() {
+    ../../.venvs/tools/bin/uv pip compile --quiet --generate-hashes --no-annotate --no-header --universal \
+        --python-version 3.10 "$@" >/dev/null
+}
+project=(--extra proxy --extra dev ../../pyproject.toml)
+compile "$@" "${project[@]}" pythons.in --output-file pythons.txt
+compile "$@" pythons-torch.in --constraint pythons.txt --output-file pythons-torch.txt
+# Each bound as it is declared, and the newest of what that requires in turn.
+compile "$@" "${project[@]}" --resolution lowest-direct --output-file lowest.txt

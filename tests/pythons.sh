@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: bash tests/pythons.sh [--torch] [PYTHON|lowest...]       (default: 3.10 3.12 3.13 3.14 lowest)
+
+Runs what needs no vLLM on other Pythons than the 3.11 of experiments/env.sh.
+
+  3.10, 3.12, 3.13, 3.14   .venvs/python-VERSION: this package's wheel and the newest of what it requires; unit, install
+  lowest                   .venvs/lowest, on the oldest of these that is there: the lower bound of each requirement in
+                           pyproject.toml; unit, install, and the router's tests of flow
+
+A Python is one that runs as python3.X, or a version of pyenv. Those that this machine has not are named at the end.
+Without --torch the half of unit that needs torch is skipped. With it, torch is installed for each Python: 1 GB to
+download for each and 3 GB for all, 5 GB of disk for each.
+
+Everything is pinned with hashes in experiments/locks/: pythons.txt, pythons-torch.txt, lowest.txt.
+needs: Linux on x86-64, one run of experiments/env.sh (for uv).
+exit status: 0 all that could run passed; 1 a test failed; 2 the set-up failed, or there was nothing to run with.
+END
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+locks=$root/experiments/locks
+uv=$root/.venvs/tools/bin/uv
+supported=(3.10 3.11 3.12 3.13 3.14)
+with_torch=
+wanted=()
+for argument in "$@"; do
+    case $argument in
+    -h | --help) usage; exit 0 ;;
+    --torch) with_torch=yes ;;
+    lowest) wanted+=(lowest) ;;
+    *)
+        [[ " ${supported[*]} " == *" $argument "* ]] || {
+            echo "tests/pythons.sh: found '$argument'; expected --torch, lowest, ${supported[*]}. Nothing was run." >&2
+            exit 2
+        }
+        wanted+=("$argument")
+        ;;
+    esac
+done
+[[ ${#wanted[@]} -gt 0 ]] || wanted=(3.10 3.12 3.13 3.14 lowest)
+[[ -x $uv ]] || { echo "tests/pythons.sh: found no $uv; run experiments/env.sh once, it makes that." >&2; exit 2; }
+
+find_python() { # VERSION -> its path
+    local candidate
+    # A shim of pyenv lies on PATH for each version, and does not run for those that are not selected.
+    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/"python$1"; do
+        "$candidate" -c 'import sys; print(sys.executable)' 2>/dev/null && return
+    done
+    return 1
+}
+
+make() { # NAME BASE LOCK...: an environment with the wheel and what LOCKs pin -> sets $venv
+    local name=$1 base=$2 wheel stamp
+    shift 2
+    venv=$root/.venvs/$name
+    stamp="$("$base" -VV) $(cat "$@" | sha256sum)"
+    if [[ ! -f $venv/.stamp || $(<"$venv/.stamp") != "$stamp" ]]; then
+        echo "installing $venv" >&2
+        "$uv" venv --quiet --clear --no-python-downloads --python "$base" "$venv" || return 1
+        "$uv" pip install --quiet --python "$venv" --no-deps --require-hashes "${@/#/--requirement=}" || return 1
+        printf '%s' "$stamp" >"$venv/.stamp"
+    fi
+    wheel=$reports/$name
+    "$venv/bin/python" -m hatchling build --target wheel --directory "$wheel" >/dev/null 2>&1 &&
+        "$uv" pip install --quiet --python "$venv" --no-deps --reinstall-package kvcached-nixl "$wheel"/*.whl &&
+        "$uv" pip check --quiet --python "$venv" &&
+        (cd "$reports" && env -u PYTHONPATH "$venv/bin/kvcached-nixl" --help >/dev/null)
+}
+
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
+ran=()
+failed=()
+missing=()
+run() { # NAME BASE TESTS LOCK...
+    local name=$1 base=$2 tests=$3
+    shift 3
+    printf '\n=== %s (%s)\n' "$name" "$("$base" -V)"
+    make "$name" "$base" "$@" || { echo "tests/pythons.sh: $root/.venvs/$name could not be made" >&2; exit 2; }
+    local begun=$SECONDS
+    read -r -a tests <<<"$tests"
+    if "$venv/bin/python" -m pytest -q --junitxml="$reports/$name.xml" "${tests[@]}"; then
+        ran+=("$name ($("$base" -V)) in $((SECONDS - begun)) s")
+    else
+        failed+=("$name ($("$base" -V))")
+    fi
+}
+
+for one in "${wanted[@]}"; do
+    if [[ $one != lowest ]]; then
+        base=$(find_python "$one") || { missing+=("Python $one"); continue; }
+        used=("$locks/pythons.txt" ${with_torch:+"$locks/pythons-torch.txt"})
+        run "python-$one" "$base" "tests/unit tests/install" "${used[@]}"
+        continue
+    fi
+    base=
+    for version in "${supported[@]}"; do base=$(find_python "$version") && break; done
+    [[ -n $base ]] || { missing+=("any Python for the lower bounds"); continue; }
+    routers=$(echo tests/flow/test_router*.py tests/flow/test_fuzzed_router.py)
+    run lowest "$base" "tests/unit tests/install $routers" "$locks/lowest.txt"
+done
+
+printf '\n'
+[[ ${#ran[@]} -eq 0 ]] || printf 'passed: %s\n' "${ran[@]}"
+[[ ${#missing[@]} -eq 0 ]] || printf 'not on this machine, not run: %s\n' "${missing[@]}"
+[[ ${#failed[@]} -eq 0 ]] || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }
+[[ ${#ran[@]} -gt 0 ]] || { echo "tests/pythons.sh: nothing was run" >&2; exit 2; }
+"$venv/bin/python" tests/totals.py "$reports"
