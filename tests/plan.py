@@ -142,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "all": everything,
         "turn": lambda: turn(options.number),
     }
+    if len(options.plan) > 1 and (misplaced := [word for word in options.plan if word in plans]):
+        print(f"tests/run.sh: found {misplaced[0]!r} among tiers; expected it alone. Nothing was run.", file=sys.stderr)
+        return 2
     try:
         chosen = plans.get(options.plan[0], lambda: named(options.plan, versions))()
     except ValueError as error:

@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: bash tests/run.sh              every tier with one vLLM, both directions, what takes long left out: 15 minutes
+usage: bash tests/run.sh              of every tier what does not take long, one vLLM, both directions: 15 minutes
        bash tests/run.sh --all        everything, with every supported vLLM: hours
        bash tests/run.sh --turn [N]   what CI runs for the N-th commit: the tiers that need no vLLM, each vLLM that servers
                                       are tested with in brief, and of the rest as much as fits into an hour
@@ -23,7 +23,8 @@ Sets up what it needs (experiments/env.sh says how much disk that takes before i
   e2e          real servers
   equivalence  real servers, the quick byte-equivalence run
 
-KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the vLLM, or several for tiers that are named (the newest by default).
+KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the vLLM, or several for tiers that are named (the newest by default); --all and
+--turn choose by themselves.
 exit status: 0 all passed; 1 a test failed; 2 the set-up failed
 END
 }
@@ -36,6 +37,10 @@ case ${1:-} in
 --all) planned=$(plan all) ;;
 --turn)
     number=${2:-$(git rev-list --count HEAD)}
+    # Of a shallow clone every commit would be the first.
+    if [[ -z ${2:-} && $(git rev-parse --is-shallow-repository) == true ]]; then
+        number=$((16#$(git rev-parse HEAD | cut -c1-7)))
+    fi
     echo "turn $number"
     planned=$(plan turn --number "$number")
     ;;
@@ -99,6 +104,7 @@ while read -r -u 3 what version size; do
 done 3<<<"$planned"
 
 printf '\n'
+[[ $# -gt 0 ]] || echo "left out: what takes long, most of e2e, other vLLM, other Pythons (--all)"
 if grep -q '^#' <<<"$planned"; then
     echo "not run this time:"
     sed -n 's/^#/   /p' <<<"$planned"

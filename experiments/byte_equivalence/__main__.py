@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from experiments.byte_equivalence import cli
-from experiments.byte_equivalence.last import beside
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -16,9 +15,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def main(options: cli.Options) -> int:
     """Run the comparison and return the exit status."""
     # Only here: --help has to work without the environment that these need.
-    from experiments.byte_equivalence.arms import ARMS, MODES, SINGLE, SIZES
+    from experiments.byte_equivalence.arms import ARMS, MODES, SINGLE, of_size
     from experiments.byte_equivalence.checks import Checks
     from experiments.byte_equivalence.harness import Harness, NotCaught
+    from experiments.byte_equivalence.last import summary
+    from experiments.byte_equivalence.phases import phases
+    from experiments.common.model import GQA
     from experiments.common.report import Narrator, stdout_console, versions, write_json
 
     if options.mode is not None and options.mode not in MODES:
@@ -30,7 +32,7 @@ def main(options: cli.Options) -> int:
         if arm.mode != SINGLE
         and (options.mode is None or arm.mode == options.mode)
         and (not options.arms or any(word.lower() in arm.name.lower() for word in options.arms))
-        and (options.arms or SIZES.index(arm.in_runs) >= SIZES.index(options.size))
+        and (options.arms or arm in of_size(options.size))
     ]
     if not arms:
         names = "; ".join(arm.name for arm in ARMS if arm.mode != SINGLE)
@@ -64,8 +66,12 @@ def main(options: cli.Options) -> int:
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
     if options.size != "brief":
         last = RESULTS / f"last-{options.vllm}{'-quick' if options.size == 'quick' else ''}.json"
-        rows = beside(checks.summary(), last) if options.is_partial else checks.summary()
-        write_json(last, {**content, "checks": rows})
+        if not options.is_partial:
+            last.unlink(missing_ok=True)
+        found = summary(checks.summary(), last, of_size(options.size), phases(GQA, quick=options.size == "quick"))
+        if found["missing"]:
+            console.print(f"{last.name} does not have all of such a run yet. Missing: {'; '.join(found['missing'])}")
+        write_json(last, {**content, **found})
     return status
 
 

@@ -158,6 +158,13 @@ ARMS: tuple[Arm, ...] = (
     Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, servers=2, in_runs="full"),
     Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_runs="full"),
 )
+
+
+def of_size(size: Size) -> list[Arm]:
+    """The arms of a run."""
+    return [arm for arm in ARMS if SIZES.index(arm.in_runs) >= SIZES.index(size)]
+
+
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
 
 AMPLE_POOL: Mapping[str, str] = {

@@ -16,7 +16,7 @@ Does prefill/decode disaggregation over kvcached give what one stock vLLM instan
 Sets up everything (environment, a small model with random weights), starts real servers, and compares token ids,
 log-probabilities and the SHA-256 of every transferred KV block, on the sending and on the receiving side.
 Before anything is called equal, corruptions are planted and have to be caught, and zeroing each KV block has to
-change the output (in the first arm each; in the others every twentieth)."""
+change the output (in a full run's first arm each, else every twentieth)."""
 
 EPILOG = """\
 arms:

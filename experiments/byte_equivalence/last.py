@@ -1,26 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last run of each arm found, where a run was of some arms only."""
+"""What the last run of each arm found, where a run was of some arms only: last-VERSION.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.byte_equivalence.arms import SINGLE, Arm
+from experiments.byte_equivalence.phases import Phase
 
-def beside(rows: Sequence[dict[str, Any]], last: Path) -> list[dict[str, Any]]:
-    """Return ``rows`` after what the file ``last`` has of other arms; each of those says of which commit it is.
+EQUAL, NOT_EQUAL = "equal", "NOT EQUAL"
 
-    Raises:
-        ValueError: ``last`` has an arm that failed and was not run again; a file must not say "equal" beside it.
+
+def summary(rows: Sequence[dict[str, Any]], last: Path, arms: Sequence[Arm], phases: Sequence[Phase]) -> dict[str, Any]:
+    """What the file is to say after a run that gave ``rows``, and kept what it had of arms that were not run.
+
+    Args:
+        last: the file; what it has of another arm stays, and each of those rows says of which commit it is.
+        arms: all of a run of this size.
+        phases: of such a run.
+
+    Returns: "verdict" over all rows, "missing": arms of which a row that is needed is not there; "checks".
     """
-    if not last.is_file():
-        return list(rows)
-    before = json.loads(last.read_text())
-    arms = {row["arm"] for row in rows}
-    kept = [{"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in arms]
-    failed = sorted({row["arm"] for row in kept if not row["passed"]})
-    if failed:
-        raise ValueError(f"{last} has failures of {', '.join(failed)}: run those again, too, or all arms")
-    return [*kept, *rows]
+    kept: list[dict[str, Any]] = []
+    if last.is_file():
+        before = json.loads(last.read_text())
+        run = {row["arm"] for row in rows}
+        kept = [{"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run]
+    whole = [*kept, *rows]
+    there = {(row["arm"], row["check"]) for row in whole}
+    missing = [arm.name for arm in arms if not {(arm.name, check) for check in _needed(arm, phases)} <= there]
+    verdict = EQUAL if all(row["passed"] for row in whole) else NOT_EQUAL
+    return {"verdict": verdict, "missing": missing, "checks": whole}
+
+
+def _needed(arm: Arm, phases: Sequence[Phase]) -> Iterator[str]:
+    """The rows without which an arm has not been compared."""
+    for phase in phases:
+        if arm.mode == SINGLE:
+            yield f"{phase.name}: answers ({phase.dtype})"
+            continue
+        for order in arm.orders:
+            name = phase.name if len(arm.orders) == 1 else f"{phase.name}, {order}"
+            if phase.sequential:
+                yield f"{name}: tokens and log-probabilities ({phase.dtype})"
+                yield f"{name}: SHA-256 of KV blocks, sent and received"
+            if phase.sequential and phase.exact_between_arms and arm.computes_as_stock and arm.kvcached:
+                yield f"{name}: exactly as stock P/D"
+            if phase.concurrent:
+                yield f"{name}: tokens, 32 at a time ({phase.dtype})"
+                yield f"{name}: SHA-256 of KV blocks, 32 at a time"

@@ -76,7 +76,12 @@ class RunnerFound:
         if self.refusal is not None:
             return f"kvcached {KVCACHED} refuses it: {self.refusal.remedy}"
         if self.runner:
-            limits = " with attention layers only, none of which shares another's KV" if self.runner == "V2" else ""
+            limits = (
+                " with attention layers only, none of which shares another's KV; this package was run with V1 only, "
+                f"which {SWITCH}=0 chooses"
+                if self.runner == "V2"
+                else ""
+            )
             return f"kvcached {KVCACHED} accepts it{limits}"
         if len(self.accepted) > 1:
             return f"kvcached {KVCACHED} accepts both"
@@ -171,7 +176,7 @@ def judged(vllm: str, device: str, runner: str, why: str, *, is_here: bool = Tru
             found=f"model runner {runner} with vLLM {vllm} ({why})",
             expected=f"model runner {runners[0]}, the only one that kvcached {KVCACHED} accepts with this vLLM",
             consequence="kvcached itself ends the engine at its start.",
-            remedy=f"Set {SWITCH}=0." if runner == "V2" else f"Unset {SWITCH}, or install a vLLM below 0.29.",
+            remedy=f"Set {SWITCH}=0." if runner == "V2" else f"Set {SWITCH}=1, or install a vLLM below 0.29.",
         )
     return RunnerFound(device, is_here, runner, why, runners, refusal)
 

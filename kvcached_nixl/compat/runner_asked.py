@@ -75,7 +75,7 @@ def _config_of(model: str) -> Any:
             # vLLM fetches these even if the hub is offline.
             raise ValueError("this is an address")
         return EngineArgs(model=model).create_engine_config()
-    except (OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError) as cause:
+    except Exception as cause:
         words = " ".join(str(cause).split())
         raise Refused(
             found=f"vLLM makes no configuration of {model!r}: {type(cause).__name__}: {words}",

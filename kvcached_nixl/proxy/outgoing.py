@@ -38,6 +38,7 @@ class Outgoing:
         self._request_id = request_id
         self._is_closing = is_closing
         self._is_open = False
+        self._is_said = False
         self.status = 0
         self.has_ended = False
         self.sent_bytes = 0
@@ -102,9 +103,10 @@ class Outgoing:
             await self._send(message)
         except RuntimeError as error:
             # uvloop, unlike asyncio, raises it for a connection that is lost before uvicorn has been told so.
-            if not self._is_closing():
+            if self._is_said or not self._is_closing():
                 raise
             raise ClientLeft from error
+        self._is_said = message["type"] == "http.response.body" and not message.get("more_body")
 
 
 class Events:

@@ -74,5 +74,7 @@ def test_named_tiers_are_whole_and_those_without_vllm_run_once(capsys: pytest.Ca
         Job("contract", "0.19.1"),
         Job("contract", "0.28.0"),
     ]
+    assert plan.main(["all", "unti"]) == 2
+    assert "found 'all' among tiers" in capsys.readouterr().err
     assert plan.main(["unti"]) == 2
     assert "found the tier 'unti'; expected one of: lint" in capsys.readouterr().err

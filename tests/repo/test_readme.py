@@ -32,6 +32,9 @@ def test_the_byte_equivalence_claim_has_a_committed_result(version: str) -> None
     """The README claims equality for a version only with the summary of a run that found it."""
     result = json.loads((REPOSITORY / f"experiments/byte_equivalence/results/last-{version}.json").read_text())
     assert result["verdict"] == "equal"
+    # Of more servers or ranks a whole run is not on record for each version.
+    several = [arm for arm in result["missing"] if "2P/2D" in arm or "tensor parallel" in arm]
+    assert result["missing"] == several or version != ROWS[-1].tested
     assert version in README
 
 

@@ -87,12 +87,13 @@ def test_what_is_said_without_a_model(vllm: str, environ: dict[str, str], runner
     (one,) = outlook(vllm, environ)
     assert (one.runner, one.refusal) == (runner, None)
     assert [word for word in words if word not in f"{one.why}; {one.verdict}"] == []
-    assert (f"{SWITCH}=0" in one.verdict) == (one.accepted == ("V1",) and not runner)
+    # V2 was not run with this package, wherever kvcached takes it.
+    assert (f"{SWITCH}=0" in one.verdict) == (runner == "V2" or (one.accepted == ("V1",) and not runner))
 
 
 @pytest.mark.parametrize(
     ("vllm", "switch", "remedy"),
-    [("0.19.1", "1", f"Set {SWITCH}=0"), ("0.27.1", "1", f"Set {SWITCH}=0"), ("0.30.0", "0", f"Unset {SWITCH}")],
+    [("0.19.1", "1", f"Set {SWITCH}=0"), ("0.27.1", "1", f"Set {SWITCH}=0"), ("0.30.0", "0", f"Set {SWITCH}=1")],
 )
 def test_a_switch_that_kvcached_refuses_is_a_refusal(vllm: str, switch: str, remedy: str) -> None:
     """With what to set."""

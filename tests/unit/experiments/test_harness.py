@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.byte_equivalence import cli, harness
+from experiments.byte_equivalence import cli, harness, last
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
-from experiments.byte_equivalence.arms import ARMS, SINGLE, small_pool, specs
+from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, small_pool, specs
 from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import Difference
 from experiments.byte_equivalence.harness import Baseline, Harness
-from experiments.byte_equivalence.last import beside
+from experiments.byte_equivalence.phases import phases
 from experiments.common.default_vllm import DEFAULT_VLLM
+from experiments.common.model import GQA
 from experiments.common.report import Narrator
 from experiments.common.servers import ServerError
 
@@ -146,26 +147,50 @@ def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
     assert Launched.stopped == 2
 
 
+FULL = phases(GQA, quick=False)
+CONTIGUOUS = ("kvcached P/D, contiguous, pull", "kvcached P/D, contiguous, push")
+STOCK, PULL, PUSH = (arm for arm in ARMS if arm.name in ("stock P/D, pull", *CONTIGUOUS))
+
+
+def rows_of(arm: Arm, **changes: object) -> list[dict[str, object]]:
+    return [{"arm": arm.name, "check": check, "passed": True, **changes} for check in last._needed(arm, FULL)]
+
+
 def test_what_was_not_run_again_stays_with_the_commit_it_is_of(tmp_path: Path) -> None:
     """Rows of the arms that were run are replaced as a whole."""
-    last = tmp_path / "last-1.json"
-    new = [{"arm": "a", "check": "tokens", "passed": True}]
-    assert beside(new, last) == new
-    old = [
-        {"arm": "a", "check": "blocks", "passed": False},
-        {"arm": "b", "check": "tokens", "passed": True},
-        {"arm": "c", "check": "tokens", "passed": True, "commit": "older"},
-    ]
-    last.write_text(json.dumps({"commit": "old", "checks": old}))
-    assert beside(new, last) == [{**old[1], "commit": "old"}, old[2], *new]
+    file = tmp_path / "last-1.json"
+    new = rows_of(PULL)
+    whole = last.summary(new, file, [PULL], FULL)
+    assert whole == {"verdict": "equal", "missing": [], "checks": new}
+    old = [*rows_of(PULL, passed=False), *rows_of(PUSH), *rows_of(STOCK, commit="older")]
+    file.write_text(json.dumps({"commit": "old", "checks": old}))
+    found = last.summary(new, file, [STOCK, PULL, PUSH], FULL)
+    assert found["verdict"] == "equal" and found["missing"] == []
+    assert found["checks"] == [*rows_of(PUSH, commit="old"), *rows_of(STOCK, commit="older"), *new]
 
 
-def test_what_failed_and_was_not_run_again_is_not_left_beside_a_verdict(tmp_path: Path) -> None:
-    """The file's verdict is of the run."""
-    last = tmp_path / "last-1.json"
-    last.write_text(json.dumps({"commit": "old", "checks": [{"arm": "b", "check": "tokens", "passed": False}]}))
-    with pytest.raises(ValueError, match="failures of b"):
-        beside([{"arm": "a", "check": "tokens", "passed": True}], last)
+def test_a_failure_that_was_not_run_again_is_still_one(tmp_path: Path) -> None:
+    """The file's verdict is over all that is in it."""
+    file = tmp_path / "last-1.json"
+    file.write_text(json.dumps({"commit": "old", "checks": rows_of(PUSH, passed=False)}))
+    assert last.summary(rows_of(PULL), file, [PULL, PUSH], FULL)["verdict"] == "NOT EQUAL"
+
+
+@pytest.mark.parametrize("lacking", ["32 at a time: tokens", "one at a time: exactly as stock", "one at a time: SHA"])
+def test_an_arm_without_a_phase_or_a_comparison_is_missing(lacking: str, tmp_path: Path) -> None:
+    """A run that ended too soon, or one without the stock arm; and an arm that was never run."""
+    rows = [row for row in rows_of(PULL) if not str(row["check"]).startswith(lacking)]
+    assert len(rows) < len(rows_of(PULL))
+    found = last.summary(rows, tmp_path / "none", [STOCK, PULL], FULL)
+    assert found["missing"] == [STOCK.name, PULL.name]
+
+
+def test_the_rows_that_are_needed_are_those_that_a_run_gives() -> None:
+    """In the words of the committed results; one that nothing says would make every arm missing."""
+    found = json.loads((ROOT / "experiments/byte_equivalence/results/last-0.28.0.json").read_text())
+    given = {(row["arm"], row["check"]) for row in found["checks"]}
+    for arm in (ARMS[0], STOCK, PULL, PUSH):
+        assert {(arm.name, check) for check in last._needed(arm, FULL)} <= given
 
 
 def test_help_needs_no_environment() -> None:

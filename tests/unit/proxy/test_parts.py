@@ -302,6 +302,24 @@ def test_what_is_said_to_a_lost_connection_is_said_to_nobody(is_closing: bool) -
             asyncio.run(said)
 
 
+def test_a_second_answer_is_a_defect_whatever_the_connection_does() -> None:
+    """uvicorn closes it itself after the first, where the client has asked it to."""
+    sent: list[Any] = []
+
+    async def once(message: Any) -> None:
+        if len(sent) == 2:
+            raise RuntimeError("Unexpected ASGI message 'http.response.start' sent, after response already completed.")
+        sent.append(message)
+
+    async def run() -> None:
+        out = Outgoing(once, b"id", lambda: True)
+        await out.refuse(Refusal(400, Cause.BODY, "no"))
+        with pytest.raises(RuntimeError, match="already completed"):
+            await out.refuse(Refusal(400, Cause.BODY, "again"))
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_before_its_refusal_has_left_and_nothing_is_logged_as_a_defect() -> None:
     """Refusals and failures of servers are told outside of what the router watches the client in."""
     _, routed = create_app(Options(prefill=("http://127.0.0.1:1",), decode=("http://127.0.0.1:2",)))
