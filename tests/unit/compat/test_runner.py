@@ -161,6 +161,8 @@ class EngineArgs:
         from vllm.config import vllm
         if self.model == "nothing":
             raise OSError("no config.json,\\n  nowhere")
+        if self.model == "strange":
+            raise Exception("of a class that nobody has heard of")
         return (vllm.Old if self.model == "old" else vllm.New)()
 """
 
@@ -236,7 +238,10 @@ def test_a_configuration_that_has_lost_its_answer_is_refused(vllm: Vllm) -> None
         ask("old", "0.28.0")
 
 
-@pytest.mark.parametrize(("model", "words"), [("nothing", "no config.json, nowhere"), ("s3://a/b", "an address")])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("nothing", "no config.json, nowhere"), ("s3://a/b", "an address"), ("strange", "Exception: of a class")],
+)
 def test_a_model_that_cannot_be_read_is_refused_in_four_lines(vllm: Vllm, model: str, words: str) -> None:
     """vLLM's words are in the first one."""
     vllm()
