@@ -66,9 +66,8 @@ def main(options: cli.Options) -> int:
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
     if options.size != "brief":
         last = RESULTS / f"last-{options.vllm}{'-quick' if options.size == 'quick' else ''}.json"
-        if not options.is_partial:
-            last.unlink(missing_ok=True)
-        found = summary(checks.summary(), last, of_size(options.size), phases(GQA, quick=options.size == "quick"))
+        kept = last if options.is_partial else None
+        found = summary(checks.summary(), kept, of_size(options.size), phases(GQA, quick=options.size == "quick"))
         if found["missing"]:
             console.print(f"{last.name} does not have all of such a run yet. Missing: {'; '.join(found['missing'])}")
         write_json(last, {**content, **found})

@@ -14,18 +14,21 @@ from experiments.byte_equivalence.phases import Phase
 EQUAL, NOT_EQUAL = "equal", "NOT EQUAL"
 
 
-def summary(rows: Sequence[dict[str, Any]], last: Path, arms: Sequence[Arm], phases: Sequence[Phase]) -> dict[str, Any]:
+def summary(
+    rows: Sequence[dict[str, Any]], last: Path | None, arms: Sequence[Arm], phases: Sequence[Phase]
+) -> dict[str, Any]:
     """What the file is to say after a run that gave ``rows``, and kept what it had of arms that were not run.
 
     Args:
-        last: the file; what it has of another arm stays, and each of those rows says of which commit it is.
+        last: the file, if the run was of some arms only; what it has of another arm stays, and each of those rows says
+            of which commit it is.
         arms: all of a run of this size.
         phases: of such a run.
 
     Returns: "verdict" over all rows, "missing": arms of which a row that is needed is not there; "checks".
     """
     kept: list[dict[str, Any]] = []
-    if last.is_file():
+    if last is not None and last.is_file():
         before = json.loads(last.read_text())
         run = {row["arm"] for row in rows}
         kept = [{"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run]

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from kvcached_nixl.compat.runner import beyond
+from kvcached_nixl.compat.runner import KVCACHED, beyond
 from kvcached_nixl.compat.series import ROWS, Capability, Origin, Row
 from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 from kvcached_nixl.patching import Patch
@@ -32,7 +32,7 @@ __all__ = [
     "row_of",
 ]
 
-KVCACHED_SUPPORTED = "==0.1.6"
+KVCACHED_SUPPORTED = f"=={KVCACHED}"
 
 _DISTRIBUTIONS = MappingProxyType(
     {
