@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kvcached_nixl.compat.series import ROWS, Evidence
 
 TIERS = ("lint", "unit", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")
+ONCE = ("lint", "unit", "flow", "repo")
+"""They say nothing of a vLLM."""
 NEWEST = ROWS[-1].tested
 SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
 BUDGET_MINUTES = 60.0
@@ -84,7 +86,7 @@ def newcomer(vllm: str) -> list[Job]:
 
 def everything() -> list[Job]:
     """Each tier with every vLLM that it says something of."""
-    found = [job for tier in ("lint", "unit", "flow", "repo") for job in jobs(tier, NEWEST)]
+    found = [job for tier in ONCE for job in jobs(tier, NEWEST)]
     for row in ROWS:
         tiers = ["install", "contract"]
         tiers += ["e2e"] if Evidence.E2E in row.evidence else []
@@ -95,7 +97,7 @@ def everything() -> list[Job]:
 
 def turn(number: int) -> list[Job]:
     """What is run each time, and of the rest what fits into `BUDGET_MINUTES`, another one first with each number."""
-    found = [job for tier in ("lint", "unit", "flow", "repo", "install") for job in jobs(tier, NEWEST)]
+    found = [job for tier in (*ONCE, "install") for job in jobs(tier, NEWEST)]
     for vllm in SERVED:
         found += [*jobs("contract", vllm, "brief"), *jobs("equivalence", vllm, "brief")]
     found += jobs("gpu", NEWEST)
@@ -125,7 +127,7 @@ def named(tiers: Sequence[str], versions: Sequence[str]) -> list[Job]:
         raise ValueError(f"found the tier {unknown[0]!r}; expected one of: {', '.join(TIERS)}. Nothing was run.")
     found = []
     for tier in tiers:
-        chosen = versions[-1:] if tier in ("lint", "unit", "flow", "repo", "gpu", "pythons") else versions
+        chosen = versions[-1:] if tier in (*ONCE, "gpu", "pythons") else versions
         found += [job for vllm in chosen for job in jobs(tier, vllm)]
     return found
 

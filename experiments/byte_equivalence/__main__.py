@@ -16,7 +16,7 @@ def main(options: cli.Options) -> int:
     """Run the comparison and return the exit status."""
     # Only here: --help has to work without the environment that these need.
     from experiments.byte_equivalence.arms import ARMS, MODES, SINGLE, of_size
-    from experiments.byte_equivalence.checks import Checks
+    from experiments.byte_equivalence.checks import VERDICTS, Checks
     from experiments.byte_equivalence.harness import Harness, NotCaught
     from experiments.byte_equivalence.last import summary
     from experiments.byte_equivalence.phases import phases
@@ -55,12 +55,11 @@ def main(options: cli.Options) -> int:
     status = 1 if not_caught else checks.exit_status
     if not_caught:
         console.print(f"{not_caught}: was not caught. Nothing was compared: this harness would not have noticed.")
-    verdicts = {0: "equal", 1: "NOT EQUAL", 2: "could not be compared"}
-    console.print(f"{verdicts[status]} (exit status {status}); details: {RESULTS / stamp}.json")
+    console.print(f"{VERDICTS[status]} (exit status {status}); details: {RESULTS / stamp}.json")
     content = {
         "began": began.isoformat(timespec="seconds"),
         "seconds": round(narrator.seconds, 1),
-        "verdict": verdicts[status],
+        "verdict": VERDICTS[status],
         "options": {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arms},
     }
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})

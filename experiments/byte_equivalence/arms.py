@@ -10,6 +10,7 @@ from typing import Literal
 
 from experiments.common.device import FOLLOWS, PINNED
 from experiments.common.servers import GIVES_BACK, ServerSpec
+from experiments.common.transfer_config import with_extra
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
@@ -57,14 +58,7 @@ class Arm:
 
 def _connector(**extra: object) -> dict[str, object]:
     # With NIXL's four threads per agent, servers on few cores mostly wait for each other.
-    return _with({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {"num_threads": 0, **extra})
-
-
-def _with(connector: Mapping[str, object], extra: Mapping[str, object]) -> dict[str, object]:
-    """``connector`` with more extra config."""
-    own = connector.get("kv_connector_extra_config") or {}
-    assert isinstance(own, Mapping)
-    return {**connector, "kv_connector_extra_config": {**own, **extra}}
+    return with_extra({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {"num_threads": 0, **extra})
 
 
 def _kvcached(*, contiguous: bool) -> dict[str, str]:
@@ -206,7 +200,7 @@ def specs(
             name=f"{tag}-{dtype}-{name}",
             model=model,
             dtype=dtype,
-            kv_transfer=_with(arm.connector, {} if name.startswith("decode") else arm.prefill)
+            kv_transfer=with_extra(arm.connector, {} if name.startswith("decode") else arm.prefill)
             if arm.connector
             else None,
             environment={

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from rich.table import Table
 from experiments.byte_equivalence.compare import Difference
 
 DIFFERENCES_SHOWN = 3
+VERDICTS = {0: "equal", 1: "NOT EQUAL", 2: "could not be compared"}
+"""Exit status -> what it means."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,7 @@ class Checks:
     @property
     def exit_status(self) -> int:
         """0 if all passed (and anything was checked), 1 for a difference, 2 if only the set-up failed."""
-        failed = [row for row in self.rows if not row.passed]
-        if any(not row.failed_setup for row in failed):
-            return 1
-        return 2 if failed or not self.rows else 0
+        return exit_status(self.summary())
 
     def table(self, title: str) -> Table:
         """Return the rows as a table for a terminal."""
@@ -78,6 +77,7 @@ class Checks:
                 "passed": row.passed,
                 "outcome": row.outcome,
                 **({"differences": len(row.differences)} if row.differences else {}),
+                **({"failed_setup": True} if row.failed_setup else {}),
                 **row.figures,
             }
             for row in self.rows
@@ -86,6 +86,14 @@ class Checks:
     def details(self) -> list[dict[str, Any]]:
         """Return the rows for JSON with every difference."""
         return [asdict(row) for row in self.rows]
+
+
+def exit_status(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The same of rows as ``summary`` has them."""
+    failed = [row for row in rows if not row["passed"]]
+    if any(not row.get("failed_setup") for row in failed):
+        return 1
+    return 2 if failed or not rows else 0
 
 
 def compared(arm: str, what: str, differences: Iterable[Difference], outcome: str, **figures: Any) -> Check:

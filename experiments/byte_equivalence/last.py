@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.byte_equivalence.arms import SINGLE, Arm
+from experiments.byte_equivalence.checks import VERDICTS, exit_status
 from experiments.byte_equivalence.phases import Phase
-
-EQUAL, NOT_EQUAL = "equal", "NOT EQUAL"
 
 
 def summary(
@@ -35,8 +34,7 @@ def summary(
     whole = [*kept, *rows]
     there = {(row["arm"], row["check"]) for row in whole}
     missing = [arm.name for arm in arms if not {(arm.name, check) for check in _needed(arm, phases)} <= there]
-    verdict = EQUAL if all(row["passed"] for row in whole) else NOT_EQUAL
-    return {"verdict": verdict, "missing": missing, "checks": whole}
+    return {"verdict": VERDICTS[exit_status(whole)], "missing": missing, "checks": whole}
 
 
 def _needed(arm: Arm, phases: Sequence[Phase]) -> Iterator[str]:

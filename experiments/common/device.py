@@ -7,6 +7,8 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 
+from experiments.common.transfer_config import extra_of, with_extra
+
 REGISTRATION = "KVCACHED_HOSTVMM_REGISTRATION"
 PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
 """A registration is of the pages that were mapped then, as a network card's is, so that KV has to be staged."""
@@ -64,6 +66,4 @@ def transfer(asked: Mapping[str, str], config: Mapping[str, object]) -> dict[str
     registration = asked.get(REGISTRATION)
     if not has_gpu() or registration is None:
         return dict(config)
-    extra = config.get("kv_connector_extra_config") or {}
-    assert isinstance(extra, Mapping)
-    return {**config, "kv_connector_extra_config": {"memory_path": MEMORY_PATHS[registration], **extra}}
+    return with_extra(config, {"memory_path": MEMORY_PATHS[registration], **extra_of(config)})

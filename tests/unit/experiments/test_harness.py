@@ -176,6 +176,12 @@ def test_a_failure_that_was_not_run_again_is_still_one(tmp_path: Path) -> None:
     assert last.summary(rows_of(PULL), file, [PULL, PUSH], FULL)["verdict"] == "NOT EQUAL"
 
 
+def test_servers_that_did_not_start_differ_in_nothing(tmp_path: Path) -> None:
+    """The file says as the run does that there was nothing to compare."""
+    rows = of(NOT_STARTED, EQUAL).summary()
+    assert last.summary(rows, tmp_path / "none", [PULL], FULL)["verdict"] == "could not be compared"
+
+
 @pytest.mark.parametrize("lacking", ["32 at a time: tokens", "one at a time: exactly as stock", "one at a time: SHA"])
 def test_an_arm_without_a_phase_or_a_comparison_is_missing(lacking: str, tmp_path: Path) -> None:
     """A run that ended too soon, or one without the stock arm; and an arm that was never run."""

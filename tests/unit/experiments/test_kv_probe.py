@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from script_loading import load_script
 
 torch: Any = pytest.importorskip("torch", reason="the KV probe runs inside vLLM's worker, next to torch")
 
@@ -21,15 +21,9 @@ SOURCE = Path(__file__).parents[3] / "experiments" / "common" / "server_side" / 
 @pytest.fixture(scope="module")
 def probe() -> Iterator[ModuleType]:
     """The module, loaded as the servers load it: on its own."""
-    spec = importlib.util.spec_from_file_location("kv_probe_under_test", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = load_script("kv_probe_under_test", SOURCE)
     yield module
-    del sys.modules[spec.name]
+    del sys.modules[module.__name__]
 
 
 @pytest.fixture

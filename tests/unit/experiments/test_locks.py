@@ -3,28 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from script_loading import load_script
 
 LOCKS = Path(__file__).parents[3] / "experiments" / "locks"
 
 
-def load() -> ModuleType:
-    """Import lock.py, which is a script of a folder that is no package."""
-    spec = importlib.util.spec_from_file_location("experiments_lock", LOCKS / "lock.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-lock = load()
+lock = load_script("experiments_lock", LOCKS / "lock.py")
 
 
 @pytest.mark.parametrize("target", lock.targets(), ids=lambda target: target.own)
