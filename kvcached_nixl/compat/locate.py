@@ -23,6 +23,7 @@ __all__ = [
     "FACTORY",
     "KVCACHED_PATCH",
     "METADATA_MODULES",
+    "OUTPUT_PROCESSOR",
     "PULL_FACADE",
     "PUSH_CLASS_NAMES",
     "STATS_MODULES",
@@ -84,6 +85,11 @@ ENGINE_SCHEDULER_INTERFACE = Target(
 
 ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
 """The loop around the scheduler."""
+
+OUTPUT_PROCESSOR = Target(
+    name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)
+)
+"""What the API server makes clients' outputs with."""
 
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
 

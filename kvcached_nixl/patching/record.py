@@ -25,7 +25,7 @@ from kvcached_nixl.patching.call import Call
 __all__ = ["ANY_PARAMETERS", "Kind", "Outcome", "Patch", "Place", "Process", "Seam", "State", "Target"]
 
 Kind = Literal["method", "classmethod", "staticmethod", "property", "function"]
-Process = Literal["scheduler", "worker", "every"]
+Process = Literal["scheduler", "worker", "frontend", "every"]
 
 ANY_PARAMETERS: tuple[str, ...] = ("...",)
 """For a wrapper that neither reads nor overrides arguments by name: no parameter list is refused."""
@@ -75,7 +75,8 @@ class Patch:
     Args:
         target: see `Target`.
         attribute: name of the method or function.
-        process: where in vLLM it runs: "scheduler" (engine core), "worker" (one per device) or "every".
+        process: where in vLLM it runs: "scheduler" (engine core), "worker" (one per device), "frontend" (API server) or
+            "every".
         parameters: the exact parameter names, ``self`` or ``cls`` included. Another list is refused before wrapping.
         why: what would go wrong without it.
         upstream: the issue, pull request or file that explains it.

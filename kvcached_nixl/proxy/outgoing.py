@@ -6,17 +6,22 @@ Whatever is said to a client that has gone raises `ClientLeft`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from kvcached_nixl.proxy.failure import ClientLeft, Refusal, error_body
 
-__all__ = ["Events", "Outgoing", "Send"]
+__all__ = ["GIVEN_UP", "Events", "Outgoing", "Send"]
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 END = b"data: [DONE]\n\n"
+GIVEN_UP = ("abort", "error")
+"""Of vLLM's finish_reason: what there is of the answer is not all of it."""
+# Inside a JSON string quotes are escaped, so no text of a model has one of these.
 _ERROR = b'data: {"error"'
-"""Inside a JSON string its quotes would be escaped, so no text of a model has it."""
+_CHOICE = re.compile(rb'"choices":\s*\[\s*\{')
+_REASON = re.compile(rb'"finish_reason":\s*"(?!(?:%s)")' % "|".join(GIVEN_UP).encode())
 MOST_EVENT_BYTES = 16 << 20
 
 
@@ -116,7 +121,8 @@ class Events:
         is_complete: the last event was ``[DONE]``.
         has_ended: nothing more comes; for whoever reads it to say.
         has_error: an event was an error of the server's.
-        count: events so far.
+        has_reason: a choice has come to its end, and was not given up.
+        count: events so far that say something of a choice.
     """
 
     def __init__(self) -> None:
@@ -124,6 +130,7 @@ class Events:
         self.is_complete = False
         self.has_ended = False
         self.has_error = False
+        self.has_reason = False
         self.count = 0
 
     def cut(self, piece: bytes) -> bytes:
@@ -141,7 +148,8 @@ class Events:
             if len(self._rest) > MOST_EVENT_BYTES:
                 raise ValueError(f"an event of more than {MOST_EVENT_BYTES} bytes")
         if piece:
-            self.count += piece.count(b"\n\n")
+            self.count += len(_CHOICE.findall(piece))
             self.is_complete = piece.endswith(END)
             self.has_error = self.has_error or _ERROR in piece
+            self.has_reason = self.has_reason or _REASON.search(piece) is not None
         return piece

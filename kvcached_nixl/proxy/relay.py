@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Annotated
 
 import msgspec
 
@@ -14,7 +15,7 @@ from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed
 from kvcached_nixl.proxy.guard import Guard
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
-from kvcached_nixl.proxy.outgoing import Events, Outgoing
+from kvcached_nixl.proxy.outgoing import GIVEN_UP, Events, Outgoing
 from kvcached_nixl.proxy.record import Record
 
 __all__ = ["relay", "require_success"]
@@ -82,6 +83,7 @@ async def _stream(
         if events.has_error:
             # Its text may be of the prompt; the server's log has the cause.
             raise LegFailed(Cause.HANDOVER, server.name, "the server's answer begins with an error")
+        _require_reason(events, server.name)
         guard.limit(options.client_seconds, slow)
         record.first()
         await out.begin(reply.content_type)
@@ -89,6 +91,7 @@ async def _stream(
         guard.limit(options.token_seconds, pause)
         async for piece in pieces:
             whole = events.cut(piece)
+            _require_reason(events, server.name)
             if whole:
                 guard.limit(options.client_seconds, slow)
                 await out.piece(whole)
@@ -109,14 +112,24 @@ async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> by
     held = b""
     async for piece in pieces:
         held += events.cut(piece)
-        if events.count >= count or events.has_error:
+        if events.count >= count or events.has_error or events.is_complete:
             return held
     events.has_ended = True
     return held
 
 
+def _require_reason(events: Events, server: str) -> None:
+    """vLLM passes over a streamed output without tokens, also where it is the last one and says what has failed."""
+    if events.is_complete and not (events.has_reason or events.has_error):
+        raise LegFailed(Cause.HANDOVER, server, "the server says [DONE] of an answer that has not come to its end")
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str
+
+
 class _Answer(msgspec.Struct):
-    choices: msgspec.Raw
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
 _answer = msgspec.json.Decoder(_Answer)
@@ -125,9 +138,11 @@ _answer = msgspec.json.Decoder(_Answer)
 def _require_answer(said: bytes, server: str) -> None:
     """A 200 that is no answer is not passed on as one; what it says is not looked at."""
     try:
-        _answer.decode(said)
+        choices = _answer.decode(said).choices
     except (msgspec.MsgspecError, RecursionError) as cause:
-        raise LegFailed(Cause.ANSWER, server, "the server answers 200 and no JSON with choices") from cause
+        raise LegFailed(Cause.ANSWER, server, "the server answers 200 and no JSON with choices that ended") from cause
+    if any(one.finish_reason in GIVEN_UP for one in choices):
+        raise LegFailed(Cause.SERVER, server, "the server has given the request up")
 
 
 def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool) -> None:

@@ -21,6 +21,11 @@ CONNECTOR: dict[str, Any] = {
 }
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "2"}
 PROMPT = [3 + place % 500 for place in range(100)]
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 8},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a " * 50}], "max_completion_tokens": 8},
+}
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
 def spec(name: str, policy: str = "fail", environment: dict[str, str] | None = None, **extra: Any) -> ServerSpec:
@@ -32,6 +37,7 @@ def spec(name: str, policy: str = "fail", environment: dict[str, str] | None = N
         dtype="float32",
         kv_transfer=connector,
         environment=KVCACHED if environment is None else environment,
+        arguments=("--chat-template", TEMPLATE),
         forks=True,
     )
 
@@ -45,7 +51,7 @@ def test_a_stock_peer_is_refused_and_its_request_fails_or_is_recomputed(
     """A stock prefill server: decode never reads it. The client gets an error, or the right tokens; decode lives on."""
     specs = [spec("prefill", environment={}), spec("decode", policy)]
     if groups == 2:
-        arguments = ("--no-disable-hybrid-kv-cache-manager",)
+        arguments = (*specs[0].arguments, "--no-disable-hybrid-kv-cache-manager")
         model = models.make_model(models.SLIDING_AND_FULL)
         # The one pair of this tier whose engines are spawned, as `vllm serve` does it on a CPU.
         specs = [replace(one, model=model, arguments=arguments, forks=False) for one in specs]
@@ -76,6 +82,11 @@ async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) 
             if policy == "fail":
                 with pytest.raises(AnswerError, match="answered 5"):
                     await request
+                for path, prompt in STREAMS.items():
+                    body = {"model": "model", "stream": True, **prompt, "kv_transfer_params": offered}
+                    streamed = (await http.post(decode_url + path, json=body)).text
+                    # vLLM would say [DONE] alone, or behind a chat's role: an answer that is empty.
+                    assert 'data: {"error"' in streamed and "Internal server error" in streamed, streamed
             else:
                 assert read_answer(await request, 8).token_ids == expected.token_ids
         local = await pair.decode.answer(PROMPT, max_tokens=8, salt="local", request_id="local")

@@ -119,7 +119,8 @@ async def under_load(url: str, expected: list[Said], trouble: Any) -> tuple[int,
                 errors += 1
                 await asyncio.sleep(0.2)
             else:
-                assert found[0] == expected[place][0], f"a wrong answer to prompt {place}"
+                said = f"{len(found[1])} tokens, {'streamed' if is_streamed else 'whole'}"
+                assert found[0] == expected[place][0], f"a wrong answer to prompt {place}, {said}"
                 right += 1
 
     async with client_of(url) as client:

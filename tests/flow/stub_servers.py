@@ -28,6 +28,12 @@ def prompt_of(body: dict[str, Any]) -> str:
     return json.dumps(body.get("prompt", body.get("messages")))
 
 
+def reason_of(fault: str) -> str | None:
+    """Why an answer says that it has ended."""
+    reason = fault.removeprefix("reason ") if fault.startswith("reason ") else "length"
+    return None if reason == "none" else reason
+
+
 def tokens_of(body: dict[str, Any]) -> list[str]:
     """What the model says to a prompt."""
     count = body.get("max_completion_tokens") or body.get("max_tokens") or 4
@@ -258,7 +264,7 @@ class Stub:
             text = "".join(tokens)
             said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
             answer = {"id": asked.headers["x-request-id"], "object": "x", "model": "model", "created": 1}
-            choices = [{"index": 0, "finish_reason": "length", **said}]
+            choices = [{"index": 0, "finish_reason": reason_of(fault), **said}] if fault != "no tokens" else []
             if fault == "half body":
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{")
                 await writer.drain()
@@ -281,10 +287,12 @@ class Stub:
         if is_chat:
             await send(event({"delta": {"role": "assistant", "content": ""}}))
         is_whole = fault != "kv"
-        for place, token in enumerate(tokens_of(asked.body) if fault not in ("kv", "no events") else ()):
+        tokens = tokens_of(asked.body) if fault not in ("kv", "no events", "no tokens") else []
+        reasons = [None] * (len(tokens) - 1) + [reason_of(fault)]
+        for place, (token, reason) in enumerate(zip(tokens, reasons, strict=False)):
             await asyncio.sleep(self.token_seconds)
             whole = event(
-                {"text": token, "delta": {"content": token}, "finish_reason": None, "pad": "x" * self.pad_bytes}
+                {"text": token, "delta": {"content": token}, "finish_reason": reason, "pad": "x" * self.pad_bytes}
             )
             if fault.endswith(f" {place}") and not (is_whole := await self._break(fault.split(" ")[0], whole, send)):
                 break
@@ -293,6 +301,8 @@ class Stub:
                 await asyncio.sleep(0.001)
                 whole = whole[17:]
             await send(whole)
+        if asked.body.get("stream_options", {}).get("include_usage"):
+            await send(b'data: {"id": "x", "choices": [], "usage": {"total_tokens": 1}}\n\n')
         if not is_whole:
             await send(error + END)
         elif fault not in ("no done", "no events"):

@@ -155,6 +155,11 @@ READS = (
     _of("vllm.v1.outputs", "KVConnectorOutput", "finished_sending", "finished_recving", "invalid_block_ids"),
     _of("vllm.v1.engine", "EngineCoreOutput", "request_id", "finish_reason"),
     _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
+    _of("vllm.v1.engine.output_processor", "RequestState", "queue", "detokenizer", "output_kind"),
+    _of("vllm.v1.engine.output_processor", "RequestOutputCollector", "put"),
+    _of("vllm.v1.engine.async_llm", "InputStreamError", "cause"),
+    _of("vllm.entrypoints.openai.engine.protocol", "GenerationError"),
+    _of("vllm.v1.engine.detokenizer", "IncrementalDetokenizer", "num_output_tokens"),
     _of("vllm.v1.engine", "EngineCoreRequestType", "WAKEUP"),
     # Configuration.
     _of("vllm.engine.arg_utils", "EngineArgs", "model", "create_engine_config"),

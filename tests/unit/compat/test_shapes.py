@@ -25,15 +25,19 @@ from kvcached_nixl.compat.series import KNOWN, ROWS
 PACKAGE = Path(kvcached_nixl.__file__).parent
 VERSIONS = sorted((path.stem for path in SERIES.glob("*.json")), key=Version)
 
-NO_SHAPE = {"vllm.v1.attention.backend.AttentionBackend": ["get_kv_cache_shape"]}
+MOVED = {
+    "vllm.v1.attention.backend.AttentionBackend": ["get_kv_cache_shape"],
+    # It is in vllm.exceptions.
+    "vllm.entrypoints.openai.engine.protocol.GenerationError": [],
+}
 NOT_ASKED = {"connector.get_finished": "no caller"}
 BROKEN: dict[str, tuple[dict[str, str], dict[str, list[str]]]] = {
-    "0.29.0": ({}, NO_SHAPE),
+    "0.29.0": ({}, MOVED),
     # The runners call get_transfer_results.
-    "0.30.0": (NOT_ASKED, NO_SHAPE),
-    "0.31.0": (NOT_ASKED, NO_SHAPE),
-    "0.32.0": (NOT_ASKED, NO_SHAPE),
-    "0.33.0": (NOT_ASKED, NO_SHAPE),
+    "0.30.0": (NOT_ASKED, MOVED),
+    "0.31.0": (NOT_ASKED, MOVED),
+    "0.32.0": (NOT_ASKED, MOVED),
+    "0.33.0": (NOT_ASKED, MOVED),
 }
 """Of releases that are not supported: patches that would not hold, and names that are missing."""
 

@@ -99,7 +99,12 @@ def test_an_error_of_its_own_is_not_hidden_and_somebody_else_s_cancel_is_one() -
 
 # --------------------------------------------------------------------------------------------------------------- events
 
-STREAM = b"".join(b'data: {"a": %d, "b": "\\n\\n"}\n\n' % number for number in range(20)) + b"data: [DONE]\n\n"
+STREAM = b"".join(
+    b'data: {"choices": [{"index": 0, "text": "%d\\n\\n", "finish_reason": %s}]}\n\n'
+    % (number, b'"stop"' if number == 19 else b"null")
+    for number in range(20)
+)
+STREAM += b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
 
 
 def test_however_a_stream_is_cut_whole_events_come_out_in_order() -> None:
@@ -110,7 +115,8 @@ def test_however_a_stream_is_cut_whole_events_come_out_in_order() -> None:
             size = draw.choice([1, 2, 3, 30, 400])
             out.append(events.cut(rest[:size]))
             rest = rest[size:]
-        assert b"".join(out) == STREAM and events.is_complete and events.count == 21 and not events.has_error
+        assert b"".join(out) == STREAM and events.is_complete and events.count == 20 and not events.has_error
+        assert events.has_reason
         assert all(not piece or piece.endswith(b"\n\n") for piece in out)
 
 
@@ -127,6 +133,23 @@ def test_an_error_is_seen_and_text_that_looks_like_one_is_not() -> None:
     assert not events.has_error
     events.cut(b'data: {"error": {}}\n\n')
     assert events.has_error
+
+
+@pytest.mark.parametrize(
+    ("event", "has_reason"),
+    [
+        (b'{"choices":[{"index":0,"text":"a","finish_reason":"length"}]}', True),
+        (b'{"choices": [ {"delta": {}, "finish_reason": "tool_calls"}]}', True),
+        (b'{"choices":[{"index":0,"text":"","finish_reason":null}]}', False),
+        (b'{"choices":[{"index":0,"text":"","finish_reason":"abort"}]}', False),
+        (b'{"choices":[{"index":0,"text":"","finish_reason":"error"}]}', False),
+        (json.dumps({"choices": [{"text": '"finish_reason": "stop"', "finish_reason": None}]}).encode(), False),
+    ],
+)
+def test_an_answer_has_come_to_its_end_where_a_choice_says_why(event: bytes, has_reason: bool) -> None:
+    events = Events()
+    events.cut(b"data: " + event + b"\n\ndata: [DONE]\n\n")
+    assert (events.is_complete, events.count, events.has_reason) == (True, 1, has_reason)
 
 
 def test_an_event_without_an_end_is_refused() -> None:
