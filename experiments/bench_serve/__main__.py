@@ -14,8 +14,8 @@ from experiments.common.targets import as_json, exit_status, table_of_targets
 
 RESULTS = Path(__file__).resolve().parent / "results"
 AT_A_TIME, QUICK_AT_A_TIME = (1, 4, 16), (4,)
-ROUNDS, QUICK_ROUNDS = 3, 1
-PROMPTS, QUICK_PROMPTS = 48, 12
+ROUNDS, QUICK_ROUNDS = 2, 1
+PROMPTS, QUICK_PROMPTS = 16, 12
 
 DESCRIPTION = """\
 What does vLLM's own load generator measure through the router?

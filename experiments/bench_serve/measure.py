@@ -42,12 +42,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Handed:
-    """What a router counted in all: hand-overs by direction, and how often decode computed a prompt itself."""
+    """What a router counted: hand-overs by direction, and how often decode computed a prompt itself."""
 
     arm: str
     in_its_direction: int
     others: int
     computed_by_decode: int
+
+    def since(self, earlier: Handed) -> Handed:
+        """Without what was counted then."""
+        return Handed(
+            self.arm,
+            self.in_its_direction - earlier.in_its_direction,
+            self.others - earlier.others,
+            self.computed_by_decode - earlier.computed_by_decode,
+        )
 
 
 def measure(
@@ -64,13 +73,16 @@ def measure(
         for arm, url in urls.items():
             say(f"{arm.name}: warming up")
             bench(arm, url, model, logs, at_a_time=max(at_a_time), prompts=max(at_a_time), seed=0)
+        routers = {arm: url for arm, url in urls.items() if arm.mode}
+        learnt = {arm: handed(arm, url) for arm, url in routers.items()}
         found = []
-        for number, together in itertools.product(range(rounds), at_a_time):
+        # A seed each: a prompt that an engine has seen would be in its prefix cache.
+        for seed, (number, together) in enumerate(itertools.product(range(rounds), at_a_time), start=1):
             first = number % len(ARMS)
             for arm in (*ARMS[first:], *ARMS[:first]):
                 say(f"{arm.name}: {together} at a time, {number + 1} of {rounds}")
-                found.append(bench(arm, urls[arm], model, logs, at_a_time=together, prompts=prompts, seed=number + 1))
-        return found, [handed(arm, url) for arm, url in urls.items() if arm.mode]
+                found.append(bench(arm, urls[arm], model, logs, at_a_time=together, prompts=prompts, seed=seed))
+        return found, [handed(arm, url).since(learnt[arm]) for arm, url in routers.items()]
 
 
 def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompts: int, seed: int) -> Run:
@@ -109,7 +121,7 @@ def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompt
 
 
 def handed(arm: Arm, url: str) -> Handed:
-    """Of all runs."""
+    """Of all that the router has served."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False).text)
     samples = [one for family in families for one in family.samples]
 

@@ -39,10 +39,17 @@ def _chunk(body: bytes) -> bytes:
 
 
 PREFILLED = _whole(json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": _PARAMS}).encode())
-_EVENT = {"id": "cmpl-x", "object": "text_completion", "model": "m", "choices": [{"index": 0, "text": " token"}]}
+
+
+def _event(reason: str | None) -> bytes:
+    choice = {"index": 0, "text": " token", "finish_reason": reason}
+    said = {"id": "cmpl-x", "object": "text_completion", "model": "m", "choices": [choice]}
+    return _chunk(b"data: " + json.dumps(said).encode() + b"\n\n")
+
+
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-EVENT = _chunk(b"data: " + json.dumps(_EVENT).encode() + b"\n\n")
-END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+EVENT = _event(None)
+END = _event("length") + _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Stub(asyncio.Protocol):
@@ -71,11 +78,11 @@ class Stub(asyncio.Protocol):
             elif self._token_seconds:
                 asyncio.ensure_future(self._stream())
             else:
-                self._transport.write(HEAD + EVENT * TOKENS + END)
+                self._transport.write(HEAD + EVENT * (TOKENS - 1) + END)
 
     async def _stream(self) -> None:
         self._transport.write(HEAD)
-        for _ in range(TOKENS):
+        for _ in range(TOKENS - 1):
             self._transport.write(EVENT)
             await asyncio.sleep(self._token_seconds)
         self._transport.write(END)

@@ -6,6 +6,7 @@ Sources: ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kvcached_nixl.compat.private import private
@@ -13,7 +14,7 @@ from kvcached_nixl.compat.private import private
 __all__ = ["let_stream_fail"]
 
 
-def let_stream_fail(request_state: Any, finish_reason: Any) -> None:
+def let_stream_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:
     """Have a stream whose request ends with an error before its first token end with that error.
 
     vLLM passes over outputs without tokens, which a chunked prefill has, before it looks at why a request has ended:
@@ -23,9 +24,18 @@ def let_stream_fail(request_state: Any, finish_reason: Any) -> None:
     Args:
         request_state: a ``RequestState`` whose last output was just put on its queue; nobody has taken it yet.
         finish_reason: a ``FinishReason``, or None.
+        logger: is told what goes wrong here; nothing is raised.
     """
     if finish_reason is None or finish_reason.name != "ERROR":
         return
+    try:
+        _fail(request_state)
+    except Exception:
+        # Whatever is raised here ends vLLM's output handler, and with it every request of this server.
+        logger.exception("A streamed request has failed, and its client cannot be told: vLLM answers it with [DONE].")
+
+
+def _fail(request_state: Any) -> None:
     queue, detokenizer = private(request_state, "queue"), private(request_state, "detokenizer")
     is_stream = private(request_state, "output_kind").name == "DELTA"
     if queue is None or detokenizer is None or not is_stream or private(detokenizer, "num_output_tokens")():

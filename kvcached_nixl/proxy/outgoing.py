@@ -21,7 +21,8 @@ GIVEN_UP = ("abort", "error")
 # Inside a JSON string quotes are escaped, so no text of a model has one of these.
 _ERROR = b'data: {"error"'
 _CHOICE = re.compile(rb'"choices":\s*\[\s*\{')
-_REASON = re.compile(rb'"finish_reason":\s*"(?!(?:%s)")' % "|".join(GIVEN_UP).encode())
+_REASON = re.compile(rb'"finish_reason":\s*"')
+_GIVEN_UP = re.compile(rb'"finish_reason":\s*"(?:%s)"' % "|".join(GIVEN_UP).encode())
 MOST_EVENT_BYTES = 16 << 20
 
 
@@ -121,7 +122,8 @@ class Events:
         is_complete: the last event was ``[DONE]``.
         has_ended: nothing more comes; for whoever reads it to say.
         has_error: an event was an error of the server's.
-        has_reason: a choice has come to its end, and was not given up.
+        has_reason: a choice has come to its end.
+        is_given_up: a choice has come to it too soon.
         count: events so far that say something of a choice.
     """
 
@@ -131,7 +133,13 @@ class Events:
         self.has_ended = False
         self.has_error = False
         self.has_reason = False
+        self.is_given_up = False
         self.count = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer has said that it has come to its end."""
+        return self.has_reason and not self.is_given_up
 
     def cut(self, piece: bytes) -> bytes:
         """The whole events that are there now; what is left waits for its end.
@@ -151,5 +159,7 @@ class Events:
             self.count += len(_CHOICE.findall(piece))
             self.is_complete = piece.endswith(END)
             self.has_error = self.has_error or _ERROR in piece
-            self.has_reason = self.has_reason or _REASON.search(piece) is not None
+            if _REASON.search(piece) is not None:
+                self.has_reason = True
+                self.is_given_up = self.is_given_up or _GIVEN_UP.search(piece) is not None
         return piece

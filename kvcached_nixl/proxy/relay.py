@@ -120,7 +120,7 @@ async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> by
 
 def _require_reason(events: Events, server: str) -> None:
     """vLLM passes over a streamed output without tokens, also where it is the last one and says what has failed."""
-    if events.is_complete and not (events.has_reason or events.has_error):
+    if events.is_complete and not (events.is_whole or events.has_error):
         raise LegFailed(Cause.HANDOVER, server, "the server says [DONE] of an answer that has not come to its end")
 
 

@@ -6,9 +6,12 @@ Runs in: the API server's process.
 
 from __future__ import annotations
 
+import logging
+
 from kvcached_nixl.compat.frontend import let_stream_fail
 from kvcached_nixl.compat.locate import OUTPUT_PROCESSOR
 from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.settings import SERVER_LOGGER
 
 UPDATE_STATS_FROM_FINISHED = Patch(
     target=OUTPUT_PROCESSOR,
@@ -24,8 +27,8 @@ UPDATE_STATS_FROM_FINISHED = Patch(
 
 @UPDATE_STATS_FROM_FINISHED.around
 def update_stats_from_finished(call: Call) -> None:
-    let_stream_fail(call.argument("req_state"), call.argument("finish_reason"))
     call.proceed()
+    let_stream_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
 
 
 SEAMS = (update_stats_from_finished,)

@@ -66,6 +66,20 @@ def test_without_this_package_it_is_an_output_without_tokens(patched: Registry) 
     assert left.finished and left.outputs[0].finish_reason == "error" and not left.outputs[0].token_ids
 
 
+def test_what_cannot_be_told_ends_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ``process_outputs`` raises ends the API server."""
+
+    def put(_: object, output: object) -> None:
+        if isinstance(output, Exception):
+            raise AttributeError("put")
+        real(_, output)
+
+    real = RequestOutputCollector.put
+    monkeypatch.setattr(RequestOutputCollector, "put", put)
+    left = left_for_the_client(RequestOutputKind.DELTA, FinishReason.ERROR)
+    assert left.finished and left.outputs[0].finish_reason == "error"
+
+
 @pytest.mark.parametrize(
     ("kind", "reason", "token_ids"),
     [
