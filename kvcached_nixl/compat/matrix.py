@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
-from kvcached_nixl.compat.series import CHANGES, KNOWN, PROVIDES, Era, Row
+from kvcached_nixl.compat.series import CHANGES, PROVIDES, ROWS, Era, Row
 from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED
 
 __all__ = ["markdown"]
@@ -46,13 +46,13 @@ def markdown() -> str:
     return "\n\n".join(
         [
             f"With kvcached {KVCACHED_SUPPORTED.removeprefix('==')}. Anything else is refused at start.",
-            _table(["vLLM", "tested by", "with"], [_band(list(rows)) for _, rows in groupby(KNOWN, _tested)]),
+            _table(["vLLM", "tested by", "with"], [_band(list(rows)) for _, rows in groupby(ROWS, _tested)]),
             _table(
                 ["capability", "provided by"],
                 [[c.value, f"{one.origin.value}: {one.note}"] for c, one in PROVIDES.items()],
             ),
             _table(
-                ["geometry", *(f"vLLM {_span(row for row in KNOWN if row.shape.era is era)}" for era in Era)],
+                ["geometry", *(f"vLLM {_span(row for row in ROWS if row.shape.era is era)}" for era in Era)],
                 [[what, *(cells[era] for era in Era)] for what, cells in _GEOMETRY.items()],
             ),
             _table(["since vLLM", "what this package has to know"], [[one.since, one.what] for one in CHANGES]),
@@ -66,8 +66,7 @@ def _band(rows: Sequence[Row]) -> Sequence[str]:
 
 
 def _tested(row: Row) -> str:
-    words = ", ".join(evidence.value for evidence in row.evidence)
-    return words if row.is_supported else f"{words}: not supported, refused at start"
+    return ", ".join(evidence.value for evidence in row.evidence)
 
 
 def _span(rows: Iterable[Row]) -> str:

@@ -15,9 +15,9 @@ __all__ = [
     "ASKS_FOR_STAGES",
     "ASKS_FOR_WORK",
     "CHANGES",
-    "KNOWN",
     "PROVIDES",
     "ROWS",
+    "SUPPORTED",
     "TELLS_NEW_REQUESTS",
     "TESTED",
     "Capability",
@@ -154,7 +154,6 @@ class Evidence(Enum):
     E2E = "e2e on CPU"
     EQUIVALENCE = "byte equivalence on CPU"
     CONTRACT = "contract"
-    SHAPE = "signatures, callers and names only"
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Row:
     Attributes:
         series: as in "0.22".
         tested: the release that the tests run against.
-        evidence: how; a row is supported if there is more than `Evidence.SHAPE`.
+        evidence: how.
         shape: what differs between series.
         provides: who provides what.
     """
@@ -181,23 +180,19 @@ class Row:
         major, minor = self.series.split(".")
         return f">={self.series},<{major}.{int(minor) + 1}"
 
-    @property
-    def is_supported(self) -> bool:
-        return self.evidence != (Evidence.SHAPE,)
-
 
 _SERVED = (Evidence.E2E, Evidence.EQUIVALENCE, Evidence.CONTRACT)
 TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
     {
         "0.19.1": _SERVED,
-        "0.20.2": (Evidence.SHAPE,),
-        "0.21.0": (Evidence.SHAPE,),
-        "0.22.1": (Evidence.SHAPE,),
-        "0.23.0": (Evidence.SHAPE,),
-        "0.24.0": (Evidence.SHAPE,),
-        "0.25.1": (Evidence.SHAPE,),
-        "0.26.0": (Evidence.SHAPE,),
-        "0.27.1": (Evidence.SHAPE,),
+        "0.20.2": (Evidence.CONTRACT,),
+        "0.21.0": (Evidence.CONTRACT,),
+        "0.22.1": (Evidence.CONTRACT,),
+        "0.23.0": (Evidence.CONTRACT,),
+        "0.24.0": (Evidence.CONTRACT,),
+        "0.25.1": (Evidence.CONTRACT,),
+        "0.26.0": (Evidence.CONTRACT,),
+        "0.27.1": (Evidence.CONTRACT,),
         "0.28.0": _SERVED,
     }
 )
@@ -217,6 +212,6 @@ def _number(series: str) -> tuple[int, ...]:
     return tuple(int(part) for part in series.split("."))
 
 
-KNOWN = tuple(_row(tested, evidence) for tested, evidence in TESTED.items())
-ROWS = tuple(row for row in KNOWN if row.is_supported)
-"""The supported ones."""
+ROWS = tuple(_row(tested, evidence) for tested, evidence in TESTED.items())
+SUPPORTED = f"{ROWS[0].vllm.partition(',')[0]},{ROWS[-1].vllm.partition(',')[2]}"
+"""The version specifier of all rows; no series between the first and the last is left out."""

@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from kvcached_nixl.compat.runner import KVCACHED, beyond
-from kvcached_nixl.compat.series import ROWS, Capability, Origin, Row
+from kvcached_nixl.compat.series import ROWS, SUPPORTED, Capability, Origin, Row
 from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 from kvcached_nixl.patching import Patch
 
@@ -142,7 +142,7 @@ def environment_refusals() -> tuple[tuple[str, Refused], ...]:
 
 
 def _supported() -> str:
-    return ", ".join(f"{row.vllm} (tested: {row.tested})" for row in ROWS)
+    return f"{SUPPORTED} (tested: {', '.join(row.tested for row in ROWS)})"
 
 
 def _unsupported(library: str, version: str | None, supported: str, doubt: str) -> Refused:

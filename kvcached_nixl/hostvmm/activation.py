@@ -101,12 +101,14 @@ HOOKS: tuple[Hook, ...] = (
 
 PINNING_HOOKS = tuple(
     Hook(
-        "nixl_cu12._api",
+        module,
         f"nixl_agent.{name}",
         _wrapped_by(wrapper),
         "registers what is mapped at that moment, as a network card does",
         "NIXL 0.10 to 1.5",
     )
+    # `nixl` loads one of the two: that of the CUDA which torch was built for; with none, either.
+    for module in ("nixl_cu12._api", "nixl_cu13._api")
     for name, wrapper in (("get_reg_descs", pinning.get_reg_descs), ("get_xfer_descs", pinning.get_xfer_descs))
 )
 """Where KVCACHED_HOSTVMM_REGISTRATION is set; an unusable value of it is refused when something is registered."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from kvcached_memory import Geometry
 from stock_pair import Engine, build_engine, single_process_group, write_model
-from test_geometry import backend_of, spec_of, vllm_log_to
+from test_geometry import ERAS, backend_of, spec_of, vllm_log_to
 from test_transport import until
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -33,8 +33,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvcached_nixl.transport import side_channel
 
 GEOMETRY = Geometry(
-    era="packed", num_pools=2, num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=11
+    era="packed" if "packed" in ERAS else "blocks_first",
+    num_pools=2,
+    num_kv_heads=4,
+    head_size=32,
+    block_size=32,
+    num_blocks=11,
+    reserved_blocks=11,
 )
+"""As attention on a GPU has it with this vLLM."""
 # One block is the scheduler's null block.
 USABLE = GEOMETRY.num_blocks - 1
 BLOCKS = 3

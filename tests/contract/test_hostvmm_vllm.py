@@ -17,6 +17,7 @@ import pytest
 
 from experiments.common.device import CPU_ENVIRONMENT
 from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
+from kvcached_nixl.compat.versions import found_version, row_of
 from kvcached_nixl.hostvmm import is_hostvmm_build
 
 ROOT = Path(__file__).parents[2]
@@ -58,10 +59,14 @@ if __name__ == "__main__":
     print("RESULT" + json.dumps([tokens, counts]), flush=True)
 """
 SCRIPT = "engine.py"
+ROW = row_of(found_version("vllm"))
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory"),
+    pytest.mark.skipif(
+        ROW is not None and not ROW.shape.serves_on_cpu, reason="this vLLM does not serve with kvcached on a CPU"
+    ),
     pytest.mark.timeout(900),
 ]
 

@@ -28,7 +28,7 @@ def test_a_supported_environment_exits_with_zero_whatever_the_gate(
     assert "\x1b" not in done.stdout
 
 
-@pytest.mark.parametrize(("version", "options"), [("0.25.1", ()), ("0.28.0", ("--no-nixl",))])
+@pytest.mark.parametrize(("version", "options"), [("0.18.1", ()), ("0.28.0", ("--no-nixl",))])
 def test_an_environment_that_would_be_refused_exits_with_one(
     with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvcached_nixl.compat import versions
 from kvcached_nixl.compat.locate import FACADE
-from kvcached_nixl.compat.series import CHANGES, KNOWN, ROWS, Capability, Era, Evidence, Origin, Provision, Row, Shape
+from kvcached_nixl.compat.series import CHANGES, ROWS, SUPPORTED, Capability, Era, Origin, Provision, Row, Shape
 from kvcached_nixl.compat.versions import environment_refusals, reason_to_skip, row_of
 from kvcached_nixl.errors import MissingDependency, UnsupportedVersion
 from kvcached_nixl.patching import Patch
@@ -61,24 +61,23 @@ def test_every_row_answers_for_every_capability_and_contains_its_tested_release(
 )
 def test_a_row_has_what_changed_up_to_it(series: str, shape: Shape) -> None:
     """Each change holds until another one sets the same."""
-    (row,) = [row for row in KNOWN if row.series == series]
+    (row,) = [row for row in ROWS if row.series == series]
     assert row.shape == shape
     assert row.vllm == f">={series},<0.{int(series[2:]) + 1}"
 
 
 def test_series_and_changes_are_in_order() -> None:
     """A later change would else be undone by an earlier one, and newest would not be the last."""
-    numbers = [int(row.series[2:]) for row in KNOWN]
+    numbers = [int(row.series[2:]) for row in ROWS]
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
     since = [int(change.since[2:]) for change in CHANGES]
     assert since == sorted(since) and set(since) <= set(numbers)
 
 
-def test_what_was_only_read_is_not_supported() -> None:
-    """Signatures that hold say nothing of bytes."""
-    row = dataclasses.replace(ROWS[0], evidence=(Evidence.SHAPE,))
-    assert not row.is_supported
-    assert all(row.is_supported and Evidence.CONTRACT in row.evidence for row in ROWS)
+def test_what_is_said_to_be_supported_is_what_the_rows_are() -> None:
+    """From the first to the last, without a gap; and nothing is a row of which nothing was run."""
+    assert SUPPORTED == ">=0.19,<0.29"
+    assert all(row.evidence for row in ROWS)
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.1+cpu", "0.28.0", "0.28.1"])
@@ -87,7 +86,7 @@ def test_releases_of_a_tested_series_are_supported(version: str) -> None:
     assert row_of(version) is not None
 
 
-@pytest.mark.parametrize("version", ["0.18.1", "0.20.2", "0.27.1", "0.29.0", "0.28.0rc1", "dev", "unknown", "", None])
+@pytest.mark.parametrize("version", ["0.18.1", "0.29.0", "0.25.0rc1", "0.28.0rc1", "dev", "unknown", "", None])
 def test_everything_else_is_not(version: str | None) -> None:
     """No guessing from a neighbour, a development build or a missing version."""
     assert row_of(version) is None
@@ -102,7 +101,7 @@ def test_a_supported_environment_has_nothing_to_refuse(found: Callable[..., None
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
-        ({"vllm": "0.25.1"}, UnsupportedVersion, ["vLLM 0.25.1", ">=0.19,<0.20", "tested: 0.28.0"]),
+        ({"vllm": "0.18.1"}, UnsupportedVersion, ["vLLM 0.18.1", ">=0.19,<0.29", "tested: 0.19.1, 0.20.2"]),
         ({"vllm": None}, MissingDependency, ["no vLLM"]),
         ({"kvcached": "0.1.7"}, UnsupportedVersion, ["kvcached 0.1.7", "==0.1.6"]),
         ({"kvcached": None}, MissingDependency, ["no kvcached", "unset ENABLE_KVCACHED"]),
@@ -142,8 +141,8 @@ def test_a_patch_is_skipped_outside_its_versions(found: Callable[..., None]) -> 
 
 def test_on_an_unsupported_vllm_only_the_gate_is_applied(found: Callable[..., None]) -> None:
     """What is refused anyway is not changed either."""
-    found(vllm="0.25.1")
-    assert reason_to_skip(patch()) == "vLLM 0.25.1 is not supported"
+    found(vllm="0.18.1")
+    assert reason_to_skip(patch()) == "vLLM 0.18.1 is not supported"
     assert reason_to_skip(patch(when_unsupported=True)) is None
 
 
