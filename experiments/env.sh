@@ -97,7 +97,7 @@ torch_lock=$locks/$torch.txt
 unpacked_mb=([0]=6800)
 if offers_cpu_torch; then
     torch_lock=$locks/$torch-cpu-wheel.txt
-    unpacked_mb[0]=800
+    unpacked_mb[0]=1500
     uv_options+=(--excludes "$locks/cpu-wheel-excludes.in")
 fi
 used_locks=("$torch_lock" "$locks/$torch-common.txt" "$locks/$torch-$kind.txt" "$locks/vllm-$version-$kind.txt")

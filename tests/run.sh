@@ -92,6 +92,9 @@ while read -r -u 3 what version size; do
         [[ $size == brief ]] || length=--quick
         run "$name" bash experiments/byte_equivalence/run.sh "$length" --vllm "$version"
         ;;
+    equivalence/V2)
+        run "$name" bash experiments/byte_equivalence/run.sh --quick --vllm "$version" --arm "runner V2"
+        ;;
     *)
         options=(-q --junitxml="$reports/${what//\//-}-$version.xml")
         [[ $size == whole ]] || options+=(-m "not long")

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def main(options: cli.Options) -> int:
     """Run the comparison and return the exit status."""
     # Only here: --help has to work without the environment that these need.
-    from experiments.byte_equivalence.arms import ARMS, MODES, SINGLE, of_size
+    from experiments.byte_equivalence.arms import MODES, SINGLE, of_size
     from experiments.byte_equivalence.checks import VERDICTS, Checks
     from experiments.byte_equivalence.harness import Harness, NotCaught
     from experiments.byte_equivalence.last import summary
@@ -28,14 +28,13 @@ def main(options: cli.Options) -> int:
         return 2
     arms = [
         arm
-        for arm in ARMS
+        for arm in of_size("full" if options.arms else options.size, options.vllm)
         if arm.mode != SINGLE
         and (options.mode is None or arm.mode == options.mode)
         and (not options.arms or any(word.lower() in arm.name.lower() for word in options.arms))
-        and (options.arms or arm in of_size(options.size))
     ]
     if not arms:
-        names = "; ".join(arm.name for arm in ARMS if arm.mode != SINGLE)
+        names = "; ".join(arm.name for arm in of_size("full", options.vllm) if arm.mode != SINGLE)
         sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arms)!r}; there are: {names}.\n")
         return 2
 
@@ -66,7 +65,9 @@ def main(options: cli.Options) -> int:
     if options.size != "brief":
         last = RESULTS / f"last-{options.vllm}{'-quick' if options.size == 'quick' else ''}.json"
         kept = last if options.is_partial else None
-        found = summary(checks.summary(), kept, of_size(options.size), phases(GQA, quick=options.size == "quick"))
+        found = summary(
+            checks.summary(), kept, of_size(options.size, options.vllm), phases(GQA, quick=options.size == "quick")
+        )
         if found["missing"]:
             console.print(f"{last.name} does not have all of such a run yet. Missing: {'; '.join(found['missing'])}")
         write_json(last, {**content, **found})

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from experiments.common.device import FOLLOWS, PINNED
+from experiments.common.device import FOLLOWS, PINNED, RUNNER_V2
 from experiments.common.servers import GIVES_BACK, ServerSpec
 from experiments.common.transfer_config import with_extra
+from kvcached_nixl.compat.runner import accepted
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
@@ -25,7 +26,8 @@ class Arm:
     ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
     first, so that they travel while P computes. ``is_staged``: KV is copied out of P's blocks before it travels.
     ``prefill``: extra config that P alone has. ``decode``: environment that D alone has. ``servers``: so many P and as
-    many D, each of ``ranks`` tensor-parallel ones. ``in_runs``: the smallest run that it is part of.
+    many D, each of ``ranks`` tensor-parallel ones. ``runner``: their model runner. ``in_runs``: the smallest run that
+    it is part of.
     """
 
     name: str
@@ -38,12 +40,13 @@ class Arm:
     decode: Mapping[str, str] = field(default_factory=dict)
     servers: int = 1
     ranks: int = 1
+    runner: Literal["V1", "V2"] = "V1"
     in_runs: Size = "quick"
 
     @property
     def computes_as_stock(self) -> bool:
         """Whether its P computes the same chunks in the same way, so that every bit of its KV is stock P's."""
-        return self.servers == self.ranks == 1
+        return self.servers == self.ranks == 1 and self.runner == "V1"
 
     @property
     def writes(self) -> bool:
@@ -148,15 +151,25 @@ ARMS: tuple[Arm, ...] = (
         ranks=2,
         in_runs="full",
     ),
+    Arm("kvcached P/D, runner V2, pull", "pull", _connector(), {**FLAT, **RUNNER_V2}, runner="V2", in_runs="full"),
+    Arm(
+        "kvcached P/D, runner V2, contiguous, push",
+        "push",
+        PUSH,
+        {**_kvcached(contiguous=True), **RUNNER_V2},
+        BOTH_ORDERS,
+        runner="V2",
+        in_runs="full",
+    ),
     Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, servers=2, in_runs="full"),
     Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, servers=2, in_runs="full"),
     Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_runs="full"),
 )
 
 
-def of_size(size: Size) -> list[Arm]:
-    """The arms of a run."""
-    return [arm for arm in ARMS if SIZES.index(arm.in_runs) >= SIZES.index(size)]
+def of_size(size: Size, vllm: str) -> list[Arm]:
+    """The arms of a run with ``vllm``: those whose runner kvcached accepts there."""
+    return [arm for arm in ARMS if SIZES.index(arm.in_runs) >= SIZES.index(size) and arm.runner in accepted(vllm)]
 
 
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))

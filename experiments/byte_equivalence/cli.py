@@ -27,7 +27,8 @@ arms:
   kvcached P/D, staged                 through a slab, over registrations that would not follow kvcached's pages
   each of the three: pull; and push in both orders: P first (blocks travel as a whole when P has computed everything)
   and D first (they travel while P computes, chunk by chunk)
-  in a full run too: direct to staged and staged to direct; a slab on the device; tensor parallel 2; two P and two D
+  in a full run too: direct to staged and staged to direct; a slab on the device; tensor parallel 2; two P and two D;
+  and vLLM's model runner V2 where kvcached accepts it (0.28)
 
 exit status:
   0  everything equal, every corruption caught, kvcached really unmapped and remapped

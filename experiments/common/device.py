@@ -14,6 +14,9 @@ PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
 """A registration is of the pages that were mapped then, as a network card's is, so that KV has to be staged."""
 FOLLOWS: Mapping[str, str] = {REGISTRATION: "follows"}
 """A registration follows the pages, so that KV need not be staged."""
+RUNNER_V2: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""vLLM's second model runner; without a GPU its Triton kernels are interpreted (server_side/triton_kernels.py)."""
+INTERPRETED: Mapping[str, str] = {"TRITON_INTERPRET": "1"}
 MEMORY_PATHS = {"pinned": "device", "follows": "direct"}
 """On a GPU nobody can choose how registrations behave; the path that they would lead to is asked for instead."""
 GPU_MEMORY_FRACTION = 0.12
@@ -53,7 +56,8 @@ def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> 
         known = {name: value for name, value in asked.items() if "HOSTVMM" not in name}
         return {**GPU_ENVIRONMENT, **known}
     forking = {"EXPERIMENT_FORK": "1"} if forks else {}
-    return {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": str(kv_space_gib), **forking, **asked}
+    runner = INTERPRETED if RUNNER_V2.items() <= asked.items() else {}
+    return {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": str(kv_space_gib), **forking, **runner, **asked}
 
 
 def arguments() -> list[str]:

@@ -53,7 +53,7 @@ GIVES_BACK: Mapping[str, str] = {
     "KVCACHED_MAX_CACHED_TOKENS": "0",
 }
 """kvcached gives a page back as soon as it is empty, so that one that is kept shows."""
-INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "PYTHONPATH")
+INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "TRITON_", "PYTHONPATH")
 """Settings of the caller's shell that would make an arm something else than its name says."""
 
 

@@ -4,7 +4,8 @@
 What is resolved for one vLLM is spread over files, so that each package stands where all that have it can share it::
 
     torch-T.txt             torch, and the CUDA libraries that it loads even where there is no GPU
-    torch-T-cpu-wheel.txt   a CPU build of torch, where a folder in PIP_FIND_LINKS has one; else an earlier one stays
+    torch-T-cpu-wheel.txt   a CPU build of torch, where a folder in PIP_FIND_LINKS has one; else an earlier one stays;
+                            and Triton, which it does not ask for: its interpreter runs vLLM's model runner V2
     torch-T-common.txt      what all vLLMs of this torch have in common
     torch-T-cpu.txt         what all of them have in common where there is no GPU, beside that
     torch-T-cuda.txt        the same where there is one
@@ -167,7 +168,8 @@ def main(uv: str, *, upgrade: bool) -> None:
             written[file] = "".join(f"{pins[name]}\n" for name in sorted(pins))
         wheel = f"{found[0].series}-cpu-wheel.txt"
         if line := cpu_wheel(torch):
-            written[wheel] = line + "\n"
+            triton = [pins for name, pins in found[0].pins.items() if name.startswith("triton==")]
+            written[wheel] = "".join(f"{one}\n" for one in (line, *triton))
         elif (HERE / wheel).exists():
             written[wheel] = (HERE / wheel).read_text()
     for old in [*HERE.glob("vllm-*.txt"), *HERE.glob("torch-*.txt")]:

@@ -77,8 +77,8 @@ class RunnerFound:
             return f"kvcached {KVCACHED} refuses it: {self.refusal.remedy}"
         if self.runner:
             limits = (
-                " with attention layers only, none of which shares another's KV; this package was run with V1 only, "
-                f"which {SWITCH}=0 chooses"
+                " with attention layers only, none of which shares another's KV; all tests of this package but byte "
+                f"equivalence run V1, which {SWITCH}=0 chooses"
                 if self.runner == "V2"
                 else ""
             )

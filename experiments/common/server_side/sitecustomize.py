@@ -8,6 +8,11 @@ if os.environ.get("EXPERIMENT_HOSTVMM"):
     from kvcached_nixl.hostvmm import activate
 
     activate()
+if os.environ.get("TRITON_INTERPRET"):
+    import triton_kernels
+    import wrapt
+
+    wrapt.register_post_import_hook(triton_kernels.name_a_cpu_backend, "triton.backends")
 if os.environ.get("EXPERIMENT_FORK"):
     import few_cores
     import wrapt

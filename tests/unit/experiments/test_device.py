@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from experiments.byte_equivalence.arms import ARMS, SINGLE, specs
 from experiments.common import device
+from experiments.common.server_side import triton_kernels
 from experiments.common.servers import ServerSpec
 
 
@@ -63,3 +65,22 @@ def test_servers_share_the_device(has_gpu: bool, tmp_path: Path) -> None:
 def most_servers() -> int:
     """That run at the same time in one arm: the reference with the first pair, or all of an arm."""
     return max(3, *(2 * arm.servers * arm.ranks for arm in ARMS))
+
+
+def test_runner_v2_is_interpreted_where_there_is_no_gpu(has_gpu: bool, tmp_path: Path) -> None:
+    """Both sides of an arm have the runner of its name; Triton compiles on a GPU."""
+    for arm in (arm for arm in ARMS if arm.kvcached):
+        for spec in specs(arm, tmp_path, "float32", {}):
+            given = device.environment(spec.environment, 1, forks=True)
+            assert (given.get("VLLM_USE_V2_MODEL_RUNNER") == "1") is (arm.runner == "V2")
+            assert ("TRITON_INTERPRET" in given) is (arm.runner == "V2" and not has_gpu)
+
+
+def test_triton_names_a_backend_for_cpus_once() -> None:
+    """vLLM asks for its name alone; one that Triton has itself stays."""
+    backends = SimpleNamespace(backends={"nvidia": "theirs"})
+    triton_kernels.name_a_cpu_backend(backends)  # type: ignore[arg-type]
+    assert set(backends.backends) == {"nvidia", "cpu"}
+    backends.backends["cpu"] = "theirs"
+    triton_kernels.name_a_cpu_backend(backends)  # type: ignore[arg-type]
+    assert backends.backends == {"nvidia": "theirs", "cpu": "theirs"}

@@ -111,7 +111,7 @@ def test_a_missing_compiler_is_said(run: Run, commands: Path, variables: dict[st
     assert "no C++ compiler" in found.stderr
 
 
-@pytest.mark.parametrize(("wheel", "needed"), [(False, "8800 MB"), (True, "2800 MB")])
+@pytest.mark.parametrize(("wheel", "needed"), [(False, "8800 MB"), (True, "3500 MB")])
 def test_too_little_disk_is_said_before_the_download(
     run: Run, commands: Path, tmp_path: Path, wheel: bool, needed: str
 ) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from experiments.byte_equivalence import cli, harness, last
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
-from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, small_pool, specs
+from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, of_size, small_pool, specs
 from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import Difference
 from experiments.byte_equivalence.harness import Baseline, Harness
@@ -108,6 +108,13 @@ def test_a_brief_run_has_one_arm_each_way() -> None:
     brief = [arm for arm in ARMS if arm.in_runs == "brief"]
     assert [(arm.mode, "non-contiguous" in arm.name) for arm in brief] == [("pull", False), ("push", True)]
     assert all(arm.kvcached for arm in brief)
+
+
+def test_a_run_has_the_arms_whose_runner_kvcached_accepts() -> None:
+    """V2 from 0.28 on; every other arm with every vLLM."""
+    runners = {vllm: {arm.runner for arm in of_size("full", vllm)} for vllm in ("0.27.1", "0.28.0")}
+    assert runners == {"0.27.1": {"V1"}, "0.28.0": {"V1", "V2"}}
+    assert of_size("full", "0.28.0") == list(ARMS)
 
 
 def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
