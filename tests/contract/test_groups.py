@@ -118,7 +118,7 @@ def node(
 
         def one(filling: int, contiguous: bool = False, **options: Any) -> GroupsNode:
             shape = dataclasses.replace(geometry, contiguous=contiguous)
-            extra = {"transfer_mode": mode, "memory_path": of_sides[filling != PREFILL_FILLING], "kv_lease_duration": 1}
+            extra = {"transfer_mode": mode, "memory_path": of_sides[filling != PREFILL_FILLING]}
             found = make(filling, shape, windows=windows, **extra, **options)
             found.windows = windows
             return found
