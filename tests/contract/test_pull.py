@@ -124,7 +124,7 @@ def test_blocks_that_are_given_back_while_they_are_read_are_not_used(
 def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(node: Callable[..., Node]) -> None:
     """Half of them are not kept any more, and only those fail."""
     geometry = dataclasses.replace(RESERVED, num_blocks=29, reserved_blocks=40)
-    prefill, decode = node(PREFILL_FILLING, geometry, kv_lease_duration=0.4), node(DECODE_FILLING, geometry)
+    prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
     landings = decode.thread._side.landings
     del landings._free[2:]
     params = [prefilled(prefill, f"cmpl-{n}-0-aaaaaaaa", 60 * n, BLOCK_SIZE) for n in range(8)]
@@ -140,7 +140,7 @@ def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(nod
 
 
 def test_another_word_in_the_same_bucket_does_not_stand_for_it(node: Callable[..., Node]) -> None:
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.3), node(DECODE_FILLING)
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     params = prefilled(prefill, PREFILL_ID)
     (word,) = prefill.side.words._word_of.values()
     rest(prefill)
