@@ -193,7 +193,7 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.24.0": (Evidence.CONTRACT,),
         "0.25.1": (Evidence.CONTRACT,),
         "0.26.0": _SERVED,
-        "0.27.1": (Evidence.CONTRACT,),
+        "0.27.1": _COMPARED,
         "0.28.0": _SERVED,
     }
 )
