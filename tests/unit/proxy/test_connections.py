@@ -157,6 +157,7 @@ def test_an_answer_that_is_not_whole_is_none(answer: bytes) -> None:
 def test_what_nobody_has_asked_for_is_never_the_next_one_s_answer(more: bytes, at_once: bool) -> None:
     """Else a client would have another's tokens."""
     served = 0
+    may_go_on, has_said = asyncio.Event(), asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal served
@@ -164,17 +165,24 @@ def test_what_nobody_has_asked_for_is_never_the_next_one_s_answer(more: bytes, a
         served += 1
         said = WHOLE.replace(b"hello", f"say-{served}".encode())
         writer.write(said + more if at_once else said)
-        await asyncio.sleep(0.02)
+        await may_go_on.wait()
         if not at_once:
             writer.write(more)
+            await writer.drain()
+        has_said.set()
         await reader.read(1)
 
     async def run() -> None:
         async with server(handler) as connections:
             for turn in (1, 2, 3):
+                may_go_on.clear()
+                has_said.clear()
                 reply, body = await ask(connections)
                 assert (reply.status, body) == (200, f"say-{turn}".encode())
-                await asyncio.sleep(0.05)
+                may_go_on.set()
+                await has_said.wait()
+                # It is on this side's socket; now the loop has to look there.
+                await asyncio.sleep(0.02)
 
     asyncio.run(run())
 
