@@ -26,8 +26,7 @@ class Arm:
     ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
     first, so that they travel while P computes. ``is_staged``: KV is copied out of P's blocks before it travels.
     ``prefill``: extra config that P alone has. ``decode``: environment that D alone has. ``servers``: so many P and as
-    many D, each of ``ranks`` tensor-parallel ones. ``runner``: their model runner. ``in_runs``: the smallest run that
-    it is part of.
+    many D, each of ``ranks`` tensor-parallel ones. ``in_runs``: the smallest run that it is part of.
     """
 
     name: str
@@ -40,8 +39,12 @@ class Arm:
     decode: Mapping[str, str] = field(default_factory=dict)
     servers: int = 1
     ranks: int = 1
-    runner: Literal["V1", "V2"] = "V1"
     in_runs: Size = "quick"
+
+    @property
+    def runner(self) -> str:
+        """The model runner of its servers."""
+        return "V2" if RUNNER_V2.items() <= self.environment.items() else "V1"
 
     @property
     def computes_as_stock(self) -> bool:
@@ -151,14 +154,13 @@ ARMS: tuple[Arm, ...] = (
         ranks=2,
         in_runs="full",
     ),
-    Arm("kvcached P/D, runner V2, pull", "pull", _connector(), {**FLAT, **RUNNER_V2}, runner="V2", in_runs="full"),
+    Arm("kvcached P/D, runner V2, pull", "pull", _connector(), {**FLAT, **RUNNER_V2}, in_runs="full"),
     Arm(
         "kvcached P/D, runner V2, contiguous, push",
         "push",
         PUSH,
         {**_kvcached(contiguous=True), **RUNNER_V2},
         BOTH_ORDERS,
-        runner="V2",
         in_runs="full",
     ),
     Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, servers=2, in_runs="full"),

@@ -185,11 +185,7 @@ class Node:
 
     def listen(self) -> None:
         """Answer handshakes from now on."""
-        metadata, scheduler = self.engine.worker.get_handshake_metadata(), self.engine.scheduler
-        if hasattr(type(scheduler), "set_xfer_handshake_metadata_pp_aware"):
-            scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
-        else:
-            scheduler.set_xfer_handshake_metadata({0: metadata})
+        self.engine.listen()
 
 
 AnyNode = TypeVar("AnyNode", bound=Node)

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 
 from experiments.common.servers import free_ports
 from kvcached_nixl.compat.attached import side_of
+from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Offered, Step, Wanted
@@ -65,10 +66,13 @@ class Engine:
         side = side_of(self.scheduler)
         if side is not None:
             side.start = "0" * 16
+        self.listen()
+
+    def listen(self) -> None:
+        """Answer handshakes from now on."""
         metadata = self.worker.get_handshake_metadata()
-        aware = getattr(type(self.scheduler), "set_xfer_handshake_metadata_pp_aware", None)
-        if aware is not None:
-            aware(self.scheduler, {(0, 0): metadata})
+        if installed_row().shape.side_channel_names_stage:
+            self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         else:
             self.scheduler.set_xfer_handshake_metadata({0: metadata})
 
