@@ -8,7 +8,7 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,9 +263,27 @@ def wake_of(core: Any) -> Any:
 def _only_waits(core: Any, side: Any) -> bool:
     scheduler = core.scheduler
     waiting, kept = side.num_waiting, side.num_kept
-    if side.pending or not (waiting or kept) or core.batch_queue or scheduler.finished_req_ids:
+    if side.pending or not (waiting or kept) or scheduler.finished_req_ids:
         return False
     if private(core, "engines_running") or core.vllm_config.parallel_config.data_parallel_size > 1:
         return False
     # Whoever else waits for something may have to be looked after in every step.
-    return scheduler.get_num_unfinished_requests() == waiting and len(scheduler.requests) <= waiting + kept
+    if scheduler.get_num_unfinished_requests() != waiting or len(scheduler.requests) > waiting + kept:
+        return False
+    return _bring_nothing(core.batch_queue or ())
+
+
+def _bring_nothing(batches: Collection[Any]) -> bool:
+    """Whether batches that the workers were given compute nothing, and nothing is reported with them.
+
+    With asynchronous scheduling vLLM always has one. Its next step waits for the oldest, as this does, and would raise
+    what is raised here.
+    """
+    if any(scheduler_output.total_num_scheduled_tokens for _, scheduler_output, *_ in batches):
+        return False
+    for future, *_ in batches:
+        output = future.result()
+        reports = None if output is None else reports_of(output)
+        if reports is None or reports.sent or reports.received or reports.invalid:
+            return False
+    return True

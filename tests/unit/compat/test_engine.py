@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -461,6 +462,26 @@ def core(unfinished: int = 1, held: int = 1, **changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**fields | changed)
 
 
+NO_REPORTS: dict[str, Any] = {"finished_sending": None, "finished_recving": None, "invalid_block_ids": set()}
+
+
+def batch(
+    tokens: int = 0,
+    reported: dict[str, Any] | None = NO_REPORTS,
+    *,
+    raises: Exception | None = None,
+    has_output: bool = True,
+) -> tuple[Future[Any], SimpleNamespace, Future[Any]]:
+    """What asynchronous scheduling has queued: a batch of so many tokens, and what its worker has answered."""
+    future: Future[Any] = Future()
+    if raises is not None:
+        future.set_exception(raises)
+    else:
+        told = None if reported is None else SimpleNamespace(**{**NO_REPORTS, **reported})
+        future.set_result(SimpleNamespace(kv_connector_output=told) if has_output else None)
+    return future, SimpleNamespace(total_num_scheduled_tokens=tokens), future
+
+
 def resting(core: SimpleNamespace, side: SimpleNamespace) -> list[float]:
     """How long it has waited, with this side on its connector."""
     attach(core.scheduler.connector, side)
@@ -481,8 +502,10 @@ def side(waiting: int = 1, kept: int = 0, *, pending: bool = False) -> SimpleNam
         (core(2, 3), side(2, 1)),
         (core(2, 2), side(2, 1)),
         (core(batch_queue=[]), side()),
+        (core(batch_queue=[batch()]), side()),
+        (core(batch_queue=[batch(), batch(reported=None)]), side()),
     ],
-    ids=["waits", "keeps", "both", "one of them ended", "an empty batch queue"],
+    ids=["waits", "keeps", "both", "one of them ended", "no batch", "an idle batch", "two idle batches"],
 )
 def test_an_engine_that_only_waits_rests(core: SimpleNamespace, side: SimpleNamespace) -> None:
     """It would step a thousand times a second, and each step go on to the API server."""
@@ -496,16 +519,39 @@ def test_an_engine_that_only_waits_rests(core: SimpleNamespace, side: SimpleName
         (core(), side(pending=True)),
         (core(2, 2), side(1)),
         (core(1, 3), side(1, 1)),
-        (core(batch_queue=[1]), side()),
+        (core(batch_queue=[batch(tokens=1)]), side()),
+        (core(batch_queue=[batch(), batch(reported={"finished_sending": {"a"}})]), side()),
+        (core(batch_queue=[batch(reported={"finished_recving": {"a"}})]), side()),
+        (core(batch_queue=[batch(reported={"invalid_block_ids": {-2}})]), side()),
+        (core(batch_queue=[batch(has_output=False)]), side()),
         (core(finished_req_ids={"a"}), side()),
         (core(engines_running=True), side()),
         (core(data_parallel_size=2), side()),
     ],
-    ids=["idle", "news", "computes", "another's", "a batch", "an end to tell", "lockstep", "data parallel"],
+    ids=[
+        "idle",
+        "news",
+        "computes",
+        "another's",
+        "a batch",
+        "sent",
+        "received",
+        "failed",
+        "no output",
+        "an end to tell",
+        "lockstep",
+        "data parallel",
+    ],
 )
 def test_an_engine_that_has_something_to_do_does_not(core: SimpleNamespace, side: SimpleNamespace) -> None:
     """C4: no wait at all where ranks step together; and whoever has nothing to wait for waits as vLLM does."""
     assert resting(core, side) == []
+
+
+def test_what_a_worker_has_raised_ends_the_engine() -> None:
+    """As it would in the next step."""
+    with pytest.raises(OSError, match="a worker"):
+        resting(core(batch_queue=[batch(raises=OSError("a worker"))]), side())
 
 
 def test_an_engine_without_ours_is_left_alone() -> None:
