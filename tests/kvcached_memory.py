@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvcached_nixl.worker.axes import Axes
+from kvcached_nixl.worker.layout import Page
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Geometry:
     """A model's KV cache as kvcached reserves it.
 
     Attributes:
-        era: ``kv_first`` (2, N, bs, H, D), ``blocks_first`` (N, 2, bs, H, D), ``packed`` (N, H, bs, 2D) or
-            ``mla`` (N, bs, C).
+        era: ``kv_first`` (2, N, bs, H, D), ``blocks_first`` (N, 2, bs, H, D), ``packed`` (N, H, bs, 2D), ``mla``
+            (N, bs, C) or, since vLLM 0.29, ``latent`` (N, 1, bs, C).
         contiguous: all layers of a block side by side, or each layer apart.
         num_blocks: blocks planned; ``reserved_blocks`` (more) are what kvcached's addresses have room for.
         groups: KV-cache groups that share the pools; layer ``g.i`` of each group g uses pool i.
@@ -40,16 +41,24 @@ class Geometry:
     dtype: torch.dtype = field(default=torch.bfloat16)
 
     @property
+    def is_latent(self) -> bool:
+        return self.era in ("mla", "latent")
+
+    @property
     def half_elements(self) -> int:
         return self.block_size * self.num_kv_heads * self.head_size
 
     @property
     def page_elements(self) -> int:
-        return self.half_elements * (1 if self.era == "mla" else 2)
+        return self.half_elements * (1 if self.is_latent else 2)
 
     @property
     def page_bytes(self) -> int:
         return self.page_elements * self.dtype.itemsize
+
+    def page(self) -> Page:
+        """A block of one layer as vLLM counts it."""
+        return Page(self.page_bytes, self.block_size, 1 if self.is_latent else self.num_kv_heads)
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         """The backend's logical shape of one layer."""
@@ -59,6 +68,7 @@ class Geometry:
             "blocks_first": (num_blocks, 2, size, heads, width),
             "packed": (num_blocks, heads, size, 2 * width),
             "mla": (num_blocks, size, heads * width),
+            "latent": (num_blocks, 1, size, heads * width),
         }[self.era]
 
     def axes(self) -> Axes:
@@ -97,6 +107,8 @@ class Geometry:
             strides: tuple[int, ...] = (block_stride, *inner)
         elif self.era == "mla":
             strides = (block_stride, heads * width, 1)
+        elif self.era == "latent":
+            strides = (block_stride, size * heads * width, heads * width, 1)
         else:
             inner = (heads * width, width, 1)
             strides = (kv_stride, block_stride, *inner) if self.era == "kv_first" else (block_stride, kv_stride, *inner)

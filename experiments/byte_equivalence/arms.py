@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from experiments.common.device import FOLLOWS, PINNED, RUNNER_V2
+from experiments.common import device
+from experiments.common.device import FOLLOWS, PINNED, RUNNERS, runner_of
 from experiments.common.servers import GIVES_BACK, ServerSpec
 from experiments.common.transfer_config import with_extra
 from kvcached_nixl.compat.runner import accepted
+from kvcached_nixl.compat.versions import row_of
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
@@ -42,14 +44,14 @@ class Arm:
     in_runs: Size = "quick"
 
     @property
-    def runner(self) -> str:
-        """The model runner of its servers."""
-        return "V2" if RUNNER_V2.items() <= self.environment.items() else "V1"
+    def has_own_runner(self) -> bool:
+        """Whether its servers are told which model runner to have; the others have one in common."""
+        return device.SWITCH in self.environment
 
     @property
     def computes_as_stock(self) -> bool:
         """Whether its P computes the same chunks in the same way, so that every bit of its KV is stock P's."""
-        return self.servers == self.ranks == 1 and self.runner == "V1"
+        return self.servers == self.ranks == 1 and not self.has_own_runner
 
     @property
     def writes(self) -> bool:
@@ -154,12 +156,12 @@ ARMS: tuple[Arm, ...] = (
         ranks=2,
         in_runs="full",
     ),
-    Arm("kvcached P/D, runner V2, pull", "pull", _connector(), {**FLAT, **RUNNER_V2}, in_runs="full"),
+    Arm("kvcached P/D, runner V2, pull", "pull", _connector(), {**FLAT, **RUNNERS["V2"]}, in_runs="full"),
     Arm(
         "kvcached P/D, runner V2, contiguous, push",
         "push",
         PUSH,
-        {**_kvcached(contiguous=True), **RUNNER_V2},
+        {**_kvcached(contiguous=True), **RUNNERS["V2"]},
         BOTH_ORDERS,
         in_runs="full",
     ),
@@ -170,8 +172,18 @@ ARMS: tuple[Arm, ...] = (
 
 
 def of_size(size: Size, vllm: str) -> list[Arm]:
-    """The arms of a run with ``vllm``: those whose runner kvcached accepts there."""
-    return [arm for arm in ARMS if SIZES.index(arm.in_runs) >= SIZES.index(size) and arm.runner in accepted(vllm)]
+    """The arms of a run with ``vllm``: those that can be served there, on this machine."""
+    return [arm for arm in ARMS if SIZES.index(arm.in_runs) >= SIZES.index(size) and _can_serve(arm, vllm)]
+
+
+def _can_serve(arm: Arm, vllm: str) -> bool:
+    """Whether kvcached accepts the arm's runner as another than the common one, and attention offers its layout."""
+    usual, row = runner_of({}, vllm), row_of(vllm)
+    own = runner_of(arm.environment, vllm)
+    # A backend says which layouts it takes since 0.29; that of CPUs takes none that has all layers in a block.
+    lacks_layout = row is not None and row.shape.logical_views and not device.has_gpu()
+    is_contiguous = arm.environment.get("KVCACHED_CONTIGUOUS_LAYOUT") == "true"
+    return (not arm.has_own_runner or own != usual) and own in accepted(vllm) and not (lacks_layout and is_contiguous)
 
 
 MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))

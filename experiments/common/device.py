@@ -8,14 +8,16 @@ import importlib.util
 from collections.abc import Mapping
 
 from experiments.common.transfer_config import extra_of, with_extra
+from kvcached_nixl.compat.runner import SWITCH, accepted, named
+from kvcached_nixl.compat.versions import found_version
 
 REGISTRATION = "KVCACHED_HOSTVMM_REGISTRATION"
 PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
 """A registration is of the pages that were mapped then, as a network card's is, so that KV has to be staged."""
 FOLLOWS: Mapping[str, str] = {REGISTRATION: "follows"}
 """A registration follows the pages, so that KV need not be staged."""
-RUNNER_V2: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""vLLM's second model runner; without a GPU its Triton kernels are interpreted (server_side/triton_kernels.py)."""
+RUNNERS: Mapping[str, Mapping[str, str]] = {"V1": {SWITCH: "0"}, "V2": {SWITCH: "1"}}
+"""vLLM's model runners; without a GPU Triton interprets the second one's kernels (server_side/triton_kernels.py)."""
 INTERPRETED: Mapping[str, str] = {"TRITON_INTERPRET": "1"}
 MEMORY_PATHS = {"pinned": "device", "follows": "direct"}
 """On a GPU nobody can choose how registrations behave; the path that they would lead to is asked for instead."""
@@ -27,10 +29,6 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     # Else each server keeps a core busy by doing nothing, and all compute on one (server_side/few_cores.py).
     "EXPERIMENT_FEW_CORES": "1",
-}
-GPU_ENVIRONMENT: Mapping[str, str] = {
-    # kvcached 0.1.6 knows the V1 runner of every vLLM that is supported.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 
 
@@ -44,6 +42,17 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def runner_of(asked: Mapping[str, str], vllm: str | None) -> str:
+    """Return the model runner of a server: what is asked for, else the first that kvcached accepts with this vLLM."""
+    return named(bool(int(asked[SWITCH]))) if SWITCH in asked else (accepted(vllm) or ("V1",))[0]
+
+
+def runner_environment(asked: Mapping[str, str]) -> dict[str, str]:
+    """Return what a server of the installed vLLM is told so that it has that runner."""
+    runner = runner_of(asked, found_version("vllm"))
+    return {**RUNNERS[runner], **(INTERPRETED if runner == "V2" and not has_gpu() else {})}
+
+
 def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> dict[str, str]:
     """Return the environment of a server: the device's, then what is asked for as far as the device knows it.
 
@@ -54,10 +63,10 @@ def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> 
     """
     if has_gpu():
         known = {name: value for name, value in asked.items() if "HOSTVMM" not in name}
-        return {**GPU_ENVIRONMENT, **known}
+        return {**runner_environment(asked), **known}
     forking = {"EXPERIMENT_FORK": "1"} if forks else {}
-    runner = INTERPRETED if RUNNER_V2.items() <= asked.items() else {}
-    return {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": str(kv_space_gib), **forking, **runner, **asked}
+    space = {"VLLM_CPU_KVCACHE_SPACE": str(kv_space_gib)}
+    return {**CPU_ENVIRONMENT, **space, **forking, **runner_environment(asked), **asked}
 
 
 def arguments() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcached_nixl.compat.private import private
 
-__all__ = ["attach", "attach_step", "sides", "side_of", "step_of"]
+__all__ = ["attach", "attach_step", "begin_step", "sides", "side_of", "step_of"]
 
 _SIDE = "_kvcached_nixl"
 _STEP = "kvcached_nixl_step"
@@ -42,6 +42,13 @@ def attach_step(metadata: Any, step: Any) -> Any:
     """Let our step ride on the metadata that vLLM hands to every worker."""
     setattr(metadata, _STEP, step)
     return metadata
+
+
+def begin_step(connector: Any, metadata: Any) -> None:
+    """Begin, on a worker, the step that rides on this metadata; of another connector nothing."""
+    side = side_of(connector)
+    if side is not None:
+        side.begin_step(private(metadata, _STEP))
 
 
 def step_of(connector: Any) -> Any:

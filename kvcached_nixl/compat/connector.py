@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to the private state of vLLM's NIXL connector.
+"""Named access to the private state of a worker's half of vLLM's NIXL connector.
 
 Every name here is checked when it is used: a name that is gone is a refusal, not a default.
-Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` and ``base_scheduler.py`` (0.24 to 0.28).
+Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.30).
 """
 
 from __future__ import annotations
@@ -16,86 +16,16 @@ import msgspec
 
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.private import first_module, private
-from kvcached_nixl.compat.versions import found_version
+from kvcached_nixl.compat.specs import specs_of
+from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.wire.handshake import MemoryType
 
-__all__ = ["SchedulerView", "WorkerView"]
+__all__ = ["WorkerView", "transfer_results"]
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
 """Numbers that no other dimension of a cache has, so that their places in a shape tell what it counts."""
-
-
-def _specs(kv_cache_spec: Any) -> list[Any]:
-    """The specs of a KV-cache group's layers."""
-    if type(kv_cache_spec).__name__ == "UniformTypeKVCacheSpecs":
-        return list(kv_cache_spec.kv_cache_specs.values())
-    return [kv_cache_spec]
-
-
-def _keeps_all_tokens(spec: Any) -> bool:
-    """Whether vLLM's manager of such layers keeps every block until the request ends."""
-    return any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__) and type(spec).__name__ != "RSWASpec"
-
-
-@dataclass(frozen=True)
-class SchedulerView:
-    """What the engine's half of a NIXL connector is constructed with."""
-
-    config: Any
-    kv_cache_config: Any
-
-    @property
-    def engine_id(self) -> str:
-        return str(self.config.kv_transfer_config.engine_id)
-
-    @property
-    def host(self) -> str:
-        """Of the side channel; vLLM's setting."""
-        return str(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
-
-    @property
-    def port(self) -> int:
-        """Of the side channel; each data-parallel engine has its own."""
-        index = private(self.config.parallel_config, "data_parallel_index")
-        return int(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
-
-    @property
-    def tp_size(self) -> int:
-        return int(self.config.parallel_config.tensor_parallel_size)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block of the scheduler."""
-        return int(self.config.cache_config.block_size)
-
-    @property
-    def dropping_groups(self) -> list[str]:
-        """KV-cache groups that let go of blocks while they compute, by the name of their kind."""
-        return [
-            type(spec).__name__
-            for group in self.kv_cache_config.kv_cache_groups
-            for spec in _specs(group.kv_cache_spec)
-            if not _keeps_all_tokens(spec)
-        ]
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether a request whose KV has not come is computed anew, and does not fail."""
-        return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")
-
-    @property
-    def extra_config(self) -> Mapping[str, Any]:
-        """``kv_connector_extra_config``."""
-        found: Mapping[str, Any] = self.config.kv_transfer_config.kv_connector_extra_config
-        return found
-
-
-def _envs() -> Any:
-    from vllm import envs
-
-    return envs
 
 
 @dataclass(frozen=True)
@@ -141,7 +71,7 @@ class WorkerView:
             for name in ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
         ]
         refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
-        sizes = {spec.block_size for group in self._groups for spec in _specs(group.kv_cache_spec)}
+        sizes = {spec.block_size for group in self._groups for spec in specs_of(group.kv_cache_spec)}
         own = self._config.cache_config.block_size
         if sizes != {own}:
             shown = ", ".join(map(str, sorted(sizes)))
@@ -187,7 +117,10 @@ class WorkerView:
     @property
     def num_pools(self) -> int:
         """Pools of layers that back the KV cache; layers of different groups may share one."""
-        return len(private(self.worker, "kv_cache_config").kv_cache_tensors)
+        tensors = private(self.worker, "kv_cache_config").kv_cache_tensors
+        if not installed_row().shape.logical_views:
+            return len(tensors)
+        return len({one.offset + number * one.layer_stride for one in tensors for number in range(len(one.layers))})
 
     @property
     def use_mla(self) -> bool:
@@ -226,10 +159,10 @@ class WorkerView:
     def device_id(self) -> int:
         return int(private(self.worker, "device_id"))
 
-    def page_bytes(self) -> dict[str, int]:
-        """Layer name -> bytes of one kernel block in that layer (K and V, or the latent)."""
+    def pages(self) -> dict[str, tuple[int, int, int]]:
+        """Layer name -> bytes (K and V, or the latent), tokens and heads of one kernel block in that layer."""
         ratio = self.kernel_blocks_per_block
-        pages: dict[str, int] = {}
+        pages: dict[str, tuple[int, int, int]] = {}
         for layer, spec in private(self.worker, "_layer_specs").items():
             own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
             if type(own).__name__ == "MambaSpec":
@@ -239,11 +172,14 @@ class WorkerView:
                     consequence="state and attention share pools in a way not described yet; the engine stops",
                     remedy="serve this model without ENABLE_KVCACHED, or without a KV connector",
                 )
-            pages[layer] = own.page_size_bytes // ratio
+            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, own.num_kv_heads
         return pages
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
-        """The backend's KV cache shape for telling numbers of blocks, tokens and heads, and those numbers."""
+        """The shape of a layer's cache for telling numbers of blocks, tokens and heads, and those numbers."""
+        if installed_row().shape.logical_views:
+            heads = 1 if self.use_mla else _PROBED["num_heads"]
+            return (_PROBED["num_blocks"], heads, _PROBED["block_size"], 1), _PROBED
         backend = private(self.worker, "attn_backends")[0]
         shape = backend.get_kv_cache_shape(
             num_blocks=_PROBED["num_blocks"],
@@ -295,3 +231,10 @@ class WorkerView:
     @property
     def stats(self) -> Any:
         return private(self.worker, "xfer_stats")
+
+
+def transfer_results(sent: set[str], received: set[str]) -> Any:
+    """What the runner of vLLM 0.30 asks for. A receive that has failed is told among the invalid blocks, as before."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.locate import ERROR_MODULES
+from kvcached_nixl.compat.private import first_bound, private
 
 __all__ = ["let_stream_fail"]
 
@@ -18,7 +19,7 @@ def let_stream_fail(request_state: Any, finish_reason: Any, logger: logging.Logg
     """Have a stream whose request ends with an error before its first token end with that error.
 
     vLLM passes over outputs without tokens, which a chunked prefill has, before it looks at why a request has ended:
-    ``completion_stream_generator`` and ``chat_completion_stream_generator``, 0.19 to 0.28. The client would get status
+    ``completion_stream_generator`` and ``chat_completion_stream_generator``, 0.19 to 0.30. The client would get status
     200, ``[DONE]`` and nothing between. An answer that is not streamed is looked at, and so is left alone.
 
     Args:
@@ -40,8 +41,7 @@ def _fail(request_state: Any) -> None:
     is_stream = private(request_state, "output_kind").name == "DELTA"
     if queue is None or detokenizer is None or not is_stream or private(detokenizer, "num_output_tokens")():
         return
-    from vllm.entrypoints.openai.engine.protocol import GenerationError
     from vllm.v1.engine.async_llm import InputStreamError
 
     # What is wrapped so reaches the stream as it is: the error that vLLM says of any other request.
-    queue.put(InputStreamError(GenerationError()))
+    queue.put(InputStreamError(first_bound(ERROR_MODULES, "GenerationError")()))

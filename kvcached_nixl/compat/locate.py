@@ -15,9 +15,11 @@ from kvcached_nixl.compat.names import KV_TRANSFER, KVCACHED_NIXL_COMPAT, NIXL_P
 from kvcached_nixl.patching import Place, Target
 
 __all__ = [
+    "CONNECTOR_BASE",
     "ENGINE_CORE",
     "ENGINE_SCHEDULER",
     "ENGINE_SCHEDULER_INTERFACE",
+    "ERROR_MODULES",
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
@@ -32,6 +34,9 @@ __all__ = [
 
 _FILE = f"{KV_TRANSFER}.v1.nixl_connector"
 _PACKAGE = f"{KV_TRANSFER}.v1.nixl"
+
+CONNECTOR_BASE = Target(name="connector base", places=(Place(f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1"),))
+"""What every connector inherits, others than NIXL's, too."""
 
 FACADE = Target(
     name="connector",
@@ -71,6 +76,9 @@ WORKER = Target(
 
 METADATA_MODULES = (f"{_PACKAGE}.metadata", _FILE)
 """Where the envelope of its handshake is."""
+
+ERROR_MODULES = ("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol")
+"""Where the errors of its API server are, since 0.29 and before."""
 
 STATS_MODULES = (f"{_PACKAGE}.stats", _FILE)
 """Where the classes of its metrics are."""

@@ -27,8 +27,9 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "sliding window, alone or beside full attention": dict.fromkeys(Era, _NOT_STREAMED),
         "kernel block smaller than block": {
             Era.KV_APART: "non-contiguous; contiguous is refused",
-            Era.PACKED: "both layouts; contiguous MLA is refused",
+            Era.PACKED: "both layouts; contiguous MLA is refused, and from 0.29 on all that is contiguous",
         },
+        "cells that are no token of one head (NVFP4, some ROCm backends)": dict.fromkeys(Era, _REFUSED),
         "state-space or linear-attention layers": dict.fromkeys(Era, _REFUSED),
         "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),
         "peers with different block sizes": dict.fromkeys(Era, _MULTIPLES),

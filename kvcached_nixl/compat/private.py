@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
 
-__all__ = ["first_module", "private"]
+__all__ = ["first_bound", "first_module", "private"]
 
 
 def first_module(names: Sequence[str]) -> Any:
@@ -19,11 +19,28 @@ def first_module(names: Sequence[str]) -> Any:
     Raises:
         ImportError: there is none.
     """
-    for name in names:
-        parent = name.rpartition(".")[0]
-        if importlib.util.find_spec(parent) is not None and importlib.util.find_spec(name) is not None:
-            return importlib.import_module(name)
+    for name in filter(_exists, names):
+        return importlib.import_module(name)
     raise ImportError(f"found none of {', '.join(names)}")
+
+
+def first_bound(modules: Sequence[str], name: str) -> Any:
+    """What the first of these modules that has the name binds to it.
+
+    Raises:
+        ContractChanged: none has it.
+    """
+    found: Any = None
+    for module in filter(_exists, modules):
+        found = importlib.import_module(module)
+        if name in vars(found):
+            break
+    return private(found, name)
+
+
+def _exists(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    return (not parent or _exists(parent)) and importlib.util.find_spec(module) is not None
 
 
 def private(owner: Any, name: str) -> Any:

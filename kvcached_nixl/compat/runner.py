@@ -76,17 +76,13 @@ class RunnerFound:
         if self.refusal is not None:
             return f"kvcached {KVCACHED} refuses it: {self.refusal.remedy}"
         if self.runner:
-            limits = (
-                " with attention layers only, none of which shares another's KV; all tests of this package but byte "
-                f"equivalence run V1, which {SWITCH}=0 chooses"
-                if self.runner == "V2"
-                else ""
-            )
-            return f"kvcached {KVCACHED} accepts it{limits}"
+            tested = f"; all tests of this package but byte equivalence run V1, which {SWITCH}=0 chooses"
+            limits = f" with attention layers only, none of which shares another's KV{tested}"
+            return f"kvcached {KVCACHED} accepts it{limits if self.runner == 'V2' and 'V1' in self.accepted else ''}"
         if len(self.accepted) > 1:
             return f"kvcached {KVCACHED} accepts both"
-        advice = f": set {SWITCH}=0" if self.accepted == ("V1",) else ""
-        return f"kvcached {KVCACHED} accepts {self.accepted[0]} only{advice}"
+        (only,) = self.accepted
+        return f"kvcached {KVCACHED} accepts {only} only: set {SWITCH}={int(only == 'V2')}"
 
 
 def named(wish: bool | None) -> str:
@@ -103,27 +99,18 @@ def accepted(vllm: str | None) -> tuple[str, ...]:
 
 
 def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
-    """The refusal of a vLLM with which kvcached does not accept every runner any more; None of an older one.
+    """The refusal of a vLLM that kvcached has no adapter for any more; None of an older one.
 
     Args:
         supported: the supported versions, in words.
     """
-    version = _version(vllm)
-    if version is None or "V1" in accepted(vllm):
+    if _version(vllm) is None or accepted(vllm):
         return None
-    if accepted(vllm):
-        return UnsupportedVersion(
-            found=f"vLLM {vllm}",
-            expected=f"vLLM {supported}",
-            consequence=f"No transfer is attempted: kvcached {KVCACHED} accepts only model runner V2 with this vLLM, "
-            "and this package's hand-over has not been adapted to it.",
-            remedy="Install a vLLM below 0.29, such as 0.28, or unset ENABLE_KVCACHED to run vLLM alone.",
-        )
     return UnsupportedVersion(
         found=f"vLLM {vllm}, for which kvcached {KVCACHED} has no adapter: it stops below 0.31",
         expected=f"vLLM {supported}",
         consequence="kvcached itself ends the engine at its start, with this package or without it.",
-        remedy="Install a vLLM below 0.29, such as 0.28; or unset ENABLE_KVCACHED to run vLLM alone; or wait for a "
+        remedy="Install a vLLM below 0.31, such as 0.30; or unset ENABLE_KVCACHED to run vLLM alone; or wait for a "
         "kvcached that follows, and for a release of this package that supports both.",
     )
 

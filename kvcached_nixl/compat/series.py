@@ -12,9 +12,11 @@ from enum import Enum
 from types import MappingProxyType
 
 __all__ = [
+    "ASKS_FOR_RESULTS",
     "ASKS_FOR_STAGES",
     "ASKS_FOR_WORK",
     "CHANGES",
+    "LOADS_BEHIND",
     "PROVIDES",
     "ROWS",
     "SUPPORTED",
@@ -88,11 +90,14 @@ class Shape:
         era: how a layer's KV tensor is shaped on GPUs.
         side_channel_names_stage: a rank is asked for by its pipeline stage, too.
         serves_on_cpu: servers with kvcached run on a machine without a GPU.
+        logical_views: every layer's view is (N, H, bs, D), whatever its backend, with one head for a latent; vLLM says
+            at which bytes it lies.
     """
 
     era: Era = Era.KV_APART
     side_channel_names_stage: bool = False
     serves_on_cpu: bool = True
+    logical_views: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,13 @@ ASKS_FOR_STAGES = Change(
     "packed KV tensors; the side channel is asked by pipeline stage (set_xfer_handshake_metadata_pp_aware)",
     {"era": Era.PACKED, "side_channel_names_stage": True, "serves_on_cpu": True},
 )
+LOADS_BEHIND = Change(
+    "0.29",
+    "a connector's loads begin behind the forward pass, what is preempted is told before it (handle_preemptions); one "
+    "logical view of every cache; kvcached 0.1.6 accepts model runner V2 alone",
+    {"logical_views": True},
+)
+ASKS_FOR_RESULTS = Change("0.30", "the runner asks its connector for the results of transfers (get_transfer_results)")
 CHANGES = (
     Change("0.20", "the connector is a package, v1/nixl/; torch 2.11"),
     Change("0.21", "TransferTopology and tp_mapping; bidirectional_kv_xfer"),
@@ -143,6 +155,8 @@ CHANGES = (
     ASKS_FOR_STAGES,
     Change("0.27", "torch 2.13"),
     Change("0.28", "kvcached 0.1.6 accepts model runner V2"),
+    LOADS_BEHIND,
+    ASKS_FOR_RESULTS,
 )
 """In their order. Those with a name of their own are what patches depend on."""
 
@@ -195,6 +209,8 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.26.0": _SERVED,
         "0.27.1": _COMPARED,
         "0.28.0": _SERVED,
+        "0.29.0": (Evidence.CONTRACT,),
+        "0.30.0": (Evidence.CONTRACT,),
     }
 )
 """One release of each series, the oldest first, and what was run with it."""

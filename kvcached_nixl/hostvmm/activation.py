@@ -77,6 +77,13 @@ HOOKS: tuple[Hook, ...] = (
         "vLLM up to 0.22; passes later shapes on",
     ),
     Hook(
+        "kvcached.integration.vllm.model_runner_v2",
+        "allocate_kv_cache",
+        _wrapped_by(hooks.allocate_kv_cache),
+        "asks torch.cuda for the device's size",
+        "kvcached 0.1.6; called with vLLM 0.29 and 0.30",
+    ),
+    Hook(
         _INTERFACES,
         "get_kv_cache_manager",
         _wrapped_by(hooks.get_kv_cache_manager),
@@ -95,7 +102,7 @@ HOOKS: tuple[Hook, ...] = (
         "CPUWorker.determine_available_memory",
         _wrapped_by(hooks.determine_available_memory),
         "plans the KV cache without regard to the device's size",
-        "vLLM 0.19 to 0.28",
+        "vLLM 0.19 to 0.30",
     ),
 )
 

@@ -134,6 +134,26 @@ def build_kv_views(wrapped: Callable[..., Any], instance: object, args: tuple[An
     return _in_attention_order(wrapped, signature(wrapped).bind(*args, **kwargs))
 
 
+def allocate_kv_cache(
+    wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answers for the emulated device while kvcached allocates for model runner V2: it asks torch itself, by its name.
+
+    Once per worker, before it serves anything.
+    """
+    import torch
+    from kvcached.integration.vllm import model_runner_v2
+
+    config = signature(wrapped).bind(*args, **kwargs).arguments["config"]
+    refuse_if_too_few_mappings(_pool(model_runner_v2.cache_geometry(config).num_pools, 1))
+    stock = torch.cuda.get_device_properties
+    torch.cuda.get_device_properties = HostCuda().get_device_properties
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        torch.cuda.get_device_properties = stock
+
+
 def get_kv_cache_manager(
     wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -24,7 +24,7 @@ STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 
 
 class StockScheduler(Protocol):
-    """What is asked of vLLM's NIXL scheduler; ``compat.connector.SchedulerView`` answers."""
+    """What is asked of vLLM's NIXL scheduler; ``compat.nixl_scheduler.SchedulerView`` answers."""
 
     @property
     def engine_id(self) -> str: ...

@@ -15,11 +15,17 @@ from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
-from kvcached_nixl.compat.attached import attach, attach_step, side_of, step_of
-from kvcached_nixl.compat.connector import WorkerView
+from kvcached_nixl.compat.attached import attach, attach_step, begin_step, side_of, step_of
+from kvcached_nixl.compat.connector import WorkerView, transfer_results
 from kvcached_nixl.compat.engine import RequestView, blocks_of, is_whole, scheduled
-from kvcached_nixl.compat.locate import FACADE, PULL_FACADE
-from kvcached_nixl.compat.series import ASKS_FOR_STAGES, ASKS_FOR_WORK, TELLS_NEW_REQUESTS
+from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
+from kvcached_nixl.compat.series import (
+    ASKS_FOR_RESULTS,
+    ASKS_FOR_STAGES,
+    ASKS_FOR_WORK,
+    LOADS_BEHIND,
+    TELLS_NEW_REQUESTS,
+)
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
@@ -193,6 +199,19 @@ def register_kv_caches(call: Call) -> None:
 
 @_of_connector(
     "worker",
+    ("kv_connector_metadata",),
+    "the transfer thread would hear of a step when it has been computed.",
+    target=CONNECTOR_BASE,
+    versions=LOADS_BEHIND.later,
+)
+def handle_preemptions(call: Call) -> None:
+    """vLLM calls it before each step, whether anything was preempted or not."""
+    begin_step(call.instance, call.argument("kv_connector_metadata"))
+    call.proceed()
+
+
+@_of_connector(
+    "worker",
     ("forward_context", "kwargs"),
     "the transfer thread would hear nothing.",
     target=PULL_FACADE,
@@ -207,12 +226,20 @@ def wait_for_save(call: Call) -> None:
     side_of(call.instance).end_step(has_failed=sys.exc_info()[0] is not None)
 
 
-@_of_connector(
-    "worker",
-    ("finished_req_ids",),
-    "the stock worker would take the transfer thread's notifications, and requests would wait for ever.",
-)
+_FINISHED_IN_VAIN = "the stock worker would take the transfer thread's notifications, and requests would wait for ever."
+
+
+@_of_connector("worker", ("finished_req_ids",), _FINISHED_IN_VAIN, versions=ASKS_FOR_RESULTS.earlier)
 def get_finished(call: Call) -> tuple[set[str], set[str]]:
+    return _ended(call)
+
+
+@_of_connector("worker", ("finished_req_ids",), _FINISHED_IN_VAIN, versions=ASKS_FOR_RESULTS.later)
+def get_transfer_results(call: Call) -> Any:
+    return transfer_results(*_ended(call))
+
+
+def _ended(call: Call) -> tuple[set[str], set[str]]:
     side = side_of(call.instance)
     ended = side.take_ended()
     metrics.record(WorkerView(call.instance).stats, side.take_counted())

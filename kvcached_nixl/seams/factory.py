@@ -15,9 +15,9 @@ from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat.attached import attach
-from kvcached_nixl.compat.connector import SchedulerView
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
+from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler import start

@@ -42,8 +42,9 @@ class Axes:
             for place in places[:1]:
                 del left[place]
         block, token, head = found
-        # The last dimension is the cell's own.
+        # The last dimension is the cell's own; one of size 1 counts nothing.
         left.pop(len(shape) - 1, None)
+        left = {place: size for place, size in left.items() if size != 1}
         kv = next(iter(left), None)
         if block is None or token is None or len(left) > 1 or (kv is not None and (left[kv] != 2 or head is None)):
             raise LayoutRefused(

@@ -28,7 +28,7 @@ import torch
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.axes import Axes
 
-__all__ = ["Arrangement", "Layout", "Region", "plan"]
+__all__ = ["Arrangement", "Layout", "Page", "Region", "plan"]
 
 
 class Arrangement(enum.Enum):
@@ -37,6 +37,20 @@ class Arrangement(enum.Enum):
     SPLIT_HALF = "non-contiguous, K and V apart"
     DENSE = "non-contiguous"
     CONTIGUOUS = "contiguous"
+
+
+@dataclass(frozen=True)
+class Page:
+    """One block of one layer, at the granularity of the attention kernel, as vLLM counts it.
+
+    Attributes:
+        num_bytes: of K and V, or of the latent.
+        num_heads: on this rank; 1 for a latent.
+    """
+
+    num_bytes: int
+    num_tokens: int
+    num_heads: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,20 @@ def _refuse(layer: str, cache: torch.Tensor, expected: str) -> LayoutRefused:
     )
 
 
+def _refuse_other_cells(layer: str, cache: torch.Tensor, axes: Axes, page: Page) -> None:
+    """A cell is one token of one head; some backends keep K as a head of its own, or several tokens in a cell."""
+    counted = {axes.block: cache.shape[axes.block], axes.token: page.num_tokens, cache.dim() - 1: cache.shape[-1]}
+    if axes.head is not None:
+        counted[axes.head] = page.num_heads
+    if axes.kv is not None:
+        counted[axes.kv] = 2
+    expected = tuple(counted.get(axis, 1) for axis in range(cache.dim()))
+    if tuple(cache.shape) != expected:
+        raise _refuse(
+            layer, cache, f"the shape {expected}: {page.num_tokens} tokens and {page.num_heads} heads a block"
+        )
+
+
 def _is_dense(block: torch.Tensor, num_bytes: int) -> bool:
     """Whether a block's elements fill ``num_bytes`` without a hole, in whatever order."""
     dims = [dim for dim, size in enumerate(block.shape) if size != 1]
@@ -140,7 +168,7 @@ def plan(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     axes: Axes,
-    page_bytes: Mapping[str, int],
+    pages: Mapping[str, Page],
     num_blocks: int,
     num_pools: int,
 ) -> Layout:
@@ -149,16 +177,16 @@ def plan(
     Args:
         kv_caches: layer name -> the tensor attention uses, as the model runner registers it.
         axes: where the backend keeps blocks and K/V.
-        page_bytes: layer name -> bytes of K and V of one block (kernel granularity) in that layer. Layers that
-            share another layer's cache may be missing; they add no region.
+        pages: of each layer by its name. Layers that share another layer's cache may be missing; they add no region.
         num_blocks: blocks vLLM planned, kernel granularity; at most the blocks of every tensor.
         num_pools: pools of layers kvcached interleaves in its contiguous layout
             (``len(kv_cache_config.kv_cache_tensors)``).
 
     Raises:
-        LayoutRefused: a tensor has holes, an unknown stride, too few blocks, or differs from the others.
+        LayoutRefused: a tensor has holes, an unknown stride, too few blocks, differs from the others, or counts other
+            tokens or heads than vLLM does.
     """
-    owned = {layer: cache for layer, cache in kv_caches.items() if layer in page_bytes}
+    owned = {layer: cache for layer, cache in kv_caches.items() if layer in pages}
     if not owned:
         raise LayoutRefused(
             found="no layer with a KV cache of its own",
@@ -172,7 +200,8 @@ def plan(
             raise _refuse(
                 layer, cache, f"{axes.ndim} dimensions and at least {num_blocks} blocks in dimension {axes.block}"
             )
-        kinds.setdefault(_arrangement(layer, cache, axes, page_bytes[layer], num_pools), layer)
+        _refuse_other_cells(layer, cache, axes, pages[layer])
+        kinds.setdefault(_arrangement(layer, cache, axes, pages[layer].num_bytes, num_pools), layer)
     if len(kinds) > 1:
         mixed = ", ".join(f"{layer!r} {kind.value}" for kind, layer in kinds.items())
         layer = next(iter(owned))
@@ -181,13 +210,13 @@ def plan(
     arrangement = next(iter(kinds))
     views = {layer: cache.narrow(axes.block, 0, num_blocks) for layer, cache in owned.items()}
     if arrangement is Arrangement.CONTIGUOUS:
-        regions = [_across_layers(owned, page_bytes, num_pools)]
+        regions = [_across_layers(owned, {layer: pages[layer].num_bytes for layer in owned}, num_pools)]
     elif arrangement is Arrangement.DENSE:
-        regions = [Region(view.data_ptr(), page_bytes[layer]) for layer, view in views.items()]
+        regions = [Region(view.data_ptr(), pages[layer].num_bytes) for layer, view in views.items()]
     else:
         assert axes.kv is not None
         regions = [
-            Region(half.data_ptr(), page_bytes[layer] // 2)
+            Region(half.data_ptr(), pages[layer].num_bytes // 2)
             for layer, view in views.items()
             for half in view.unbind(axes.kv)
         ]

@@ -13,7 +13,7 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.worker.axes import Axes
-from kvcached_nixl.worker.layout import Layout, plan
+from kvcached_nixl.worker.layout import Layout, Page, plan
 from kvcached_nixl.worker.staging.sizing import Load, make_slab
 from kvcached_nixl.worker.staging.slab import Slab
 
@@ -29,7 +29,7 @@ class StockWorker(Protocol):
     def num_pools(self) -> int: ...
     @property
     def unserved(self) -> Sequence[tuple[str, str]]: ...
-    def page_bytes(self) -> dict[str, int]: ...
+    def pages(self) -> Mapping[str, tuple[int, int, int]]: ...
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]: ...
     @property
     def load(self) -> tuple[int, int, int]: ...
@@ -80,7 +80,7 @@ def register(
     layout = plan(
         kv_caches,
         axes=Axes.from_probe(shape, **numbers),
-        page_bytes=worker.page_bytes(),
+        pages={layer: Page(*one) for layer, one in worker.pages().items()},
         num_blocks=worker.num_blocks,
         num_pools=worker.num_pools,
     )

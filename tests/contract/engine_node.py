@@ -7,6 +7,7 @@ same token) and HTTP. What differs between the supported versions of vLLM is dea
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.transport import side_channel
 
 GEOMETRY = Geometry(
@@ -66,8 +68,12 @@ class Node:
     ended: dict[str, str] = dataclasses.field(default_factory=dict)
     kernel_blocks_per_block: int = 1
     is_over: bool = False
+    runner: Any = None
+    """vLLM's own glue of model runner V2, where every model has that one; stepped by hand elsewhere."""
+    taken_stats: list[Any] = dataclasses.field(default_factory=list)
 
     connector: ClassVar[str] = "NixlConnector"
+    scheduler_class: ClassVar[type[Scheduler]] = Scheduler
 
     def __post_init__(self) -> None:
         freed = self.scheduler._update_from_kv_xfer_finished
@@ -87,6 +93,15 @@ class Node:
     @property
     def connector_scheduler(self) -> Any:
         return self.engine.scheduler.connector_scheduler
+
+    @property
+    def account(self) -> dict[str, list[Any]]:
+        """What the worker has counted for the metrics, since the start."""
+        account: dict[str, list[Any]] = collections.defaultdict(list)
+        for stats in (*self.taken_stats, self.worker.xfer_stats):
+            for name, values in stats.data.items():
+                account[name] += values
+        return account
 
     @property
     def free_blocks(self) -> int:
@@ -135,9 +150,32 @@ class Node:
     def step(self) -> Any:
         """What EngineCore.step does, with one token for whatever has all its tokens computed; returns the metadata."""
         output = self.scheduler.schedule()
-        worker, metadata = self.engine.worker, output.kv_connector_metadata
-        assert metadata is not None
-        worker.bind_connector_metadata(metadata)
+        self.take(output, self.run(output))
+        return output.kv_connector_metadata
+
+    def run(self, output: Any) -> ModelRunnerOutput:
+        """What a worker does with a step."""
+        assert output.kv_connector_metadata is not None
+        if self.runner is None:
+            told = self._run_by_hand(output)
+        else:
+            self.runner.pre_forward(output)
+            self.compute(output)
+            told = self.runner.post_forward(output.finished_req_ids, wait_for_save=bool(output.num_scheduled_tokens))
+            if told.kv_connector_stats is not None:
+                self.taken_stats.append(told.kv_connector_stats)
+        ids = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[request_id] for request_id in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[[SAMPLED] if one.num_computed_tokens >= one.num_tokens else [] for one in requests],
+            kv_connector_output=told,
+        )
+
+    def _run_by_hand(self, output: Any) -> KVConnectorOutput:
+        worker = self.engine.worker
+        worker.bind_connector_metadata(output.kv_connector_metadata)
         worker.start_load_kv(None)
         self.compute(output)
         if output.num_scheduled_tokens:
@@ -145,23 +183,28 @@ class Node:
         sent, received = worker.get_finished(output.finished_req_ids)
         invalid = worker.get_block_ids_with_load_errors()
         worker.clear_connector_metadata()
-        ids = list(output.num_scheduled_tokens)
-        requests = [self.scheduler.requests[request_id] for request_id in ids]
-        result = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=[[SAMPLED] if one.num_computed_tokens >= one.num_tokens else [] for one in requests],
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=sent, finished_recving=received, invalid_block_ids=invalid
-            ),
-        )
+        return KVConnectorOutput(finished_sending=sent, finished_recving=received, invalid_block_ids=invalid)
+
+    def take(self, output: Any, result: ModelRunnerOutput) -> None:
+        """What EngineCore does with what a step has brought."""
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 if one.kv_transfer_params:
                     self.transfer_params[one.request_id] = one.kv_transfer_params
                 if one.finish_reason is not None:
                     self.ended[one.request_id] = str(one.finish_reason)
-        return metadata
+
+    def register(self) -> None:
+        """Hand the connector its memory, as the model runner does."""
+        if not installed_row().shape.logical_views:
+            self.engine.worker.register_kv_caches(dict(self.caches))
+            return
+        from vllm.distributed.kv_transfer import kv_transfer_state
+        from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+        # The runner asks for the one of its process.
+        with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.engine.worker):
+            self.runner = ActiveKVConnector(self.engine.config, dict(self.caches))
 
     def step_until(self, found: Callable[[], Any]) -> None:
         until(lambda: self.step() and found())
@@ -226,7 +269,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         for pool in memory:
             pool.view(torch.uint8).fill_(fill)
         one.caches.update(caches)
-        one.engine.worker.register_kv_caches(dict(caches))
+        one.register()
         if listening:
             one.listen()
         return one
@@ -287,7 +330,7 @@ def _node(
     config.cache_config.num_gpu_blocks = engine.kv_cache_config.num_blocks
     config.cache_config.enable_prefix_caching = prefix_caching
     config.scheduler_config.max_num_scheduled_tokens = tokens_a_step
-    scheduler = Scheduler(
+    scheduler = kind.scheduler_class(
         config, engine.kv_cache_config, StructuredOutputManager(config), block_size=config.cache_config.block_size
     )
     # The scheduler makes its connector itself.

@@ -23,7 +23,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     activate()
     from kvcached.integration.vllm import interfaces
 
-    latent = geometry.era == "mla"
+    latent = geometry.is_latent
     one_buffer = latent or geometry.era == "packed"
     interfaces.init_kvcached(is_worker=True, device="cuda:0")
     # Below the hook that admits only the CPU worker's shapes: GPU shapes are what is asked for here.
@@ -48,7 +48,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     layout = plan(
         caches,
         axes=geometry.axes(),
-        page_bytes=dict.fromkeys(caches, geometry.page_bytes),
+        pages=dict.fromkeys(caches, geometry.page()),
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
     )
@@ -71,7 +71,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     imitation = plan(
         like,
         axes=geometry.axes(),
-        page_bytes=dict.fromkeys(like, geometry.page_bytes),
+        pages=dict.fromkeys(like, geometry.page()),
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
     )

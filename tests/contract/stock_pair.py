@@ -181,12 +181,14 @@ def build_engine(
     )
     # The CPU platform picks its own for latent attention.
     config.cache_config.block_size = block_size
+    if installed_row().shape.logical_views:
+        # What the engine core resolves before the workers have memory.
+        config.cache_config.kv_cache_layout = "LBNHC"
     names = [name for layer_names, _ in groups for name in layer_names]
     config.compilation_config.static_forward_context.update({name: Layer(backend) for name in names})
-    page_bytes = groups[0][1].page_size_bytes
     kv_cache_config = KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[KVCacheTensor(size=num_blocks * page_bytes, shared_by=list(pool)) for pool in pools],
+        kv_cache_tensors=_tensors(groups, pools, num_blocks),
         kv_cache_groups=[KVCacheGroupSpec(list(layer_names), spec) for layer_names, spec in groups],
     )
     scheduler, worker = (
@@ -194,6 +196,22 @@ def build_engine(
         for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
     )
     return Engine(config, kv_cache_config, scheduler, worker, port)
+
+
+def _tensors(
+    groups: Sequence[tuple[Sequence[str], Any]], pools: Sequence[Sequence[str]], num_blocks: int
+) -> list[KVCacheTensor]:
+    """As vLLM says which layers share which memory: by name, and since 0.29 by where they lie in one range for all."""
+    page_bytes = groups[0][1].page_size_bytes
+    pool_bytes = num_blocks * page_bytes
+    if not installed_row().shape.logical_views:
+        return [KVCacheTensor(size=pool_bytes, shared_by=list(pool)) for pool in pools]
+    return [
+        KVCacheTensor(
+            size=len(pools) * pool_bytes, layers=list(names), layer_stride=pool_bytes, block_stride=page_bytes
+        )
+        for names, _ in groups
+    ]
 
 
 @contextmanager

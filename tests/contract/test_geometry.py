@@ -29,7 +29,9 @@ from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
 
 ROW = row_of(found_version("vllm"))
-ERAS = ["packed", "mla"] if ROW is not None and ROW.shape.era is Era.PACKED else ["kv_first", "blocks_first", "mla"]
+ERAS = ["kv_first", "blocks_first", "mla"]
+if ROW is not None and ROW.shape.era is Era.PACKED:
+    ERAS = ["packed", "latent" if ROW.shape.logical_views else "mla"]
 EngineOver = Callable[..., tuple[Engine, dict[str, torch.Tensor]]]
 GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
 
@@ -67,7 +69,7 @@ def backend_of(geometry: Geometry) -> type:
             num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
         ) -> tuple[int, ...]:
             # Backends of latents ask for no number of heads.
-            heads = 1 if geometry.era == "mla" else num_kv_heads
+            heads = 1 if geometry.is_latent else num_kv_heads
             one = dataclasses.replace(geometry, block_size=block_size, num_kv_heads=heads, head_size=head_size)
             return one.shape(num_blocks)
 
@@ -82,7 +84,7 @@ def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window
         "head_size": geometry.head_size,
         "dtype": geometry.dtype,
     }
-    if geometry.era == "mla":
+    if geometry.is_latent:
         return MLAAttentionSpec(
             **{**common, "num_kv_heads": 1, "head_size": geometry.num_kv_heads * geometry.head_size}
         )
@@ -94,7 +96,7 @@ def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window
 def _engine_of(geometry: Geometry, folder: Path, kernel_blocks_per_block: int) -> Engine:
     overrides: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": min(geometry.num_kv_heads, 8)}
     architecture = "Qwen2ForCausalLM"
-    if geometry.era == "mla":
+    if geometry.is_latent:
         architecture = "DeepseekV2ForCausalLM"
         overrides = {
             "model_type": "deepseek_v2",

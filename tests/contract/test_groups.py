@@ -169,7 +169,7 @@ def test_prompts_around_the_window_arrive(contiguous: bool, node: Callable[..., 
         runs_rightly(prefill, decode, num_tokens)
         rest(prefill, decode)
         prefill.transfer_params.clear()
-        assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [], num_tokens
+        assert decode.account["kvcached_nixl_failures"] == [], num_tokens
 
 
 @pytest.mark.parametrize("tokens_a_step", [24, 48])
@@ -183,7 +183,7 @@ def test_prompts_computed_in_chunks_arrive(tokens_a_step: int, node: Callable[..
         runs_rightly(prefill, decode, num_tokens)
         rest(prefill, decode)
         prefill.transfer_params.clear()
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == []
+    assert decode.account["kvcached_nixl_failures"] == []
 
 
 @pytest.mark.parametrize("cached", [16, 48, 80])
@@ -202,7 +202,7 @@ def test_what_decode_has_cached_and_what_follows_fit_together(
         runs_rightly(prefill, decode, num_tokens + more)
         rest(prefill, decode)
         prefill.transfer_params.clear()
-    assert set(decode.worker.xfer_stats.data["kvcached_nixl_failures"]) <= {Cause.RANGE}
+    assert set(decode.account["kvcached_nixl_failures"]) <= {Cause.RANGE}
 
 
 def test_prefill_that_goes_on_computing_gives_back_what_it_had_promised(node: Callable[..., GroupsNode]) -> None:
@@ -239,4 +239,4 @@ def test_decode_may_ask_first(
         rest(prefill, decode)
         prefill.transfer_params.clear()
         prefill.ended.clear()
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == []
+    assert decode.account["kvcached_nixl_failures"] == []

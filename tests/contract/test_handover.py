@@ -74,7 +74,8 @@ def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node])
 
 
 @pytest.mark.parametrize(
-    ("era", "contiguous"), [(era, contiguous) for era in ERAS if era != "mla" for contiguous in (False, True)]
+    ("era", "contiguous"),
+    [(era, contiguous) for era in ERAS if era not in ("mla", "latent") for contiguous in (False, True)],
 )
 def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bool, node: Callable[..., Node]) -> None:
     geometry = dataclasses.replace(RESERVED, era=era, contiguous=contiguous)
@@ -294,11 +295,11 @@ def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     rest(prefill)
     assert PREFILL_ID in prefill.sent
     # What is staged owes no blocks: its lease may end behind the last step.
-    until(lambda: prefill.step() and prefill.worker.xfer_stats.data["num_kv_expired_reqs"] == [1])
+    until(lambda: prefill.step() and prefill.account["num_kv_expired_reqs"] == [1])
     prefill.fill(blocks, ANOTHER_REQUESTS)
     decode.add(DECODE_ID, params)
     ends_by_policy(policy, decode, prefill)
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.LEASE]
+    assert decode.account["kvcached_nixl_failures"] == [Cause.LEASE]
     served(prefill, decode, 8)
 
 
@@ -432,7 +433,7 @@ def test_parameters_from_before_prefills_restart_give_no_bytes(
     prefilled(again, PREFILL_ID, 200)
     decode.add(DECODE_ID, params)
     ends_by_policy(policy, decode, again)
-    (cause,) = decode.worker.xfer_stats.data["kvcached_nixl_failures"]
+    (cause,) = decode.account["kvcached_nixl_failures"]
     assert cause in (Cause.START, Cause.LOST) if known else cause == Cause.START
     served(again, decode, 8)
 
@@ -444,7 +445,7 @@ def test_an_engine_of_another_arrangement_is_refused_in_words(node: Callable[...
     ends_by_policy("fail", decode, prefill)
     assert prefill.tag in decode.log.text and decode.tag in decode.log.text
     assert "KVCACHED_CONTIGUOUS_LAYOUT" in decode.log.text
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.REFUSED]
+    assert decode.account["kvcached_nixl_failures"] == [Cause.REFUSED]
     computed_alone(prefill)
     computed_alone(decode)
 

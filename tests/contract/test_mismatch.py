@@ -56,7 +56,7 @@ def both(node: Callable[..., Node]) -> Callable[[str], tuple[Node, Node]]:
 
 
 def causes(decode: Node) -> list[Cause]:
-    return [Cause(one) for one in decode.worker.xfer_stats.data["kvcached_nixl_failures"]]
+    return [Cause(one) for one in decode.account["kvcached_nixl_failures"]]
 
 
 def runs_rightly(prefill: Node, decode: Node, num_tokens: int, first_token: int = 0) -> None:

@@ -49,7 +49,7 @@ def direction() -> str:
 
 
 def causes(decode: Node) -> list[Cause]:
-    return [Cause(one) for one in decode.worker.xfer_stats.data["kvcached_nixl_failures"]]
+    return [Cause(one) for one in decode.account["kvcached_nixl_failures"]]
 
 
 class Words:

@@ -143,7 +143,7 @@ def test_equal_prompts_under_one_name_are_one_for_each(first: str, pair: tuple[N
     until_both(prefill, decode, lambda: len(decode.ended) == 2)
     assert set(decode.ended.values()) == {"length"}
     rest(prefill, decode)
-    assert not prefill.worker.xfer_stats.data["num_kv_expired_reqs"]
+    assert not prefill.account["num_kv_expired_reqs"]
 
 
 @pytest.mark.parametrize("before", ["served, then decode first", "not served, then prefill first"])
@@ -205,7 +205,7 @@ def test_a_router_may_try_a_name_again(before: str, first: str, node: Callable[.
     if first == "decode":
         compute()
     until_both(prefill, decode, lambda: own in decode.ended)
-    assert decode.ended[own] == "length" and Cause.LOST not in decode.worker.xfer_stats.data["kvcached_nixl_failures"]
+    assert decode.ended[own] == "length" and Cause.LOST not in decode.account["kvcached_nixl_failures"]
     rest(prefill, decode)
 
 
@@ -266,7 +266,7 @@ def test_a_prompt_that_goes_on_behind_what_decode_wants_is_not_written(node: Cal
     registered(decode, prefill)
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1, num_tokens=2 * BLOCKS * BLOCK_SIZE)
     ends_by_policy("recompute", decode, prefill)
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -328,7 +328,7 @@ def test_a_registration_that_is_not_served_in_time_fails(whose: str, policy: str
     ends_by_policy(policy, decode, prefill)
     assert ("of prefill stopped" if whose == "prefill's" else "has not come within 0.3 s") in decode.log.text
     assert not prefill.serving._writings and not len(decode.receiving)
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
     served(prefill, decode, 8)
 
 
@@ -513,7 +513,7 @@ def test_what_prefill_says_that_it_has_written_is_compared_with_what_was_wanted(
         patching.setattr(prefill.side, "_offer", offer_wrongly)
         asked(decode, prefilled(prefill, PREFILL_ID))
         ends_by_policy(policy, decode, prefill)
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [cause]
+    assert decode.account["kvcached_nixl_failures"] == [cause]
     served(prefill, decode, 8)
 
 
@@ -533,7 +533,7 @@ def test_an_engine_that_waits_for_the_other_sleeps(node: Callable[..., Node]) ->
     until(lambda: prefill.wakes)
     prefill.step()
     assert PREFILL_ID in prefill.sent
-    assert prefill.worker.xfer_stats.data["num_kv_expired_reqs"] == [1]
+    assert prefill.account["num_kv_expired_reqs"] == [1]
     decode.abort(DECODE_ID)
     assert decode.wakes
     rest(decode)

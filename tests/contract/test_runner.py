@@ -123,8 +123,11 @@ def test_the_command_gives_vllms_own_answer(tmp_path: Path) -> None:
         check=False,
     )
     found = json.loads(done.stdout)
-    assert not {"model", "runner"} & {refusal["name"] for refusal in found["refusals"]}
     rows = found["runner"]
+    refused = {"model", "runner"} & {refusal["name"] for refusal in found["refusals"]}
+    # Without Triton, as on most machines without a GPU, it is V1, which kvcached accepts up to 0.28.
+    is_refused = any(row["is_here"] and row["runner"] not in accepted(VLLM) for row in rows)
+    assert refused == ({"runner"} if is_refused else set())
     if not DECIDES_BY_MODEL:
         ((device, runner),) = [(row["device"], row["runner"]) for row in rows]
         assert (device, runner) == (None, "V1")

@@ -208,7 +208,7 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
         ends_by_policy(policy, decode, prefill)
         # A beat may have begun another handshake, which would answer the next request with this lie.
         until(lambda: not len(decode.thread._side.peers))
-        failures = [Cause(one) for one in decode.worker.xfer_stats.data["kvcached_nixl_failures"]]
+        failures = [Cause(one) for one in decode.account["kvcached_nixl_failures"]]
         assert len(failures) == number and failures[-1] in expected and impostor.asked > before, (name, failures[-1])
         decode.scheduler.reset_prefix_cache()
     assert decode.dropped("defect") == 0

@@ -52,7 +52,7 @@ TIMEOUT_SECONDS = 0.4
 
 def quarantined(decode: Node) -> int:
     """As the metric has it."""
-    return int(([0, *decode.worker.xfer_stats.data["kvcached_nixl_quarantined_blocks"]])[-1])
+    return int(([0, *decode.account["kvcached_nixl_quarantined_blocks"]])[-1])
 
 
 def sleeps(one: Node) -> bool:
@@ -85,7 +85,7 @@ def test_a_transfer_that_never_ends_fails_in_time_and_keeps_its_blocks(
     assert time.monotonic() - begun >= TIMEOUT_SECONDS
     assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
     until_both(prefill, decode, lambda: not decode.scheduler.has_requests())
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
     assert "has not come within 0.4 s" in decode.log.text
     assert quarantined(decode) == BLOCKS and decode.free_blocks == USABLE - BLOCKS
     assert sleeps(decode)
@@ -121,7 +121,7 @@ def test_a_request_that_fits_beside_no_quarantine_is_told_so(
     decode.step_until(lambda: small in decode.ended)
     assert (decode.ended[large], decode.ended[small]) == ("error", "length")
     assert f"{BLOCKS} blocks are in quarantine" in decode.log.text
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.DEADLINE, Cause.QUARANTINE]
+    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE, Cause.QUARANTINE]
     gate.closed = False
     rest(prefill, decode)
     computed_alone(decode)
@@ -146,7 +146,7 @@ def test_a_prefill_that_is_silent_fails_the_request_in_time(
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
     until_both(prefill, decode, lambda: not decode.scheduler.has_requests())
-    assert decode.worker.xfer_stats.data["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
     assert sleeps(decode)
     # Nobody was told of decode's blocks if it has not met prefill.
     assert decode.free_blocks == (USABLE if direction == "pull" else USABLE - BLOCKS)
@@ -195,7 +195,7 @@ def test_a_prefill_whose_process_is_gone_ends_the_hand_over_at_once(
     decode.step_until(lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
     assert time.monotonic() - begun < 15
-    (cause,) = (decode.step(), decode.worker.xfer_stats.data["kvcached_nixl_failures"])[1]
+    (cause,) = (decode.step(), decode.account["kvcached_nixl_failures"])[1]
     assert cause in (Cause.LOST, Cause.UNREACHABLE)
     rest(decode)
     assert quarantined(decode) == 0

@@ -50,6 +50,8 @@ SKELETON = {
             @classmethod
             def get_required_kvcache_layout(cls, vllm_config):
                 return None
+            def handle_preemptions(self, kv_connector_metadata):
+                return None
     """,
     f"{KV}.v1.other_connector": """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -224,7 +226,7 @@ def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
         for place in patch.target.places:
             if place.module.startswith(f"{KV}.v1.nixl") and place.module not in classes:
                 continue
-            if place.module.startswith("kvcached") or place.module == f"{KV}.factory":
+            if place.module.startswith("kvcached") or place.module in SKELETON:
                 continue
             container = classes.setdefault(place.module, {}).setdefault(place.qualname, ("", []))
             name = f"{place.qualname}.{patch.attribute}"

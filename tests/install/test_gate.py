@@ -61,7 +61,7 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
 @pytest.mark.parametrize(
     ("version", "options", "words"),
     [
-        ("0.18.1", (), ["vLLM 0.18.1", ">=0.19,<0.29", "Install a supported vLLM"]),
+        ("0.18.1", (), ["vLLM 0.18.1", ">=0.19,<0.31", "Install a supported vLLM"]),
         ("0.19.1", ("--kvcached", "0.1.7"), ["kvcached 0.1.7", "==0.1.6"]),
         ("0.28.0", ("--no-nixl",), ["no NIXL", "pip install nixl"]),
         (

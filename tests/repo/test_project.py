@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import kvcached_nixl
-from kvcached_nixl.compat.series import CHANGES, ROWS
+from kvcached_nixl.compat.series import CHANGES, ROWS, Evidence
 from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED, row_of
 
 if sys.version_info >= (3, 11):
@@ -117,9 +117,9 @@ def patches() -> list[Any]:
     return [seam.patch for seam in PATCHES]
 
 
-def test_experiments_take_the_newest_vllm_unless_told_otherwise() -> None:
-    """In Python, and in the scripts that make the environment before Python is there."""
-    newest = ROWS[-1].tested
+def test_experiments_take_the_newest_vllm_that_servers_were_tested_with() -> None:
+    """In Python, and in the scripts that make the environment before Python is there; unless told otherwise."""
+    newest = [row.tested for row in ROWS if Evidence.E2E in row.evidence][-1]
     assert f'"KVCACHED_NIXL_VLLM") or "{newest}"' in (REPOSITORY / "experiments/common/default_vllm.py").read_text()
     for script in ("run", "env"):
         assert f"${{KVCACHED_NIXL_VLLM:-{newest}}}" in (REPOSITORY / f"experiments/{script}.sh").read_text()

@@ -37,6 +37,7 @@ _CONNECTOR = frozenset({"connector", "kv_connector", "connector_cls", "kv_transf
 _SCHEDULER = frozenset({"scheduler"})
 _CALLED_ON = {
     "connector": _CONNECTOR,
+    "connector base": _CONNECTOR,
     "pull connector": _CONNECTOR,
     "engine scheduler": _SCHEDULER,
     "engine scheduler interface": _SCHEDULER,

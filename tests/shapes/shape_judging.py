@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from shape_fixture import VLLM_PATCHES
 from shape_reads import READS
@@ -55,7 +56,7 @@ def troubles(shape: Mapping[str, Any]) -> dict[str, str]:
 
 
 def missing(shape: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Target -> names that this package reads and that are not there; none if the class itself is not.
+    """Target -> names that this package reads of that vLLM and that are not there; none if the class itself is not.
 
     Raises:
         ValueError: the fixture was made before one of them was read.
@@ -66,6 +67,8 @@ def missing(shape: Mapping[str, Any]) -> dict[str, list[str]]:
         names = list(reads.names) if read is None else read.split()
         if {name.removeprefix("-") for name in names} != set(reads.names):
             raise _too_old(shape, f"what is read of {reads.target.name}")
+        if not SpecifierSet(reads.versions).contains(_version(shape)):
+            continue
         lacking = [name[1:] for name in names if name.startswith("-")]
         if lacking or read is None:
             found[reads.target.name] = lacking
@@ -75,8 +78,7 @@ def missing(shape: Mapping[str, Any]) -> dict[str, list[str]]:
 def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types.ModuleType]) -> Verdict:
     if patch.name not in shape["callers"]:
         raise _too_old(shape, f"the patch {patch.name}")
-    # A release candidate is read as the release.
-    version = Version(shape["version"]).base_version
+    version = _version(shape)
     reason = reason_on(patch, version, row_of(version) or ROWS[-1])
     if reason is not None:
         return Verdict(patch.name, SKIPPED, reason)
@@ -95,6 +97,11 @@ def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types
     if not callers:
         return Verdict(patch.name, NO_CALLER, f"{seat.where} is there, and vLLM calls it nowhere")
     return Verdict(patch.name, HOLDS, seat.where)
+
+
+def _version(shape: Mapping[str, Any]) -> str:
+    """A release candidate is read as the release."""
+    return Version(shape["version"]).base_version
 
 
 def _modules(shape: Mapping[str, Any]) -> dict[str, types.ModuleType]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvcached_nixl.compat.locate import (
     ENGINE_CORE,
     ENGINE_SCHEDULER,
+    ERROR_MODULES,
     FACADE,
     FACTORY,
     METADATA_MODULES,
@@ -20,6 +21,7 @@ from kvcached_nixl.compat.locate import (
     WORKER,
 )
 from kvcached_nixl.compat.names import KV_TRANSFER
+from kvcached_nixl.compat.series import ASKS_FOR_RESULTS, LOADS_BEHIND
 from kvcached_nixl.patching import Place, Target
 
 __all__ = ["READS", "Reads"]
@@ -27,14 +29,20 @@ __all__ = ["READS", "Reads"]
 
 @dataclass(frozen=True)
 class Reads:
-    """Names that a class or its bases have to store or define, or a module to bind."""
+    """Names that a class or its bases have to store or define, or a module to bind.
+
+    Attributes:
+        versions: of the vLLMs with which they are read; empty for all.
+    """
 
     target: Target
     names: tuple[str, ...]
+    versions: str = ""
 
 
-def _of(module: str, qualname: str, *names: str) -> Reads:
-    return Reads(Target(name=f"{module}.{qualname}" if qualname else module, places=(Place(module, qualname),)), names)
+def _of(module: str, qualname: str, *names: str, versions: str = "") -> Reads:
+    name = f"{module}.{qualname}" if qualname else module
+    return Reads(Target(name=name, places=(Place(module, qualname),)), names, versions)
 
 
 def _first_of(modules: tuple[str, ...], qualname: str, *names: str) -> Reads:
@@ -87,7 +95,14 @@ READS = (
     ),
     _first_of(STATS_MODULES, "NixlPromMetrics", "observe", "_counter_cls", "_gauge_cls"),
     _of(f"{KV_TRANSFER}.v1.base", "SupportsHMA", "request_finished_all_groups"),
-    _of("vllm.v1.attention.backend", "AttentionBackend", "get_kv_cache_shape"),
+    _of(
+        f"{KV_TRANSFER}.v1.base",
+        "KVConnectorTransferResults",
+        "finished_sending",
+        "finished_recving",
+        versions=ASKS_FOR_RESULTS.later,
+    ),
+    _of("vllm.v1.attention.backend", "AttentionBackend", "get_kv_cache_shape", versions=LOADS_BEHIND.earlier),
     # The engine's scheduler and its loop.
     Reads(
         ENGINE_SCHEDULER,
@@ -148,7 +163,14 @@ READS = (
         "FINISHED_ERROR",
     ),
     _of("vllm.lora.request", "LoRARequest", "lora_name"),
-    _of(_OUTPUT, "SchedulerOutput", "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),
+    _of(
+        _OUTPUT,
+        "SchedulerOutput",
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+    ),
     _of(_OUTPUT, "NewRequestData", "req_id", "block_ids", "num_computed_tokens"),
     _of(_OUTPUT, "CachedRequestData", "req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),
     _of("vllm.v1.outputs", "ModelRunnerOutput", "kv_connector_output"),
@@ -158,7 +180,7 @@ READS = (
     _of("vllm.v1.engine.output_processor", "RequestState", "queue", "detokenizer", "output_kind"),
     _of("vllm.v1.engine.output_processor", "RequestOutputCollector", "put"),
     _of("vllm.v1.engine.async_llm", "InputStreamError", "cause"),
-    _of("vllm.entrypoints.openai.engine.protocol", "GenerationError"),
+    _first_of(ERROR_MODULES, "GenerationError"),
     _of("vllm.v1.engine.detokenizer", "IncrementalDetokenizer", "num_output_tokens"),
     _of("vllm.v1.engine", "EngineCoreRequestType", "WAKEUP"),
     # Configuration.
@@ -210,9 +232,10 @@ READS = (
         "kv_connector_extra_config",
     ),
     _of(_CACHE_INTERFACE, "KVCacheConfig", "kv_cache_groups", "kv_cache_tensors"),
+    _of(_CACHE_INTERFACE, "KVCacheTensor", "layers", "layer_stride", "offset", versions=LOADS_BEHIND.later),
     _of(_CACHE_INTERFACE, "KVCacheGroupSpec", "kv_cache_spec"),
     _of(_CACHE_INTERFACE, "UniformTypeKVCacheSpecs", "kv_cache_specs"),
-    _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size", "page_size_bytes"),
+    _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size", "page_size_bytes", "num_kv_heads"),
     _of(_CACHE_INTERFACE, "MambaSpec"),
     _of(
         "vllm.envs",

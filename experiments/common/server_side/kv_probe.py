@@ -10,11 +10,13 @@ classes stays in force and is what gets measured.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 # The kernel faults (SIGILL) a process that uses AMX tiles without having asked for them. In vLLM's CPU attention it is
 # torch.compile that asks, by the way; these servers run without it (see common/servers.py).
@@ -151,19 +153,27 @@ class Pending:
     tail_before: list[list[torch.Tensor]] = field(default_factory=list)
 
 
+def step_methods(vllm: str | None = None) -> tuple[str, str]:
+    """Return the connector's methods that a step calls first and last, of the installed vLLM or of another."""
+    series = Version(vllm or importlib.metadata.version("vllm")).release[:2]
+    first = "start_load_kv" if series < (0, 29) else "handle_preemptions"
+    return first, "get_finished" if series < (0, 30) else "get_transfer_results"
+
+
 @dataclass
 class Recorder:
     """Digests every received block when the connector reports the request as received, and every one that prefill wrote
     or copied when it reports the request as sent: then the blocks are still the request's.
 
-    A request is known by its id, one that kvcached_nixl receives by the number of its attempt. ``start_load_kv`` and
-    ``get_finished`` replace the connector's bound methods on that one instance, ``transfer`` its NIXL agent's.
+    A request is known by its id, one that kvcached_nixl receives by the number of its attempt. ``begin`` stands for the
+    first of the connector's bound methods that a step calls, on that one instance, ``finish`` or
+    ``finish_with_results`` for the last, ``transfer`` for its NIXL agent's.
     """
 
     groups: list[list[torch.Tensor]]
     connector: Any
-    call_start_load_kv: Callable[..., Any]
-    call_get_finished: Callable[..., Any]
+    call_begin: Callable[..., Any]
+    call_finish: Callable[..., Any]
     call_transfer: Callable[..., Any]
     posted: int = 0
     pending: dict[str, Pending] = field(default_factory=dict)
@@ -172,8 +182,9 @@ class Recorder:
     sent: list[dict[str, Any]] = field(default_factory=list)
     plan: tuple[str, int] | None = None
 
-    def start_load_kv(self, *args: Any, **kwargs: Any) -> Any:
-        metadata = self.connector._connector_metadata
+    def begin(self, *args: Any, **kwargs: Any) -> Any:
+        # handle_preemptions is given the metadata before it is bound.
+        metadata = kwargs.get("kv_connector_metadata") or self.connector._connector_metadata or args[0]
         step = vars(metadata).get(STEP)
         if step is None:
             for request_id, meta in metadata.reqs_to_recv.items():
@@ -186,7 +197,7 @@ class Recorder:
             if one.ready_tokens:
                 name = one.name if step_pushes(self.connector) else one.request_id
                 self.offered[one.request_id] = (name, normalise_block_ids(one.block_ids))
-        return self.call_start_load_kv(*args, **kwargs)
+        return self.call_begin(*args, **kwargs)
 
     def _wanted(self, wanted: Any) -> Pending:
         local = [list(group.block_ids) for group in wanted.groups]
@@ -195,8 +206,17 @@ class Recorder:
         manifest = wanted.manifest
         return Pending(manifest.request_id, local, [list(group.block_ids) for group in manifest.groups])
 
-    def get_finished(self, *args: Any, **kwargs: Any) -> Any:
-        finished_sending, finished_receiving = self.call_get_finished(*args, **kwargs)
+    def finish(self, *args: Any, **kwargs: Any) -> Any:
+        finished_sending, finished_receiving = self.call_finish(*args, **kwargs)
+        self._note_finished(finished_sending, finished_receiving)
+        return finished_sending, finished_receiving
+
+    def finish_with_results(self, *args: Any, **kwargs: Any) -> Any:
+        results = self.call_finish(*args, **kwargs)
+        self._note_finished(results.finished_sending, results.finished_recving)
+        return results
+
+    def _note_finished(self, finished_sending: set[str], finished_receiving: set[str]) -> None:
         for name in sorted(finished_receiving):
             pending = self.pending.pop(name.removeprefix(OVER), None)
             if pending is not None:
@@ -207,7 +227,6 @@ class Recorder:
                 self.sent.append(
                     {"transfer": transfer, "block_ids": block_ids, "digests": digests(self.groups, block_ids)}
                 )
-        return finished_sending, finished_receiving
 
     def transfer(self, *args: Any, **kwargs: Any) -> Any:
         posted = self.call_transfer(*args, **kwargs)
@@ -298,24 +317,25 @@ class KvProbe:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
-        if not isinstance(getattr(connector.get_finished, "__self__", None), Recorder):
+        first, last = step_methods()
+        if not isinstance(getattr(getattr(connector, last), "__self__", None), Recorder):
             agent = connector.connector_worker.nixl_wrapper
             recorder = Recorder(
                 self._kv_probe_groups(),
                 connector,
-                connector.start_load_kv,
-                connector.get_finished,
+                getattr(connector, first),
+                getattr(connector, last),
                 agent.transfer,
             )
-            connector.start_load_kv = recorder.start_load_kv
-            connector.get_finished = recorder.get_finished
+            setattr(connector, first, recorder.begin)
+            setattr(connector, last, recorder.finish if last == "get_finished" else recorder.finish_with_results)
             agent.transfer = recorder.transfer
         return {"connector": type(connector).__qualname__}
 
     def _kv_probe_recorder(self) -> Recorder:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        recorder = getattr(get_kv_transfer_group().get_finished, "__self__", None)
+        recorder = getattr(getattr(get_kv_transfer_group(), step_methods()[1]), "__self__", None)
         if not isinstance(recorder, Recorder):
             raise ProbeError("the recorder is not armed; call kv_probe_arm first.")
         return recorder

@@ -100,7 +100,9 @@ class EngineSide:
         self._marks: set[int] = set()
 
     def begin_step(self, step: Step) -> None:
-        """Before the step is given to the device."""
+        """Before the step is given to the device. The same one again is none: vLLM 0.29 and later tell of it twice."""
+        if step is self._step:
+            return
         # One that computes, and of which vLLM has not said that it was given to the device, has raised before.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
         commands: list[Command] = []

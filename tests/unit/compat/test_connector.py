@@ -9,17 +9,33 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat.connector import SchedulerView, WorkerView
+from kvcached_nixl.compat import connector as module
+from kvcached_nixl.compat.connector import WorkerView
 from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.nixl_scheduler import SchedulerView
+from kvcached_nixl.compat.series import Shape
 from kvcached_nixl.errors import ContractChanged, LayoutRefused
 from kvcached_nixl.scheduler.start import StockScheduler
+from kvcached_nixl.worker.axes import Axes
 from kvcached_nixl.worker.handover.start import StockWorker
 from kvcached_nixl.worker.registration import StockWorker as RegisteredWorker
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
+    """Sets the shape of the vLLM that is installed; at first that of an old one."""
+
+    def install(shape: Shape) -> None:
+        monkeypatch.setattr(module, "installed_row", lambda: SimpleNamespace(shape=shape))
+
+    install(Shape())
+    return install
 
 
 class FullAttentionSpec:
     page_size_bytes = 64
     block_size = 16
+    num_kv_heads = 4
 
 
 class MLAAttentionSpec(FullAttentionSpec):
@@ -33,6 +49,7 @@ class RSWASpec(FullAttentionSpec):
 class SlidingWindowSpec:
     page_size_bytes = 64
     block_size = 16
+    num_kv_heads = 4
 
 
 class ChunkedLocalAttentionSpec:
@@ -148,7 +165,7 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
     assert (view.engine_id, view.tp_size, view.tp_rank, view.use_mla) == ("e", 2, 1, False)
     assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block, view.total_kv_heads) == (7, 3, 2, 8)
     assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
-    assert view.page_bytes() == {"a": 32, "b": 32}
+    assert view.pages() == {"a": (32, 8, 4), "b": (32, 8, 4)}
     assert view.unserved == []
 
 
@@ -207,7 +224,7 @@ def test_overrides_that_cannot_be_written_down_are_none() -> None:
 
 def test_a_state_beside_attention_is_refused_in_words() -> None:
     with pytest.raises(LayoutRefused, match="MambaSpec"):
-        worker(_layer_specs={"a": MambaSpec()}).page_bytes()
+        worker(_layer_specs={"a": MambaSpec()}).pages()
 
 
 def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
@@ -219,6 +236,34 @@ def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
     shape, numbers = worker(attn_backends=[backend]).probe_cache_shape()
     assert shape == (2, numbers["num_blocks"], numbers["block_size"], numbers["num_heads"], 1)
     assert len({*numbers.values()}) == 3 and min(numbers.values()) > 1000
+
+
+@pytest.mark.parametrize(("use_mla", "heads"), [(False, 1_009), (True, 1)], ids=["heads", "latent"])
+def test_where_all_views_are_alike_no_backend_is_asked(
+    shape: Callable[[Shape], None], use_mla: bool, heads: int
+) -> None:
+    """vLLM 0.29: (blocks, heads, tokens, cell), and one head for a latent."""
+    shape(Shape(logical_views=True))
+    asked, numbers = worker(use_mla=use_mla).probe_cache_shape()
+    assert asked == (numbers["num_blocks"], heads, numbers["block_size"], 1)
+    assert Axes.from_probe(asked, **numbers) == Axes(0, 2, None if use_mla else 1, None, 4)
+
+
+def test_pools_are_counted_by_where_layers_lie(shape: Callable[[Shape], None]) -> None:
+    """vLLM 0.29: groups that share pools have a tensor each, with layers at the same bytes."""
+
+    def tensor(*layers: str, offset: int = 0, layer_stride: int = 64) -> SimpleNamespace:
+        return SimpleNamespace(layers=layers, offset=offset, layer_stride=layer_stride)
+
+    def pools(*tensors: SimpleNamespace) -> int:
+        config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=tensors)
+        return worker(kv_cache_config=config).num_pools
+
+    shape(Shape(logical_views=True))
+    assert pools(tensor("a", "b", "c")) == 3
+    assert pools(tensor("a", "b"), tensor("c", "d")) == 2
+    assert pools(tensor("a", "b"), tensor("c")) == 2
+    assert pools(tensor("a"), tensor("b", offset=64), tensor("c", offset=128)) == 3
 
 
 def test_memory_is_registered_with_vllms_agent_and_deregistered_by_it() -> None:
@@ -274,7 +319,7 @@ def test_a_name_that_is_gone_is_refused_and_not_guessed(name: str) -> None:
         lambda: view.tp_rank,
         lambda: view.tp_size,
         lambda: view.kernel_blocks_per_block,
-        view.page_bytes,
+        view.pages,
         lambda: view.use_stats("ours"),
         lambda: view.memory_type,
     ]

@@ -78,7 +78,8 @@ def test_a_switch_is_named() -> None:
         ("0.25.1", {}, "", ["nearly every model", "V1 only", f"{SWITCH}=0"]),
         ("0.28.0", {}, "", ["nearly every model", "--model", "accepts both"]),
         ("0.28.0", {SWITCH: "1"}, "V2", [f"{SWITCH}=1", "accepts it"]),
-        ("0.29.0", {}, "", ["V2 only"]),
+        ("0.29.0", {}, "", ["V2 only", f"{SWITCH}=1"]),
+        ("0.30.0", {SWITCH: "1"}, "V2", [f"{SWITCH}=1", "accepts it"]),
         ("0.31.0", {}, "", ["below vLLM 0.31", "accepts none"]),
     ],
 )
@@ -87,8 +88,10 @@ def test_what_is_said_without_a_model(vllm: str, environ: dict[str, str], runner
     (one,) = outlook(vllm, environ)
     assert (one.runner, one.refusal) == (runner, None)
     assert [word for word in words if word not in f"{one.why}; {one.verdict}"] == []
-    # V2 was not run with this package, wherever kvcached takes it.
-    assert (f"{SWITCH}=0" in one.verdict) == (runner == "V2" or (one.accepted == ("V1",) and not runner))
+    # Where kvcached takes both, most tests run V1.
+    assert (f"{SWITCH}=0" in one.verdict) == (
+        "V1" in one.accepted and (runner == "V2" or one.accepted == ("V1",) and not runner)
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_of_no_version_nothing_is_said(vllm: str | None) -> None:
 # ------------------------------------------------------------------------------------------------- newer than kvcached
 
 
-@pytest.mark.parametrize("vllm", ["0.19.1", "0.25.1", "0.28.0", "dev", None])
+@pytest.mark.parametrize("vllm", ["0.19.1", "0.25.1", "0.28.0", "0.30.0", "dev", None])
 def test_an_older_vllm_is_not_beyond(vllm: str | None) -> None:
     assert beyond(vllm, "this") is None
 
@@ -118,8 +121,6 @@ def test_an_older_vllm_is_not_beyond(vllm: str | None) -> None:
 @pytest.mark.parametrize(
     ("vllm", "words", "others"),
     [
-        ("0.29.0", ["accepts only model runner V2", "not been adapted"], ["stops below", "wait for"]),
-        ("0.30.0", ["accepts only model runner V2", "not been adapted"], ["stops below", "wait for"]),
         ("0.31.0", ["kvcached 0.1.6 has no adapter", "stops below 0.31", "kvcached itself", "wait for"], ["runner V2"]),
         ("0.33.0", ["kvcached 0.1.6 has no adapter", "stops below 0.31", "kvcached itself", "wait for"], ["runner V2"]),
     ],
@@ -127,13 +128,13 @@ def test_an_older_vllm_is_not_beyond(vllm: str | None) -> None:
 def test_a_start_says_who_stops_and_what_can_be_done(
     monkeypatch: pytest.MonkeyPatch, vllm: str, words: list[str], others: list[str]
 ) -> None:
-    """kvcached itself, or that this package's hand-over has not followed."""
+    """kvcached itself does, and what it is told is this package's refusal, in its words."""
     found: dict[str, str] = {"vllm": vllm, "kvcached": "0.1.6", "nixl": "1.0"}
     monkeypatch.setattr(versions, "found_version", found.__getitem__)
     ((name, cause),) = environment_refusals()
     assert (name, type(cause)) == ("vLLM version", UnsupportedVersion)
     said = str(cause)
-    assert [word for word in (*words, f"vLLM {vllm}", "below 0.29", "unset ENABLE_KVCACHED") if word not in said] == []
+    assert [word for word in (*words, f"vLLM {vllm}", "below 0.31", "unset ENABLE_KVCACHED") if word not in said] == []
     assert [word for word in others if word in said] == []
 
 

@@ -67,13 +67,18 @@ def most_servers() -> int:
     return max(3, *(2 * arm.servers * arm.ranks for arm in ARMS))
 
 
-def test_runner_v2_is_interpreted_where_there_is_no_gpu(has_gpu: bool, tmp_path: Path) -> None:
-    """Both sides of an arm have the runner of its name; Triton compiles on a GPU."""
-    for arm in (arm for arm in ARMS if arm.kvcached):
+@pytest.mark.parametrize(("vllm", "usual"), [("0.28.0", "V1"), ("0.30.0", "V2"), (None, "V1")])
+def test_runner_v2_is_interpreted_where_there_is_no_gpu(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: str | None, usual: str
+) -> None:
+    """All servers of an arm have the runner of its name, the others the usual one; Triton compiles on a GPU."""
+    monkeypatch.setattr(device, "found_version", lambda library: vllm)
+    for arm in ARMS:
         for spec in specs(arm, tmp_path, "float32", {}):
             given = device.environment(spec.environment, 1, forks=True)
-            assert (given.get("VLLM_USE_V2_MODEL_RUNNER") == "1") is (arm.runner == "V2")
-            assert ("TRITON_INTERPRET" in given) is (arm.runner == "V2" and not has_gpu)
+            expected = "V2" if arm.has_own_runner else usual
+            assert given["VLLM_USE_V2_MODEL_RUNNER"] == {"V1": "0", "V2": "1"}[expected]
+            assert ("TRITON_INTERPRET" in given) is (expected == "V2" and not has_gpu)
 
 
 def test_triton_names_a_backend_for_cpus_once() -> None:

@@ -111,9 +111,16 @@ def test_a_brief_run_has_one_arm_each_way() -> None:
 
 
 def test_a_run_has_the_arms_whose_runner_kvcached_accepts() -> None:
-    """V2 from 0.28 on; every other arm with every vLLM."""
-    runners = {vllm: {arm.runner for arm in of_size("full", vllm)} for vllm in ("0.27.1", "0.28.0")}
-    assert runners == {"0.27.1": {"V1"}, "0.28.0": {"V1", "V2"}}
+    """V2 beside V1 with 0.28; in every arm from 0.29 on."""
+    have = {vllm: {arm.has_own_runner for arm in of_size("full", vllm)} for vllm in ("0.27.1", "0.28.0", "0.29.0")}
+    assert have == {"0.27.1": {False}, "0.28.0": {False, True}, "0.29.0": {False}}
+
+
+def test_a_run_has_the_arms_whose_layout_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.29 on attention says which layouts it takes, and that of CPUs takes none with all layers in a block."""
+    for has_gpu, vllm, expected in ((False, "0.28.0", True), (False, "0.30.0", False), (True, "0.30.0", True)):
+        monkeypatch.setattr("experiments.common.device.has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        assert any(" contiguous" in arm.name for arm in of_size("brief", vllm)) is expected
     assert of_size("full", "0.28.0") == list(ARMS)
 
 

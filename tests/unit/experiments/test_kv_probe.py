@@ -109,7 +109,7 @@ def recorder_of(probe: ModuleType, connector: FakeConnector) -> Any:
 def begin(recorder: Any, reqs_to_recv: dict[str, Any], **more: Any) -> None:
     """Start a step with this metadata."""
     recorder.connector._connector_metadata = SimpleNamespace(reqs_to_recv=reqs_to_recv, **more)
-    recorder.start_load_kv(None)
+    recorder.begin(None)
 
 
 def received(probe: ModuleType, logical: Any, plan: tuple[str, int] | None) -> tuple[dict[str, Any], list[str]]:
@@ -122,7 +122,7 @@ def received(probe: ModuleType, logical: Any, plan: tuple[str, int] | None) -> t
         local_block_ids=([4, 1, 2],), remote=SimpleNamespace(block_ids=[[0, 3, 5]], request_id="on p")
     )
     begin(recorder, {"on d": meta})
-    assert recorder.get_finished() == (set(), {"on d"})
+    assert recorder.finish() == (set(), {"on d"})
     (record,) = recorder.records
     return record, [probe.block_digest([source], block) for block in (0, 3, 5)]
 
@@ -164,7 +164,7 @@ def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
     for name in ("first", "second"):
         meta = SimpleNamespace(local_block_ids=([4],), remote=SimpleNamespace(block_ids=[[0]], request_id=name))
         begin(recorder, {name: meta})
-        recorder.get_finished()
+        recorder.finish()
     assert [record["planted"] for record in recorder.records] == ["zero_a_block", None]
 
 
@@ -184,7 +184,7 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
     begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[], offered=[last])})
     assert [one.transfer for one in recorder.pending.values()] == ["t"]
     connector.finished_sending = {"on p", "of another kind"}
-    recorder.get_finished()
+    recorder.finish()
     assert (recorder.transfer("handle"), recorder.posted) == ("PROC", 1)
     (sent,) = recorder.sent
     assert (sent["transfer"], sent["block_ids"]) == ("u", [[0, 3]])
@@ -202,6 +202,37 @@ def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: Modul
     wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest)
     begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[wanted], offered=[])})
     connector.moved = {f"{probe.OVER}7": None}
-    recorder.get_finished()
+    recorder.finish()
     (record,) = recorder.records
     assert (record["transfer"], record["local_block_ids"], record["remote_block_ids"]) == ("on p", [[4, 1]], [[0, 3]])
+
+
+@pytest.mark.parametrize(
+    ("vllm", "expected"),
+    [
+        ("0.28.0", ("start_load_kv", "get_finished")),
+        ("0.29.0", ("handle_preemptions", "get_finished")),
+        ("0.30.0", ("handle_preemptions", "get_transfer_results")),
+    ],
+)
+def test_a_step_is_taken_from_its_first_method_to_its_last(
+    probe: ModuleType, vllm: str, expected: tuple[str, str]
+) -> None:
+    """Recorded later, a receive could have ended before its blocks were looked at."""
+    assert probe.step_methods(vllm) == expected
+
+
+def test_a_step_of_a_newer_vllm_is_recorded(probe: ModuleType, logical: Any) -> None:
+    """It is told with its metadata before that is bound, and ends with an object of results."""
+    source = logical.transpose(0, 1).contiguous()
+    connector = FakeConnector(torch.ones_like(source), source)
+    recorder = recorder_of(probe, connector)
+    recorder.call_begin = lambda metadata: connector.moved.update(metadata.reqs_to_recv)
+    recorder.call_finish = lambda finished_req_ids: SimpleNamespace(
+        **dict(zip(("finished_sending", "finished_recving"), connector.get_finished(), strict=True))
+    )
+    meta = SimpleNamespace(local_block_ids=([4],), remote=SimpleNamespace(block_ids=[[0]], request_id="on p"))
+    recorder.begin(SimpleNamespace(reqs_to_recv={"on d": meta}))
+    assert recorder.finish_with_results(set()).finished_recving == {"on d"}
+    (record,) = recorder.records
+    assert record["digests"] == [[probe.block_digest([source], 0)]]

@@ -29,6 +29,14 @@ def get_kv_cache_manager(num_blocks, block_size, cell_size, num_layers, num_kv_b
     return "manager"
 calls = []
 """
+MODEL_RUNNER_V2_SOURCE = """
+def allocate_kv_cache(config, device, layout, kernel_block_sizes=None):
+    import torch
+    return torch.cuda.get_device_properties(device).total_memory
+def cache_geometry(config):
+    from types import SimpleNamespace
+    return SimpleNamespace(num_pools=config)
+"""
 MakeModule = Callable[..., types.ModuleType]
 
 
@@ -44,6 +52,7 @@ def install_metadata(folder: Path, build: str | None) -> None:
 def make_other_modules(make_module: MakeModule) -> None:
     """Every module of the table must exist here, or its hook would wait for its import in another test."""
     make_module("kvcached.integration.vllm.patches", "def _worker_physical_release_barrier(worker): raise OSError")
+    make_module("kvcached.integration.vllm.model_runner_v2", MODEL_RUNNER_V2_SOURCE)
     make_module(
         "vllm.v1.worker.cpu_worker", "class CPUWorker:\n    def determine_available_memory(self): return 1 << 40"
     )
@@ -169,6 +178,35 @@ def test_only_the_interface_module_sees_the_emulated_cuda(hooked: types.ModuleTy
     assert hooked.torch.cuda.is_available()
     assert hooked.torch.cuda.get_device_properties("cuda:0").total_memory == 256 << 20
     assert not hasattr(hooked.torch.__wrapped__, "cuda")
+
+
+def made_for_v2(make_module: MakeModule, num_pools: int) -> object:
+    """Allocate for model runner V2; what kvcached was told of the device."""
+    pytest.importorskip("torch")
+    make_module("kvcached")
+    utils = make_module("kvcached.utils", "PAGE_SIZE = 2 << 20\nCONTIGUOUS_LAYOUT = False\nGPU_UTILIZATION = 0.95")
+    sys.modules["kvcached"].utils = utils  # type: ignore[attr-defined]
+    for name in ("kvcached.integration", "kvcached.integration.vllm"):
+        make_module(name)
+    runner = sys.modules["kvcached.integration.vllm.model_runner_v2"]
+    sys.modules["kvcached.integration.vllm"].model_runner_v2 = runner  # type: ignore[attr-defined]
+    return runner.allocate_kv_cache(num_pools, "cpu", "LBNHC")
+
+
+def test_model_runner_v2_is_told_the_emulated_device(hooked: types.ModuleType, make_module: MakeModule) -> None:
+    """It imports torch where it asks, so torch itself answers for that long, and only for that long."""
+    torch = pytest.importorskip("torch")
+    stock = torch.cuda.get_device_properties
+    assert made_for_v2(make_module, 4) == 256 << 20
+    assert torch.cuda.get_device_properties is stock
+
+
+def test_model_runner_v2_gets_no_pool_that_cannot_be_mapped(
+    hooked: types.ModuleType, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcached_nixl.hostvmm.hooks.spare_mappings", lambda: (4096, 65530))
+    with pytest.raises(HostvmmError, match="memory mappings"):
+        made_for_v2(make_module, 4)
 
 
 def test_the_release_barrier_needs_no_cuda(hooked: types.ModuleType) -> None:

@@ -21,7 +21,7 @@ BLOCKS = ([7, 3, 9],)
 
 @dataclass
 class Stock:
-    """vLLM's NIXL scheduler, as ``compat.connector.SchedulerView`` shows it."""
+    """vLLM's NIXL scheduler, as ``compat.nixl_scheduler.SchedulerView`` shows it."""
 
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     dropping_groups: list[str] = field(default_factory=list)

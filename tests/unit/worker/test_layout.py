@@ -22,7 +22,7 @@ def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | 
     return module.plan(
         caches,
         axes=geometry.axes(),
-        page_bytes=dict.fromkeys(caches, geometry.page_bytes),
+        pages=dict.fromkeys(caches, geometry.page()),
         num_blocks=geometry.num_blocks if num_blocks is None else num_blocks,
         num_pools=geometry.num_pools,
     )
@@ -30,7 +30,7 @@ def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | 
 
 geometries = st.builds(
     Geometry,
-    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla"]),
+    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
     contiguous=st.booleans(),
     num_pools=st.integers(1, 5),
     num_kv_heads=st.sampled_from([1, 2, 3, 8]),
@@ -79,7 +79,7 @@ def test_nothing_is_registered_beyond_the_planned_blocks(geometry: Geometry) -> 
     assert [r.block_bytes for r in plan(geometry, larger).regions] == [r.block_bytes for r in layout.regions]
 
 
-@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "packed", "mla"])
+@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "packed", "mla", "latent"])
 def test_the_contiguous_layout_takes_one_descriptor_a_block(era: str) -> None:
     """All layers of a block side by side are one region."""
     geometry = Geometry(era=era, contiguous=True, num_pools=3)
@@ -101,7 +101,7 @@ def test_k_and_v_apart_are_two_regions_a_layer(era: str) -> None:
     assert [region.block_bytes for region in layout.regions] == [geometry.page_bytes // 2] * 4
 
 
-@pytest.mark.parametrize("era", ["packed", "mla"])
+@pytest.mark.parametrize("era", ["packed", "mla", "latent"])
 def test_what_is_packed_is_one_region_a_layer(era: str) -> None:
     geometry = Geometry(era=era, num_pools=2)
     layout = plan(geometry, geometry.allocate()[0])
@@ -109,10 +109,49 @@ def test_what_is_packed_is_one_region_a_layer(era: str) -> None:
     assert [region.block_bytes for region in layout.regions] == [geometry.page_bytes] * 2
 
 
+@pytest.mark.parametrize(
+    ("era", "change"),
+    [
+        ("packed", {"num_heads": 2}),
+        ("packed", {"num_heads": 8}),
+        ("packed", {"num_tokens": 8}),
+        ("blocks_first", {"num_heads": 2}),
+        ("mla", {"num_tokens": 8}),
+        ("latent", {"num_tokens": 1}),
+    ],
+    ids=str,
+)
+def test_cells_that_are_no_token_of_one_head_are_refused(era: str, change: dict[str, int]) -> None:
+    """vLLM 0.29: K and V as heads of their own (``num_head_slots``), several tokens in one (``tokens_per_state``).
+
+    Peers that split heads or blocks otherwise would take K for V, or one token for another.
+    """
+    geometry = Geometry(era=era)
+    caches, _ = geometry.allocate()
+    page = dataclasses.replace(geometry.page(), **change)
+    with pytest.raises(LayoutRefused, match="tokens and . heads a block"):
+        module.plan(
+            caches,
+            axes=geometry.axes(),
+            pages=dict.fromkeys(caches, page),
+            num_blocks=geometry.num_blocks,
+            num_pools=geometry.num_pools,
+        )
+
+
+def test_a_layer_with_heads_in_a_model_of_latents_is_refused() -> None:
+    """A draft model with other attention than its target: its heads would be taken for nothing."""
+    latent, heads = Geometry(era="latent", num_pools=1), Geometry(era="packed", num_pools=1)
+    caches = {**latent.allocate()[0], "draft": next(iter(heads.allocate()[0].values()))}
+    pages = dict(zip(caches, (latent.page(), heads.page()), strict=True))
+    with pytest.raises(LayoutRefused, match="4 heads a block"):
+        module.plan(caches, axes=latent.axes(), pages=pages, num_blocks=latent.num_blocks, num_pools=1)
+
+
 def test_a_model_without_a_cache_of_its_own_is_refused() -> None:
     geometry = Geometry()
     with pytest.raises(LayoutRefused, match="no layer with a KV cache of its own"):
-        module.plan(geometry.allocate()[0], axes=geometry.axes(), page_bytes={}, num_blocks=1, num_pools=1)
+        module.plan(geometry.allocate()[0], axes=geometry.axes(), pages={}, num_blocks=1, num_pools=1)
 
 
 def test_a_layer_that_shares_anothers_cache_adds_no_region() -> None:
@@ -122,7 +161,7 @@ def test_a_layer_that_shares_anothers_cache_adds_no_region() -> None:
     layout = module.plan(
         caches | {"shared": caches[first]},
         axes=geometry.axes(),
-        page_bytes=dict.fromkeys(caches, geometry.page_bytes),
+        pages=dict.fromkeys(caches, geometry.page()),
         num_blocks=geometry.num_blocks,
         num_pools=2,
     )
@@ -171,7 +210,7 @@ def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pool
         module.plan(
             caches,
             axes=geometry.axes(),
-            page_bytes=dict.fromkeys(caches, geometry.page_bytes // 2),
+            pages=dict.fromkeys(caches, dataclasses.replace(geometry.page(), num_bytes=geometry.page_bytes // 2)),
             num_blocks=2 * geometry.num_blocks,
             num_pools=num_pools,
         )

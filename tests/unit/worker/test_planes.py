@@ -19,7 +19,7 @@ from kvcached_nixl.worker.planes import planes_of
 NUMBERS = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
 geometries = st.builds(
     Geometry,
-    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla"]),
+    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
     contiguous=st.booleans(),
     num_pools=st.integers(1, 3),
     num_kv_heads=st.sampled_from([1, 2, 3]),
@@ -50,7 +50,9 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
     if axes.head is not None:
         order.append(axes.head - (axes.kv is not None and axes.kv < axes.head))
     for base, view in zip(planes.bases, seen, strict=True):
-        cells = view.permute(*order, view.dim() - 1)
+        # What is left counts one of something: the head of a latent.
+        alone = [axis for axis in range(view.dim() - 1) if axis not in order]
+        cells = view.permute(*order, view.dim() - 1, *alone).flatten(len(order))
         for place in torch.cartesian_prod(*(torch.arange(size) for size in cells.shape[:-1])).tolist():
             block, token, *head = place
             at = (
@@ -71,8 +73,9 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
         ((1_000_003, 2, 48, 7, 80), Axes(0, 2, 3, 1, 5)),
         ((1_000_003, 7, 48, 160), Axes(0, 2, 1, None, 4)),
         ((1_000_003, 48, 560), Axes(0, 1, None, None, 3)),
+        ((1_000_003, 1, 48, 560), Axes(0, 2, None, None, 4)),
     ],
-    ids=["K/V first", "vLLM 0.19's CPU backend", "blocks first", "packed", "latent"],
+    ids=["K/V first", "vLLM 0.19's CPU backend", "blocks first", "packed", "latent", "vLLM 0.29's latent"],
 )
 def test_the_dimensions_are_found_by_their_numbers(shape: tuple[int, ...], expected: Axes) -> None:
     assert Axes.from_probe(shape, **NUMBERS) == expected

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ class Stock:
         self.memory_types: list[str | None] = []
         self.load = 1000, 64, 1
 
-    def page_bytes(self) -> dict[str, int]:
-        return dict.fromkeys(self.caches, self.geometry.page_bytes)
+    def pages(self) -> dict[str, tuple[int, int, int]]:
+        return dict.fromkeys(self.caches, dataclasses.astuple(self.geometry.page()))
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], dict[str, int]]:
         shape = (2, PROBED["num_blocks"], PROBED["block_size"], PROBED["num_heads"], 1)

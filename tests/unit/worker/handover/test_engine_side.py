@@ -107,6 +107,30 @@ def test_the_thread_learns_once_where_it_is() -> None:
     assert worker.thread.take() == [Known(Peer(worker.side._place.engine_id, "10.0.0.1", 5600, 2, 1), "key")]
 
 
+def test_a_step_that_is_told_twice_begins_once() -> None:
+    """vLLM 0.29: before the forward pass (``handle_preemptions``) and, where loads begin, behind it."""
+    worker = Worker()
+    one = step(wanted=[wanted(1, MANIFEST)], offered=[offered()], is_idle=False)
+    worker.side.begin_step(one)
+    assert [type(command) for command in worker.thread.take()] == [Want, Begin]
+    worker.side.begin_step(one)
+    assert worker.thread.take() == []
+    worker.side.end_step()
+    assert [type(command) for command in worker.thread.take()] == [Offer]
+
+
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: bool) -> None:
+    """Again, or for the first time: a connector around ours may keep what comes before to itself."""
+    worker = Worker()
+    one = step(offered=[offered()], is_idle=False)
+    if is_told_before:
+        worker.side.begin_step(one)
+    worker.side.begin_step(one)
+    worker.side.end_step()
+    assert [type(command) for command in worker.thread.take()] == [Offer]
+
+
 def test_a_step_without_news_costs_nothing() -> None:
     """No command, and no event on the device."""
     worker = Worker()

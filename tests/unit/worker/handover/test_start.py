@@ -84,7 +84,7 @@ def laid_out(geometry: Geometry) -> Layout:
     return plan(
         caches,
         axes=geometry.axes(),
-        page_bytes=dict.fromkeys(caches, geometry.page_bytes),
+        pages=dict.fromkeys(caches, geometry.page()),
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
     )

@@ -19,7 +19,7 @@ from kvcached_nixl.worker.staging.slab import Slab
 CPU = torch.device("cpu")
 geometries = st.builds(
     Geometry,
-    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla"]),
+    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
     contiguous=st.booleans(),
     num_pools=st.integers(1, 3),
     num_kv_heads=st.sampled_from([1, 2, 3]),
@@ -39,7 +39,7 @@ def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[Plan
     layout = plan(
         caches,
         axes=geometry.axes(),
-        page_bytes=dict.fromkeys(caches, geometry.page_bytes),
+        pages=dict.fromkeys(caches, geometry.page()),
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
     )

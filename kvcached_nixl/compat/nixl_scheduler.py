@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to what the engine's half of vLLM's NIXL connector is constructed with.
+
+Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_scheduler.py`` (0.24 to 0.30).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.specs import keeps_all_tokens, specs_of
+
+__all__ = ["SchedulerView"]
+
+
+@dataclass(frozen=True)
+class SchedulerView:
+    """What the engine's half of a NIXL connector is constructed with."""
+
+    config: Any
+    kv_cache_config: Any
+
+    @property
+    def engine_id(self) -> str:
+        return str(self.config.kv_transfer_config.engine_id)
+
+    @property
+    def host(self) -> str:
+        """Of the side channel; vLLM's setting."""
+        return str(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
+
+    @property
+    def port(self) -> int:
+        """Of the side channel; each data-parallel engine has its own."""
+        index = private(self.config.parallel_config, "data_parallel_index")
+        return int(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
+
+    @property
+    def tp_size(self) -> int:
+        return int(self.config.parallel_config.tensor_parallel_size)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the scheduler."""
+        return int(self.config.cache_config.block_size)
+
+    @property
+    def dropping_groups(self) -> list[str]:
+        """KV-cache groups that let go of blocks while they compute, by the name of their kind."""
+        return [
+            type(spec).__name__
+            for group in self.kv_cache_config.kv_cache_groups
+            for spec in specs_of(group.kv_cache_spec)
+            if not keeps_all_tokens(spec)
+        ]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a request whose KV has not come is computed anew, and does not fail."""
+        return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")
+
+    @property
+    def extra_config(self) -> Mapping[str, Any]:
+        """``kv_connector_extra_config``."""
+        found: Mapping[str, Any] = self.config.kv_transfer_config.kv_connector_extra_config
+        return found
+
+
+def _envs() -> Any:
+    from vllm import envs
+
+    return envs

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's specs say of a layer's KV cache; told by the names of their classes, so that nothing is imported.
+
+Source: ``v1/kv_cache_interface.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["keeps_all_tokens", "specs_of"]
+
+
+def specs_of(kv_cache_spec: Any) -> list[Any]:
+    """The specs of a KV-cache group's layers."""
+    if type(kv_cache_spec).__name__ == "UniformTypeKVCacheSpecs":
+        return list(kv_cache_spec.kv_cache_specs.values())
+    return [kv_cache_spec]
+
+
+def keeps_all_tokens(spec: Any) -> bool:
+    """Whether vLLM's manager of such layers keeps every block until the request ends."""
+    return any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__) and type(spec).__name__ != "RSWASpec"

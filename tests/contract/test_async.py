@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over with asynchronous scheduling: a step is scheduled before the one before it has brought anything.
+
+vLLM schedules so wherever it can, but for CPUs, so no server of the other tiers does. Real here: vLLM's
+``AsyncScheduler``, and the two steps that EngineCore has in its queue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+import engine_node
+import handover_node
+import test_geometry
+from engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, nodes
+from handover_node import (
+    ANOTHER_REQUESTS,
+    CHUNK,
+    DECODE_FILLING,
+    NAME,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    asked,
+    ends_by_policy,
+    mover,
+    prefilled,
+    registered,
+    rest,
+    served,
+    transfers_held,
+    until_both,
+)
+from test_transport import until
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+direction = handover_node.direction
+
+
+@dataclasses.dataclass
+class Node(handover_node.Node):
+    """An engine that schedules a step while the one before it is under way."""
+
+    queued: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+
+    scheduler_class: ClassVar[type[Scheduler]] = AsyncScheduler
+
+    def step(self) -> Any:
+        """As EngineCore.step_with_batch_queue."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.queued.append((output, self.run(output)))
+            if len(self.queued) < 2 and self.scheduler.has_requests():
+                return True
+        if self.queued:
+            self.take(*self.queued.pop(0))
+        return True
+
+
+@pytest.fixture
+def node(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
+    with nodes(Node, tmp_path, log) as make:
+        yield lambda filling, **options: make(filling, RESERVED, transfer_mode=direction, **options)
+
+
+def computing(prefill: Node, **params: Any) -> None:
+    """Prefill has one step of a longer prompt under way, and the next one scheduled."""
+    prefill.add(PREFILL_ID, {**SEND, **params}, 1)
+    prefill.step()
+    assert len(prefill.queued) == 1 and 0 < prefill.tokens(PREFILL_ID) < PROMPT
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_what_is_handed_over_is_what_was_computed(max_tokens: int, direction: str, node: Callable[..., Node]) -> None:
+    """A request that ends may have a step more under way than its output says."""
+    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
+    params = prefilled(prefill, PREFILL_ID, max_tokens=1)
+    local = asked(decode, params, max_tokens=max_tokens)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == "length"
+    rest(prefill, decode)
+    served(prefill, decode)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_an_abort_between_two_steps_leaves_nothing(who: str, direction: str, node: Callable[..., Node]) -> None:
+    """Prefill's while its next chunk is scheduled, decode's while its KV is on the way; the bytes are under way."""
+    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING, policy="recompute")
+    with pytest.MonkeyPatch.context() as patching:
+        gate = transfers_held(mover(direction, prefill, decode), patching)
+        if direction == "push":
+            local = registered(decode, prefill)
+            computing(prefill, **NAME)
+        else:
+            local = asked(decode, prefilled(prefill, PREFILL_ID))
+        until_both(prefill, decode, lambda: gate.kept)
+        (prefill if who == "prefill" else decode).abort(PREFILL_ID if who == "prefill" else DECODE_ID)
+        prefill.step()
+        decode.step()
+        if who == "decode":
+            # Its blocks may be another's as soon as nobody writes into them, and not before.
+            assert not set(local) & set(free_ids(decode))
+        gate.closed = False
+        until_both(prefill, decode, lambda: DECODE_ID in decode.ended or who == "decode")
+        rest(prefill, decode)
+    served(prefill, decode)
+
+
+def free_ids(node: Node) -> list[int]:
+    return [
+        block.block_id for block in node.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+    ]
+
+
+def test_blocks_of_a_preempted_request_are_kept_while_they_are_read(
+    direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next step is under way already, and goes into blocks that are its own no more."""
+    if direction == "pull":
+        pytest.skip("nothing of a request that computes is read")
+    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
+    gate = transfers_held(prefill, monkeypatch)
+    local = registered(decode, prefill)
+    computing(prefill, **NAME)
+    until(lambda: gate.kept)
+    before = prefill.blocks(PREFILL_ID)
+    prefill.preempt(PREFILL_ID)
+    assert not set(before) & set(free_ids(prefill))
+    gate.closed = False
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local)
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_hand_over_that_fails_ends_by_policy(policy: str, direction: str, node: Callable[..., Node]) -> None:
+    """Prefill has given the blocks to another request, or never begins it."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
+    params = prefilled(prefill, PREFILL_ID)
+    prefill.abort(PREFILL_ID)
+    rest(prefill)
+    prefill.fill(list(range(prefill.geometry.num_blocks)), ANOTHER_REQUESTS)
+    local = asked(decode, params)
+    assert len(local) == BLOCKS
+    ends_by_policy(policy, decode, prefill)
+    served(prefill, decode)
