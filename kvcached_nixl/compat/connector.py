@@ -16,7 +16,8 @@ import msgspec
 
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.private import first_module, private
-from kvcached_nixl.compat.specs import specs_of
+from kvcached_nixl.compat.runner import accepted
+from kvcached_nixl.compat.specs import odd_cells, specs_of
 from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
@@ -76,6 +77,10 @@ class WorkerView:
         if sizes != {own}:
             shown = ", ".join(map(str, sorted(sizes)))
             refused.append((f"KV-cache groups with blocks of {shown} tokens", f"blocks of {own} tokens in every group"))
+        shuffles = getattr(_envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
+        if shuffles or private(self.worker, "backend_name") == "ROCM_ATTN":
+            what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
+            refused.append((f"{what}, which keeps tokens of a block one inside the other", "another attention backend"))
         # Scales of an fp8 cache that each engine computes for itself; vLLM 0.28 does not have them any more.
         if getattr(self._config.cache_config, "calculate_kv_scales", False):
             refused.append(("--calculate-kv-scales", "scales that come with the model"))
@@ -99,13 +104,28 @@ class WorkerView:
             "cache dtype": cache.cache_dtype,
             "heads": f"{model.get_total_num_kv_heads()} of {model.get_head_size()}",
             "layers": model.get_total_num_hidden_layers(),
-            "attention": private(self.worker, "backend_name"),
+            "attention": self._attention,
             "quantization": model.quantization or "-",
             "overrides": sorted(overrides.items()) or "-",
             "speculative": "-" if speculative is None else f"{speculative.method} {speculative.model}",
             "groups": len(self._groups),
         }
         return tuple((name, str(value)) for name, value in facts.items())
+
+    @property
+    def _attention(self) -> str:
+        name = str(private(self.worker, "backend_name"))
+        # It keeps a block's keys, and on some processors its values, in an order in which no part is a token's.
+        whole = name == "CPU_ATTN"
+        return f"{name}, whole blocks of {self._config.cache_config.block_size} tokens" if whole else name
+
+    @property
+    def answers_before_drafts(self) -> bool:
+        """Whether prefill may have answered when its device has not computed the draft model's part of the prompt.
+
+        Model runner V2 copies a step's tokens to the host before the draft model runs, V1 behind it.
+        """
+        return self._config.speculative_config is not None and "V2" in accepted(found_version("vllm"))
 
     # ---------------------------------------------------------------------------------------------------- its memory
 
@@ -172,6 +192,13 @@ class WorkerView:
                     consequence="state and attention share pools in a way not described yet; the engine stops",
                     remedy="serve this model without ENABLE_KVCACHED, or without a KV connector",
                 )
+            if words := odd_cells(own):
+                raise LayoutRefused(
+                    found=f"layer {layer!r} with {words}",
+                    expected="cells of one token and one head, K and V in the same or apart",
+                    consequence="peers with other blocks or heads would take one for the other; the engine stops",
+                    remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
+                )
             pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, own.num_kv_heads
         return pages
 
@@ -231,6 +258,12 @@ class WorkerView:
     @property
     def stats(self) -> Any:
         return private(self.worker, "xfer_stats")
+
+
+def _envs() -> Any:
+    from vllm import envs
+
+    return envs
 
 
 def transfer_results(sent: set[str], received: set[str]) -> Any:

@@ -29,10 +29,12 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
             Era.KV_APART: "non-contiguous; contiguous is refused",
             Era.PACKED: "both layouts; contiguous MLA is refused, and from 0.29 on all that is contiguous",
         },
-        "cells that are no token of one head (NVFP4, some ROCm backends)": dict.fromkeys(Era, _REFUSED),
+        "cells that are no token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": dict.fromkeys(
+            Era, _REFUSED
+        ),
         "state-space or linear-attention layers": dict.fromkeys(Era, _REFUSED),
         "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),
-        "peers with different block sizes": dict.fromkeys(Era, _MULTIPLES),
+        "peers with different block sizes": dict.fromkeys(Era, f"{_MULTIPLES}; refused on a CPU"),
         "peers with different layouts": dict.fromkeys(Era, _REFUSED),
         "a peer that pulls and one that pushes": dict.fromkeys(Era, _REFUSED),
         "peer without this package": dict.fromkeys(Era, _REFUSED),

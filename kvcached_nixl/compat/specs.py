@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["keeps_all_tokens", "specs_of"]
+__all__ = ["keeps_all_tokens", "odd_cells", "specs_of"]
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
@@ -21,3 +21,14 @@ def specs_of(kv_cache_spec: Any) -> list[Any]:
 def keeps_all_tokens(spec: Any) -> bool:
     """Whether vLLM's manager of such layers keeps every block until the request ends."""
     return any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__) and type(spec).__name__ != "RSWASpec"
+
+
+def odd_cells(spec: Any) -> str:
+    """Why cells of such layers are not one token of one head each, in vLLM's words; "" if they are."""
+    known = vars(spec)
+    if known.get("num_head_slots") is not None:
+        return f"num_head_slots {known['num_head_slots']} for {spec.num_kv_heads} heads"
+    if known.get("tokens_per_state", 1) != 1:
+        return f"tokens_per_state {known['tokens_per_state']}"
+    mode = known.get("kv_quant_mode")
+    return f"kv_quant_mode {mode.name}" if mode is not None and "NVFP4" in mode.name else ""

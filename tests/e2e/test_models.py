@@ -83,6 +83,33 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
         assert any(record["digests"])
 
 
+def test_blocks_of_other_sizes_are_computed_again(tmp_path: Path) -> None:
+    """The CPU's kernel keeps a block in an order of its own, in which no half of it is half of the tokens."""
+    specs = [
+        ServerSpec(
+            name=side,
+            model=models.make_model(models.GQA),
+            dtype="float32",
+            max_num_batched_tokens=256,
+            block_size=block_size,
+            kv_transfer={
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"num_threads": 0},
+            },
+            environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2"},
+            forks=True,
+        )
+        for side, block_size in (("prefill", 32), ("decode", 64))
+    ]
+    with running(specs, tmp_path) as (prefill, decode):
+        alone, handed_over, _ = asyncio.run(_both_ways(prefill.base_url, decode.base_url))
+        said = decode.log.read_text()
+    assert [answer.token_ids for answer in alone] == [hand_over.answer.token_ids for hand_over in handed_over]
+    assert "whole blocks of 32 tokens" in said and "whole blocks of 64 tokens" in said
+
+
 async def _both_ways(
     prefill_url: str, decode_url: str
 ) -> tuple[list[Answer], list[HandOver], dict[str, dict[str, object]]]:

@@ -78,6 +78,8 @@ class EngineSide:
         is_read: whether decode reads prefill's blocks, and so needs their words.
         record_event: called when steps have been given to the device; what it returns tells whether the device has done
             them, on any thread.
+        before_answer: called before what prefill is about to answer for is offered to be pulled; it may wait for the
+            device. For where prefill's answer does not say that its device has ended the step.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class EngineSide:
         place: Place,
         words: WordTable,
         record_event: Callable[[], IsReached],
+        before_answer: Callable[[], None] = lambda: None,
         *,
         is_read: bool,
     ) -> None:
@@ -94,6 +97,7 @@ class EngineSide:
         self._place = place
         self._is_read = is_read
         self._record_event = record_event
+        self._before_answer = before_answer
         self._step: Step | None = None
         self._is_known = False
         self._counted = Counted()
@@ -149,6 +153,8 @@ class EngineSide:
         if has_failed:
             self.thread.submit(*(Finish(one.request_id) for one in computed if one.request_id in step.finished))
             return
+        if any(one.manifest is not None for one in computed):
+            self._before_answer()
         is_reached = self._record_event()
         for one in computed:
             if one.manifest is not None and self._is_read:

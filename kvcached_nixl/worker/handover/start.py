@@ -74,9 +74,15 @@ class StockWorker(Protocol):
     @property
     def use_mla(self) -> bool: ...
     @property
+    def answers_before_drafts(self) -> bool: ...
+    @property
     def facts(self) -> tuple[tuple[str, str], ...]: ...
     def keep_registered(self, descriptors: Any) -> None: ...
     def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
+
+
+def nothing() -> None:
+    """What is done where there is nothing to do."""
 
 
 def start(
@@ -143,7 +149,17 @@ def start(
         settings.verify_fraction,
     )
     side = assemble(
-        transport, clock, place, words, settings, str(tag), channel, lambda: record_event(device), digests, staging
+        transport,
+        clock,
+        place,
+        words,
+        settings,
+        str(tag),
+        channel,
+        lambda: record_event(device),
+        digests,
+        staging,
+        (lambda: wait_for(device)) if worker.answers_before_drafts else nothing,
     )
     thread.append(weakref.ref(side.thread))
     side.thread.start()
@@ -161,10 +177,12 @@ def assemble(
     record: Callable[[], IsReached],
     digests: Digests,
     staging: Staging | None = None,
+    before_answer: Callable[[], None] = nothing,
 ) -> EngineSide:
     """All parts of one worker, its thread not started.
 
     Args:
+        before_answer: see `EngineSide`.
         place: its memory is the slab's where KV is staged.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
@@ -216,8 +234,19 @@ def assemble(
 
     thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))
     # What is staged is not there to be read: its blocks are given back as soon as they are copied.
-    is_read = settings.transfer_mode is TransferMode.PULL and staging is None
-    return EngineSide(thread[0], place, table, record, is_read=is_read)
+    is_pulled = settings.transfer_mode is TransferMode.PULL
+    if not is_pulled:
+        # What is written waits for the device by itself.
+        before_answer = nothing
+    return EngineSide(thread[0], place, table, record, before_answer, is_read=is_pulled and staging is None)
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when a device has done what it was given until now."""
+    if device.type != "cpu":
+        event = torch.Event(device)
+        event.record()
+        event.synchronize()
 
 
 def record_event(device: torch.device) -> IsReached:

@@ -22,6 +22,12 @@ from kvcached_nixl.worker.registration import StockWorker as RegisteredWorker
 
 
 @pytest.fixture(autouse=True)
+def envs(make_module: Callable[..., ModuleType]) -> None:
+    """No vLLM: one that knows nothing of ROCm."""
+    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
 def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
     """Sets the shape of the vLLM that is installed; at first that of an old one."""
 
@@ -176,12 +182,64 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
         ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
+        (
+            {"backend_name": "ROCM_ATTN"},
+            "the attention backend ROCM_ATTN, which keeps tokens of a block one inside the other",
+        ),
     ],
 )
 def test_what_no_peer_could_make_sense_of_is_named(changed: dict[str, Any], found: str) -> None:
     """A5."""
     assert [one for one, _ in worker(**changed).unserved] == [found]
     assert worker(calculate_kv_scales=False).unserved == []
+
+
+def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType]) -> None:
+    """K and V of a block in tiles, whichever backend is asked for."""
+    make_module("vllm").envs = make_module("vllm.envs", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT = True")  # type: ignore[attr-defined]
+    assert [found for found, _ in worker().unserved] == [
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which keeps tokens of a block one inside the other"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_head_slots": 2}, "num_head_slots 2 for 4 heads"),
+        ({"num_head_slots": 4}, "num_head_slots 4 for 4 heads"),
+        ({"tokens_per_state": 4}, "tokens_per_state 4"),
+        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "kv_quant_mode NVFP4"),
+    ],
+)
+def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    """Their shape may look as if they were: K and V as two heads, of a rank that has two."""
+    spec = FullAttentionSpec()
+    vars(spec).update(fields)
+    with pytest.raises(LayoutRefused, match=words):
+        worker(_layer_specs={"a": spec}).pages()
+    spec = FullAttentionSpec()
+    vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
+    assert worker(_layer_specs={"a": spec}).pages()
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_the_cpus_kernel_shares_whole_blocks_only(block_size: int) -> None:
+    """Peers with other blocks have another tag, and nothing is moved."""
+    facts = dict(worker(backend_name="CPU_ATTN", block_size=block_size).facts)
+    assert facts["attention"] == f"CPU_ATTN, whole blocks of {block_size} tokens"
+    assert dict(worker(backend_name="FLASH_ATTN", block_size=block_size).facts)["attention"] == "FLASH_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("vllm", "speculative", "expected"),
+    [("0.27.1", True, False), ("0.28.0", True, True), ("0.30.0", True, True), ("0.30.0", False, False)],
+)
+def test_who_answers_before_a_draft_model_has_run(
+    vllm: str, speculative: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "found_version", lambda library: vllm)
+    asked = worker(speculative=SimpleNamespace(method="eagle", model="s") if speculative else None)
+    assert asked.answers_before_drafts is expected
 
 
 def test_groups_whose_blocks_are_of_several_sizes_are_named() -> None:

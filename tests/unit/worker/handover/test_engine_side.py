@@ -172,6 +172,29 @@ def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> No
     assert worker.thread.take() == [], "once"
 
 
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "staged"])
+def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_not_say_so(is_read: bool) -> None:
+    """Model runner V2 answers before a draft model has run: decode would read what is not there yet, and trust it."""
+    worker = Worker(is_read=is_read, is_known=False)
+    seen: list[tuple[int, bool, list[Command]]] = []
+    worker.side = EngineSide(
+        cast(TransferThread, worker.thread),
+        worker.side._place,
+        worker.side.words,
+        worker.device.record,
+        lambda: seen.append((len(worker.device.events), bool(worker.words.any()), worker.thread.take())),
+        is_read=is_read,
+    )
+    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.side.end_step()
+    assert not seen, "there is no answer yet"
+    worker.thread.take()
+    worker.side.begin_step(step(offered=[offered()], is_idle=False))
+    worker.side.end_step()
+    assert seen == [(1, False, [])]
+    assert bool(worker.words.any()) is is_read and len(worker.thread.take()) == 1
+
+
 def test_all_that_a_step_offers_shares_one_event() -> None:
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered(4, ([7],)), offered(8, ([1, 2],), "p-2")]))

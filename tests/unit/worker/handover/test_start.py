@@ -53,6 +53,7 @@ class Stock:
         self.total_kv_heads = 8
         self.kernel_blocks_per_block = 2
         self.use_mla = False
+        self.answers_before_drafts = False
         self.facts = (("vLLM", "0.19.1"), ("model", "m"))
         self.kept: list[Any] = []
         self.offered: tuple[str, RankHandshake] | None = None
@@ -95,6 +96,21 @@ def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.
     side = start(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
     side.close()
     return side, channel
+
+
+@pytest.mark.parametrize(
+    ("mode", "answers_before_drafts", "waits"),
+    [(TransferMode.PULL, True, True), (TransferMode.PULL, False, False), (TransferMode.PUSH, True, False)],
+)
+def test_the_device_is_waited_for_where_an_answer_comes_too_early(
+    mode: TransferMode, answers_before_drafts: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push has an event with each of its offers, and says itself what it wrote."""
+    waited: list[str] = []
+    monkeypatch.setattr("kvcached_nixl.worker.handover.start.wait_for", lambda device: waited.append(device.type))
+    side, _ = started(Stock(answers_before_drafts=answers_before_drafts), Geometry(num_pools=2), mode)
+    side._before_answer()
+    assert waited == (["cpu"] if waits else [])
 
 
 def test_peers_are_told_where_this_rank_keeps_what() -> None:
