@@ -25,8 +25,12 @@ from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
 
-REST_SECONDS = 0.1
-"""An engine that only waits looks around as often, should nobody wake it."""
+REST_SECONDS = 5.0
+"""An engine that only waits looks around as often, should nobody wake it.
+
+After each step vLLM's workers look for another one for a second (``SpinCondition``): with ten steps a second each of
+them would keep a core.
+"""
 
 ADD_REQUEST = Patch(
     target=ENGINE_SCHEDULER,
