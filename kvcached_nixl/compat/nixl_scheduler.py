@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.private import envs, private
 from kvcached_nixl.compat.specs import keeps_all_tokens, specs_of
 
 __all__ = ["SchedulerView"]
@@ -30,13 +30,13 @@ class SchedulerView:
     @property
     def host(self) -> str:
         """Of the side channel; vLLM's setting."""
-        return str(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
+        return str(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
 
     @property
     def port(self) -> int:
         """Of the side channel; each data-parallel engine has its own."""
         index = private(self.config.parallel_config, "data_parallel_index")
-        return int(private(_envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
+        return int(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
 
     @property
     def tp_size(self) -> int:
@@ -67,9 +67,3 @@ class SchedulerView:
         """``kv_connector_extra_config``."""
         found: Mapping[str, Any] = self.config.kv_transfer_config.kv_connector_extra_config
         return found
-
-
-def _envs() -> Any:
-    from vllm import envs
-
-    return envs

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
 
-__all__ = ["first_bound", "first_module", "private"]
+__all__ = ["envs", "first_bound", "first_module", "private"]
 
 
 def first_module(names: Sequence[str]) -> Any:
@@ -41,6 +41,13 @@ def first_bound(modules: Sequence[str], name: str) -> Any:
 def _exists(module: str) -> bool:
     parent = module.rpartition(".")[0]
     return (not parent or _exists(parent)) and importlib.util.find_spec(module) is not None
+
+
+def envs() -> Any:
+    """vLLM's settings from the environment, which it reads as they are asked for."""
+    from vllm import envs as module
+
+    return module
 
 
 def private(owner: Any, name: str) -> Any:
