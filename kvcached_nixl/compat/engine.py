@@ -248,14 +248,16 @@ def rest(core: Any, longest_seconds: float) -> None:
     """Wait, on the engine's thread, while it has nothing to do but to hear of what our side waits for.
 
     vLLM steps a thousand times a second then, and each step goes on to the API server. Whatever enters the engine ends
-    the wait at once: a request, an abort, a word of a worker. No wait where ranks step together (data parallel).
+    the wait at once: a request, an abort, a word of a worker; and so does what is due by the clock. No wait where ranks
+    step together (data parallel).
     """
     queue, side = core.input_queue, side_of(core.scheduler.connector)
     if side is None or not _only_waits(core, side):
         return
+    due_in_seconds = side.due_in_seconds
     with queue.not_empty:
         if not queue._qsize():
-            queue.not_empty.wait(longest_seconds)
+            queue.not_empty.wait(longest_seconds if due_in_seconds is None else min(longest_seconds, due_in_seconds))
 
 
 def wake_of(core: Any) -> Any:

@@ -66,6 +66,11 @@ class Fetching:
         self.num_quarantined_blocks = 0
 
     @property
+    def due_at_seconds(self) -> float | None:
+        """When the next one has waited for too long."""
+        return self._deadlines.first_seconds
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for KV and nothing else."""
         return len(self._attempt_of)

@@ -126,6 +126,12 @@ class HandOver:
         """Requests that have ended, and whose blocks vLLM keeps for us."""
         return self._offering.num_kept
 
+    @property
+    def due_in_seconds(self) -> float | None:
+        """Until a hand-over has waited for too long; None if none waits."""
+        due_at = self._fetching.due_at_seconds
+        return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
+
     # ------------------------------------------------------------------------------------------------- what vLLM asks
 
     def arrived(self, request: Request) -> None:

@@ -492,8 +492,10 @@ def resting(core: SimpleNamespace, side: SimpleNamespace) -> list[float]:
     return waited
 
 
-def side(waiting: int = 1, kept: int = 0, *, pending: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(num_waiting=waiting, num_kept=kept, pending=pending)
+def side(
+    waiting: int = 1, kept: int = 0, *, pending: bool = False, due_in_seconds: float | None = None
+) -> SimpleNamespace:
+    return SimpleNamespace(num_waiting=waiting, num_kept=kept, pending=pending, due_in_seconds=due_in_seconds)
 
 
 @pytest.mark.parametrize(
@@ -548,6 +550,12 @@ def test_an_engine_that_only_waits_rests(core: SimpleNamespace, side: SimpleName
 def test_an_engine_that_has_something_to_do_does_not(core: SimpleNamespace, side: SimpleNamespace) -> None:
     """C4: no wait at all where ranks step together; and whoever has nothing to wait for waits as vLLM does."""
     assert resting(core, side) == []
+
+
+@pytest.mark.parametrize(("due", "waited"), [(None, 0.1), (0.04, 0.04), (3.0, 0.1)])
+def test_it_rests_no_longer_than_until_something_is_due(due: float | None, waited: float) -> None:
+    """A hand-over that never comes ends by the clock, and nobody wakes the engine for it."""
+    assert resting(core(), side(due_in_seconds=due)) == [waited]
 
 
 def test_what_a_worker_has_raised_ends_the_engine() -> None:

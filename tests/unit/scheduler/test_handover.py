@@ -106,6 +106,18 @@ def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
     assert not engine.handover.take_starved(), "nothing is in quarantine any more"
 
 
+def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> None:
+    assert engine.handover.due_in_seconds is None
+    engine.waiting()
+    engine.clock.advance(1)
+    engine.waiting("d2")
+    assert engine.handover.due_in_seconds == TIMEOUT - 1
+    engine.clock.advance(TIMEOUT)
+    assert engine.handover.due_in_seconds == 0
+    engine.handover.collect(reports())
+    assert engine.handover.due_in_seconds is None
+
+
 def aborted(engine: Engine) -> None:
     """Decode's request is gone, and vLLM knows nothing of it any more."""
     engine.handover.finished(of_decode(), False, BLOCKS)
