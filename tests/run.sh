@@ -93,7 +93,9 @@ while read -r -u 3 what version size; do
         run "$name" bash experiments/byte_equivalence/run.sh "$length" --vllm "$version"
         ;;
     equivalence/V2)
-        run "$name" bash experiments/byte_equivalence/run.sh --quick --vllm "$version" --arm "runner V2"
+        arms=(--quick --arm "runner V2")
+        [[ $size == whole ]] || arms=(--brief) # every server has that runner
+        run "$name" bash experiments/byte_equivalence/run.sh "${arms[@]}" --vllm "$version"
         ;;
     *)
         options=(-q --junitxml="$reports/${what//\//-}-$version.xml")

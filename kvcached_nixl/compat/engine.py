@@ -274,7 +274,9 @@ def _only_waits(core: Any, side: Any) -> bool:
         return False
     if private(core, "engines_running") or core.vllm_config.parallel_config.data_parallel_size > 1:
         return False
-    # Whoever else waits for something may have to be looked after in every step.
+    # Whoever else waits for something may have to be looked after in every step, and so may encoders of other hosts.
+    if vars(scheduler).get("ec_connector") is not None:
+        return False
     if scheduler.get_num_unfinished_requests() != waiting or len(scheduler.requests) > waiting + kept:
         return False
     return _bring_nothing(core.batch_queue or ())

@@ -564,6 +564,16 @@ def test_what_a_worker_has_raised_ends_the_engine() -> None:
         resting(core(batch_queue=[batch(raises=OSError("a worker"))]), side())
 
 
+def test_an_engine_with_a_connector_of_encoders_does_not_rest() -> None:
+    """vLLM asks that one in each step, too."""
+    one = core()
+    one.scheduler.ec_connector = None
+    assert resting(one, side()) == [0.1]
+    one.scheduler.ec_connector = "encoders"
+    assert resting(one, side()) == [0.1]
+    assert one.input_queue.waited == [0.1]
+
+
 def test_an_engine_without_ours_is_left_alone() -> None:
     """Also one that has it among others: they may have to be looked after in every step."""
     for connector in (None, SimpleNamespace(), SimpleNamespace(_connectors=[])):
