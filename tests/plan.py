@@ -86,17 +86,26 @@ def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
 
 def newcomer(vllm: str) -> list[Job]:
     """Every tier with one vLLM, no other Python; of real servers the refused ones, and both directions' bytes."""
-    chosen = [job for tier in TIERS if tier != "pythons" for job in jobs(tier, vllm, "brief")]
-    return [job for job in chosen if "/" not in job.what or job.what == "e2e/test_refusals.py"]
+    tiers = (*ONCE, "install", "gpu", "contract", *_with_servers(vllm))
+    chosen = [job for tier in tiers for job in jobs(tier, vllm, "brief")]
+    left_out = {what for what in MINUTES if what.startswith("e2e/")} - {"e2e/test_refusals.py"}
+    if "V1" in accepted(vllm):
+        left_out.add("equivalence/V2")
+    return [job for job in chosen if job.what not in left_out]
+
+
+def _with_servers(vllm: str) -> list[str]:
+    """The tiers of real servers in which this vLLM serves with kvcached on a machine without a GPU."""
+    (row,) = [row for row in ROWS if row.tested == vllm]
+    served = ["e2e"] if Evidence.E2E in row.evidence else []
+    return [*served, "equivalence"] if row.shape.serves_on_cpu else served
 
 
 def everything() -> list[Job]:
     """Each tier with every vLLM that it says something of."""
     found = [job for tier in ONCE for job in jobs(tier, NEWEST)]
     for row in ROWS:
-        tiers = ["install", "contract"]
-        tiers += ["e2e"] if Evidence.E2E in row.evidence else []
-        tiers += ["equivalence"] if row.shape.serves_on_cpu else []
+        tiers = ("install", "contract", *_with_servers(row.tested))
         found += [job for tier in tiers for job in jobs(tier, row.tested)]
     return [*found, *jobs("gpu", NEWEST), *jobs("pythons", NEWEST)]
 

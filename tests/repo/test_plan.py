@@ -43,6 +43,17 @@ def test_a_newcomer_waits_a_quarter_of_an_hour_and_sees_every_tier() -> None:
     assert sum(job.minutes for job in jobs) <= 15
 
 
+@pytest.mark.parametrize(
+    ("vllm", "tiers"), [("0.23.0", set()), ("0.30.0", {"equivalence"}), ("0.26.0", {"e2e", "equivalence"})]
+)
+def test_a_newcomer_with_another_vllm_sees_what_it_serves(vllm: str, tiers: set[str]) -> None:
+    """No servers that cannot start there."""
+    jobs = plan.newcomer(vllm)
+    assert {job.tier for job in jobs} & {"e2e", "equivalence"} == tiers
+    assert {"unit", "flow", "repo", "install", "contract"} <= {job.tier for job in jobs}
+    assert sum(job.minutes for job in jobs) <= 25
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_turn_fits_and_has_what_is_run_each_time(number: int) -> None:
     """No vLLM that servers are tested with is left out, however full the turn."""
