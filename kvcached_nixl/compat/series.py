@@ -209,7 +209,7 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.26.0": _SERVED,
         "0.27.1": _COMPARED,
         "0.28.0": _SERVED,
-        "0.29.0": (Evidence.CONTRACT,),
+        "0.29.0": _COMPARED,
         "0.30.0": _COMPARED,
     }
 )
