@@ -23,8 +23,8 @@ Sets up what it needs (experiments/env.sh says how much disk that takes before i
   e2e          real servers
   equivalence  real servers, the quick byte-equivalence run
 
-KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the vLLM, or several for tiers that are named (the newest by default); --all and
---turn choose by themselves.
+KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the vLLM, or several for tiers that are named; else it is the newest that all of
+them were run with. --all and --turn choose by themselves.
 exit status: 0 all passed; 1 a test failed; 2 the set-up failed
 END
 }
