@@ -202,7 +202,7 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.19.1": _SERVED,
         "0.20.2": _COMPARED,
         "0.21.0": _COMPARED,
-        "0.22.1": _COMPARED,
+        "0.22.1": _SERVED,
         "0.23.0": (Evidence.CONTRACT,),
         "0.24.0": (Evidence.CONTRACT,),
         "0.25.1": (Evidence.CONTRACT,),
