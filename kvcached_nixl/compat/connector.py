@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.compat.locate import METADATA_MODULES
-from kvcached_nixl.compat.private import envs, first_module, private
+from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
 from kvcached_nixl.compat.runner import accepted
 from kvcached_nixl.compat.specs import odd_cells, specs_of
 from kvcached_nixl.compat.versions import found_version, installed_row
@@ -77,8 +77,8 @@ class WorkerView:
         if sizes != {own}:
             shown = ", ".join(map(str, sorted(sizes)))
             refused.append((f"KV-cache groups with blocks of {shown} tokens", f"blocks of {own} tokens in every group"))
-        shuffles = getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
-        if shuffles or private(self.worker, "backend_name") == "ROCM_ATTN":
+        shuffles = is_rocm() and getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
+        if shuffles or "ROCM_ATTN" in {one.get_name() for one in private(self.worker, "attn_backends")}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
             refused.append((f"{what}, which keeps tokens of a block one inside the other", "another attention backend"))
         # Scales of an fp8 cache that each engine computes for itself; vLLM 0.28 does not have them any more.

@@ -97,16 +97,11 @@ class EngineBlocks:
         return side_of(private(self.engine_scheduler, "connector")) is None
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the engine begins nothing new; it may be about to clear its cache, once it is idle."""
-        return bool(private(self.engine_scheduler, "pause_state"))
-
-    @property
     def stalled(self) -> str | None:
         """The request that is next, if none runs: it waits for blocks, and no other one will free any."""
         scheduler = self.engine_scheduler
         # A scheduler that is paused begins nothing, whatever is free.
-        if private(scheduler, "running") or self.is_paused:
+        if private(scheduler, "running") or private(scheduler, "pause_state"):
             return None
         # vLLM 0.28 keeps those that it has passed over in a queue of their own.
         queues = (private(scheduler, "waiting"), vars(scheduler).get("skipped_waiting", ()))

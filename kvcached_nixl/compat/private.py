@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
 
-__all__ = ["envs", "first_bound", "first_module", "private"]
+__all__ = ["envs", "first_bound", "first_module", "is_rocm", "private"]
 
 
 def first_module(names: Sequence[str]) -> Any:
@@ -48,6 +48,13 @@ def envs() -> Any:
     from vllm import envs as module
 
     return module
+
+
+def is_rocm() -> bool:
+    """Whether vLLM runs on AMD's GPUs."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
 
 
 def private(owner: Any, name: str) -> Any:

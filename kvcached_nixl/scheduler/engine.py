@@ -51,11 +51,6 @@ class Blocks(Protocol):
         ...
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the engine begins nothing new; it may be about to clear its cache, once it is idle."""
-        ...
-
-    @property
     def stalled(self) -> str | None:
         """The request that is next, if none runs: it waits for blocks, and no other one will free any."""
         ...

@@ -57,7 +57,6 @@ class HandOver:
         self._wake: Callable[[], None] | None = None
         self._failed: set[str] = set()
         self._stalled: tuple[str, float] | None = None
-        self._paused_since: float | None = None
         self._listener: Listener | None = None
 
     # ------------------------------------------------------------------------------------------------ the engine's loop
@@ -99,22 +98,7 @@ class HandOver:
         vllm#45168: an engine that sleeps hears nothing and frees nothing.
         """
         is_counted = self._fetching.num_quarantined_blocks == self._quarantined
-        has_news = self._has_news or self._fetching.has_news or self._step.has_news
-        return has_news or not is_counted or self._pause_waits()
-
-    def _pause_waits(self) -> bool:
-        """Whether a paused engine is not idle yet: blocks are held for what is in flight.
-
-        vLLM clears the cache of an engine that is paused and idle. kvcached clears none with blocks in use, and vLLM
-        then ends the engine. So does this when it has waited for as long as a hand-over may take.
-        """
-        if not self._holds.num_blocks or not self._bound().is_paused:
-            self._paused_since = None
-            return False
-        now = self._clock.now_seconds()
-        if self._paused_since is None:
-            self._paused_since = now
-        return now < self._paused_since + self._timeout_seconds
+        return self._has_news or self._fetching.has_news or self._step.has_news or not is_counted
 
     @property
     def num_waiting(self) -> int:

@@ -164,10 +164,6 @@ class Pool:
     next_up: Callable[[], str | None] = lambda: None
 
     @property
-    def is_paused(self) -> bool:
-        return False
-
-    @property
     def stalled(self) -> str | None:
         return self.next_up()
 

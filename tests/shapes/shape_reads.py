@@ -120,7 +120,10 @@ READS = (
             "get_num_unfinished_requests",
         ),
     ),
-    Reads(ENGINE_CORE, ("scheduler", "vllm_config", "input_queue", "batch_queue", "engines_running")),
+    Reads(
+        ENGINE_CORE,
+        ("scheduler", "vllm_config", "input_queue", "batch_queue", "engines_running", "_idle_state_callbacks"),
+    ),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", "coordinator", "get_block_ids"),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"),
     _of("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
@@ -246,6 +249,6 @@ READS = (
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
     ),
     _of("vllm.platforms", "", "current_platform"),
-    _of("vllm.platforms.interface", "Platform", "device_type", "get_nixl_memory_type"),
+    _of("vllm.platforms.interface", "Platform", "device_type", "get_nixl_memory_type", "is_rocm"),
 )
 """Left out: what may be absent (read by ``vars(...).get`` with a default), and what is our own."""

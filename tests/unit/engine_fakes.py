@@ -55,7 +55,6 @@ class Pool:
         self.freed: list[Any] = []
         self.windows = windows or (0,)
         self.stalled: str | None = None
-        self.is_paused = False
         self.asked_for: list[int] = []
 
     def take(self, request_id: str) -> list[Any]:

@@ -22,9 +22,10 @@ from kvcached_nixl.worker.registration import StockWorker as RegisteredWorker
 
 
 @pytest.fixture(autouse=True)
-def envs(make_module: Callable[..., ModuleType]) -> None:
-    """No vLLM: one that knows nothing of ROCm."""
+def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that knows nothing of ROCm."""
     make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "is_rocm", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,10 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
 
     install(Shape())
     return install
+
+
+def backend(name: str) -> SimpleNamespace:
+    return SimpleNamespace(get_name=lambda: name)
 
 
 class FullAttentionSpec:
@@ -148,6 +153,7 @@ def worker(**changed: Any) -> WorkerView:
         world_size=2,
         tp_rank=1,
         backend_name="FLASH",
+        attn_backends=[backend("FLASH")],
         kv_cache_config=SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=[1, 2, 3]),
         num_blocks=7,
         use_mla=False,
@@ -183,7 +189,7 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
         ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
         (
-            {"backend_name": "ROCM_ATTN"},
+            {"attn_backends": [backend("FLASH_ATTN"), backend("ROCM_ATTN")]},
             "the attention backend ROCM_ATTN, which keeps tokens of a block one inside the other",
         ),
     ],
@@ -194,9 +200,11 @@ def test_what_no_peer_could_make_sense_of_is_named(changed: dict[str, Any], foun
     assert worker(calculate_kv_scales=False).unserved == []
 
 
-def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType]) -> None:
-    """K and V of a block in tiles, whichever backend is asked for."""
+def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V of a block in tiles; elsewhere nobody reads that variable."""
     make_module("vllm").envs = make_module("vllm.envs", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT = True")  # type: ignore[attr-defined]
+    assert worker().unserved == []
+    monkeypatch.setattr(module, "is_rocm", lambda: True)
     assert [found for found, _ in worker().unserved] == [
         "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which keeps tokens of a block one inside the other"
     ]

@@ -82,9 +82,7 @@ def test_who_is_next_where_nothing_runs(
     if skipped is not None:
         scheduler.skipped_waiting = of_status(*skipped)
     assert EngineBlocks(scheduler).stalled == expected
-    assert not EngineBlocks(scheduler).is_paused
     scheduler.pause_state = 1
-    assert EngineBlocks(scheduler).is_paused
     assert EngineBlocks(scheduler).stalled is None
 
 

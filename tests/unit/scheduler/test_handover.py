@@ -118,41 +118,6 @@ def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> No
     assert engine.handover.due_in_seconds is None
 
 
-def aborted(engine: Engine) -> None:
-    """Decode's request is gone, and vLLM knows nothing of it any more."""
-    engine.handover.finished(of_decode(), False, BLOCKS)
-    engine.handover.take_step([])
-    engine.handover.collect(reports())
-    engine.handover.take_step([])
-
-
-def test_a_paused_engine_is_not_idle_while_blocks_are_held(engine: Engine) -> None:
-    """vLLM would clear its cache, find blocks in use, and end it: POST /pause while KV is on the way."""
-    attempt = engine.waiting()
-    aborted(engine)
-    assert not engine.handover.pending, "an engine that serves sleeps"
-    engine.pool.is_paused = True
-    assert engine.handover.pending
-    engine.handover.collect(reports(received={over_id(attempt)}))
-    engine.handover.take_step([])
-    assert not engine.handover.pending
-
-
-def test_a_pause_does_not_wait_for_ever(engine: Engine) -> None:
-    """For peers that have vanished; the next pause waits anew."""
-    engine.waiting()
-    aborted(engine)
-    for _ in range(2):
-        engine.pool.is_paused = True
-        assert engine.handover.pending
-        engine.clock.advance(TIMEOUT - 1)
-        assert engine.handover.pending
-        engine.clock.advance(1)
-        assert not engine.handover.pending
-        engine.pool.is_paused = False
-        assert not engine.handover.pending
-
-
 def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
     """vLLM's own, another connector's, and those of a second one of ours."""
     attempt = engine.waiting()
@@ -336,7 +301,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.handover = HandOver(OWN, OWN_START, "key", terms(pushes=True), self.clock)
         self.handover.bind(self)
-        self.are_shared = self.is_paused = False
+        self.are_shared = False
         self.number = 0
         self.free = set(range(1, 61))
         self.of: dict[str, list[int]] = {}

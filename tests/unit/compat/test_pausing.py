@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.compat.pausing`: an engine outlives a cache that it cannot clear, and whoever asked hears of it."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.compat.pausing import tell_who_waits
+from kvcached_nixl.errors import ContractChanged
+
+logger = logging.getLogger(__name__)
+
+
+def clear(engine: Any, future: Future[None]) -> None:
+    """As vLLM's: the cache, and then whoever waits."""
+    if engine.blocks_in_use:
+        raise RuntimeError("Failed to reset KV cache")
+    future.set_result(None)
+
+
+def idle(engine: SimpleNamespace) -> None:
+    """What vLLM does when an engine is idle, with ours around it."""
+    tell_who_waits(engine, logger)
+    tell_who_waits(engine, logger)
+    while engine._idle_state_callbacks:
+        engine._idle_state_callbacks.pop()(engine)
+
+
+def paused(*callbacks: Any, blocks_in_use: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(_idle_state_callbacks=list(callbacks), blocks_in_use=blocks_in_use)
+
+
+def test_whoever_paused_it_is_told_that_its_cache_was_not_cleared(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's loop would end with what is raised; a client gets an error, and may ask again."""
+    first, second = Future[None](), Future[None]()
+    engine = paused(partial(clear, future=first), partial(clear, future=second), blocks_in_use=3)
+    idle(engine)
+    for future in (first, second):
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            future.result(0)
+    assert "goes on" in caplog.text
+    again = Future[None]()
+    engine.blocks_in_use = 0
+    engine._idle_state_callbacks.append(partial(clear, future=again))
+    idle(engine)
+    assert again.result(0) is None
+
+
+def test_what_nobody_waits_for_ends_the_engine_as_before() -> None:
+    def broken(engine: Any) -> None:
+        raise OSError("anything")
+
+    with pytest.raises(OSError, match="anything"):
+        idle(paused(broken))
+    done = Future[None]()
+    done.set_result(None)
+    with pytest.raises(RuntimeError):
+        idle(paused(partial(clear, future=done), blocks_in_use=1))
+
+
+def test_a_changed_loop_is_refused_by_name() -> None:
+    with pytest.raises(ContractChanged, match="_idle_state_callbacks"):
+        tell_who_waits(SimpleNamespace(), logger)
