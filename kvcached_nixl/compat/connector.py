@@ -199,7 +199,7 @@ class WorkerView:
                     consequence="peers with other blocks or heads would take one for the other; the engine stops",
                     remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
                 )
-            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, own.num_kv_heads
+            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, int(private(own, "num_kv_heads"))
         return pages
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:

@@ -148,6 +148,8 @@ def start(
         Background("kvcached-nixl-digests", device, wake),
         settings.verify_fraction,
     )
+    # What is written waits for the device by itself.
+    is_early = worker.answers_before_drafts and settings.transfer_mode is TransferMode.PULL
     side = assemble(
         transport,
         clock,
@@ -159,7 +161,7 @@ def start(
         lambda: record_event(device),
         digests,
         staging,
-        (lambda: wait_for(device)) if worker.answers_before_drafts else nothing,
+        (lambda: wait_for(device)) if is_early else nothing,
     )
     thread.append(weakref.ref(side.thread))
     side.thread.start()
@@ -234,11 +236,8 @@ def assemble(
 
     thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))
     # What is staged is not there to be read: its blocks are given back as soon as they are copied.
-    is_pulled = settings.transfer_mode is TransferMode.PULL
-    if not is_pulled:
-        # What is written waits for the device by itself.
-        before_answer = nothing
-    return EngineSide(thread[0], place, table, record, before_answer, is_read=is_pulled and staging is None)
+    is_read = settings.transfer_mode is TransferMode.PULL and staging is None
+    return EngineSide(thread[0], place, table, record, before_answer, is_read=is_read)
 
 
 def wait_for(device: torch.device) -> None:
