@@ -83,7 +83,8 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
         assert any(record["digests"])
 
 
-def test_blocks_of_other_sizes_are_computed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> None:
     """The CPU's kernel keeps a block in an order of its own, in which no half of it is half of the tokens."""
     specs = [
         ServerSpec(
@@ -96,7 +97,7 @@ def test_blocks_of_other_sizes_are_computed_again(tmp_path: Path) -> None:
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"num_threads": 0},
+                "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
             },
             environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2"},
             forks=True,
