@@ -19,6 +19,7 @@ from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
 from kvcached_nixl.compat.runner import accepted
 from kvcached_nixl.compat.specs import odd_cells, specs_of
 from kvcached_nixl.compat.versions import found_version, installed_row
+from kvcached_nixl.compat.weights import model_facts
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.wire.handshake import MemoryType
@@ -92,22 +93,15 @@ class WorkerView:
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What the bytes of KV follow from, as far as vLLM knows; equal on both sides, or they mean something else."""
+        """What the bytes of KV follow from beside the weights; equal on both sides, or they mean something else."""
         model, cache = private(self.worker, "model_config"), self._config.cache_config
-        speculative = self._config.speculative_config
-        overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
         facts = {
             "vLLM": found_version("vllm"),
-            "model": model.model,
-            "revision": model.revision or "-",
-            "dtype": model.dtype,
+            **model_facts(self._config),
             "cache dtype": cache.cache_dtype,
             "heads": f"{model.get_total_num_kv_heads()} of {model.get_head_size()}",
             "layers": model.get_total_num_hidden_layers(),
             "attention": self._attention,
-            "quantization": model.quantization or "-",
-            "overrides": sorted(overrides.items()) or "-",
-            "speculative": "-" if speculative is None else f"{speculative.method} {speculative.model}",
             "groups": len(self._groups),
         }
         return tuple((name, str(value)) for name, value in facts.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to vLLM's scheduler, its requests and its loop.
+"""Named access to vLLM's scheduler and its loop.
 
 Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/single_type_kv_cache_manager.py``,
 ``v1/engine/core.py``.
@@ -8,18 +8,16 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.attached import side_of, sides
 from kvcached_nixl.compat.private import private
-from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.step import Reports
 
 __all__ = [
     "EngineBlocks",
-    "RequestView",
     "blocks_of",
     "bound_sides",
     "is_whole",
@@ -35,54 +33,6 @@ __all__ = [
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """How a request ends that has computed its prompt to the end."""
-
-
-@dataclass(frozen=True)
-class RequestView:
-    """A request as our scheduler sees it."""
-
-    request: Any
-
-    @property
-    def request_id(self) -> str:
-        return str(self.request.request_id)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return int(self.request.num_prompt_tokens)
-
-    @property
-    def params(self) -> Mapping[str, Any] | None:
-        """``kv_transfer_params``; what is no mapping is none, and was refused by the API server or passed on by it."""
-        found = self.request.kv_transfer_params
-        return found if isinstance(found, Mapping) else None
-
-    @property
-    def computes_prompt(self) -> bool:
-        """Log-probabilities of its prompt, or a pooled prompt: vLLM reads no prefix cache for it either."""
-        return bool(private(self.request, "skip_reading_prefix_cache"))
-
-    def digest(self, num_tokens: int) -> str:
-        """Of its first tokens, and of all that their KV follows from."""
-        request = self.request
-        embeddings = b""
-        if request.prompt_embeds is not None:
-            import torch
-
-            # numpy knows no bfloat16.
-            embeds = request.prompt_embeds[:num_tokens].detach().contiguous().cpu()
-            embeddings = f"{embeds.dtype} ".encode() + embeds.view(torch.uint8).numpy().tobytes()
-        return digest_of(
-            request.prompt_token_ids,
-            num_tokens,
-            embeddings=embeddings,
-            features=[
-                (str(one.identifier), int(one.mm_position.offset), int(one.mm_position.length))
-                for one in request.mm_features
-            ],
-            lora="" if request.lora_request is None else str(request.lora_request.lora_name),
-            salt=request.cache_salt or "",
-        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named access to what vLLM's API server keeps of a request.
 
-Sources: ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``.
+Sources: ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``, ``renderers/base.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Any
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound, private
 
-__all__ = ["let_stream_fail"]
+__all__ = ["let_stream_fail", "numbers_media"]
+
+
+def numbers_media(renderer: Any) -> bool:
+    """Whether vLLM numbers images, sounds, ... instead of looking at their content: where nothing of them is cached."""
+    media = private(renderer, "model_config").multimodal_config
+    caches = bool(private(renderer, "config").cache_config.enable_prefix_caching)
+    return media is not None and media.mm_processor_cache_gb == 0 and not caches
 
 
 def let_stream_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:

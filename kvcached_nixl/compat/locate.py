@@ -17,6 +17,7 @@ from kvcached_nixl.patching import Place, Target
 __all__ = [
     "CONNECTOR_BASE",
     "ENGINE_CORE",
+    "ENGINE_CORE_BASE",
     "ENGINE_SCHEDULER",
     "ENGINE_SCHEDULER_INTERFACE",
     "ERROR_MODULES",
@@ -24,12 +25,16 @@ __all__ = [
     "FACADE_CLASS_NAMES",
     "FACTORY",
     "KVCACHED_PATCH",
+    "MEDIA_PROCESSING",
     "METADATA_MODULES",
+    "MODEL_LOADER",
     "OUTPUT_PROCESSOR",
     "PULL_FACADE",
     "PUSH_CLASS_NAMES",
+    "RENDERER",
     "STATS_MODULES",
     "WORKER",
+    "WORKER_PROCESS",
 ]
 
 _FILE = f"{KV_TRANSFER}.v1.nixl_connector"
@@ -93,6 +98,25 @@ ENGINE_SCHEDULER_INTERFACE = Target(
 
 ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
 """The loop around the scheduler."""
+
+ENGINE_CORE_BASE = Target(name="engine", places=(Place("vllm.v1.engine.core", "EngineCore"),))
+"""What is asked of an engine from outside, in whatever process it runs."""
+
+WORKER_PROCESS = Target(name="worker process", places=(Place("vllm.v1.worker.gpu_worker", "Worker"),))
+"""One rank of an engine, on whatever kind of device."""
+
+MODEL_LOADER = Target(
+    name="model loader", places=(Place("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader"),)
+)
+"""What loads weights from files on a file system."""
+
+RENDERER = Target(name="renderer", places=(Place("vllm.renderers.base", "BaseRenderer"),))
+"""What the API server prepares prompts with."""
+
+MEDIA_PROCESSING = Target(
+    name="media processing", places=(Place("vllm.multimodal.processing.context", "BaseProcessingInfo"),)
+)
+"""What images, sounds, ... are identified by."""
 
 OUTPUT_PROCESSOR = Target(
     name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)

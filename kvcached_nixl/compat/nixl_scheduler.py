@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.private import envs, private
+from kvcached_nixl.compat.requests import RequestReader
 from kvcached_nixl.compat.specs import keeps_all_tokens, specs_of
 
 __all__ = ["SchedulerView"]
@@ -61,6 +62,11 @@ class SchedulerView:
     def recomputes(self) -> bool:
         """Whether a request whose KV has not come is computed anew, and does not fail."""
         return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")
+
+    @property
+    def reader(self) -> RequestReader:
+        """How its requests are read; another one each time."""
+        return RequestReader(self.config)
 
     @property
     def extra_config(self) -> Mapping[str, Any]:

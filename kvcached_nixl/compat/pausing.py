@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine that is paused calls back when it is idle.
+"""An engine that is paused, cleared or shut down, and whoever waits for that.
 
-Source: ``v1/engine/core.py``, ``pause_scheduler``.
+Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``, ``v1/core/sched/interface.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,84 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from kvcached_nixl.compat.attached import sides
+from kvcached_nixl.compat.engine import bound_sides
 from kvcached_nixl.compat.private import private
 
-__all__ = ["tell_who_waits"]
+__all__ = ["cleared", "ends_at_once", "held_back", "tell_who_waits"]
+
+
+_LOOK_SECONDS = 0.01
+"""While requests wait in the queue, words of workers are found behind them."""
+
+
+def ends_at_once(core: Any) -> bool:
+    """Whether an engine is asked to shut down now, and has no time to let others fetch what it keeps."""
+    return bool(private(core, "shutdown_state").name == "REQUESTED" and not core.vllm_config.shutdown_timeout)
+
+
+def held_back(core: Any) -> bool:
+    """Wait, on the engine's thread, for what may still be in flight when a pause is all but complete.
+
+    Returns: whether there is something else to do first, after which this is asked again.
+    """
+    if not private(core, "_idle_state_callbacks"):
+        return False
+    seconds = _quiet_in_seconds(core)
+    return seconds > 0 and _waited(core, seconds)
+
+
+def cleared(core: Any, reset: Callable[[], bool], *, is_forced: bool) -> bool:
+    """Clear the prefix cache: no block is kept for others meanwhile, and none is filled by them later.
+
+    Args:
+        reset: vLLM's own way; with ``is_forced`` it raises where blocks are held, and may be called again.
+        is_forced: running requests start over.
+    """
+    found = list(bound_sides(core.scheduler))
+    if not is_forced:
+        # kvcached says that everything was cleared, whatever is held.
+        return not any(side.has_blocks for side in found) and reset()
+    for side in found:
+        side.clear()
+    try:
+        return reset()
+    except RuntimeError:
+        if not found or not _drained(core):
+            raise
+    return reset()
+
+
+def _drained(core: Any) -> bool:
+    """Step, computing nothing, until nothing is in flight of what was revoked. Returns whether that is so."""
+    scheduler = core.scheduler
+    if "input_queue" not in vars(core):
+        return False
+    before = scheduler.pause_state
+    scheduler.set_pause_state(type(before).PAUSED_ALL)
+    try:
+        while _quiet_in_seconds(core) > 0:
+            private(core, "_process_engine_step")()
+            if (seconds := _quiet_in_seconds(core)) > 0 and not any(
+                side.pending for side in sides(scheduler.connector)
+            ):
+                _waited(core, min(seconds, _LOOK_SECONDS))
+    finally:
+        scheduler.set_pause_state(before)
+    return not any(side.has_blocks for side in sides(scheduler.connector))
+
+
+def _quiet_in_seconds(core: Any) -> float:
+    return max((side.quiet_in_seconds for side in sides(private(core.scheduler, "connector"))), default=0.0)
+
+
+def _waited(core: Any, seconds: float) -> bool:
+    """Wait for whatever enters the engine, a word of a worker among it. Returns whether something has."""
+    queue = core.input_queue
+    with queue.not_empty:
+        if not queue._qsize():
+            queue.not_empty.wait(seconds)
+        return bool(queue._qsize())
 
 
 def tell_who_waits(core: Any, logger: logging.Logger) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvcached_nixl.wire.step import BlockIds
 
-__all__ = ["Blocks", "Progress", "Request"]
+__all__ = ["Blocks", "Progress", "Reader", "Request"]
 
 
 class Request(Protocol):
@@ -28,8 +28,35 @@ class Request(Protocol):
         """It wants something of each token of its prompt, so it may read none of their KV from anywhere."""
         ...
 
+    @property
+    def adapter(self) -> int:
+        """The engine's own number of the LoRA adapter that it is computed with; 0 for none."""
+        ...
+
+    @property
+    def num_media(self) -> int:
+        """Images, sounds, ... of its prompt."""
+        ...
+
+    @property
+    def lacks_media(self) -> bool:
+        """Whether its prompt has placeholders of images, sounds, ... that it has not."""
+        ...
+
     def digest(self, num_tokens: int) -> str:
         """Of its first tokens, as `wire.digest` makes it."""
+        ...
+
+
+class Reader(Protocol):
+    """How an engine's requests are read; knows what LoRA adapters hold."""
+
+    def __call__(self, request: Any) -> Request:
+        """Of vLLM's own request."""
+        ...
+
+    def forget(self, adapter: int | None) -> None:
+        """A LoRA adapter is loaded anew, or gone; None: that may be so of any."""
         ...
 
 

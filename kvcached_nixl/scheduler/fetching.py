@@ -22,7 +22,7 @@ from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import Blocks, Request
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.wish import Terms, Wish
+from kvcached_nixl.scheduler.wish import Terms, Wish, is_meant
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.lease import is_nameable
@@ -40,6 +40,7 @@ class _Attempt:
     """A request that was given blocks. ``is_held``: it has lost them, because they may still be written."""
 
     request_id: DecodeRequestId
+    adapter: int
     is_waiting: bool = True
     is_held: bool = False
 
@@ -59,8 +60,11 @@ class Fetching:
         self._wishes: dict[DecodeRequestId, Wish] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._attempt_of: dict[DecodeRequestId, int] = {}
+        # The time of a hand-over begins when its request arrives, whatever that waits for (rule R4).
+        self._queued = Deadlines[DecodeRequestId]()
         self._deadlines = Deadlines[int]()
         self._failing: dict[DecodeRequestId, HandOverFailed] = {}
+        self._ending: set[DecodeRequestId] = set()
         self._aborted: set[DecodeRequestId] = set()
         self.counts: Counter[int] = Counter()
         self.num_quarantined_blocks = 0
@@ -68,7 +72,8 @@ class Fetching:
     @property
     def due_at_seconds(self) -> float | None:
         """When the next one has waited for too long."""
-        return self._deadlines.first_seconds
+        due = (self._deadlines.first_seconds, self._queued.first_seconds)
+        return min((one for one in due if one is not None), default=None)
 
     @property
     def num_waiting(self) -> int:
@@ -78,7 +83,7 @@ class Fetching:
     @property
     def has_news(self) -> bool:
         """Whether vLLM has to be told something in the next step."""
-        return bool(self._failing or self._aborted)
+        return bool(self._failing or self._aborted or self._ending)
 
     # ------------------------------------------------------------------------------------------------- what vLLM asks
 
@@ -88,15 +93,18 @@ class Fetching:
         request_id = DecodeRequestId(request.request_id)
         if params is None or not asks(params, "do_remote_prefill") or request_id in self._wishes:
             return
+        now = self._clock.now_seconds()
         try:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.pushes)
         except HandOverFailed as cause:
-            self._wishes[request_id] = Wish(None, cause)
+            self._wishes[request_id] = Wish(None, now, request.adapter, refused=cause)
             return
-        self._wishes[request_id] = Wish(fetch, None)
+        self._wishes[request_id] = Wish(fetch, now, request.adapter)
+        self._queued[request_id] = now + self._terms.timeout_seconds
         lease_seconds = self._terms.lease_seconds if fetch.manifest is None else fetch.manifest.lease_seconds
         if is_nameable(fetch.lease_name):
-            step.renewed.append(Renewed(request_id, fetch.prefill, fetch.lease_name, lease_seconds))
+            longest = self._terms.timeout_seconds
+            step.renewed.append(Renewed(request_id, fetch.prefill, fetch.lease_name, lease_seconds, longest))
         else:
             logger.warning(
                 "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
@@ -118,12 +126,17 @@ class Fetching:
         if wish.refused is None and request.computes_prompt:
             logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request_id)
             self._release(wish, step)
-        elif wish.refused is not None and self._terms.recomputes:
+        elif wish.refused is not None and self._terms.recomputes and wish.may_be_computed:
             self._refuse(request_id, wish.refused)
         else:
             missing = wish.end_token - num_computed_tokens
-            return (missing, True) if missing > 0 else (0, False)
+            if missing > 0:
+                return missing, True
+            if wish.may_be_computed:
+                return 0, False
+            self._ending.add(request_id)
         wish.is_tried = True
+        self._queued.pop(request_id, None)
         step.unrenewed.append(request_id)
         return 0, False
 
@@ -134,6 +147,7 @@ class Fetching:
         if wish is None or wish.is_tried:
             return
         wish.is_tried = True
+        self._queued.pop(request_id, None)
         if not num_external_tokens:
             step.unrenewed.append(request_id)
             self._release(wish, step)
@@ -148,12 +162,14 @@ class Fetching:
             self._refuse(request_id, cause)
             self._failing[request_id] = cause
             step.unrenewed.append(request_id)
+            if not wish.may_be_computed:
+                self._ending.add(request_id)
             return
         assert wish.fetch is not None
         attempt = draw_attempt()
-        self._attempts[attempt] = _Attempt(request_id)
+        self._attempts[attempt] = _Attempt(request_id, wish.adapter)
         self._attempt_of[request_id] = attempt
-        self._deadlines[attempt] = self._clock.now_seconds() + self._terms.timeout_seconds
+        self._deadlines[attempt] = wish.arrived_at_seconds + self._terms.timeout_seconds
         fetch = wish.fetch
         step.wanted.append(
             Wanted(
@@ -180,6 +196,8 @@ class Fetching:
         wish = self._wishes.pop(request_id, None)
         if wish is None:
             return
+        self._queued.pop(request_id, None)
+        self._ending.discard(request_id)
         step.unrenewed.append(request_id)
         attempt = self._attempt_of.pop(request_id, None)
         if attempt is not None:
@@ -212,13 +230,7 @@ class Fetching:
                     self._hold(number, attempt, blocks)
                     # Ranks that have met nothing would wait for ever for what is not sent to them.
                     step.withdrawn[number] = "it has failed"
-        for number in self._deadlines.take_due(self._clock.now_seconds()):
-            attempt = self._attempts.get(number)
-            if attempt is not None and attempt.is_waiting and number not in ended:
-                words = f"it has not come within {self._terms.timeout_seconds:g} s"
-                self._end(number, attempt, HandOverFailed(Cause.DEADLINE, words), step)
-                self._hold(number, attempt, blocks)
-                step.withdrawn[number] = words
+        self._end_late(ended, blocks, step)
         received = set()
         for number in ended:
             attempt = self._attempts.pop(number, None)
@@ -237,7 +249,51 @@ class Fetching:
         aborted, self._aborted = self._aborted, set()
         return received | failed | aborted, failed
 
+    def revoke(self, reason: str, blocks: Blocks, step: Step, *, adapter: int | None = None) -> None:
+        """What is under way is not wanted any more: it fails, or is computed anew, at once.
+
+        Args:
+            adapter: only what is for it, or for any; None for all.
+        """
+        for number, attempt in list(self._attempts.items()):
+            if attempt.is_waiting and is_meant(adapter, attempt.adapter):
+                self._take_away(number, attempt, HandOverFailed(Cause.REVOKED, reason), blocks, step)
+
+    def take_ending(self) -> set[DecodeRequestId]:
+        """Requests that end with an error whatever ``kv_load_failure_policy`` says, since the last call."""
+        ending, self._ending = self._ending, set()
+        return ending
+
     # -------------------------------------------------------------------------------------------------------- inside
+
+    def _end_late(self, ended: set[int], blocks: Blocks, step: Step) -> None:
+        """Whose time is over, but for attempts that have ended just now."""
+        now, late = self._clock.now_seconds(), f"it has not come within {self._terms.timeout_seconds:g} s"
+        for number in self._deadlines.take_due(now):
+            attempt = self._attempts.get(number)
+            if attempt is not None and attempt.is_waiting and number not in ended:
+                self._take_away(number, attempt, HandOverFailed(Cause.DEADLINE, late), blocks, step)
+        for request_id in self._queued.take_due(now):
+            self._give_up_queued(request_id, HandOverFailed(Cause.DEADLINE, late), step)
+
+    def _take_away(self, number: int, attempt: _Attempt, cause: HandOverFailed, blocks: Blocks, step: Step) -> None:
+        """It fails, and its blocks are held for what may be under way into them."""
+        self._end(number, attempt, cause, step)
+        self._hold(number, attempt, blocks)
+        step.withdrawn[number] = str(cause)
+
+    def _give_up_queued(self, request_id: DecodeRequestId, cause: HandOverFailed, step: Step) -> None:
+        """It waits for blocks, or for its turn: it ends, or is computed here when that comes."""
+        wish = self._wishes[request_id]
+        step.unrenewed.append(request_id)
+        self._release(wish, step)
+        if self._terms.recomputes:
+            # Whether it may be computed at all is found when its turn comes.
+            wish.refused = wish.refused or cause
+        else:
+            wish.is_tried = True
+            self._refuse(request_id, cause)
+            self._ending.add(request_id)
 
     def _refuse(self, request_id: DecodeRequestId, cause: HandOverFailed) -> None:
         self.counts[cause.cause] += 1
@@ -249,6 +305,9 @@ class Fetching:
         self._deadlines.pop(number, None)
         del self._attempt_of[attempt.request_id]
         self._failing[attempt.request_id] = cause
+        wish = self._wishes.get(attempt.request_id)
+        if wish is not None and not wish.may_be_computed:
+            self._ending.add(attempt.request_id)
         step.unrenewed.append(attempt.request_id)
         self.counts[cause.cause] += 1
         if not logged:

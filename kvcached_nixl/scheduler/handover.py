@@ -8,15 +8,17 @@ they report comes back with a step's output; between steps the engine sleeps unt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from kvcached_nixl.clock import Clock
-from kvcached_nixl.scheduler.engine import Blocks, Progress, Request
+from kvcached_nixl.scheduler.engine import Blocks, Progress, Reader, Request
 from kvcached_nixl.scheduler.fetching import Fetching
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.listening import Answers, Envelope, Listener, answers_of, is_staged, weights_of
 from kvcached_nixl.scheduler.offering import Offering
-from kvcached_nixl.scheduler.wish import Terms
+from kvcached_nixl.scheduler.wish import ANY_ADAPTER, Terms
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.params import RemotePrefill
@@ -27,8 +29,8 @@ __all__ = ["HandOver"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 
-class Listener(Protocol):
-    def close(self) -> None: ...
+QUIET_SECONDS = 2.0
+"""How long a pause waits for what may still be in flight, before whoever pauses hears that the cache is not clear."""
 
 
 class HandOver:
@@ -36,12 +38,14 @@ class HandOver:
 
     Args:
         own: what a peer needs to find this engine's ranks.
-        start: 16 hexadecimal digits, drawn when this engine started.
+        start: 16 hexadecimal digits, drawn when this engine started; another one whenever its weights have changed.
+        read: how requests of the engine are read.
         wake_key: by which the side channel knows a word of this engine's own workers.
     """
 
-    def __init__(self, own: RemotePrefill, start: str, wake_key: str, terms: Terms, clock: Clock) -> None:
+    def __init__(self, own: RemotePrefill, start: str, wake_key: str, terms: Terms, clock: Clock, read: Reader) -> None:
         self.own = own
+        self.read = read
         self.start = start
         self.wake_key = wake_key
         self._drops_blocks = terms.drops_blocks
@@ -49,7 +53,7 @@ class HandOver:
         self._clock = clock
         self._holds = Holds()
         self._fetching = Fetching(terms, clock, self._holds)
-        self._offering = Offering(own, start, terms, self._holds)
+        self._offering = Offering(own, start, terms, clock, self._holds)
         self._step = self._new_step()
         self._quarantined = 0
         self._has_news = False
@@ -58,6 +62,8 @@ class HandOver:
         self._failed: set[str] = set()
         self._stalled: tuple[str, float] | None = None
         self._listener: Listener | None = None
+        self._weights: dict[Any, Any] | None = None
+        self._quiet_by_seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------ the engine's loop
 
@@ -70,14 +76,19 @@ class HandOver:
         """How to end the engine's sleep, from any thread."""
         self._wake = wake
 
-    def learn(self, *, is_staged: bool) -> None:
-        """Whether the workers stage KV; when they have registered their memory."""
-        self._offering.is_read_early |= is_staged
-
-    def listen(self, listener: Listener) -> None:
-        """The side channel answers; until `close`."""
-        self.close()
-        self._listener = listener
+    def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], Listener]) -> None:
+        """What the workers tell peers that ask: when they have registered their memory, and again when their weights
+        may have changed. The side channel answers it until `close`."""
+        self._offering.is_read_early |= is_staged(metadata)
+        weights = weights_of(metadata)
+        if self._weights not in (None, weights):
+            self.weights_changed()
+        self._weights = weights
+        answers = answers_of(metadata, self.start)
+        if self._listener is None:
+            self._listener = listen(answers)
+        else:
+            self._listener.answer(answers)
 
     def close(self) -> None:
         """The engine ends."""
@@ -90,6 +101,69 @@ class HandOver:
         self._has_news = True
         if self._wake is not None:
             self._wake()
+
+    # ------------------------------------------------------------------------------------------------------ revocation
+
+    def weights_changed(self, adapter: int | None = None) -> None:
+        """KV that was computed before is not for what is computed from now on: nobody uses what is under way of it.
+
+        Args:
+            adapter: only that of a LoRA adapter has changed; None for the model's.
+        """
+        reason = "the weights were changed" if adapter is None else "an adapter was loaded anew"
+        if adapter is None:
+            self.start = self._step.start = self._offering.start = secrets.token_hex(8)
+            self._weights = None
+        self._offering.revoke(f"prefill: {reason}", self._step, adapter=adapter)
+        if self._blocks is not None:
+            self._fetching.revoke(f"decode: {reason}", self._blocks, self._step, adapter=adapter)
+
+    def adapters_changed(self, adapter: int | None = None) -> None:
+        """A LoRA adapter was loaded in place of what had its number, or is gone; None: that may be so of any."""
+        self.read.forget(adapter)
+        self.weights_changed(adapter or ANY_ADAPTER)
+
+    def paused(self, *, grace_seconds: float, clears: bool) -> None:
+        """The engine is paused until `resumed`: what it keeps for others would keep it from being idle.
+
+        Args:
+            grace_seconds: that decode has for what has ended, or still ends.
+            clears: the cache is cleared, too, so that nothing may be under way into it or out of it.
+        """
+        self._quiet_by_seconds = self._clock.now_seconds() + grace_seconds + QUIET_SECONDS
+        self._offering.close("prefill is paused", self._step, grace_seconds=grace_seconds)
+        if clears:
+            self.clear(running=not grace_seconds)
+
+    def clear(self, *, running: bool = True) -> None:
+        """Nothing may be under way out of the cache, or into it: it is cleared.
+
+        Args:
+            running: requests lose what they have computed.
+        """
+        self._quiet_by_seconds = max(self._quiet_by_seconds, self._clock.now_seconds() + QUIET_SECONDS)
+        if running:
+            self._offering.revoke("prefill's cache is cleared", self._step)
+        if self._blocks is not None:
+            self._fetching.revoke("decode's cache is cleared", self._blocks, self._step)
+
+    def resumed(self) -> None:
+        """The engine goes on."""
+        self._offering.reopen()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks are kept, or waited into, that no running request has."""
+        return bool(self._holds.num_blocks or self._offering.num_kept or self._fetching.num_waiting)
+
+    @property
+    def quiet_in_seconds(self) -> float:
+        """How long it may still take until nothing is in flight after a pause; 0 if nothing is, or nobody waits."""
+        if not (self._holds.num_blocks or self._offering.num_kept):
+            return 0.0
+        return max(0.0, self._quiet_by_seconds - self._clock.now_seconds())
+
+    # ------------------------------------------------------------------------------------------------- what is to do
 
     @property
     def pending(self) -> bool:
@@ -112,8 +186,9 @@ class HandOver:
 
     @property
     def due_in_seconds(self) -> float | None:
-        """Until a hand-over has waited for too long; None if none waits."""
-        due_at = self._fetching.due_at_seconds
+        """Until a hand-over has waited for too long, or is taken back; None if none is."""
+        both = (self._fetching.due_at_seconds, self._offering.due_at_seconds)
+        due_at = min((one for one in both if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
 
     # ------------------------------------------------------------------------------------------------- what vLLM asks
@@ -134,6 +209,7 @@ class HandOver:
     def take_step(self, progress: Iterable[Progress]) -> Step:
         """What the workers have to know, once, with what is computed in the step that is being built."""
         self._offering.scheduled(progress, self._bound(), self._step)
+        self._offering.turn(self._step)
         self._has_news = False
         step, self._step = self._step, self._new_step()
         step.counts = {**self._fetching.counts}
@@ -178,8 +254,12 @@ class HandOver:
         quiet = quiets_of(reports.sent)
         self._offering.ended(reports.sent, quiet, blocks)
 
-    def take_starved(self) -> set[str]:
-        """A request that has waited for blocks for too long, where nothing but a quarantine can free any (rule R4).
+    def take_ending(self) -> set[str]:
+        """Requests that end with an error now, whatever they wait for (rule R4)."""
+        return self._starved() | self._fetching.take_ending()
+
+    def _starved(self) -> set[str]:
+        """A request that has waited for blocks for too long, where nothing but a quarantine can free any.
 
         It may be anybody's, and those behind it in the queue wait for it.
         """

@@ -8,9 +8,22 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvcached_nixl.wire.handshake import Answer, read_rank
+from kvcached_nixl.wire.handshake import Answer, Weights, read_rank
 
-__all__ = ["answers_of", "is_staged"]
+__all__ = ["Answers", "Envelope", "Listener", "answers_of", "is_staged", "weights_of"]
+
+Answers = Mapping[int, tuple[str, bytes]]
+"""Rank -> (compatibility string, metadata)."""
+
+
+class Listener(Protocol):
+    """A side channel that answers."""
+
+    def answer(self, answers: Answers) -> None:
+        """Answer this from now on."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Envelope(Protocol):
@@ -20,12 +33,12 @@ class Envelope(Protocol):
     agent_metadata_bytes: bytes
 
 
-def answers_of(metadata: Mapping[Any, Envelope], start: str) -> dict[int, tuple[str, bytes]]:
+def answers_of(metadata: Mapping[Any, Envelope], start: str) -> Answers:
     """Rank -> (compatibility string, metadata), from what vLLM has collected.
 
     Args:
         metadata: by rank or, since vLLM 0.26, by (pipeline stage, rank); there is one stage.
-        start: drawn when this engine started.
+        start: drawn when this engine started, or its weights were changed.
     """
     return {
         key if isinstance(key, int) else key[-1]: (
@@ -39,3 +52,8 @@ def answers_of(metadata: Mapping[Any, Envelope], start: str) -> dict[int, tuple[
 def is_staged(metadata: Mapping[Any, Envelope]) -> bool:
     """Whether a rank of this engine stages KV; ``metadata`` as for `answers_of`."""
     return any(read_rank(one.agent_metadata_bytes).is_staged for one in metadata.values())
+
+
+def weights_of(metadata: Mapping[Any, Envelope]) -> dict[Any, Weights]:
+    """What each rank computes with; ``metadata`` as for `answers_of`."""
+    return {key: read_rank(one.agent_metadata_bytes).weights for key, one in metadata.items()}

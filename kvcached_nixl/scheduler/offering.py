@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Blocks, Progress, Request
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.wish import NULL_BLOCK_ID, Terms
+from kvcached_nixl.scheduler.wish import NULL_BLOCK_ID, Terms, is_meant
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest, ranges_of
@@ -27,6 +29,9 @@ from kvcached_nixl.wire.step import BlockIds, Offered, Step
 __all__ = ["Offering"]
 
 logger = logging.getLogger(SERVER_LOGGER)
+
+GRACE_SECONDS = 1.0
+"""How long decode has for what ends while the engine waits for its last requests (``/pause?mode=wait``)."""
 
 
 @dataclass
@@ -38,6 +43,7 @@ class _Sending:
         manifest: when its whole prompt is scheduled.
         is_offered: the workers know of it, with or without tokens, and whatever it has lost since.
         is_read: they know of tokens in blocks that it still has, and may be reading them before it has ended.
+        is_revoked: it was taken back while it was computed, so decode may have none of it any more.
         is_streamed: what a step has computed is offered at once, if it is read early. Not when it was preempted: blocks
             that are held make no room for whoever needed it, who would be preempted, too, and so on for ever. Nor where
             blocks leave a window while the prompt is computed: they are somebody else's at once.
@@ -52,6 +58,7 @@ class _Sending:
     manifest: Manifest | None = None
     is_offered: bool = False
     is_read: bool = False
+    is_revoked: bool = False
     is_streamed: bool = True
 
 
@@ -63,17 +70,23 @@ class Offering:
         start: drawn when this engine started.
 
     Attributes:
+        start: as above; drawn anew when the engine's weights have changed.
         is_read_early: the workers read what a step has computed before its request has ended: to write it (push), or to
             copy it into a slab.
     """
 
-    def __init__(self, own: RemotePrefill, start: str, terms: Terms, holds: Holds) -> None:
+    def __init__(self, own: RemotePrefill, start: str, terms: Terms, clock: Clock, holds: Holds) -> None:
         self._own = own
-        self._start = start
+        self.start = start
         self._terms = terms
+        self._clock = clock
         self._holds = holds
         self._sending: dict[PrefillRequestId, _Sending] = {}
-        self._kept: set[PrefillRequestId] = set()
+        # Those that have ended -> the adapter that they were computed with.
+        self._kept: dict[PrefillRequestId, int] = {}
+        self._taken_back: set[PrefillRequestId] = set()
+        self._closed: str | None = None
+        self._revoked_at = Deadlines[PrefillRequestId]()
         self._draining: set[int] = set()
         self.counts: Counter[int] = Counter()
         self.is_read_early = terms.pushes
@@ -82,6 +95,62 @@ class Offering:
     def num_kept(self) -> int:
         """Requests that have ended, and whose blocks are kept."""
         return len(self._kept)
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the next one is taken back."""
+        return self._revoked_at.first_seconds
+
+    # --------------------------------------------------------------------------------------------------- taking it back
+
+    def revoke(self, reason: str, step: Step, *, adapter: int | None = None, running: bool = True) -> None:
+        """Decode may have nothing more of what was offered: tokens of ownership go first, then blocks (rule R12).
+
+        Args:
+            adapter: only what was computed with it, or with any; None for all.
+            running: such as are still computed, too. What of them is computed already stays theirs.
+        """
+        for request_id, used in self._kept.items():
+            if is_meant(adapter, used):
+                self._take_back(request_id, reason, step)
+        for request_id, sending in self._sending.items() if running else ():
+            # Of what has not begun nothing is known yet that could be out of date.
+            if is_meant(adapter, sending.request.adapter) and (sending.block_ids or sending.ready_tokens):
+                self._withdraw(request_id, sending, reason, step)
+
+    def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
+        """Take back what has ended, or ends from now on, after so many seconds, until `reopen`."""
+        self._closed = reason
+        due = self._clock.now_seconds() + grace_seconds
+        self._revoked_at.move({request_id: due for request_id in self._kept})
+        self.turn(step)
+
+    def reopen(self) -> None:
+        """What ends from now on is kept as long as its lease lasts."""
+        self._closed = None
+        self._revoked_at.clear()
+
+    def turn(self, step: Step) -> None:
+        """Take back what is due."""
+        for request_id in self._revoked_at.take_due(self._clock.now_seconds()):
+            if request_id in self._kept:
+                self._take_back(request_id, self._closed or "", step)
+
+    def _take_back(self, request_id: PrefillRequestId, reason: str, step: Step) -> None:
+        self._revoked_at.pop(request_id, None)
+        if request_id in self._taken_back:
+            return
+        self._taken_back.add(request_id)
+        step.taken_back[request_id] = reason
+        # Not computed yet, or not told: nobody shall hear of it first.
+        step.offered = [one for one in step.offered if one.request_id != request_id]
+        step.finished = [one for one in step.finished if one != request_id]
+
+    def _withdraw(self, request_id: PrefillRequestId, sending: _Sending, reason: str, step: Step) -> None:
+        if not sending.is_revoked:
+            sending.is_revoked, sending.manifest = True, None
+            step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
+            step.revoked[request_id] = reason
 
     # ------------------------------------------------------------------------------------------------- what vLLM asks
 
@@ -150,12 +219,14 @@ class Offering:
             if self._terms.pushes and (blocks.are_shared or not sending.is_streamed):
                 self._offer(request_id, sending, step)
             step.finished.append(request_id)
-            self._kept.add(request_id)
+            self._kept[request_id] = request.adapter
+            if self._closed is not None:
+                self._revoked_at[request_id] = self._clock.now_seconds() + GRACE_SECONDS
             transfer_id = (request.params or {}).get("transfer_id")
             mode = "push" if self._terms.pushes else "pull"
             params = prefill_params(self._own, sending.manifest, transfer_id=transfer_id, transfer_mode=mode)
             return True, params
-        if is_whole:
+        if is_whole and not sending.is_revoked:
             self.counts[Cause.RANGE] += 1
             logger.warning(
                 "Request %s is not offered to decode: it does not have the blocks of its prompt any more", request_id
@@ -165,7 +236,8 @@ class Offering:
         if sending.is_offered:
             step.stopped[request_id] = "prefill's request ended before it was computed"
         if sending.is_read:
-            self._kept.add(request_id)
+            self._kept[request_id] = request.adapter
+            self._taken_back.add(request_id)
             return True, None
         if sending.is_offered:
             step.unkept.add(request_id)
@@ -177,7 +249,10 @@ class Offering:
             if hold in self._draining:
                 self._draining.remove(hold)
                 self._holds.give_back(blocks, hold)
-        self._kept.difference_update(map(PrefillRequestId, sent))
+        for request_id in map(PrefillRequestId, sent):
+            self._kept.pop(request_id, None)
+            self._taken_back.discard(request_id)
+            self._revoked_at.pop(request_id, None)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
@@ -189,7 +264,7 @@ class Offering:
             sending.block_ids = one.block_ids
         elif one.block_ids and not is_done:
             sending.block_ids = tuple([*old, *new] for old, new in zip(sending.block_ids, one.block_ids, strict=True))
-        if is_done:
+        if is_done or sending.is_revoked:
             return
         sending.ready_tokens = min(one.num_computed_tokens, sending.num_tokens)
         sending.manifest = self._manifest(request_id, sending, blocks)
@@ -201,12 +276,15 @@ class Offering:
     def _manifest(self, request_id: PrefillRequestId, sending: _Sending, blocks: Blocks) -> Manifest | None:
         if sending.ready_tokens < sending.num_tokens:
             return None
+        if sending.request.adapter and sending.request.digest(sending.num_tokens) != sending.digest:
+            logger.warning("Request %s is not offered to decode: its adapter was replaced meanwhile", request_id)
+            return None
         # Where decode computes the last token again, its window begins there.
         first_tokens = blocks.first_tokens(sending.num_tokens - self._terms.drops_blocks)
         try:
             return Manifest(
                 protocol=PROTOCOL,
-                start=self._start,
+                start=self.start,
                 request_id=request_id,
                 digest=sending.digest,
                 num_tokens=sending.num_tokens,
@@ -214,6 +292,7 @@ class Offering:
                 context_parallel=(1, 1),
                 groups=ranges_of(sending.block_ids, first_tokens, sending.num_tokens, self._terms.block_size),
                 lease_seconds=self._terms.lease_seconds,
+                num_media=sending.request.num_media,
             )
         except ValueError as cause:
             logger.warning(

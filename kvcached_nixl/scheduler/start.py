@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode
@@ -44,6 +45,8 @@ class StockScheduler(Protocol):
     @property
     def recomputes(self) -> bool: ...
     @property
+    def reader(self) -> Reader: ...
+    @property
     def extra_config(self) -> Mapping[str, Any]: ...
 
 
@@ -72,4 +75,4 @@ def start(stock: StockScheduler, clock: Clock) -> HandOver:
         timeout_seconds=settings.handover_timeout_seconds,
     )
     own = RemotePrefill(stock.engine_id, stock.host, stock.port, stock.tp_size)
-    return HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock)
+    return HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, stock.reader)

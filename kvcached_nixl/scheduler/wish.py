@@ -11,10 +11,19 @@ from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import Fetch
 from kvcached_nixl.wire.step import BlockIds
 
-__all__ = ["NULL_BLOCK_ID", "Terms", "Wish"]
+__all__ = ["ANY_ADAPTER", "NULL_BLOCK_ID", "Terms", "Wish", "is_meant"]
+
+ANY_ADAPTER = -1
+"""In place of the number of a LoRA adapter: each that there is."""
 
 NULL_BLOCK_ID = 0
 """vLLM's placeholder block: it backs no token, and every request with a sliding window holds it."""
+
+
+def is_meant(adapter: int | None, used: int) -> bool:
+    """Whether what was computed with an adapter (0 for none) is meant by a number, by ``ANY_ADAPTER``, or by None for
+    whatever there is."""
+    return adapter is None or (bool(used) and adapter in (used, ANY_ADAPTER))
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,10 @@ class Wish:
 
     Attributes:
         fetch: whom it names; None if its parameters cannot be used.
+        arrived_at_seconds: when its time begins (rule R4).
+        adapter: the engine's number of its LoRA adapter; 0 for none.
+        lacks_media: its prompt has places for images, sounds, ... that it has not, so what is computed of it here is
+            no answer. Known when it was checked.
         refused: why it is not handed over.
         is_checked: its prompt was compared.
         is_tried: it was given blocks, or refused; another time it is computed here.
@@ -52,12 +65,22 @@ class Wish:
     """
 
     fetch: Fetch | None
-    refused: HandOverFailed | None
+    arrived_at_seconds: float
+    adapter: int = 0
+    lacks_media: bool = False
+    refused: HandOverFailed | None = None
     is_checked: bool = False
     is_tried: bool = False
     digest: str = ""
     num_tokens: int = 0
     end_token: int = 0
+
+    @property
+    def may_be_computed(self) -> bool:
+        """Whether decode has all that it would take to compute the prompt itself. Prefill has computed the very same
+        prompt where the digests are equal: what looks like a place for an image is text there."""
+        manifest = None if self.fetch is None else self.fetch.manifest
+        return not self.lacks_media or (manifest is not None and manifest.digest == self.digest)
 
     def check(self, request: Request, terms: Terms) -> None:
         """Compare the manifest with the prompt, and say how far prefill's tokens reach. Again does nothing."""
@@ -76,8 +99,12 @@ class Wish:
                 self.refused = HandOverFailed(Cause.DIGEST, words)
                 return
         self.digest = request.digest(num_tokens)
+        self.lacks_media = request.lacks_media or (manifest is not None and manifest.num_media > request.num_media)
         if manifest is not None and manifest.digest != self.digest:
             self.refused = HandOverFailed(Cause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens")
+            if self.lacks_media:
+                words = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
+                self.refused = HandOverFailed(Cause.MEDIA, f"{words}; send them to decode, too")
         if terms.drops_blocks:
             # The last token is computed again here, and its window begins one token earlier than the next one's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)

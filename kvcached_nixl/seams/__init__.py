@@ -8,7 +8,7 @@ kvcached's own patch is taken off before ours go on.
 from __future__ import annotations
 
 from kvcached_nixl.patching import Seam
-from kvcached_nixl.seams import connector, frontend, scheduler
+from kvcached_nixl.seams import connector, frontend, pausing, scheduler, weights
 from kvcached_nixl.seams.factory import GATES
 from kvcached_nixl.seams.superseded import patch_connector
 
@@ -19,5 +19,7 @@ PATCHES: tuple[Seam, ...] = (
     patch_connector,
     *connector.SEAMS,
     *scheduler.SEAMS,
+    *pausing.SEAMS,
+    *weights.SEAMS,
     *frontend.SEAMS,
 )

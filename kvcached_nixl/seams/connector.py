@@ -17,7 +17,7 @@ from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.attached import attach, attach_step, begin_step, side_of, step_of
 from kvcached_nixl.compat.connector import WorkerView, transfer_results
-from kvcached_nixl.compat.engine import RequestView, blocks_of, is_whole, scheduled
+from kvcached_nixl.compat.engine import blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
 from kvcached_nixl.compat.series import (
     ASKS_FOR_RESULTS,
@@ -31,7 +31,6 @@ from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.listening import answers_of, is_staged
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import registration
@@ -97,8 +96,8 @@ def _of_connector(
     "what a client sends would decide which blocks are read.",
 )
 def get_num_new_matched_tokens(call: Call) -> Any:
-    request = RequestView(call.argument("request"))
-    return side_of(call.instance).matched(request, call.argument("num_computed_tokens"))
+    side = side_of(call.instance)
+    return side.matched(side.read(call.argument("request")), call.argument("num_computed_tokens"))
 
 
 @_of_connector(
@@ -107,8 +106,8 @@ def get_num_new_matched_tokens(call: Call) -> Any:
     "decode's blocks would be paired with prefill's by counting them.",
 )
 def update_state_after_alloc(call: Call) -> None:
-    request, blocks = RequestView(call.argument("request")), blocks_of(call.argument("blocks"))
-    side_of(call.instance).allocated(request, blocks, call.argument("num_external_tokens"))
+    side, blocks = side_of(call.instance), blocks_of(call.argument("blocks"))
+    side.allocated(side.read(call.argument("request")), blocks, call.argument("num_external_tokens"))
 
 
 @_of_connector("scheduler", ("scheduler_output",), "the workers would hear nothing.")
@@ -131,8 +130,8 @@ def request_finished_all_groups(call: Call) -> Any:
 
 
 def _finished(call: Call, block_ids: Any) -> Any:
-    request = call.argument("request")
-    return side_of(call.instance).finished(RequestView(request), is_whole(request), block_ids)
+    side, request = side_of(call.instance), call.argument("request")
+    return side.finished(side.read(request), is_whole(request), block_ids)
 
 
 @_of_connector(
@@ -170,9 +169,10 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
 
 def _listen(call: Call) -> None:
     side = side_of(call.instance)
-    metadata = call.argument("metadata")
-    side.learn(is_staged=is_staged(metadata))
-    side.listen(Listener(side.own.host, side.own.port, answers_of(metadata, side.start), side.woken, side.wake_key))
+    own = side.own
+    side.introduce(
+        call.argument("metadata"), lambda answers: Listener(own.host, own.port, answers, side.woken, side.wake_key)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- in the worker

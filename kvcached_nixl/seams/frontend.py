@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's API server is told that a request has ended.
+"""Where vLLM's API server identifies what a prompt holds, and is told that a request has ended.
 
 Runs in: the API server's process.
 """
@@ -7,9 +7,10 @@ Runs in: the API server's process.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-from kvcached_nixl.compat.frontend import let_stream_fail
-from kvcached_nixl.compat.locate import OUTPUT_PROCESSOR
+from kvcached_nixl.compat.frontend import let_stream_fail, numbers_media
+from kvcached_nixl.compat.locate import MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 
@@ -31,4 +32,44 @@ def update_stats_from_finished(call: Call) -> None:
     let_stream_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
 
 
-SEAMS = (update_stats_from_finished,)
+_OTHER_MEDIA = "images, sounds, ... would be taken for others, or for none, of another server."
+
+PROCESS_MM_UUIDS = Patch(
+    target=RENDERER,
+    attribute="_process_mm_uuids",
+    process="frontend",
+    parameters=("self", "mm_data", "mm_data_items", "mm_uuid_items", "mm_req_id"),
+    needs="pull",
+    why=_OTHER_MEDIA,
+    upstream="vllm/renderers/base.py: numbers in place of content where both caches are off",
+    remove_when="vLLM identifies media by their content, whatever is cached",
+)
+
+
+@PROCESS_MM_UUIDS.around
+def process_mm_uuids(call: Call) -> Any:
+    found = call.proceed()
+    # Without any, vLLM makes them of the content.
+    return {} if numbers_media(call.instance) else found
+
+
+MODEL_ID = Patch(
+    target=MEDIA_PROCESSING,
+    attribute="model_id",
+    kind="property",
+    process="frontend",
+    parameters=("self",),
+    needs="pull",
+    why=_OTHER_MEDIA,
+    upstream="vllm/multimodal/processing/context.py: a model's path is part of what identifies its media",
+    remove_when="vLLM identifies media by their content alone",
+)
+
+
+@MODEL_ID.around
+def model_id(call: Call) -> str:
+    # An engine has one model, and the handshake compares it by its content.
+    return "the model of this engine"
+
+
+SEAMS = (update_stats_from_finished, process_mm_uuids, model_id)

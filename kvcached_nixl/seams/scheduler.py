@@ -6,12 +6,10 @@ Runs in: the engine-core process. Logic lives in ``kvcached_nixl.scheduler``.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from kvcached_nixl.compat.attached import sides
 from kvcached_nixl.compat.engine import (
-    RequestView,
     bound_sides,
     let_load_fail,
     reports_of,
@@ -22,13 +20,9 @@ from kvcached_nixl.compat.engine import (
     with_reports,
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
-from kvcached_nixl.compat.pausing import tell_who_waits
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.step import FAILING
-
-logger = logging.getLogger(SERVER_LOGGER)
 
 REST_SECONDS = 5.0
 """An engine that only waits looks around as often, should nobody wake it.
@@ -52,7 +46,7 @@ ADD_REQUEST = Patch(
 @ADD_REQUEST.around
 def add_request(call: Call) -> None:
     for side in bound_sides(call.instance):
-        side.arrived(RequestView(call.argument("request")))
+        side.arrived(side.read(call.argument("request")))
     call.proceed()
 
 
@@ -72,12 +66,12 @@ UPDATE_FROM_OUTPUT = Patch(
 def update_from_output(call: Call) -> Any:
     output = call.argument("model_runner_output")
     reports = reports_of(output)
-    starved: set[str] = set()
+    ending: set[str] = set()
     for side in bound_sides(call.instance):
         side.collect(reports)
-        starved |= side.take_starved()
+        ending |= side.take_ending()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
-    return with_ended(call.instance, outputs, starved) if starved else outputs
+    return with_ended(call.instance, outputs, ending) if ending else outputs
 
 
 HANDLE_INVALID_BLOCKS = Patch(
@@ -182,25 +176,6 @@ def process_input_queue(call: Call) -> None:
     call.proceed()
 
 
-NOTIFY_IDLE = Patch(
-    target=ENGINE_CORE,
-    attribute="_notify_idle_state_callbacks",
-    process="scheduler",
-    parameters=("self",),
-    needs="pull",
-    why="a pause (/pause, /sleep) clears the cache of an engine that is idle, which fails while blocks are held for "
-    "what is in flight, and that would end the engine.",
-    upstream="vllm/v1/engine/core.py: pause_scheduler",
-    remove_when="vLLM tells whoever pauses an engine that its cache was not cleared",
-)
-
-
-@NOTIFY_IDLE.around
-def notify_idle_state_callbacks(call: Call) -> None:
-    tell_who_waits(call.instance, logger)
-    call.proceed()
-
-
 SEAMS = (
     add_request,
     update_from_output,
@@ -209,5 +184,4 @@ SEAMS = (
     connector_finished,
     has_requests,
     process_input_queue,
-    notify_idle_state_callbacks,
 )

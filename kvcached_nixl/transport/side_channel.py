@@ -63,7 +63,8 @@ class Listener:
     def __init__(
         self, host: str, port: int, answers: Mapping[int, tuple[str, bytes]], woken: Callable[[], None], key: str
     ) -> None:
-        self._answers = {rank: msgspec.msgpack.encode(_Reply(*answer)) for rank, answer in answers.items()}
+        self._answers: dict[int, bytes] = {}
+        self.answer(answers)
         self._woken = woken
         self._key = key.encode()
         self._closing = threading.Event()
@@ -80,6 +81,10 @@ class Listener:
             raise OSError(f"the side channel cannot listen at {host}:{port}: {cause}") from cause
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
         self._thread.start()
+
+    def answer(self, answers: Mapping[int, tuple[str, bytes]]) -> None:
+        """Answer this from now on. Any thread."""
+        self._answers = {rank: msgspec.msgpack.encode(_Reply(*answer)) for rank, answer in answers.items()}
 
     def close(self) -> None:
         """Stop listening."""

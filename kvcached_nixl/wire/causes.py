@@ -41,6 +41,10 @@ class Cause(IntEnum):
     """What it needs is in quarantine, and nothing else would free enough."""
     BYTES = 14
     """What has come is not what prefill sent (``verify_fraction``)."""
+    REVOKED = 15
+    """One side has taken it back: it was paused, put to sleep or shut down, or its weights were changed."""
+    MEDIA = 16
+    """Decode's request has not the images, sounds, ... that prefill's has, so it must not be computed here either."""
 
     @property
     def label(self) -> str:

@@ -18,6 +18,7 @@ def digest_of(
     num_tokens: int,
     *,
     embeddings: bytes = b"",
+    are_tokens: Sequence[bool] | None = None,
     features: Iterable[tuple[str, int, int]] = (),
     lora: str = "",
     salt: str = "",
@@ -27,9 +28,10 @@ def digest_of(
     Args:
         token_ids: of the prompt; None where it is given as embeddings only.
         embeddings: bytes of the first ``num_tokens`` embeddings, for a prompt that has them.
+        are_tokens: of a prompt that has both, which positions are token ids and which embeddings.
         features: (vLLM's hash, first token, number of tokens) of each image, sound, ... of the prompt. Those that begin
             behind the first ``num_tokens`` tokens are left out.
-        lora: name of the adapter, which names the same weights on both sides.
+        lora: what the adapter holds (`identity.adapters`), not what it is called.
         salt: vLLM's ``cache_salt``.
 
     The time it takes follows the prompt: about 30 ns a token.
@@ -44,6 +46,8 @@ def digest_of(
         hasher.update(len(part).to_bytes(8, "little") + part)
     hasher.update(num_tokens.to_bytes(8, "little") + len(embeddings).to_bytes(8, "little"))
     hasher.update(embeddings)
+    if are_tokens is not None:
+        hasher.update(bytes(map(bool, are_tokens[:num_tokens])))
     if token_ids is not None:
         hasher.update(array("q", token_ids[:num_tokens]).tobytes())
     return hasher.hexdigest()

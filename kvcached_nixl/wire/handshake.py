@@ -9,11 +9,13 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     4: one hand-over in two directions, which says what it is (`wire.manifest`); no metadata of vLLM's any more.
     5: each side says what memory KV is moved from and to; what a side stages is written, in pull, too.
     6: a registration may ask for a digest of the bytes that are sent, of such as were READ already, too.
+    7: weights are known by their content (`Weights`), which may change; prefill may take an offer back at any time.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+import re
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -22,7 +24,17 @@ from kvcached_nixl.wire.checked import Count, Rank, Start, TpSize, decoder, requ
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import Planes
 
-__all__ = ["Answer", "MemoryType", "RankHandshake", "Tag", "is_tagged", "read_answer", "read_rank"]
+__all__ = [
+    "Answer",
+    "MemoryType",
+    "RankHandshake",
+    "Tag",
+    "Weights",
+    "differences",
+    "is_tagged",
+    "read_answer",
+    "read_rank",
+]
 
 _NAME = "kvcached_nixl"
 
@@ -38,7 +50,7 @@ class Tag(msgspec.Struct, frozen=True):
 
     Attributes:
         direction: who moves the bytes, ``pull`` or ``push``.
-        facts: what the bytes follow from, each as (name, value): vLLM, model, revision, dtype, ...
+        facts: what the bytes follow from beside the weights, each as (name, value): vLLM, configuration, dtype, ...
         arrangement: how kvcached laid the blocks out.
         planes: (number, bytes of a cell) of each kind of plane.
     """
@@ -54,6 +66,40 @@ class Tag(msgspec.Struct, frozen=True):
         return f"{_NAME}/{PROTOCOL} {self.direction} [{facts}; {self.arrangement}; {planes}]"
 
 
+Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+"""Of something's content; "" where that is not known."""
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """What a rank's weights are, draft models' that compute KV among them. Not what they are called, or where they lie.
+
+    Attributes:
+        layout: how they lie in the rank's memory: names, types, shapes, place in the tensor-parallel group, device.
+        content: of what is there. Two ranks of one layout are compared by it.
+        checkpoint: of the files that they were loaded from, if that is what they are. Ranks of other layouts, as of
+            other tensor-parallel sizes, are compared by it.
+    """
+
+    layout: Checksum
+    content: Checksum
+    checkpoint: Checksum
+
+    def misfit(self, theirs: Weights) -> str:
+        """Why KV that was computed with these is not for those, in words; "" if it is."""
+        if self.layout == theirs.layout and self.content and theirs.content:
+            if self.content == theirs.content:
+                return ""
+            return f"found weights whose content is {theirs.content}; expected {self.content}, as here"
+        if not (self.checkpoint and theirs.checkpoint):
+            return (
+                "the weights lie otherwise in memory there (another tensor-parallel size, device or way of loading), "
+                "and not both sides hold what a checkpoint on a file system holds, so nothing can be compared"
+            )
+        if self.checkpoint == theirs.checkpoint:
+            return ""
+        return f"found weights of a checkpoint whose content is {theirs.checkpoint}; expected {self.checkpoint}"
+
+
 class RankHandshake(msgspec.Struct, frozen=True):
     """What a rank tells one that wants to move bytes to or from it.
 
@@ -65,6 +111,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
         words_address: of the table of words (`worker.handover.verification`), in registered host memory.
         memory_type: of ``memory``, NIXL's word.
         is_staged: ``memory`` is a slab, through which KV passes; else the KV cache itself.
+        weights: what it computes with.
     """
 
     engine_id: EngineId
@@ -77,6 +124,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
     words_address: int
     memory_type: MemoryType
     is_staged: bool
+    weights: Weights
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
@@ -105,6 +153,15 @@ def read_rank(encoded: bytes) -> RankHandshake:
     """Raises `Malformed`."""
     found: RankHandshake = _read_rank(encoded)
     return found
+
+
+def differences(found: str, expected: str) -> str:
+    """What of two tags differs, in words; both in full where that cannot be told."""
+    ours, theirs = (set(re.split(r"; |, |[\[\]]", tag)) for tag in (expected, found))
+    if not is_tagged(found) or ours == theirs:
+        return f"found {found!r:.2000}; expected {expected!r}"
+    there, here = (", ".join(sorted(one)) or "nothing" for one in (theirs - ours, ours - theirs))
+    return f"found {there:.1000}; expected {here:.1000}"
 
 
 def is_tagged(compatibility: str) -> bool:

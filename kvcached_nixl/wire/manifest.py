@@ -15,7 +15,7 @@ from kvcached_nixl.wire.checked import BlockId, Count, Digest, Identifier, Secon
 
 __all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json", "ranges_of"]
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class BlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,6 +42,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         context_parallel: ranks that share one sequence, (decode, prefill) context parallelism; (1, 1) is served.
         groups: per KV-cache group. Empty in prefill's word of a WRITE, where prefill chose the bytes itself.
         lease_seconds: how long prefill keeps the blocks without hearing from decode.
+        num_media: images, sounds, ... in the tokens: a request without them would compute placeholders.
     """
 
     protocol: int
@@ -53,6 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_parallel: tuple[Count, Count]
     groups: tuple[BlockRange, ...]
     lease_seconds: Seconds
+    num_media: Count = 0
 
     def __post_init__(self) -> None:
         require(self.protocol == PROTOCOL, f"protocol {PROTOCOL}; the other side runs another kvcached_nixl")

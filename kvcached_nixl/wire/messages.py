@@ -34,6 +34,7 @@ from kvcached_nixl.wire.checked import (
     Malformed,
     Port,
     Rank,
+    Start,
     TpSize,
     decoder,
     require,
@@ -57,7 +58,7 @@ __all__ = [
     "is_ours",
 ]
 
-PREFIX = b"KVNX6:"
+PREFIX = b"KVNX7:"
 """Starts each notification; vLLM's own start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
 
 MAX_ATTEMPT = 2**62
@@ -94,6 +95,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     Attributes:
         decode_request_id: the request inside decode's engine; only for messages and logs.
         decode: who registers.
+        start: of prefill's engine, as decode knows it: what it computed before or after is not wanted.
         name: under which prefill's request is looked for.
         request_id: prefill's request itself, where decode knows it; else empty.
         digest: of the first ``num_tokens`` tokens.
@@ -108,6 +110,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
 
     decode_request_id: DecodeRequestId
     decode: Peer
+    start: Start
     name: str
     request_id: str
     digest: Digest

@@ -134,12 +134,13 @@ class Released(msgspec.Struct):
 
 
 class Renewed(msgspec.Struct):
-    """Decode: from now on the lease of a request of prefill's is to be renewed."""
+    """Decode: from now on the lease of a request of prefill's is to be renewed, for ``longest_seconds`` at most."""
 
     request_id: DecodeRequestId
     prefill: RemotePrefill
     name: str
     lease_seconds: float
+    longest_seconds: float
 
 
 class Offered(msgspec.Struct):
@@ -167,7 +168,7 @@ class Step(msgspec.Struct):
 
     Attributes:
         host, port, wake_key: where this engine's side channel listens, and what it takes for a word of its own workers.
-        start: drawn when this engine started.
+        start: drawn when this engine started, and anew whenever its weights change.
         renewed, unrenewed: leases that decode renews from now on, and no longer.
         wanted: what decode's requests wait for.
         withdrawn: attempts whose requests are gone, and why.
@@ -175,6 +176,8 @@ class Step(msgspec.Struct):
         preempted: prefill's requests that lost their blocks, and the number under which those are held.
         finished: prefill's requests that compute no more.
         stopped: prefill's requests that are gone, and why.
+        revoked: prefill's requests that decode may not have any more, and why; they are still computed.
+        taken_back: the same of such as have ended; their blocks are reported as those of ``stopped`` are.
         unkept: those of ``stopped`` whose blocks vLLM has already freed: nothing is reported of them.
         counts: for the metrics, by `Cause`.
         quarantined_blocks: held for what may still be in flight; None if that has not changed.
@@ -193,6 +196,8 @@ class Step(msgspec.Struct):
     preempted: list[tuple[PrefillRequestId, int]] = msgspec.field(default_factory=list)
     finished: list[PrefillRequestId] = msgspec.field(default_factory=list)
     stopped: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
+    revoked: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
+    taken_back: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
     unkept: set[PrefillRequestId] = msgspec.field(default_factory=set)
     offered: list[Offered] = msgspec.field(default_factory=list)
     counts: dict[int, int] = msgspec.field(default_factory=dict)
@@ -211,6 +216,8 @@ class Step(msgspec.Struct):
             or self.preempted
             or self.finished
             or self.stopped
+            or self.revoked
+            or self.taken_back
             or self.offered
             or self.counts
             or self.quarantined_blocks is not None

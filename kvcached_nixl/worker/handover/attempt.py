@@ -23,10 +23,12 @@ from typing import Protocol
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Wanted
 from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.local import Place, Routes
+from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.offer import Memory
 from kvcached_nixl.worker.handover.peers import Peers
 from kvcached_nixl.worker.handover.posting import Posting
@@ -45,6 +47,8 @@ class Side:
 
     Attributes:
         own: this rank's address, which a registration names; None until the first step has told it.
+        start: of this engine; "" until then.
+        weights: what this rank computes with; None until that is known.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
         waiting_for_landing: shares that look at their word when a landing is free.
         distrusted: host, port and start of engines whose bytes were others than they said.
@@ -59,6 +63,8 @@ class Side:
     digests: Digests
     staging: Staging | None = None
     own: Peer | None = None
+    start: str = ""
+    weights: Weights | None = None
     waiting_for_landing: list[Callable[[], None]] = field(default_factory=list)
     distrusted: Memory[tuple[str, int, str]] = field(default_factory=Memory)
 
@@ -75,6 +81,37 @@ class Side:
             'Start both sides again, with "memory_path": "host" in kv_connector_extra_config'
         )
         return HandOverFailed(Cause.BYTES, words)
+
+    def meet(
+        self, address: Peer, start: str, connected: Callable[[Known], None], failed: Callable[[HandOverFailed], None]
+    ) -> None:
+        """Meet a rank of prefill whose KV may be used here; ``start`` as of `Peers.need`."""
+
+        def met(known: Known) -> None:
+            # It is known from before: it may have been updated since, or this rank.
+            if self.misfit_of(known) is None:
+                connected(known)
+            else:
+                self.peers.need(address, start, met_anew, failed, is_doubted=True)
+
+        def met_anew(known: Known) -> None:
+            misfit = self.misfit_of(known)
+            if misfit is None:
+                connected(known)
+            else:
+                failed(misfit)
+
+        self.peers.need(address, start, met, failed)
+
+    def misfit_of(self, known: Known) -> HandOverFailed | None:
+        """Why KV of a rank is not this rank's: it computes with other weights; None if it is."""
+        if self.weights is None:
+            return HandOverFailed(Cause.REFUSED, "what this rank computes with is not known yet")
+        misfit = self.weights.misfit(known.rank.weights)
+        if not misfit:
+            return None
+        words = f"prefill (engine {known.rank.engine_id}) computes with other weights: {misfit}"
+        return HandOverFailed(Cause.REFUSED, f"{words}. Load the same on both sides, or update those that are older.")
 
     @staticmethod
     def contained(action: Callable[[str], None], failed: Callable[[HandOverFailed], None]) -> Callable[[str], None]:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Released, Renewed, Wanted
@@ -18,6 +19,7 @@ __all__ = [
     "Command",
     "Failed",
     "Finish",
+    "Identify",
     "IsReached",
     "Known",
     "Offer",
@@ -25,6 +27,7 @@ __all__ = [
     "Preempt",
     "Release",
     "Renew",
+    "Revoke",
     "Stop",
     "Unrenew",
     "Want",
@@ -37,10 +40,11 @@ IsReached: TypeAlias = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Known:
-    """Once: where this engine's side channel is, and what it takes for a word of its own workers."""
+    """Where this engine's side channel is, and what it takes for a word of its own workers; again for a new start."""
 
     own: Peer
     wake_key: str
+    start: str
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,22 @@ class Stop:
     request_id: PrefillRequestId
     reason: str
     is_kept: bool = True
+    cause: Cause = Cause.STOPPED
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """Prefill: decode may not have the request any more, which is still computed."""
+
+    request_id: PrefillRequestId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Identify:
+    """What this rank computes with from now on."""
+
+    weights: Weights
 
 
 @dataclass(frozen=True)
@@ -126,7 +146,9 @@ class Preempt:
     hold: int
 
 
-Command: TypeAlias = Known | Want | Begin | Withdraw | Release | Renew | Unrenew | Offer | Finish | Stop | Preempt
+Command: TypeAlias = (
+    Known | Want | Begin | Withdraw | Release | Renew | Unrenew | Offer | Finish | Stop | Revoke | Preempt | Identify
+)
 
 
 class Failed(NamedTuple):

@@ -14,18 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Offered, Step, failed_mark, over_id, quiet_id
 from kvcached_nixl.worker.handover.commands import (
     Begin,
     Command,
     Finish,
+    Identify,
     IsReached,
     Known,
     Offer,
     Preempt,
     Release,
     Renew,
+    Revoke,
     Stop,
     Unrenew,
     Want,
@@ -78,6 +82,7 @@ class EngineSide:
         is_read: whether decode reads prefill's blocks, and so needs their words.
         record_event: called when steps have been given to the device; what it returns tells whether the device has done
             them, on any thread.
+        offer_handshake: makes what peers are told when they ask, from what this rank computes with.
         before_answer: called before what prefill is about to answer for is offered to be pulled; it may wait for the
             device. For where prefill's answer does not say that its device has ended the step.
     """
@@ -88,6 +93,7 @@ class EngineSide:
         place: Place,
         words: WordTable,
         record_event: Callable[[], IsReached],
+        offer_handshake: Callable[[Weights], None],
         before_answer: Callable[[], None] = lambda: None,
         *,
         is_read: bool,
@@ -97,9 +103,10 @@ class EngineSide:
         self._place = place
         self._is_read = is_read
         self._record_event = record_event
+        self._offer_handshake = offer_handshake
         self._before_answer = before_answer
         self._step: Step | None = None
-        self._is_known = False
+        self._start = ""
         self._counted = Counted()
         self._marks: set[int] = set()
 
@@ -110,10 +117,13 @@ class EngineSide:
         # One that computes, and of which vLLM has not said that it was given to the device, has raised before.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
         commands: list[Command] = []
-        if not self._is_known:
-            self._is_known, place = True, self._place
+        if self._start != step.start:
+            self._start, place = step.start, self._place
             own = Peer(place.engine_id, step.host, step.port, place.tp_size, place.tp_rank)
-            commands.append(Known(own, step.wake_key))
+            commands.append(Known(own, step.wake_key, step.start))
+        # First of all: whoever comes from now on finds nothing of these.
+        commands += (Revoke(request_id, reason) for request_id, reason in step.revoked.items())
+        commands += (Stop(request_id, reason, cause=Cause.REVOKED) for request_id, reason in step.taken_back.items())
         # A request may arrive and be gone before there is a step.
         commands += map(Renew, step.renewed)
         commands += map(Unrenew, step.unrenewed)
@@ -163,6 +173,11 @@ class EngineSide:
             self.thread.submit(self._offer(one, is_reached))
             if one.request_id in step.finished:
                 self.thread.submit(Finish(one.request_id))
+
+    def identify(self, weights: Weights) -> None:
+        """What this rank computes with, at first and whenever that may have changed."""
+        self._offer_handshake(weights)
+        self.thread.submit(Identify(weights))
 
     def take_ended(self) -> Ended:
         """What ended since the last call.

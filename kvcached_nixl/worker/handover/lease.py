@@ -63,6 +63,7 @@ class Renewals:
         self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
         self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
         self._due = Deadlines[tuple[RemotePrefill, str]]()
+        self._ends = Deadlines[DecodeRequestId]()
 
     def __len__(self) -> int:
         """Requests whose leases are renewed."""
@@ -73,10 +74,22 @@ class Renewals:
         """When the next beat is due."""
         return self._due.first_seconds
 
-    def begin(self, request_id: DecodeRequestId, prefill: RemotePrefill, name: str, lease_seconds: float) -> None:
-        """A request has arrived. Its first beat is due at once, because nobody knows how long it was under way."""
+    def begin(
+        self,
+        request_id: DecodeRequestId,
+        prefill: RemotePrefill,
+        name: str,
+        lease_seconds: float,
+        longest_seconds: float,
+    ) -> None:
+        """A request has arrived. Its first beat is due at once, because nobody knows how long it was under way.
+
+        Args:
+            longest_seconds: after which nothing is renewed for it, whether its engine says so or stands still.
+        """
         if request_id in self._lease_of:
             return
+        self._ends[request_id] = self._clock.now_seconds() + longest_seconds
         lease = self._lease_of[request_id] = prefill, name
         wanting = self._wanted_by.setdefault(lease, set())
         if not wanting:
@@ -86,6 +99,7 @@ class Renewals:
 
     def end(self, request_id: DecodeRequestId) -> None:
         """The request has its KV, or is gone. Again is harmless."""
+        self._ends.pop(request_id, None)
         lease = self._lease_of.pop(request_id, None)
         if lease is None:
             return
@@ -98,6 +112,8 @@ class Renewals:
     def take_due(self) -> dict[RemotePrefill, list[str]]:
         """What is to be renewed now, and where."""
         now = self._clock.now_seconds()
+        for request_id in self._ends.take_due(now):
+            self.end(request_id)
         found: dict[RemotePrefill, list[str]] = {}
         due = self._due.take_due(now, MOST_DUE)
         self._due.move({lease: now + self._interval_seconds[lease] for lease in due})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
+from kvcached_nixl.wire.handshake import RankHandshake, differences, read_answer, read_rank
 from kvcached_nixl.wire.messages import Peer
 
 __all__ = ["Known", "Meeting"]
@@ -47,9 +47,9 @@ class Meeting:
         if compatibility != self.compatibility:
             raise HandOverFailed(
                 Cause.REFUSED,
-                f"{where} offers {compatibility!r:.2000}; expected {self.compatibility!r}. Run the same vLLM, "
-                "kvcached, kvcached_nixl and model with the same KVCACHED_CONTIGUOUS_LAYOUT, dtype and transfer_mode "
-                "on both sides; `python -m kvcached_nixl` prints what each has.",
+                f"{where} is another kind of engine: {differences(compatibility, self.compatibility)}. Run the same "
+                "vLLM, kvcached, kvcached_nixl and model with the same KVCACHED_CONTIGUOUS_LAYOUT, dtype and "
+                "transfer_mode on both sides; `python -m kvcached_nixl` prints what each has.",
             )
         answer = read_answer(metadata)
         rank = read_rank(answer.rank)

@@ -39,6 +39,9 @@ FORGOTTEN_SECONDS = 600.0
 """A peer that nothing names for so long is forgotten; to meet it again costs one handshake."""
 
 
+_STARTED_AGAIN = "prefill has been started again, or its weights were changed, since it made the parameters"
+
+
 class _Waiting(NamedTuple):
     start: str
     known: Callable[[Known], None]
@@ -258,7 +261,7 @@ class Peers:
             if one.start in ("", known.start):
                 self._tell(one, known)
             else:
-                one.failed(HandOverFailed(Cause.START, "prefill has been started again since it made the parameters"))
+                one.failed(HandOverFailed(Cause.START, _STARTED_AGAIN))
 
     def _tell(self, one: _Waiting, known: Known) -> None:
         try:

@@ -45,7 +45,7 @@ class ReadShare:
         self._is_stopping = False
 
     def begin(self) -> None:
-        self._side.peers.need(self.address, self._manifest.start, self._connected, self._fail)
+        self._side.meet(self.address, self._manifest.start, self._connected, self._fail)
 
     def stop(self) -> None:
         self._is_stopping = True

@@ -53,7 +53,7 @@ class WriteShare:
     def begin(self) -> None:
         manifest = self._attempt().wanted.manifest
         start = "" if manifest is None else manifest.start
-        self._side.peers.need(self.address, start, self._connected, self._fail)
+        self._side.meet(self.address, start, self._connected, self._fail)
 
     def stop(self) -> None:
         self._is_stopping = True
@@ -82,6 +82,9 @@ class WriteShare:
         if isinstance(message, Stopped):
             self._end()
             cause = Cause(message.cause) if message.cause in set(Cause) else Cause.STOPPED
+            if cause is Cause.START:
+                # It answers, as somebody else than is known here.
+                self._side.peers.probe(self.address)
             words = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
             self._fail(HandOverFailed(cause, words))
             return
@@ -181,7 +184,8 @@ class WriteShare:
         if made.digest != wanted.digest or made.num_tokens != wanted.num_tokens:
             return HandOverFailed(Cause.DIGEST, f"prefill wrote {made.num_tokens} tokens of another prompt")
         if self._known is not None and made.start != self._known.start:
-            return HandOverFailed(Cause.START, "prefill has been started again")
+            self._side.peers.probe(self.address)
+            return HandOverFailed(Cause.START, "prefill has been started again, or its weights were changed")
         if wanted.manifest is not None and made.request_id != wanted.manifest.request_id:
             return HandOverFailed(Cause.PROTOCOL, "prefill wrote another request than the parameters name")
         return None
@@ -213,6 +217,7 @@ class WriteShare:
             attempt=wanted.attempt,
             decode_request_id=wanted.request_id,
             decode=side.own,
+            start=known.start,
             name=wanted.name,
             request_id="" if wanted.manifest is None else wanted.manifest.request_id,
             digest=wanted.digest,

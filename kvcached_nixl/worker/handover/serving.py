@@ -143,7 +143,9 @@ class Serving:
         """Decode still wants these requests."""
         self._leases.renew(one for name in names for one in self._pairing.renewed_by(name))
 
-    def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
+    def stop(
+        self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True, cause: Cause = Cause.STOPPED
+    ) -> None:
         """The request is gone: nothing more is posted, and its word is gone at once.
 
         Args:
@@ -157,7 +159,22 @@ class Serving:
                 self._done(request_id)
             return
         offer.finished, offer.is_kept = True, offer.is_kept and is_kept
-        self._let_down(offer, Cause.STOPPED, reason)
+        self._let_down(offer, cause, reason)
+
+    def revoke(self, request_id: PrefillRequestId, reason: str) -> None:
+        """Decode may not have the request any more. It is still computed, so its blocks are its own."""
+        self._words.remove(request_id)
+        offer = self._pairing.offers.get(request_id)
+        if offer is not None:
+            self._let_down(offer, Cause.REVOKED, reason)
+
+    def close(self, reason: str) -> None:
+        """The engine ends: nothing here is to be had any more, and whoever waits for it is told."""
+        self._words.clear()
+        for offer in list(self._pairing.offers.values()):
+            self._let_down(offer, Cause.REVOKED, reason)
+        for writing in list(self._writings.values()):
+            self._writer.stop(writing, Cause.REVOKED, reason)
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
         """The request starts over in other blocks. Keep the old ones until ``quiet``: they may still be read.
@@ -236,10 +253,14 @@ class Serving:
         self._of_agent.setdefault(agent, {})[key] = writing
         # Whoever waits for prefill hears first that it does not come.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
-        if registration.request_id:
+        if registration.start != self._side.start:
+            words = "prefill has been started again, or its weights were changed, since decode met it"
+            self._writer.stop(writing, Cause.START, words)
+        elif registration.request_id:
             offer = self._pairing.offers.get(PrefillRequestId(registration.request_id))
             if offer is None or offer.stopped:
-                self._writer.stop(writing, Cause.LEASE, "prefill does not keep this request any more")
+                why = "" if offer is None else f": {offer.stopped}"
+                self._writer.stop(writing, Cause.LEASE, f"prefill does not keep this request any more{why}")
             elif (offer.digest, offer.num_tokens) != (registration.digest, registration.num_tokens):
                 self._writer.stop(writing, Cause.DIGEST, "prefill computed another prompt")
             else:

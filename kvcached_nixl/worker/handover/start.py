@@ -16,7 +16,7 @@ from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Transport
-from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag
+from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.content import Content
 from kvcached_nixl.worker.handover.attempt import Side
@@ -127,8 +127,13 @@ def start(
         memory=memory,
         kernel_blocks_per_block=place.kernel_blocks_per_block,
         words_address=int(words.ctypes.data),
+        weights=Weights("", "", ""),
     )
-    worker.offer_handshake(str(tag), msgspec.msgpack.encode(handshake))
+
+    def offer_handshake(weights: Weights) -> None:
+        told = msgspec.structs.replace(handshake, weights=weights)
+        worker.offer_handshake(str(tag), msgspec.msgpack.encode(told))
+
     device = next(iter(layout.device_views.values())).device
     # Weakly: an engine that nobody holds is gone at once, and its NIXL agent with it.
     thread: list[weakref.ref[TransferThread]] = []
@@ -160,6 +165,7 @@ def start(
         channel,
         lambda: record_event(device),
         digests,
+        offer_handshake,
         staging,
         (lambda: wait_for(device)) if is_early else nothing,
     )
@@ -178,13 +184,14 @@ def assemble(
     channel: Channel,
     record: Callable[[], IsReached],
     digests: Digests,
+    offer_handshake: Callable[[Weights], None],
     staging: Staging | None = None,
     before_answer: Callable[[], None] = nothing,
 ) -> EngineSide:
     """All parts of one worker, its thread not started.
 
     Args:
-        before_answer: see `EngineSide`.
+        offer_handshake, before_answer: see `EngineSide`.
         place: its memory is the slab's where KV is staged.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
@@ -237,7 +244,7 @@ def assemble(
     thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))
     # What is staged is not there to be read: its blocks are given back as soon as they are copied.
     is_read = settings.transfer_mode is TransferMode.PULL and staging is None
-    return EngineSide(thread[0], place, table, record, before_answer, is_read=is_read)
+    return EngineSide(thread[0], place, table, record, offer_handshake, before_answer, is_read=is_read)
 
 
 def wait_for(device: torch.device) -> None:

@@ -36,12 +36,14 @@ from kvcached_nixl.worker.handover.commands import (
     Begin,
     Command,
     Finish,
+    Identify,
     Known,
     Offer,
     Outcome,
     Preempt,
     Release,
     Renew,
+    Revoke,
     Stop,
     Unrenew,
     Want,
@@ -162,6 +164,8 @@ class TransferThread:
             while not self._closing.is_set():
                 self._wake.wait(self.turn())
                 self._wake.clear()
+            # Whoever would read what is here, or waits for it, hears of the end at once.
+            self._serving.close("prefill is shut down")
             until = self._clock.now_seconds() + CLOSE_SECONDS
             while len(self._side.posting) and self._clock.now_seconds() < until:
                 self._wake.wait(min(POLL_SECONDS, self.turn()))
@@ -201,34 +205,49 @@ class TransferThread:
         return POLL_SECONDS if len(self._side.posting) else 2 * POLL_SECONDS
 
     def _take(self, command: Command) -> None:
-        receiving, serving = self._receiving, self._serving
-        if isinstance(command, Want):
-            receiving.want(command.wanted)
+        if isinstance(command, (Want, Withdraw, Release, Renew, Unrenew)):
+            self._take_decodes(command)
+        elif isinstance(command, Known):
+            self._known, self._side.own, self._side.start = command, command.own, command.start
+        elif isinstance(command, Identify):
+            self._side.weights = command.weights
         elif isinstance(command, Offer) and not command.ready_tokens:
             # Nothing that the device has to end first.
             self._reach(command)
         elif isinstance(command, (Offer, Finish, Begin)):
             self._computing.append(command)
+        else:
+            self._take_ends(command)
+
+    def _take_decodes(self, command: Want | Withdraw | Release | Renew | Unrenew) -> None:
+        receiving = self._receiving
+        if isinstance(command, Want):
+            receiving.want(command.wanted)
         elif isinstance(command, Withdraw):
             receiving.fail(command.attempt, HandOverFailed(Cause.STOPPED, command.reason))
         elif isinstance(command, Release):
             receiving.release(command.released)
         elif isinstance(command, Renew):
             one = command.renewed
-            self._renewals.begin(one.request_id, one.prefill, one.name, one.lease_seconds)
-        elif isinstance(command, Unrenew):
-            self._renewals.end(command.request_id)
-        elif isinstance(command, Known):
-            self._known, self._side.own = command, command.own
+            self._renewals.begin(one.request_id, one.prefill, one.name, one.lease_seconds, one.longest_seconds)
         else:
-            # What the device has not finished of it is not needed any more.
-            self._computing = deque(
-                one for one in self._computing if isinstance(one, Begin) or one.request_id != command.request_id
-            )
-            if isinstance(command, Preempt):
-                serving.preempt(command.request_id, command.hold)
-            else:
-                serving.stop(command.request_id, command.reason, is_kept=command.is_kept)
+            self._renewals.end(command.request_id)
+
+    def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
+        # What the device has not finished of it is not needed any more; one that is still computed ends by itself.
+        self._computing = deque(
+            one
+            for one in self._computing
+            if isinstance(one, Begin)
+            or one.request_id != command.request_id
+            or (isinstance(one, Finish) and isinstance(command, Revoke))
+        )
+        if isinstance(command, Preempt):
+            self._serving.preempt(command.request_id, command.hold)
+        elif isinstance(command, Revoke):
+            self._serving.revoke(command.request_id, command.reason)
+        else:
+            self._serving.stop(command.request_id, command.reason, is_kept=command.is_kept, cause=command.cause)
 
     def _take_reached(self) -> None:
         """In order: a request's end is never seen before its steps."""
@@ -319,6 +338,6 @@ class TransferThread:
             elif isinstance(command, Begin):
                 for attempt in command.attempts:
                     self._receiving.fail(attempt, cause)
-            elif isinstance(command, (Offer, Finish, Stop, Preempt)):
+            elif isinstance(command, (Offer, Finish, Stop, Revoke, Preempt, Identify)):
                 # Whoever owns blocks must hear of their end: nothing may be left half done here.
                 raise

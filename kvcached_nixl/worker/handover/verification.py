@@ -73,6 +73,12 @@ class WordTable:
         with self._lock:
             self._remove(owner)
 
+    def clear(self) -> None:
+        """Nobody has one any more."""
+        with self._lock:
+            self._word_of.clear()
+            self._words[:] = 0
+
     def _remove(self, owner: Hashable) -> None:
         word = self._word_of.pop(owner, None)
         if word is not None:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change in a running engine, and what its workers then tell peers of them.
+
+Sources: ``v1/engine/core.py``, ``v1/engine/async_llm.py`` (``update_weights`` and its like are collective RPCs),
+``v1/worker/gpu_worker.py``, ``distributed/kv_transfer/kv_transfer_state.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvcached_nixl.compat.attached import sides
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.versions import installed_row
+
+__all__ = ["changes_adapters", "changes_weights", "identify_again", "worker_sides"]
+
+_CHANGING = frozenset(
+    {
+        "reload_weights",
+        "load_model",
+        "start_weight_update",
+        "start_draft_weight_update",
+        "update_weights",
+        "finish_weight_update",
+    }
+)
+"""Collective RPCs of vLLM's after which weights are other ones, even where a sample of them would not show it."""
+
+
+def changes_weights(method: object) -> bool:
+    """Whether a collective RPC is known to change weights. What others have changed is found out (`identify_again`)."""
+    return method in _CHANGING if isinstance(method, str) else False
+
+
+def changes_adapters(method: object) -> bool:
+    """Whether a collective RPC may have loaded or removed a LoRA adapter."""
+    return isinstance(method, str) and "lora" in method
+
+
+def identify_again(core: Any, *, has_changed: bool) -> None:
+    """Have the workers look what they compute with now, and revoke what was computed with anything else.
+
+    Args:
+        core: vLLM's ``EngineCore``, between two steps.
+        has_changed: it is other weights, whatever is found.
+    """
+    scheduler = core.scheduler
+    found = list(sides(private(scheduler, "connector")))
+    if not found:
+        return
+    is_asleep = core.model_executor.is_sleeping
+    for side in found:
+        if has_changed or is_asleep:
+            side.weights_changed()
+    if is_asleep:
+        # What sleeps cannot be read; it is when everything is awake.
+        return
+    content: dict[Any, Any] = {}
+    for one in core.model_executor.get_kv_connector_handshake_metadata() or ():
+        content.update(one or {})
+    if not content:
+        return
+    if installed_row().shape.side_channel_names_stage:
+        scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
+    else:
+        scheduler.connector.set_xfer_handshake_metadata(content)
+
+
+def worker_sides() -> Iterator[Any]:
+    """Our side of each NIXL connector of this worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group():
+        yield from sides(get_kv_transfer_group())

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to vLLM's requests, and to all that the KV of their prompts follows from.
+
+Sources: ``v1/request.py``, ``lora/request.py``, ``lora/utils.py``, ``multimodal/inputs.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.identity.adapters import Adapters
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.digest import digest_of
+
+__all__ = ["RequestReader", "RequestView"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+_PLACEHOLDERS = tuple(
+    f"{kind}_{name}"
+    for kind in ("image", "video", "audio", "speech", "media", "vision", "multimodal")
+    for name in ("token_id", "token_index", "pad_token_id", "placeholder_token_id", "soft_token_id")
+)
+"""What models' configurations call the tokens in whose places images, sounds, ... are computed."""
+
+
+class RequestReader:
+    """How an engine's requests are read. Once per engine, on its thread.
+
+    Attributes:
+        placeholders: token ids in whose places images, sounds, ... are computed; none of a model that knows text only.
+    """
+
+    def __init__(self, config: Any) -> None:
+        model = config.model_config
+        self.placeholders: list[int] = []
+        if private(model, "is_multimodal_model"):
+            values = (getattr(model.hf_config, name, None) for name in _PLACEHOLDERS)
+            self.placeholders = sorted({value for value in values if isinstance(value, int)})
+        self._lora_dtype = str(getattr(config.lora_config, "lora_dtype", ""))
+        self._adapters = Adapters(_folder, self._unknown)
+
+    def __call__(self, request: Any) -> RequestView:
+        return RequestView(request, self)
+
+    def adapter_of(self, lora_request: Any) -> str:
+        """What a request's adapter holds; "" of one that has none."""
+        if lora_request is None:
+            return ""
+        content = self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
+        return f"{content} {self._lora_dtype}"
+
+    def forget(self, adapter: int | None) -> None:
+        """An adapter is loaded anew, or gone; None: that may be so of any."""
+        self._adapters.forget(adapter)
+
+    def _unknown(self, words: str) -> None:
+        logger.warning("Nothing that is computed with an adapter is handed over until it is loaded anew: %s", words)
+
+
+def _folder(path: str) -> str:
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    return str(get_adapter_absolute_path(path))
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """A request as our scheduler sees it."""
+
+    request: Any
+    _reader: RequestReader
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def params(self) -> Mapping[str, Any] | None:
+        """``kv_transfer_params``; what is no mapping is none, and was refused by the API server or passed on by it."""
+        found = self.request.kv_transfer_params
+        return found if isinstance(found, Mapping) else None
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Log-probabilities of its prompt, or a pooled prompt: vLLM reads no prefix cache for it either."""
+        return bool(private(self.request, "skip_reading_prefix_cache"))
+
+    @property
+    def adapter(self) -> int:
+        """vLLM's ``lora_int_id``; 0 for none."""
+        lora = self.request.lora_request
+        return 0 if lora is None else int(lora.lora_int_id)
+
+    @property
+    def num_media(self) -> int:
+        """Images, sounds, ... of its prompt."""
+        return len(self.request.mm_features)
+
+    @property
+    def lacks_media(self) -> bool:
+        """Whether its prompt has a placeholder that is in no image, sound, ... of it."""
+        token_ids = self.request.prompt_token_ids
+        if not self._reader.placeholders or token_ids is None:
+            return False
+        found = np.isin(np.asarray(token_ids, np.int64), self._reader.placeholders)
+        for one in self.request.mm_features:
+            begin = int(one.mm_position.offset)
+            found[begin : begin + int(one.mm_position.length)] = False
+        return bool(found.any())
+
+    def digest(self, num_tokens: int) -> str:
+        """Of its first tokens, and of all that their KV follows from."""
+        request = self.request
+        embeddings = b""
+        if request.prompt_embeds is not None:
+            import torch
+
+            # numpy knows no bfloat16.
+            embeds = request.prompt_embeds[:num_tokens].detach().contiguous().cpu()
+            embeddings = f"{embeds.dtype} ".encode() + embeds.view(torch.uint8).numpy().tobytes()
+        return digest_of(
+            request.prompt_token_ids,
+            num_tokens,
+            embeddings=embeddings,
+            # Not in every version.
+            are_tokens=vars(request).get("prompt_is_token_ids"),
+            features=[
+                # The identifier may have an adapter's name in front.
+                (str(one.mm_hash or one.identifier), int(one.mm_position.offset), int(one.mm_position.length))
+                for one in request.mm_features
+            ],
+            lora=self._reader.adapter_of(request.lora_request),
+            salt=request.cache_salt or "",
+        )

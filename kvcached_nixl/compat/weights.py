@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to what a vLLM worker computes with: its models in memory, the files they come from, their settings.
+
+Sources: ``v1/worker/gpu_worker.py``, ``v1/worker/gpu_model_runner.py``, ``v1/worker/gpu/model_runner.py``,
+``model_executor/model_loader/default_loader.py``, ``config/model.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvcached_nixl.compat.drafts import keeps_draft_kv
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.identity.checkpoint import Checkpoint
+from kvcached_nixl.identity.configuration import checksum_of, code_checksum
+from kvcached_nixl.identity.memory import in_memory
+from kvcached_nixl.wire.handshake import Weights
+
+__all__ = ["model_facts", "note_files", "weights_of"]
+
+_CHECKPOINT = "_kvcached_nixl_checkpoint"
+
+
+def note_files(loader: Any, name: str, folder: str, files: list[str]) -> None:
+    """vLLM loads weights from these files, for the engine whose loader it is."""
+    load_config = private(loader, "load_config")
+    if _CHECKPOINT not in vars(load_config):
+        setattr(load_config, _CHECKPOINT, Checkpoint())
+    vars(load_config)[_CHECKPOINT].load(name, Path(folder), [Path(file) for file in files])
+
+
+def weights_of(worker: Any) -> Weights:
+    """What a worker computes with now, draft models that compute KV among it. Reads it; on the worker's own thread."""
+    config = private(worker, "vllm_config")
+    found = in_memory(_parameters(worker), place=_place(config))
+    checkpoint = vars(config.load_config).get(_CHECKPOINT)
+    if checkpoint is None:
+        return Weights(found.layout, found.content, "")
+    draft = _draft_of(config)
+    ignored = "" if draft is None or keeps_draft_kv(config.speculative_config) else str(draft.model)
+    # An engine may draft with the very model that it serves.
+    return Weights(
+        found.layout, found.content, checkpoint.content(str(config.model_config.model), ignored, found.content)
+    )
+
+
+def model_facts(config: Any) -> dict[str, object]:
+    """What of a model's configuration the bytes of its KV follow from, by name."""
+    model = private(config, "model_config")
+    facts: dict[str, object] = {
+        "configuration": checksum_of(model.hf_config.to_dict()),
+        "dtype": model.dtype,
+        "quantization": model.quantization or "-",
+        "implementation": getattr(model, "model_impl", "-"),
+        "window": "off" if getattr(model, "disable_sliding_window", False) else "-",
+        "rope": _long_rope(model),
+        "code": _code(config) or "-",
+    }
+    if private(model, "is_multimodal_model"):
+        media = model.multimodal_config
+        facts["media"] = checksum_of(
+            {name: getattr(media, name, None) for name in ("mm_processor_kwargs", "video_pruning_rate")}
+        )
+    speculative = config.speculative_config
+    if keeps_draft_kv(speculative):
+        draft = _draft_of(config)
+        drafted = "-" if draft is None else f"{checksum_of(draft.hf_config.to_dict())} {draft.dtype}"
+        facts["drafts"] = f"{speculative.method} {drafted}"
+    return facts
+
+
+def _parameters(worker: Any) -> Iterator[tuple[str, Any]]:
+    runner, config = private(worker, "model_runner"), private(worker, "vllm_config")
+    # Experts of a balanced engine move from place to place; nobody says when.
+    moves = getattr(config.parallel_config, "enable_eplb", False)
+    for prefix, model in _models(runner, config):
+        for name, parameter in model.named_parameters():
+            if not (moves and ".experts." in name):
+                yield f"{prefix}{name}", parameter
+
+
+def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    yield "", private(runner, "get_model")()
+    if keeps_draft_kv(config.speculative_config):
+        # Model runners V1 and V2.
+        for name in ("drafter", "speculator"):
+            model = getattr(vars(runner).get(name), "model", None)
+            if model is not None:
+                yield "draft ", model
+
+
+def _place(config: Any) -> str:
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.platforms import current_platform
+
+    parallel = config.parallel_config
+    ranks = f"{get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"
+    if parallel.enable_expert_parallel:
+        ranks += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size}"
+    return f"{ranks} on {current_platform.get_device_name()}"
+
+
+def _draft_of(config: Any) -> Any:
+    speculative = config.speculative_config
+    return None if speculative is None else speculative.draft_model_config
+
+
+def _long_rope(model: Any) -> str:
+    """Some models turn by other angles where the engine takes longer prompts than the model was made for."""
+    text = model.hf_text_config
+    turns = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" not in str(turns) and "'su'" not in str(turns):
+        return "-"
+    made_for = getattr(text, "original_max_position_embeddings", None) or dict(turns).get(
+        "original_max_position_embeddings", 0
+    )
+    return "long" if model.max_model_len > made_for else "short"
+
+
+def _code(config: Any) -> str:
+    """Of what a model brings along in Python, where vLLM is allowed to run it."""
+    model, checkpoint = config.model_config, vars(config.load_config).get(_CHECKPOINT)
+    folder = None if checkpoint is None or not model.trust_remote_code else checkpoint.folder(str(model.model))
+    try:
+        return "" if folder is None else code_checksum(folder)
+    except OSError:
+        return ""

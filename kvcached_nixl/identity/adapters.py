@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LoRA adapters hold: an engine's own numbers of them -> their content. Once per engine, on its thread.
+
+vLLM's workers read an adapter when it is first used, again after it had to make room, and whenever a request says
+``load_inplace``; nobody says when. So what is known of an adapter counts as long as its files are those that were there
+when it was first seen. An adapter whose files have been replaced since is like no other one, until it is loaded anew.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcached_nixl.identity.configuration import checksum_of
+from kvcached_nixl.identity.files import Signature, checksum, signature
+
+__all__ = ["Adapters", "files_of"]
+
+_CONFIGURATION = "adapter_config.json"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+WHOLE_BYTES = 64 << 20
+"""An adapter is read on the engine's thread when it is first seen; larger ones are sampled."""
+
+
+def files_of(folder: Path) -> list[Path]:
+    """An adapter's files, its configuration first.
+
+    Raises:
+        OSError: there is no configuration, or no weights.
+    """
+    found = [path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
+    if not found:
+        raise FileNotFoundError(f"no weights in {folder}")
+    return [folder / _CONFIGURATION, *found]
+
+
+@dataclass(frozen=True)
+class _Known:
+    path: str
+    folder: Path
+    signature: Signature
+    content: str
+
+
+class Adapters:
+    """See the module.
+
+    Args:
+        resolve: a path as vLLM takes it (a folder, or a name in a hub's cache) -> the folder.
+        unknown: called with what is said of an adapter whose content is not known.
+    """
+
+    def __init__(self, resolve: Callable[[str], str], unknown: Callable[[str], None]) -> None:
+        self._resolve = resolve
+        self._unknown = unknown
+        self._known: dict[int, _Known] = {}
+        self._said: set[int] = set()
+
+    def content(self, number: int, path: str) -> str:
+        """What an adapter holds; a text that is never equal to another one where that is not known.
+
+        Args:
+            number: vLLM's ``lora_int_id``.
+        """
+        known = self._known.get(number)
+        try:
+            # A name in a hub would be asked for there with each request.
+            is_same = known is not None and known.path == path
+            folder = known.folder if known is not None and is_same else Path(self._resolve(path))
+            files = files_of(folder)
+            found = signature(files)
+            if known is None:
+                known = self._known[number] = _Known(path, folder, found, _content(files))
+        except (OSError, ValueError) as cause:
+            return self._none(number, f"the adapter at {path} cannot be read: {cause}")
+        if (known.path, known.signature) != (path, found):
+            return self._none(number, f"the files of the adapter at {path} have been replaced since it was loaded")
+        return known.content
+
+    def forget(self, number: int | None) -> None:
+        """It is loaded anew, or gone; None: that may be so of any."""
+        for one in [number] if number is not None else [*self._known, *self._said]:
+            self._known.pop(one, None)
+            self._said.discard(one)
+
+    def _none(self, number: int, words: str) -> str:
+        if number not in self._said:
+            self._said.add(number)
+            self._unknown(words)
+        return f"unknown {secrets.token_hex(8)}"
+
+
+def _content(files: Sequence[Path]) -> str:
+    configuration = json.loads(files[0].read_bytes())
+    if not isinstance(configuration, dict):
+        raise ValueError(f"{files[0].name} holds a {type(configuration).__name__}; expected an object")
+    return f"{checksum_of(configuration)} {checksum(files[1:], whole_bytes=WHOLE_BYTES)}"

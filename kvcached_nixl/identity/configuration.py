@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's configuration says, as 128 bits, without what it is called and where it lies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["NAMES", "checksum_of", "code_checksum"]
+
+NAMES = frozenset(
+    {
+        "_name_or_path",
+        "name_or_path",
+        "base_model_name_or_path",
+        "parent_library",
+        "revision",
+        "_commit_hash",
+        "transformers_version",
+        "auto_map",
+        "auto_mapping",
+        # How it is computed, which the handshake compares by vLLM's own names; not what.
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+    }
+)
+"""Fields that name something, at any depth: two names of one thing are equal here."""
+
+
+def checksum_of(values: Mapping[str, Any]) -> str:
+    """32 hexadecimal digits of plain values, as ``PretrainedConfig.to_dict`` makes them; their order does not count."""
+    text = json.dumps(_without_names(values), sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def code_checksum(folder: Path) -> str:
+    """Of the Python files in a model's folder, which vLLM runs with ``--trust-remote-code``; "" if there are none.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        return ""
+    hasher = hashlib.blake2b(digest_size=16)
+    for path in files:
+        hasher.update(hashlib.blake2b(path.name.encode()).digest() + hashlib.blake2b(path.read_bytes()).digest())
+    return hasher.hexdigest()
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        # Keys may be numbers (labels): as text they can be sorted.
+        return {str(key): _without_names(one) for key, one in value.items() if key not in NAMES}
+    if isinstance(value, (list, tuple)):
+        return [_without_names(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_without_names(one), sort_keys=True, default=_plain) for one in value)
+    return value
+
+
+def _plain(value: Any) -> str:
+    # What shows an address would differ between two processes.
+    text = str(value)
+    return type(value).__qualname__ if " at 0x" in text else text

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an engine is paused, resumed, cleared and shut down: what it keeps for others is revoked first (rule R12).
+
+Runs in: the engine-core process. Logic lives in ``kvcached_nixl.scheduler``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvcached_nixl.compat.engine import bound_sides
+from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE
+from kvcached_nixl.compat.pausing import cleared, ends_at_once, held_back, tell_who_waits
+from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.scheduler.offering import GRACE_SECONDS
+from kvcached_nixl.settings import SERVER_LOGGER
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+_REMOVE_WHEN = "vLLM tells its connector that an engine is paused, and whoever pauses it that its cache was not cleared"
+
+PAUSE_SCHEDULER = Patch(
+    target=ENGINE_CORE,
+    attribute="pause_scheduler",
+    process="scheduler",
+    parameters=("self", "mode", "clear_cache"),
+    needs="pull",
+    why="a pause (/pause, /sleep) would wait for other engines to fetch what is kept for them, and they may be paused.",
+    upstream="vllm/v1/engine/core.py: kept requests count as work",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@PAUSE_SCHEDULER.around
+def pause_scheduler(call: Call) -> Any:
+    grace_seconds = GRACE_SECONDS if call.argument("mode") == "wait" else 0.0
+    for side in bound_sides(call.instance.scheduler):
+        side.paused(grace_seconds=grace_seconds, clears=call.argument("clear_cache"))
+    return call.proceed()
+
+
+RESUME_SCHEDULER = Patch(
+    target=ENGINE_CORE_BASE,
+    attribute="resume_scheduler",
+    process="scheduler",
+    parameters=("self",),
+    needs="pull",
+    why="an engine that was paused would take back all that it computes from then on.",
+    upstream="vllm/v1/engine/core.py",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@RESUME_SCHEDULER.around
+def resume_scheduler(call: Call) -> Any:
+    found = call.proceed()
+    for side in bound_sides(call.instance.scheduler):
+        side.resumed()
+    return found
+
+
+RESET_PREFIX_CACHE = Patch(
+    target=ENGINE_CORE_BASE,
+    attribute="reset_prefix_cache",
+    process="scheduler",
+    parameters=("self", "reset_running_requests", "reset_connector"),
+    needs="pull",
+    why="what is under way would enter a cache that has just been cleared, and blocks that are kept would keep it from "
+    "being cleared at all.",
+    upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache; kvcached 0.1.6 always says True below vLLM 0.26",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@RESET_PREFIX_CACHE.around
+def reset_prefix_cache(call: Call) -> bool:
+    return cleared(call.instance, call.proceed, is_forced=call.argument("reset_running_requests"))
+
+
+NOTIFY_IDLE = Patch(
+    target=ENGINE_CORE,
+    attribute="_notify_idle_state_callbacks",
+    process="scheduler",
+    parameters=("self",),
+    needs="pull",
+    why="a pause (/pause, /sleep) clears the cache of an engine that is idle, which fails while blocks are held for "
+    "what is in flight, and that would end the engine.",
+    upstream="vllm/v1/engine/core.py: pause_scheduler",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@NOTIFY_IDLE.around
+def notify_idle_state_callbacks(call: Call) -> None:
+    tell_who_waits(call.instance, logger)
+    if not held_back(call.instance):
+        call.proceed()
+
+
+HANDLE_SHUTDOWN = Patch(
+    target=ENGINE_CORE,
+    attribute="_handle_shutdown",
+    process="scheduler",
+    parameters=("self",),
+    needs="pull",
+    why="an engine that shuts down without grace would be killed with what it keeps, and decode hear of it late.",
+    upstream="vllm/v1/engine/core.py; llm-d#927",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@HANDLE_SHUTDOWN.around
+def handle_shutdown(call: Call) -> bool:
+    if ends_at_once(call.instance):
+        for side in bound_sides(call.instance.scheduler):
+            side.paused(grace_seconds=0.0, clears=True)
+    return bool(call.proceed())
+
+
+SEAMS = (
+    pause_scheduler,
+    resume_scheduler,
+    reset_prefix_cache,
+    notify_idle_state_callbacks,
+    handle_shutdown,
+)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM loads weights, tells peers who it is, and changes them while it runs (rule R11).
+
+Runs in: the worker (its files, its identity) and the engine core (what is asked of it from outside).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcached_nixl.compat.changing import changes_adapters, changes_weights, identify_again, worker_sides
+from kvcached_nixl.compat.engine import bound_sides
+from kvcached_nixl.compat.locate import ENGINE_CORE_BASE, MODEL_LOADER, WORKER_PROCESS
+from kvcached_nixl.compat.weights import note_files, weights_of
+from kvcached_nixl.patching import Call, Patch
+
+_OTHER_WEIGHTS = "KV of other weights would be taken for this model's, with HTTP 200."
+
+PREPARE_WEIGHTS = Patch(
+    target=MODEL_LOADER,
+    attribute="_prepare_weights",
+    process="worker",
+    parameters=(
+        "self",
+        "model_name_or_path",
+        "subfolder",
+        "revision",
+        "fall_back_to_pt",
+        "allow_patterns_overrides",
+    ),
+    needs="pull",
+    why=_OTHER_WEIGHTS,
+    upstream="vllm#55776; vllm/model_executor/model_loader/default_loader.py",
+    remove_when="vLLM's compatibility hash follows from the content of the weights",
+)
+
+
+@PREPARE_WEIGHTS.around
+def prepare_weights(call: Call) -> Any:
+    folder, files, use_safetensors = call.proceed()
+    note_files(call.instance, call.argument("model_name_or_path"), folder, files)
+    return folder, files, use_safetensors
+
+
+HANDSHAKE_METADATA = Patch(
+    target=WORKER_PROCESS,
+    attribute="get_kv_connector_handshake_metadata",
+    process="worker",
+    parameters=("self",),
+    needs="pull",
+    why=_OTHER_WEIGHTS,
+    upstream="vllm/v1/worker/gpu_worker.py; asked by the engine core when every worker has its KV cache",
+    remove_when="vLLM's compatibility hash follows from the content of the weights",
+)
+
+
+@HANDSHAKE_METADATA.around
+def get_kv_connector_handshake_metadata(call: Call) -> Any:
+    found = list(worker_sides())
+    weights = weights_of(call.instance) if found else None
+    for side in found:
+        side.identify(weights)
+    return call.proceed()
+
+
+def _of_engine(attribute: str, parameters: tuple[str, ...], why: str, upstream: str) -> Patch:
+    return Patch(
+        target=ENGINE_CORE_BASE,
+        attribute=attribute,
+        process="scheduler",
+        parameters=("self", *parameters),
+        needs="pull",
+        why=why,
+        upstream=f"vllm/v1/engine/core.py; {upstream}",
+        remove_when="vLLM tells its connector that the weights of an engine have changed",
+    )
+
+
+COLLECTIVE_RPC = _of_engine(
+    "collective_rpc",
+    ("method", "timeout", "args", "kwargs"),
+    "halves of one prompt, or of one pair of servers, would be computed with other weights.",
+    "every weight update comes as one (update_weights, reload_weights, methods of worker extensions)",
+)
+
+
+@COLLECTIVE_RPC.around
+def collective_rpc(call: Call) -> Any:
+    method = call.argument("method")
+    try:
+        return call.proceed()
+    finally:
+        # Also where it has failed on some worker, and not on another.
+        if changes_adapters(method):
+            for side in bound_sides(call.instance.scheduler):
+                side.adapters_changed()
+        identify_again(call.instance, has_changed=changes_weights(method))
+
+
+WAKE_UP = _of_engine(
+    "wake_up",
+    ("tags",),
+    "an engine that was put to sleep at level 2 wakes up with weights that are none.",
+    "sleep mode discards weights",
+)
+
+
+@WAKE_UP.around
+def wake_up(call: Call) -> Any:
+    try:
+        return call.proceed()
+    finally:
+        identify_again(call.instance, has_changed=False)
+
+
+_ADAPTER = "KV of an adapter that was replaced under its name would be taken for the other one's."
+
+ADD_LORA = _of_engine("add_lora", ("lora_request",), _ADAPTER, "load_inplace")
+
+
+@ADD_LORA.around
+def add_lora(call: Call) -> Any:
+    request = call.argument("lora_request")
+    try:
+        return call.proceed()
+    finally:
+        if request.load_inplace:
+            for side in bound_sides(call.instance.scheduler):
+                side.adapters_changed(request.lora_int_id)
+
+
+REMOVE_LORA = _of_engine("remove_lora", ("lora_id",), _ADAPTER, "unload_lora_adapter")
+
+
+@REMOVE_LORA.around
+def remove_lora(call: Call) -> Any:
+    try:
+        return call.proceed()
+    finally:
+        for side in bound_sides(call.instance.scheduler):
+            side.adapters_changed(call.argument("lora_id"))
+
+
+SEAMS = (
+    prepare_weights,
+    get_kv_connector_handshake_metadata,
+    collective_rpc,
+    wake_up,
+    add_lora,
+    remove_lora,
+)
