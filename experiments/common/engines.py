@@ -23,7 +23,7 @@ from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.handshake import RankHandshake
+from kvcached_nixl.wire.handshake import RankHandshake, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Reports
@@ -35,6 +35,17 @@ from kvcached_nixl.worker.handover.start import Channel, assemble
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
 
 COMPATIBILITY = "kvcached_nixl/experiments"
+WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
+
+
+class _Reads:
+    """How requests are read: they are what is asked for already."""
+
+    def __call__(self, request: Any) -> Any:
+        return request
+
+    def forget(self, adapter: int | None) -> None:
+        """No adapter is known."""
 
 
 @dataclass(eq=False)
@@ -45,6 +56,9 @@ class Request:
     token_ids: Sequence[int]
     params: Mapping[str, Any] | None
     computes_prompt: bool = False
+    adapter: int = 0
+    num_media: int = 0
+    lacks_media: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -146,7 +160,7 @@ class Engine:
         self.own = own
         self.pool = pool
         self.words = words
-        self.handover = HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock)
+        self.handover = HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
         self.handover.bind(pool)
         place = Place(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)
         no_content = Content((), ())
@@ -160,7 +174,9 @@ class Engine:
             channel,
             lambda: _reached,
             Digests(no_content, no_content, _Unverified(), fraction=0.0),
+            lambda weights: None,
         )
+        self.side.identify(WEIGHTS)
         rank = RankHandshake(
             engine_id=place.engine_id,
             tp_size=1,
@@ -172,6 +188,7 @@ class Engine:
             words_address=int(words.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
+            weights=WEIGHTS,
         )
         envelope = _Envelope(COMPATIBILITY, msgspec.msgpack.encode(rank))
         self.answers = answers_of({0: envelope}, self.handover.start)

@@ -172,6 +172,7 @@ class DecodeSide(Side):
                 # Far's blocks, which nobody will ever read.
                 groups=(BlockRange(0, tuple(range(num_blocks))),),
                 lease_seconds=LEASE_SECONDS,
+                num_media=0,
             )
             params = prefill_params(far.own, made, transfer_id=None, transfer_mode="pull")
         return Request(f"decode-{name}", tokens, params)
@@ -222,6 +223,7 @@ class PrefillSide(Side):
             attempt=draw_attempt(),
             decode_request_id=DecodeRequestId(f"decode-{name}"),
             decode=Peer(EngineId("far"), "127.0.0.1", 5600, 1, 0),
+            start=self.engine.handover.start,
             name=f"transfer:to come, {name}",
             request_id="",
             digest=digest_of([0], 1),

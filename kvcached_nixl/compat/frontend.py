@@ -18,7 +18,7 @@ __all__ = ["let_stream_fail", "numbers_media"]
 def numbers_media(renderer: Any) -> bool:
     """Whether vLLM numbers images, sounds, ... instead of looking at their content: where nothing of them is cached."""
     media = private(renderer, "model_config").multimodal_config
-    caches = bool(private(renderer, "config").cache_config.enable_prefix_caching)
+    caches = bool(renderer.config.cache_config.enable_prefix_caching)
     return media is not None and media.mm_processor_cache_gb == 0 and not caches
 
 

@@ -92,7 +92,7 @@ def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _place(config: Any) -> str:
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
     from vllm.platforms import current_platform
 
     parallel = config.parallel_config

@@ -157,7 +157,7 @@ def read_rank(encoded: bytes) -> RankHandshake:
 
 def differences(found: str, expected: str) -> str:
     """What of two tags differs, in words; both in full where that cannot be told."""
-    ours, theirs = (set(re.split(r"; |, |[\[\]]", tag)) for tag in (expected, found))
+    ours, theirs = ({part.strip() for part in re.split(r"; |, |[\[\]]", tag)} for tag in (expected, found))
     if not is_tagged(found) or ours == theirs:
         return f"found {found!r:.2000}; expected {expected!r}"
     there, here = (", ".join(sorted(one)) or "nothing" for one in (theirs - ours, ours - theirs))

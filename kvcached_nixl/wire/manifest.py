@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_parallel: tuple[Count, Count]
     groups: tuple[BlockRange, ...]
     lease_seconds: Seconds
-    num_media: Count = 0
+    num_media: Count
 
     def __post_init__(self) -> None:
         require(self.protocol == PROTOCOL, f"protocol {PROTOCOL}; the other side runs another kvcached_nixl")

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 from experiments.common.servers import free_ports
 from kvcached_nixl.compat.attached import side_of
 from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Offered, Step, Wanted
@@ -55,6 +56,7 @@ class Engine:
     scheduler: Any
     worker: Any
     port: int
+    weights: Weights = Weights("1" * 32, "2" * 32, "3" * 32)
 
     @property
     def engine_id(self) -> str:
@@ -70,6 +72,10 @@ class Engine:
 
     def listen(self) -> None:
         """Answer handshakes from now on."""
+        side = side_of(self.worker)
+        if side is not None:
+            # In a worker it is what the model's weights are, and there is none here.
+            side.identify(self.weights)
         metadata = self.worker.get_handshake_metadata()
         if installed_row().shape.side_channel_names_stage:
             self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
@@ -100,7 +106,7 @@ class Engine:
         kept = f"{request_id}-prefill"
         start, digest = "0" * 16, "0" * 32
         manifest = Manifest(
-            PROTOCOL, start, kept, digest, end, peer.block_size, (1, 1), ranges(remote, peer.block_size), 30.0
+            PROTOCOL, start, kept, digest, end, peer.block_size, (1, 1), ranges(remote, peer.block_size), 30.0, 0
         )
         offered = Offered(kept, "name", digest, end, tuple(map(list, remote)), end, manifest)
         theirs = side_of(peer.worker)

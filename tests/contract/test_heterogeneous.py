@@ -410,7 +410,7 @@ class Cluster:
     def manifest(self) -> Manifest:
         case, size = self.case, self.case.prefill.logical_block_size
         groups = ranges_of((self.prefill[0].blocks,), (0,), case.tokens, size)
-        return Manifest(PROTOCOL, START, REQUEST, DIGEST, case.tokens, size, (1, 1), groups, NEVER_SECONDS)
+        return Manifest(PROTOCOL, START, REQUEST, DIGEST, case.tokens, size, (1, 1), groups, NEVER_SECONDS, 0)
 
     def want(self, ranks: Sequence[Rank] | None = None) -> None:
         prefill = RemotePrefill(self.engine_ids[0], HOST, PORTS[0], self.case.prefill.tp_size)

@@ -335,7 +335,7 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from (f"engine: {counts}" for counts in engine._reported if counts)
     if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
         yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"
-    yield from _left("hand-over", handover)
+    yield from _left("hand-over", handover, "_weights")
     yield from _left("holds", handover._holds)
     yield from _left("fetching", handover._fetching)
     yield from _left("offering", handover._offering)

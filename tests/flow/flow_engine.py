@@ -22,11 +22,11 @@ from flow_staging import slab_of
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.handover import HandOver
-from kvcached_nixl.scheduler.listening import answers_of, is_staged
+from kvcached_nixl.scheduler.listening import Answers
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.handshake import RankHandshake, Tag
+from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, Reports, Step
 from kvcached_nixl.worker.handover.commands import IsReached
@@ -55,6 +55,19 @@ class Status(enum.Enum):
         return self in (Status.STOPPED, Status.ABORTED, Status.ERROR)
 
 
+WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
+
+
+class Reads:
+    """How requests are read: they are what is asked for already."""
+
+    def __call__(self, request: Any) -> Any:
+        return request
+
+    def forget(self, adapter: int | None) -> None:
+        """No adapter is known."""
+
+
 @dataclass(eq=False, repr=False)
 class Request:
     """One request; what a client hears of it is in ``status`` and ``answer``.
@@ -69,6 +82,9 @@ class Request:
     request_id: str
     prompt: tuple[int, ...]
     params: Mapping[str, Any] | None = None
+    adapter: int = 0
+    num_media: int = 0
+    lacks_media: bool = False
     max_tokens: int = 1
     stops_at: int | None = None
     status: Status = Status.WAITING
@@ -155,6 +171,7 @@ class Kind:
     """
 
     shape: Shape = Shape()
+    weights: Weights = WEIGHTS
     recomputes: bool = True
     caches_prefixes: bool = True
     budget: int = 16
@@ -213,6 +230,7 @@ class Worker:
             words_address=int(self.words.ctypes.data),
             memory_type="DRAM",
             is_staged=self.staging is not None,
+            weights=engine.kind.weights,
         )
         tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", ((2, 8),)))
         self.envelope = Envelope(tag, msgspec.msgpack.encode(handshake))
@@ -232,8 +250,10 @@ class Worker:
                 self.digesting,
                 engine.settings.verify_fraction,
             ),
+            lambda weights: None,
             self.staging,
         )
+        self.side.identify(engine.kind.weights)
         self.side.thread._side.posting._budget = engine.kind.posting
 
     def turn(self) -> float:
@@ -286,6 +306,19 @@ class Output:
         return bool(self.scheduled or self.invalid or any(self.sent) or any(self.received))
 
 
+class Listening:
+    """The side channel of an engine: what it answers is asked of the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def answer(self, answers: Answers) -> None:
+        self.engine.answers = answers
+
+    def close(self) -> None:
+        """Nobody listens in one process."""
+
+
 class Engine:
     """One engine. ``requests`` are those that vLLM has not let go of."""
 
@@ -302,14 +335,14 @@ class Engine:
             timeout_seconds=self.settings.handover_timeout_seconds,
         )
         number = cluster.next_number()
-        self.handover = HandOver(own, f"{number:016x}", f"{number:032x}", terms, cluster.clock)
+        self.handover = HandOver(own, f"{number:016x}", f"{number:032x}", terms, cluster.clock, Reads())
         self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
         self.pool = Pool(
             shape, [worker.memory for worker in self.workers], kind.caches_prefixes, kind.are_shared, kind.newest_first
         )
         envelopes = {worker.tp_rank: worker.envelope for worker in self.workers}
-        self.answers = answers_of(envelopes, self.handover.start)
-        self.handover.learn(is_staged=is_staged(envelopes))
+        self.answers: Answers = {}
+        self.handover.introduce(envelopes, self._listen)
         self.requests: dict[str, Request] = {}
         self.attempts: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -526,6 +559,11 @@ class Engine:
             del counts[name]
         return found
 
+    def _listen(self, answers: Answers) -> Listening:
+        listening = Listening(self)
+        listening.answer(answers)
+        return listening
+
     # -------------------------------------------------------------------------------------------------- outputs
 
     def _update(self, output: Output) -> None:
@@ -535,7 +573,7 @@ class Engine:
             set(output.invalid),
         )
         self.handover.collect(reports)
-        starved = self.handover.take_starved()
+        starved = self.handover.take_ending()
         assert reports.invalid <= {FAILING}
         sent = {name for name in reports.sent if name in self.requests}
         received = {name for name in reports.received if name in self.requests}

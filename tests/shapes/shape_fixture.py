@@ -19,7 +19,7 @@ from shape_reading import Call, Reader
 from shape_reads import READS
 from shape_source import Source
 
-from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES
+from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, WORKER_PROCESS
 from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.patching import Patch, Target
 from kvcached_nixl.seams import PATCHES
@@ -42,11 +42,21 @@ _CALLED_ON = {
     "engine scheduler": _SCHEDULER,
     "engine scheduler interface": _SCHEDULER,
     "engine core": frozenset({"engine_core"}),
+    "engine": frozenset({"engine_core"}),
+    "media processing": frozenset({"info"}),
+    "model loader": frozenset(),
+    "renderer": frozenset(),
     "factory": frozenset({"KVConnectorFactory"}),
 }
 """Target -> what vLLM calls an object of it, where it calls one of its methods. Another name shows as "no caller"."""
 
-_CALLERS_IN = ("vllm/v1/", "vllm/distributed/kv_transfer/")
+_CALLERS_IN = (
+    "vllm/v1/",
+    "vllm/distributed/kv_transfer/",
+    "vllm/renderers/",
+    "vllm/multimodal/processing/",
+    "vllm/model_executor/model_loader/",
+)
 
 
 def save(shape: dict[str, Any]) -> Path:
@@ -126,7 +136,9 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
     patches: dict[str, list[Patch]] = defaultdict(list)
     for patch in VLLM_PATCHES:
         # Who registers a class by its name has it constructed.
-        patches["register_connector" if patch.attribute == "__init__" else patch.attribute].append(patch)
+        name = "register_connector" if patch.attribute == "__init__" else patch.attribute
+        # A worker's methods are called by their names, wherever it runs.
+        patches["collective_rpc" if patch.target is WORKER_PROCESS else name].append(patch)
     for call in reader.calls(patches, _CALLERS_IN):
         for patch in patches[call.attribute]:
             if _reaches(reader, call, patch):
@@ -138,6 +150,8 @@ def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
     """Whether the call is one of what the patch wraps, and not one of several connectors handing it on."""
     if call.attribute == "register_connector":
         return bool(FACADE_CLASS_NAMES & set(call.arguments))
+    if patch.target is WORKER_PROCESS:
+        return patch.attribute in call.arguments
     if call.receiver == "self":
         return _is_inherited_caller(reader, call, patch)
     within = call.module.startswith(f"{KV_TRANSFER}.v1.") and call.qualname.rpartition(".")[2] == patch.attribute

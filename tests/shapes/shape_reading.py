@@ -131,7 +131,7 @@ class Reader:
         return tuple(dict.fromkeys(found))
 
     def calls(self, attributes: Iterable[str], folders: tuple[str, ...]) -> Iterator[Call]:
-        """Every call of a method of one of these names in files below these folders."""
+        """Every call of a method of one of these names, and every look at it, in files below these folders."""
         wanted = frozenset(attributes)
         for path in sorted(self.source.paths):
             if not path.startswith(folders):
@@ -148,6 +148,9 @@ def _calls(node: ast.AST, module: str, inside: tuple[str, ...], wanted: frozense
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in wanted:
         constants = tuple(one.value for one in node.args if isinstance(one, ast.Constant))
         yield Call(_name(node.func.value), node.func.attr, module, ".".join(inside), constants)
+    elif isinstance(node, ast.Attribute) and node.attr in wanted:
+        # Properties are read, and methods handed on.
+        yield Call(_name(node.value), node.attr, module, ".".join(inside), ())
     for child in ast.iter_child_nodes(node):
         yield from _calls(child, module, inside, wanted)
 

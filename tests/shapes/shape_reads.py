@@ -12,13 +12,17 @@ from dataclasses import dataclass
 
 from kvcached_nixl.compat.locate import (
     ENGINE_CORE,
+    ENGINE_CORE_BASE,
     ENGINE_SCHEDULER,
     ERROR_MODULES,
     FACADE,
     FACTORY,
     METADATA_MODULES,
+    MODEL_LOADER,
+    RENDERER,
     STATS_MODULES,
     WORKER,
+    WORKER_PROCESS,
 )
 from kvcached_nixl.compat.names import KV_TRANSFER
 from kvcached_nixl.compat.series import ASKS_FOR_RESULTS, LOADS_BEHIND
@@ -122,8 +126,30 @@ READS = (
     ),
     Reads(
         ENGINE_CORE,
-        ("scheduler", "vllm_config", "input_queue", "batch_queue", "engines_running", "_idle_state_callbacks"),
+        (
+            "scheduler",
+            "vllm_config",
+            "input_queue",
+            "batch_queue",
+            "engines_running",
+            "shutdown_state",
+            "_idle_state_callbacks",
+            "_process_engine_step",
+        ),
     ),
+    Reads(ENGINE_CORE_BASE, ("scheduler", "model_executor")),
+    _of("vllm.v1.executor.abstract", "Executor", "is_sleeping", "get_kv_connector_handshake_metadata"),
+    _of("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL"),
+    # What a worker computes with.
+    Reads(WORKER_PROCESS, ("vllm_config", "model_runner")),
+    _of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_model"),
+    Reads(MODEL_LOADER, ("load_config",)),
+    _of("vllm.distributed.parallel_state", "", "get_tensor_model_parallel_rank"),
+    _of("vllm.distributed.kv_transfer", "", "get_kv_transfer_group", "has_kv_transfer_group"),
+    _of("vllm.platforms", "", "current_platform"),
+    _of("vllm.lora.utils", "", "get_adapter_absolute_path"),
+    # What the API server prepares prompts with.
+    Reads(RENDERER, ("model_config", "config")),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", "coordinator", "get_block_ids"),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"),
     _of("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
@@ -165,7 +191,7 @@ READS = (
         "FINISHED_REPETITION",
         "FINISHED_ERROR",
     ),
-    _of("vllm.lora.request", "LoRARequest", "lora_name"),
+    _of("vllm.lora.request", "LoRARequest", "lora_int_id", "lora_path", "load_inplace"),
     _of(
         _OUTPUT,
         "SchedulerOutput",
@@ -197,6 +223,9 @@ READS = (
         "scheduler_config",
         "speculative_config",
         "kv_transfer_config",
+        "load_config",
+        "lora_config",
+        "shutdown_timeout",
     ),
     _of(f"{_CONFIG}.cache", "CacheConfig", "block_size", "cache_dtype"),
     _of(
@@ -207,7 +236,11 @@ READS = (
         "revision",
         "dtype",
         "quantization",
-        "hf_overrides",
+        "hf_config",
+        "hf_text_config",
+        "is_multimodal_model",
+        "multimodal_config",
+        "trust_remote_code",
         "max_model_len",
         "get_head_size",
         "get_total_num_kv_heads",
@@ -224,7 +257,7 @@ READS = (
         "data_parallel_index",
     ),
     _of(f"{_CONFIG}.scheduler", "SchedulerConfig", "max_num_seqs"),
-    _of(f"{_CONFIG}.speculative", "SpeculativeConfig", "method", "model"),
+    _of(f"{_CONFIG}.speculative", "SpeculativeConfig", "method", "draft_model_config"),
     _of(
         f"{_CONFIG}.kv_transfer",
         "KVTransferConfig",

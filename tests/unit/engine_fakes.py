@@ -36,6 +36,9 @@ class Asked:
     tokens: list[int] = field(default_factory=prompt)
     digested: int = 0
     computes_prompt: bool = False
+    adapter: int = 0
+    num_media: int = 0
+    lacks_media: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -44,6 +47,19 @@ class Asked:
     def digest(self, num_tokens: int) -> str:
         self.digested += 1
         return digest_of(self.tokens, num_tokens)
+
+
+class Reads:
+    """How requests are read: they are ours already."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int | None] = []
+
+    def __call__(self, request: Any) -> Any:
+        return request
+
+    def forget(self, adapter: int | None) -> None:
+        self.forgotten.append(adapter)
 
 
 class Pool:
@@ -98,6 +114,7 @@ def manifest_of(
         "context_parallel": (1, 1),
         "groups": groups,
         "lease_seconds": LEASE,
+        "num_media": 0,
     }
     return Manifest(**fields | changed)
 

@@ -15,7 +15,7 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.transport.base import State
 from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
-from kvcached_nixl.wire.handshake import Answer, RankHandshake
+from kvcached_nixl.wire.handshake import Answer, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Message, Peer, Registration, decode, encode
 from kvcached_nixl.wire.params import RemotePrefill
@@ -32,6 +32,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 32
 CELL_BYTES = 8
 TAG = "kvcached_nixl/6 pull [test]"
+WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
 START, OTHER_START = "00000000000000aa", "00000000000000bb"
 DIGEST, OTHER_DIGEST = "0" * 32, "1" * 32
 TOKENS = 10
@@ -120,6 +121,7 @@ class Remote:
             words_address=int(self.words.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
+            weights=WEIGHTS,
         )
         return msgspec.structs.replace(rank, **changed)
 
@@ -186,6 +188,7 @@ class Local:
         digests = digests_over(self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.digesting)
         words = Landings(self.landing_words)
         self.side = Side(place, self.transport, self.peers, self.posting, Routes(place), words, digests, own=own)
+        self.side.start, self.side.weights = START, WEIGHTS
 
     def _wake(self) -> None:
         self.woken += 1
@@ -224,7 +227,7 @@ def manifest(
     *block_ids: int, request_id: str = "p-1", num_tokens: int = TOKENS, block_size: int = BLOCK_SIZE, **changed: Any
 ) -> Manifest:
     groups = (BlockRange(0, block_ids),) if block_ids else ()
-    made = Manifest(PROTOCOL, START, request_id, DIGEST, num_tokens, block_size, (1, 1), groups, 30.0)
+    made = Manifest(PROTOCOL, START, request_id, DIGEST, num_tokens, block_size, (1, 1), groups, 30.0, 0)
     return msgspec.structs.replace(made, **changed)
 
 
@@ -258,6 +261,7 @@ def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -
         attempt=attempt,
         decode_request_id=DecodeRequestId(f"d{attempt}"),
         decode=address() if decode is None else decode,
+        start=START,
         name="transfer:t",
         request_id="",
         digest=DIGEST,

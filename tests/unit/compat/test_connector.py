@@ -131,21 +131,32 @@ def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(specs: list[Any], dr
     assert scheduler(*specs).dropping_groups == dropping
 
 
+def config_of(**values: Any) -> SimpleNamespace:
+    """A model's configuration, as transformers has it."""
+    return SimpleNamespace(to_dict=lambda: values, **values)
+
+
 def worker(**changed: Any) -> WorkerView:
     parallel = SimpleNamespace(
         pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
     )
     cache = SimpleNamespace(cache_dtype="auto", block_size=16)
     model = SimpleNamespace(
-        model="m", revision=None, dtype="bf16", quantization=None, hf_overrides={},
+        model="m", revision=None, dtype="bf16", quantization=None, hf_config=config_of(), hf_text_config=config_of(),
+        is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
     )  # fmt: skip
     for owner in (parallel, cache, model):
-        for name in [name for name in changed if name in vars(owner) or (owner is cache and name.startswith("calc"))]:
+        optional = {"calculate_kv_scales"} if owner is cache else {"model_impl", "disable_sliding_window"}
+        for name in [name for name in changed if name in {*vars(owner), *(optional if owner is not parallel else ())}]:
             setattr(owner, name, changed.pop(name))
     half = SimpleNamespace(
         vllm_config=SimpleNamespace(
-            parallel_config=parallel, cache_config=cache, speculative_config=changed.pop("speculative", None)
+            parallel_config=parallel,
+            cache_config=cache,
+            speculative_config=changed.pop("speculative", None),
+            model_config=model,
+            load_config=SimpleNamespace(),
         ),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"a": 1}),
         model_config=model,
@@ -261,17 +272,17 @@ def test_groups_whose_blocks_are_of_several_sizes_are_named() -> None:
 
 
 FACTS: list[dict[str, Any]] = [
-    {"model": "n"},
-    {"revision": "r"},
     {"dtype": "fp16"},
     {"cache_dtype": "fp8"},
     {"quantization": "awq"},
-    {"hf_overrides": {"rope_theta": 1}},
+    {"hf_config": config_of(rope_theta=1)},
+    {"model_impl": "transformers"},
+    {"disable_sliding_window": True},
+    {"hf_text_config": config_of(rope_parameters={"rope_type": "longrope"}, original_max_position_embeddings=1024)},
     {"get_total_num_kv_heads": lambda: 4},
     {"get_head_size": lambda: 128},
     {"get_total_num_hidden_layers": lambda: 3},
     {"backend_name": "TRITON"},
-    {"speculative": SimpleNamespace(method="eagle", model="s")},
     {"kv_cache_config": SimpleNamespace(kv_cache_groups=[1, 2], kv_cache_tensors=[1])},
 ]
 
@@ -283,9 +294,34 @@ def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any]) -> None:
     assert len([name for name in plain if plain[name] != other[name]]) == 1
 
 
-def test_overrides_that_cannot_be_written_down_are_none() -> None:
-    """vLLM takes a function there, too; its text is another one in each process."""
-    assert worker(hf_overrides=lambda config: config).facts == worker().facts
+NAMES: list[dict[str, Any]] = [
+    {"model": "/elsewhere/m"},
+    {"revision": "r"},
+    {"hf_config": config_of(_name_or_path="/elsewhere/m")},
+    {"speculative": SimpleNamespace(method="ngram", draft_model_config=None)},
+    {"max_model_len": 8192},
+]
+
+
+@pytest.mark.parametrize("changed", NAMES, ids=lambda changed: next(iter(changed)))
+def test_what_a_model_is_called_is_none_nor_are_drafts_without_a_model(changed: dict[str, Any]) -> None:
+    """Findings A1 and B5: weights are compared by their content, and drafts that compute no KV by nothing."""
+    assert worker(**changed).facts == worker().facts
+
+
+def test_drafts_that_compute_kv_are_a_fact() -> None:
+    def drafting(**values: Any) -> dict[str, str]:
+        draft = SimpleNamespace(hf_config=config_of(**values), dtype="bf16", model="d")
+        return dict(worker(speculative=SimpleNamespace(method="eagle", draft_model_config=draft)).facts)
+
+    assert drafting(layers=1)["drafts"] != drafting(layers=2)["drafts"] and "drafts" not in dict(worker().facts)
+
+
+def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles() -> None:
+    """Phi-3's rope: one server with --max-model-len 4096, and one with 128k."""
+    rope = {"hf_text_config": config_of(rope_scaling={"type": "longrope"}, original_max_position_embeddings=4096)}
+    assert worker(max_model_len=4096, **rope).facts != worker(max_model_len=8192, **rope).facts
+    assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
 
 
 def test_a_state_beside_attention_is_refused_in_words() -> None:

@@ -16,7 +16,6 @@ from unit.engine_fakes import TOKENS, prompt
 from kvcached_nixl.compat.attached import attach
 from kvcached_nixl.compat.engine import (
     EngineBlocks,
-    RequestView,
     blocks_of,
     bound_sides,
     is_whole,
@@ -29,7 +28,6 @@ from kvcached_nixl.compat.engine import (
     with_reports,
 )
 from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.step import Reports
 
 # ------------------------------------------------------------------------------------------------------------- requests
@@ -52,11 +50,6 @@ def request(**fields: Any) -> SimpleNamespace:
 
 def image(name: str = "i", offset: int = 2, length: int = 3) -> SimpleNamespace:
     return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
-
-
-def test_a_request_is_what_vllm_says_it_is() -> None:
-    view = RequestView(request(kv_transfer_params={"a": 1}))
-    assert (view.request_id, view.num_prompt_tokens, view.params) == ("r", TOKENS, {"a": 1})
 
 
 def of_status(*names: str) -> list[SimpleNamespace]:
@@ -84,51 +77,6 @@ def test_who_is_next_where_nothing_runs(
     assert EngineBlocks(scheduler).stalled == expected
     scheduler.pause_state = 1
     assert EngineBlocks(scheduler).stalled is None
-
-
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_request_that_reads_no_prefix_computes_its_prompt(skips: bool) -> None:
-    """``prompt_logprobs``, and a completion with ``echo`` and ``logprobs``."""
-    assert RequestView(request(skip_reading_prefix_cache=skips)).computes_prompt is skips
-
-
-@pytest.mark.parametrize("params", [None, [], "text", 7, [["a", 1]]], ids=str)
-def test_parameters_that_are_no_mapping_are_none(params: object) -> None:
-    assert RequestView(request(kv_transfer_params=params)).params is None
-
-
-def test_its_digest_has_all_that_its_kv_follows_from() -> None:
-    """And is that of its first tokens, so a longer prompt has a shorter one's."""
-    plain = RequestView(request())
-    assert plain.digest(8) == digest_of(prompt(), 8)
-    assert RequestView(request(prompt_token_ids=[*prompt(), 1, 2])).digest(8) == plain.digest(8)
-    others = [
-        request(mm_features=[image()]),
-        request(mm_features=[image("j")]),
-        request(mm_features=[image(offset=3)]),
-        request(mm_features=[image(length=4)]),
-        request(lora_request=SimpleNamespace(lora_name="l")),
-        request(cache_salt="l"),
-    ]
-    found = {RequestView(one).digest(8) for one in others}
-    assert len(found) == len(others) and plain.digest(8) not in found
-    assert RequestView(request(mm_features=[image(offset=8)])).digest(8) == plain.digest(8)
-    expected = digest_of(prompt(), 8, features=[("i", 2, 3)], lora="l", salt="s")
-    mine = request(mm_features=[image()], lora_request=SimpleNamespace(lora_name="l"), cache_salt="s")
-    assert RequestView(mine).digest(8) == expected
-
-
-def test_a_prompt_of_embeddings_is_told_apart() -> None:
-    """Also where it has no token ids, and in a type that numpy does not know."""
-    torch = pytest.importorskip("torch")
-    embeds = torch.arange(8, dtype=torch.bfloat16).reshape(4, 2)
-    view = RequestView(request(prompt_token_ids=None, prompt_embeds=embeds))
-    other = embeds.clone()
-    other[3, 1] = 0
-    assert RequestView(request(prompt_token_ids=None, prompt_embeds=other)).digest(3) == view.digest(3)
-    assert RequestView(request(prompt_token_ids=None, prompt_embeds=other)).digest(4) != view.digest(4)
-    wider = RequestView(request(prompt_token_ids=None, prompt_embeds=embeds.to(torch.float16)))
-    assert wider.digest(4) != view.digest(4)
 
 
 @pytest.mark.parametrize(

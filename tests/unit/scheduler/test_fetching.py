@@ -102,7 +102,7 @@ def test_its_lease_is_renewed_from_its_arrival_on() -> None:
     decode = Decode()
     manifest = manifest_of(prompt(), lease_seconds=7.0)
     decode.arrive(of_decode(manifest=manifest))
-    assert decode.take().renewed == [Renewed(D1, PREFILL, manifest.request_id, 7.0)]
+    assert decode.take().renewed == [Renewed(D1, PREFILL, manifest.request_id, 7.0, TIMEOUT)]
     decode.arrive(of_decode(manifest=manifest))
     assert decode.take().renewed == [], "once"
 
@@ -110,7 +110,7 @@ def test_its_lease_is_renewed_from_its_arrival_on() -> None:
 def test_where_both_are_asked_at_once_the_name_is_renewed() -> None:
     decode = Decode(pushes=True)
     decode.arrive(at_once())
-    assert decode.take().renewed == [Renewed(D1, PREFILL, "transfer:t", LEASE)]
+    assert decode.take().renewed == [Renewed(D1, PREFILL, "transfer:t", LEASE, TIMEOUT)]
 
 
 def test_a_name_that_a_beat_cannot_say_is_warned_of_and_fetched_even_so(caplog: pytest.LogCaptureFixture) -> None:

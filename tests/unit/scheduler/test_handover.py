@@ -18,6 +18,7 @@ from unit.engine_fakes import (
     TOKENS,
     Asked,
     Pool,
+    Reads,
     at_once,
     of_decode,
     of_prefill,
@@ -39,7 +40,7 @@ class Engine:
     def __init__(self, **changed: Any) -> None:
         self.clock = ManualClock()
         self.pool = Pool()
-        self.handover = HandOver(OWN, OWN_START, "key", terms(**changed), self.clock)
+        self.handover = HandOver(OWN, OWN_START, "key", terms(**changed), self.clock, Reads())
         self.handover.bind(self.pool)
 
     def waiting(self, name: str = "d1") -> int:
@@ -84,26 +85,26 @@ def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
     engine.clock.advance(TIMEOUT)
     engine.handover.collect(reports())
     engine.pool.stalled = "d1"
-    assert not engine.handover.take_starved()
+    assert not engine.handover.take_ending()
     engine.clock.advance(TIMEOUT - 1)
-    assert not engine.handover.take_starved(), "its own time begins when it is next"
+    assert not engine.handover.take_ending(), "its own time begins when it is next"
     kept = engine.sending()
     engine.handover.finished(kept, True, BLOCKS)
     engine.clock.advance(1)
-    assert not engine.handover.take_starved(), "prefill's blocks come back when their lease ends"
+    assert not engine.handover.take_ending(), "prefill's blocks come back when their lease ends"
     engine.handover.collect(reports(sent={kept.request_id}))
-    assert not engine.handover.take_starved()
+    assert not engine.handover.take_ending()
     engine.clock.advance(TIMEOUT)
     engine.pool.stalled = "another"
-    assert not engine.handover.take_starved()
+    assert not engine.handover.take_ending()
     engine.pool.stalled = "d1"
-    assert not engine.handover.take_starved()
+    assert not engine.handover.take_ending()
     engine.clock.advance(TIMEOUT)
-    assert engine.handover.take_starved() == {"d1"} and "3 blocks are in quarantine" in caplog.text
+    assert engine.handover.take_ending() == {"d1"} and "3 blocks are in quarantine" in caplog.text
     assert engine.handover.take_step([]).counts == {Cause.QUARANTINE: 1}
     engine.handover.collect(reports(received={over_id(attempt)}))
     engine.clock.advance(TIMEOUT)
-    assert not engine.handover.take_starved(), "nothing is in quarantine any more"
+    assert not engine.handover.take_ending(), "nothing is in quarantine any more"
 
 
 def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> None:
@@ -267,23 +268,27 @@ def test_its_blocks_are_bound_once(engine: Engine) -> None:
     assert len(engine.pool.freed) == 3
 
 
-def test_the_side_channel_is_closed_with_it(engine: Engine) -> None:
-    closed: list[str] = []
+def test_the_side_channel_answers_anew_and_is_closed_with_it(engine: Engine) -> None:
+    heard: list[Any] = []
 
     class Listener:
-        def __init__(self, name: str) -> None:
-            self.name = name
+        def answer(self, answers: Any) -> None:
+            heard.append(answers)
 
         def close(self) -> None:
-            closed.append(self.name)
+            heard.append("closed")
+
+    def listen(answers: Any) -> Listener:
+        heard.append(answers)
+        return Listener()
 
     engine.handover.close()
-    engine.handover.listen(Listener("first"))
-    engine.handover.listen(Listener("second"))
-    assert closed == ["first"], "vLLM registers again after its engine has slept"
+    engine.handover.introduce({}, listen)
+    engine.handover.introduce({}, listen)
+    assert heard == [{}, {}], "vLLM registers again after its engine has slept"
     engine.handover.close()
     engine.handover.close()
-    assert closed == ["first", "second"]
+    assert heard == [{}, {}, "closed"]
 
 
 # ----------------------------------------------------------------------------------------------- anything, in any order
@@ -299,7 +304,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.handover = HandOver(OWN, OWN_START, "key", terms(pushes=True), self.clock)
+        self.handover = HandOver(OWN, OWN_START, "key", terms(pushes=True), self.clock, Reads())
         self.handover.bind(self)
         self.are_shared = False
         self.number = 0

@@ -20,6 +20,7 @@ from unit.engine_fakes import (
     terms,
 )
 
+from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.holds import Holds
@@ -40,8 +41,9 @@ class Prefill:
 
     def __init__(self, pool: Pool | None = None, **changed: Any) -> None:
         self.holds = Holds()
+        self.clock = ManualClock()
         self.pool = Pool() if pool is None else pool
-        self.offering = Offering(OWN, OWN_START, terms(**changed), self.holds)
+        self.offering = Offering(OWN, OWN_START, terms(**changed), self.clock, self.holds)
         self.step = Step("h", 1, "k", "s")
 
     def take(self) -> Step:
@@ -68,7 +70,7 @@ class Prefill:
 
 
 def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Manifest:
-    return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, 4, (1, 1), groups, LEASE)
+    return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, 4, (1, 1), groups, LEASE, 0)
 
 
 def offered(block_ids: BlockIds, ready_tokens: int, made: Manifest | None = None, *, is_held: bool = False) -> Offered:

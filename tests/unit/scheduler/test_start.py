@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from unit.engine_fakes import BLOCK_SIZE, Pool, of_decode, of_prefill, reports
+from unit.engine_fakes import BLOCK_SIZE, Pool, Reads, of_decode, of_prefill, reports
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.errors import SettingsError
@@ -31,6 +31,7 @@ class Stock:
     tp_size: int = 2
     block_size: int = BLOCK_SIZE
     recomputes: bool = False
+    reader: Reads = field(default_factory=Reads)
 
 
 def started(stock: Stock, clock: ManualClock | None = None) -> HandOver:

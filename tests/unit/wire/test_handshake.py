@@ -11,13 +11,23 @@ import pytest
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.handshake import Answer, RankHandshake, Tag, is_tagged, read_answer, read_rank
+from kvcached_nixl.wire.handshake import (
+    Answer,
+    RankHandshake,
+    Tag,
+    Weights,
+    differences,
+    is_tagged,
+    read_answer,
+    read_rank,
+)
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import Planes
 
 TAG = Tag("pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), "contiguous", ((16, 128), (2, 64)))
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
-RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40, "VRAM", True)
+WEIGHTS = Weights("1" * 32, "2" * 32, "")
+RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40, "VRAM", True, WEIGHTS)
 OTHER: dict[str, list[Any]] = {
     "direction": ["push"],
     "facts": [
@@ -30,11 +40,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_6_is_these_words() -> None:
+def test_the_tag_of_protocol_7_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 6
+    assert PROTOCOL == 7
     assert str(TAG) == (
-        "kvcached_nixl/6 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
+        "kvcached_nixl/7 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
         "of cells of 64 bytes]"
     )
 
@@ -124,3 +134,38 @@ def test_twenty_thousand_mutated_handshakes_raise_nothing_but_malformed() -> Non
                 reader(bytes(mutated))
             except Malformed:
                 continue
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def weights(layout: str = "1", content: str = "2", checkpoint: str = "3") -> Weights:
+    return Weights(*(one * 32 for one in (layout, content, checkpoint)))
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (weights(), ""),
+        (weights(checkpoint="4"), ""),
+        (weights(checkpoint=""), ""),
+        (weights(content="4"), "weights whose content is 4444"),
+        (weights(layout="4", content="4"), ""),
+        (weights(layout="4"), ""),
+        (weights(layout="4", checkpoint="4"), "a checkpoint whose content is 4444"),
+        (weights(layout="4", checkpoint=""), "nothing can be compared"),
+        (weights(content=""), ""),
+        (weights(content="", checkpoint=""), "nothing can be compared"),
+    ],
+)
+def test_weights_are_compared_by_what_they_hold_and_else_by_where_they_come_from(other: Weights, expected: str) -> None:
+    for one, two in ((weights(), other), (other, weights())):
+        assert (one.misfit(two) == "") is (expected == "")
+    assert expected in weights().misfit(other)
+
+
+def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
+    other = msgspec.structs.replace(TAG, facts=(*TAG.facts[:-1], ("dtype", "fp8")))
+    assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
+    assert differences("abc", str(TAG)) == f"found 'abc'; expected {str(TAG)!r}"
+    assert differences(str(TAG), str(TAG)).startswith("found 'kvcached_nixl/")

@@ -24,6 +24,7 @@ MANIFEST = Manifest(
     context_parallel=(1, 1),
     groups=(BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 8))),
     lease_seconds=30.0,
+    num_media=0,
 )
 OTHER: dict[str, Any] = {
     "start": "0123456789abcdee",
@@ -33,6 +34,7 @@ OTHER: dict[str, Any] = {
     "block_size": 4,
     "groups": (BlockRange(0, (7, 9, 3)), BlockRange(4, (2, 8))),
     "lease_seconds": 29.0,
+    "num_media": 1,
 }
 
 
@@ -81,7 +83,7 @@ def test_a_word_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_word_is_this_one() -> None:
     """Golden: both sides compute it by themselves."""
-    assert MANIFEST.word == 7066678981103520216
+    assert MANIFEST.word == 7675287128552311366
 
 
 @given(
@@ -104,6 +106,7 @@ def test_it_comes_back_from_a_router_as_it_was(
         request_id=request_id,
         groups=(BlockRange(first_block * block_size, ids),),
         lease_seconds=float(lease_seconds),
+        num_media=0,
     )
     plain = as_json(made)
     again = json.loads(json.dumps(plain))
@@ -117,7 +120,7 @@ def test_it_comes_back_from_a_router_as_it_was(
     ("changed", "words"),
     [
         ({"protocol": 3}, "another kvcached_nixl"),
-        ({"protocol": 4}, "protocol 6"),
+        ({"protocol": 4}, "protocol 7"),
         ({"protocol": "4"}, "protocol"),
         ({"start": 12}, "start"),
         ({"start": "0123456789abcdeg"}, "start"),

@@ -33,10 +33,10 @@ from kvcached_nixl.wire.messages import (
 
 DIGEST = "0123456789abcdef" * 2
 PEER = Peer(EngineId("engine"), "127.0.0.1", 5600, 2, 1)
-MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, 32, (1, 1), (), 30.0)
+MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, 32, (1, 1), (), 30.0, 0)
 REGISTRATION = Registration(
-    attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, name="transfer:t", request_id="p-1",
-    digest=DIGEST, num_tokens=98, first_token=32, end_token=97, block_size=32,
+    attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, start="0" * 16, name="transfer:t",
+    request_id="p-1", digest=DIGEST, num_tokens=98, first_token=32, end_token=97, block_size=32,
     groups=(BlockRange(32, (3, 9, 4)), BlockRange(64, (2**31 - 1, 5))),
 )  # fmt: skip
 MESSAGES: list[Message] = [

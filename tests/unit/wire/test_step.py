@@ -71,7 +71,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
     assert [(cause.value, cause.label) for cause in Cause] == list(
         enumerate(
             ["parameters", "no_manifest", "digest", "range", "start", "refused", "unreachable", "lost", "lease"]
-            + ["stopped", "deadline", "protocol", "defect", "quarantine", "bytes"]
+            + ["stopped", "deadline", "protocol", "defect", "quarantine", "bytes", "revoked", "media"]
         )
     )
     failed = HandOverFailed(Cause.LEASE, "words")
@@ -79,7 +79,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
 
 
 NEWS: dict[str, Any] = {
-    "renewed": [Renewed(DecodeRequestId("d"), PREFILL, "n", 30.0)],
+    "renewed": [Renewed(DecodeRequestId("d"), PREFILL, "n", 30.0, 120.0)],
     "unrenewed": [DecodeRequestId("d")],
     "wanted": [Wanted(1, DecodeRequestId("d"), PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),))],
     "withdrawn": {1: "why"},
@@ -87,6 +87,8 @@ NEWS: dict[str, Any] = {
     "preempted": [(PrefillRequestId("p"), 1)],
     "finished": [PrefillRequestId("p")],
     "stopped": {PrefillRequestId("p"): "why"},
+    "revoked": {PrefillRequestId("p"): "why"},
+    "taken_back": {PrefillRequestId("p"): "why"},
     "offered": [Offered(PrefillRequestId("p"), "n", "", 4, ([1],), 4, None)],
     "counts": {1: 1},
     "quarantined_blocks": 0,

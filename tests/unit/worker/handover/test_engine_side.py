@@ -12,6 +12,7 @@ from unit.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Offered, Released, Renewed, Step, failed_mark, over_id, quiet_id
@@ -80,10 +81,16 @@ class Worker:
     def __init__(self, *, is_read: bool = True, is_known: bool = True, **place: Any) -> None:
         self.thread = Thread()
         self.device = Device()
+        self.offered: list[Weights] = []
         self.words = np.zeros((BUCKETS, WORDS_PER_BUCKET), dtype=np.uint64)
         table = WordTable(self.words)
         self.side = EngineSide(
-            cast(TransferThread, self.thread), Local(**place).side.place, table, self.device.record, is_read=is_read
+            cast(TransferThread, self.thread),
+            Local(**place).side.place,
+            table,
+            self.device.record,
+            self.offered.append,
+            is_read=is_read,
         )
         if is_known:
             self.side.begin_step(step())
@@ -104,7 +111,7 @@ def test_the_thread_learns_once_where_it_is() -> None:
     worker = Worker(is_known=False, tp_size=2, tp_rank=1)
     worker.side.begin_step(step())
     worker.side.begin_step(step())
-    assert worker.thread.take() == [Known(Peer(worker.side._place.engine_id, "10.0.0.1", 5600, 2, 1), "key")]
+    assert worker.thread.take() == [Known(Peer(worker.side._place.engine_id, "10.0.0.1", 5600, 2, 1), "key", "0" * 16)]
 
 
 def test_a_step_that_is_told_twice_begins_once() -> None:
@@ -182,6 +189,7 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
         worker.side._place,
         worker.side.words,
         worker.device.record,
+        worker.offered.append,
         lambda: seen.append((len(worker.device.events), bool(worker.words.any()), worker.thread.take())),
         is_read=is_read,
     )
@@ -281,7 +289,7 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
     """Leases, then what decode wants, then what prefill has; a request that comes and goes in one is not renewed."""
     worker = Worker()
     d1 = DecodeRequestId("d1")
-    renewed, released = Renewed(d1, PREFILL, "p-1", 30.0), Released(PREFILL, "p-1", "n", DIGEST)
+    renewed, released = Renewed(d1, PREFILL, "p-1", 30.0, 120.0), Released(PREFILL, "p-1", "n", DIGEST)
     worker.side.begin_step(
         step(
             renewed=[renewed],

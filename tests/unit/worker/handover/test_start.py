@@ -13,7 +13,7 @@ from kvcached_memory import Geometry
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.settings import Settings, TransferMode
-from kvcached_nixl.wire.handshake import RankHandshake, read_rank
+from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.start import record_event, start
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET
@@ -38,6 +38,9 @@ class Agent:
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         return {}
+
+
+WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
 
 
 class Stock:
@@ -94,6 +97,7 @@ def laid_out(geometry: Geometry) -> Layout:
 def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[EngineSide, Channel]:
     channel = Channel()
     side = start(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
+    side.identify(WEIGHTS)
     side.close()
     return side, channel
 
@@ -119,7 +123,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     assert stock.offered is not None
     tag, rank = stock.offered
     assert tag == (
-        "kvcached_nixl/6 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; 4 planes of cells of 16 bytes]"
+        "kvcached_nixl/7 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; 4 planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
     assert (rank.agent_metadata, rank.kernel_blocks_per_block) == (b"\x00nixl", 2)

@@ -12,8 +12,10 @@ import pytest
 from digest_fakes import as_bytes, digests_over
 from unit.worker_fakes import (
     DIGEST,
+    START,
     TAG,
     TOKENS,
+    WEIGHTS,
     Asking,
     Memory,
     Network,
@@ -30,6 +32,7 @@ from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.lease import beats
 from kvcached_nixl.wire.messages import (
     PREFIX,
@@ -79,16 +82,18 @@ class Worker:
         self.clock = ManualClock(1000.0)
         self.transport: MemoryTransport = self.network.agent("local")
         self.asking = Asking()
+        self.offered: list[Weights] = []
         self.memory = Memory()
         self.words = np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
         place = Place(EngineId("local"), 1, 0, (self.memory.planes,), 1, False)
         made = Settings(mode, **settings)
         self.side = assemble(
             self.transport, self.clock if clock is None else clock, place, self.words, made, TAG, self.asking,
-            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)),
+            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)), self.offered.append,
         )  # fmt: skip
         self.thread: TransferThread = self.side.thread
-        self.thread.submit(commands.Known(OWN, "key"))
+        self.thread.submit(commands.Known(OWN, "key", START))
+        self.side.identify(WEIGHTS)
 
     def remote(self, name: str = "remote", **more: Any) -> Remote:
         where = more.pop("address", None) or address(name)
@@ -189,7 +194,7 @@ def test_leases_are_renewed_at_every_rank_until_they_are_not(pull: Worker) -> No
     remotes = [pull.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
     for remote in remotes:
         remote.memory.planes = Memory(num_heads=1).planes
-    renewed = Renewed(DecodeRequestId("d1"), RemotePrefill("remote", "10.0.0.2", 5601, 2), "p-1", 30.0)
+    renewed = Renewed(DecodeRequestId("d1"), RemotePrefill("remote", "10.0.0.2", 5601, 2), "p-1", 30.0, 120.0)
     pull.thread.submit(commands.Renew(renewed))
     pull.deliver()
     assert [remote.transport.received() for remote in remotes] == [[("local", b"HB:p-1")]] * 2
@@ -205,7 +210,7 @@ def test_leases_are_renewed_at_every_rank_until_they_are_not(pull: Worker) -> No
 def test_a_prefill_of_which_nothing_can_come_gets_no_beat() -> None:
     worker = Worker()
     odd = RemotePrefill("remote", "10.0.0.2", 5601, 2048)
-    worker.thread.submit(commands.Renew(Renewed(DecodeRequestId("d1"), odd, "p-1", 30.0)))
+    worker.thread.submit(commands.Renew(Renewed(DecodeRequestId("d1"), odd, "p-1", 30.0, 120.0)))
     worker.deliver()
     assert worker.asking.asked == []
 
@@ -384,7 +389,7 @@ def test_what_prefill_keeps_for_readers_needs_no_hurry(pull: Worker) -> None:
 
 
 def test_a_deadline_that_is_near_is_not_overslept(pull: Worker) -> None:
-    pull.thread.submit(commands.Renew(Renewed(DecodeRequestId("d1"), PREFILL, "p-1", 30.0)))
+    pull.thread.submit(commands.Renew(Renewed(DecodeRequestId("d1"), PREFILL, "p-1", 30.0, 120.0)))
     pull.remote()
     pull.thread.turn()
     pull.clock.advance(5.0 - 0.03)

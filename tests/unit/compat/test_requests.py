@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's KV follows from: tokens, adapters and media by their content, whatever they are called."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from unit.engine_fakes import TOKENS, prompt
+
+from kvcached_nixl.compat import requests
+from kvcached_nixl.compat.requests import RequestReader, RequestView
+from kvcached_nixl.wire.digest import digest_of
+
+IMAGE_TOKEN = 7
+
+
+def reader(*, is_multimodal: bool = True, **hf_config: Any) -> RequestReader:
+    model = SimpleNamespace(is_multimodal_model=is_multimodal, hf_config=SimpleNamespace(**hf_config))
+    return RequestReader(SimpleNamespace(model_config=model, lora_config=None))
+
+
+def view(reads: RequestReader | None = None, **fields: Any) -> RequestView:
+    made: dict[str, Any] = {
+        "request_id": "r",
+        "num_prompt_tokens": TOKENS,
+        "kv_transfer_params": None,
+        "prompt_token_ids": prompt(),
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return (reads or reader())(SimpleNamespace(**made | fields))
+
+
+def image(name: str = "i", offset: int = 2, length: int = 3, mm_hash: str | None = None) -> SimpleNamespace:
+    place = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=name, mm_hash=mm_hash, mm_position=place)
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_folder", str)
+
+
+def adapter(folder: Path, weights: bytes = b"a" * 100, **configuration: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"r": 8, "base_model_name_or_path": str(folder)} | configuration)
+    )
+    (folder / "adapter_model.bin").write_bytes(weights)
+    return folder
+
+
+def lora(path: Path, number: int = 1, name: str = "l") -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_path=str(path), lora_name=name)
+
+
+def test_a_request_is_what_vllm_says_it_is() -> None:
+    found = view(kv_transfer_params={"a": 1}, mm_features=[image()], lora_request=SimpleNamespace(lora_int_id=5))
+    assert (found.request_id, found.num_prompt_tokens, found.params) == ("r", TOKENS, {"a": 1})
+    assert (found.num_media, found.adapter, view().adapter) == (1, 5, 0)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_request_that_reads_no_prefix_computes_its_prompt(skips: bool) -> None:
+    """``prompt_logprobs``, and a completion with ``echo`` and ``logprobs``."""
+    assert view(skip_reading_prefix_cache=skips).computes_prompt is skips
+
+
+@pytest.mark.parametrize("params", [None, [], "text", 7, [["a", 1]]], ids=str)
+def test_parameters_that_are_no_mapping_are_none(params: object) -> None:
+    assert view(kv_transfer_params=params).params is None
+
+
+def test_its_digest_has_all_that_its_kv_follows_from(tmp_path: Path) -> None:
+    """And is that of its first tokens, so a longer prompt has a shorter one's."""
+    plain = view()
+    assert plain.digest(8) == digest_of(prompt(), 8)
+    assert view(prompt_token_ids=[*prompt(), 1, 2]).digest(8) == plain.digest(8)
+    others = [
+        view(mm_features=[image()]),
+        view(mm_features=[image("j")]),
+        view(mm_features=[image(offset=3)]),
+        view(mm_features=[image(length=4)]),
+        view(lora_request=lora(adapter(tmp_path / "a"))),
+        view(cache_salt="l"),
+    ]
+    found = {one.digest(8) for one in others}
+    assert len(found) == len(others) and plain.digest(8) not in found
+    assert view(mm_features=[image(offset=8)]).digest(8) == plain.digest(8)
+    assert view(mm_features=[image()], cache_salt="s").digest(8) == digest_of(
+        prompt(), 8, features=[("i", 2, 3)], salt="s"
+    )
+
+
+def test_media_are_named_without_an_adapters_name() -> None:
+    assert view(mm_features=[image("l:i", mm_hash="i")]).digest(8) == view(mm_features=[image("i")]).digest(8)
+
+
+def test_a_prompt_of_embeddings_is_told_apart() -> None:
+    """Also where it has no token ids, and in a type that numpy does not know."""
+    torch = pytest.importorskip("torch")
+    embeds = torch.arange(8, dtype=torch.bfloat16).reshape(4, 2)
+    found = view(prompt_token_ids=None, prompt_embeds=embeds)
+    other = embeds.clone()
+    other[3, 1] = 0
+    assert view(prompt_token_ids=None, prompt_embeds=other).digest(3) == found.digest(3)
+    assert view(prompt_token_ids=None, prompt_embeds=other).digest(4) != found.digest(4)
+    wider = view(prompt_token_ids=None, prompt_embeds=embeds.to(torch.float16))
+    assert wider.digest(4) != found.digest(4)
+
+
+def test_where_embeddings_stand_among_tokens_is_told_apart() -> None:
+    """Finding A9: which positions are which was not in the digest."""
+    torch = pytest.importorskip("torch")
+    embeds = torch.zeros((TOKENS, 2))
+    masks = [[False] * TOKENS, [True] * TOKENS, [True, *[False] * (TOKENS - 1)]]
+    found = {view(prompt_embeds=embeds, prompt_is_token_ids=mask).digest(8) for mask in [None, *masks]}
+    assert len(found) == 4
+    late = [False] * 8 + [True] * (TOKENS - 8)
+    assert view(prompt_embeds=embeds, prompt_is_token_ids=late).digest(8) == view(
+        prompt_embeds=embeds, prompt_is_token_ids=masks[0]
+    ).digest(8)
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+def test_an_adapter_is_what_it_holds_under_whatever_name(tmp_path: Path) -> None:
+    """Finding A2: the same name, other adapters, and the reverse."""
+    one, same = adapter(tmp_path / "one"), adapter(tmp_path / "elsewhere" / "same")
+    other, scaled = adapter(tmp_path / "other", b"b" * 100), adapter(tmp_path / "scaled", lora_alpha=64)
+    found = [view(lora_request=lora(path)).digest(8) for path in (one, same, other, scaled)]
+    assert found[0] == found[1] and len(set(found)) == 3
+    reads = reader()
+    assert view(reads, lora_request=lora(one, 1, "a")).digest(8) == view(reads, lora_request=lora(same, 2, "b")).digest(
+        8
+    )
+
+
+def test_an_adapter_whose_files_were_replaced_is_like_no_other_until_it_is_loaded_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's workers may have read either."""
+    path, reads = adapter(tmp_path / "one"), reader()
+    before = view(reads, lora_request=lora(path)).digest(8)
+    adapter(path, b"c" * 101)
+    with caplog.at_level(logging.WARNING):
+        found = {view(reads, lora_request=lora(path)).digest(8) for _ in range(3)}
+    assert len(found) == 3 and before not in found and caplog.text.count("have been replaced") == 1
+    reads.forget(1)
+    after = view(reads, lora_request=lora(path)).digest(8)
+    assert after == view(reader(), lora_request=lora(path)).digest(8) != before
+
+
+@pytest.mark.parametrize("what", ["nothing", "weights", "configuration"])
+def test_an_adapter_that_cannot_be_read_is_like_no_other(tmp_path: Path, what: str) -> None:
+    path = adapter(tmp_path / "one")
+    if what == "weights":
+        (path / "adapter_config.json").unlink()
+    elif what == "configuration":
+        (path / "adapter_model.bin").unlink()
+    else:
+        path = tmp_path / "gone"
+    reads = reader()
+    assert view(reads, lora_request=lora(path)).digest(8) != view(reads, lora_request=lora(path)).digest(8)
+
+
+# --------------------------------------------------------------------------------------------------------------- media
+
+
+def test_placeholders_without_media_are_found() -> None:
+    """Finding A10: Dynamo 1.5 gives decode the expanded tokens of images, and no images."""
+    reads = reader(image_token_id=IMAGE_TOKEN, video_token_index="none")
+    expanded = [1, 2, IMAGE_TOKEN, IMAGE_TOKEN, 3]
+    assert view(reads, prompt_token_ids=expanded).lacks_media
+    assert not view(reads, prompt_token_ids=expanded, mm_features=[image(offset=2, length=2)]).lacks_media
+    assert view(reads, prompt_token_ids=expanded, mm_features=[image(offset=2, length=1)]).lacks_media
+    assert not view(reads, prompt_token_ids=[1, 2, 3]).lacks_media
+    assert not view(reads, prompt_token_ids=None).lacks_media
+    assert not view(reader(is_multimodal=False, image_token_id=1), prompt_token_ids=expanded).lacks_media

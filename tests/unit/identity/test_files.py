@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files of weights hold: equal by content, told apart by any of it, cheap for the largest."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvcached_nixl.identity import files
+from kvcached_nixl.identity.checkpoint import Checkpoint
+from kvcached_nixl.identity.configuration import checksum_of, code_checksum
+from kvcached_nixl.identity.files import PIECE_BYTES, checksum, signature
+
+Tensors = Mapping[str, bytes]
+
+
+def safetensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Path:
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [begin, begin + len(data)]}
+        begin += len(data)
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
+    return path
+
+
+WEIGHTS = {"a": b"1" * 1000, "b": bytes(range(256)) * 40, "c": b""}
+
+
+def test_it_is_the_same_wherever_it_lies_and_however_it_is_split(tmp_path: Path) -> None:
+    whole = safetensors(tmp_path / "here" / "model.safetensors", WEIGHTS)
+    moved = safetensors(tmp_path / "there" / "other-name.safetensors", WEIGHTS, {"format": "pt"})
+    turned = safetensors(tmp_path / "turned.safetensors", dict(reversed(WEIGHTS.items())))
+    split = [safetensors(tmp_path / f"{name}.safetensors", {name: data}) for name, data in WEIGHTS.items()]
+    found = {checksum(one) for one in ([whole], [moved], [turned], split, split[::-1])}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("whole_bytes", [files.WHOLE_BYTES, 0], ids=["whole", "sampled"])
+def test_it_is_another_one_for_other_bytes_names_or_shapes(tmp_path: Path, whole_bytes: int) -> None:
+    others: list[Tensors] = [
+        WEIGHTS,
+        WEIGHTS | {"a": b"1" * 999 + b"2"},
+        WEIGHTS | {"a": b"1" * 1001},
+        {"d" if name == "a" else name: data for name, data in WEIGHTS.items()},
+        {name: data for name, data in WEIGHTS.items() if name != "c"},
+    ]
+    paths = [safetensors(tmp_path / f"{at}.safetensors", one) for at, one in enumerate(others)]
+    assert len({checksum([path], whole_bytes=whole_bytes) for path in paths}) == len(others)
+
+
+def test_files_of_another_kind_are_taken_as_they_are(tmp_path: Path) -> None:
+    contents = [b"x" * 100, b"x" * 99 + b"y", b"x" * 101, b"\xff" * 8 + b"{}"]
+    paths = [tmp_path / f"{at}.bin" for at in range(len(contents))]
+    broken = [tmp_path / f"{at}.safetensors" for at in range(len(contents))]
+    for at, content in enumerate(contents):
+        paths[at].write_bytes(content)
+        broken[at].write_bytes(content)
+    assert len({checksum([path]) for path in paths}) == len(contents)
+    assert [checksum([path]) for path in broken] == [checksum([path]) for path in paths], "no safetensors"
+
+
+def test_the_largest_checkpoint_takes_no_second(tmp_path: Path) -> None:
+    """96 GiB in 48 files that take no room on the disk; what is read of them is counted."""
+    paths = []
+    for at in range(48):
+        header = {
+            f"layer.{at}.{number}": {
+                "dtype": "U8",
+                "shape": [1 << 25],
+                "data_offsets": [number << 25, (number + 1) << 25],
+            }
+            for number in range(64)
+        }
+        text = json.dumps(header).encode()
+        path = tmp_path / f"{at}.safetensors"
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + (64 << 25))
+        paths.append(path)
+    begun = time.perf_counter()
+    before = checksum(paths)
+    seconds = time.perf_counter() - begun
+    # The last byte of one tensor among 3,072.
+    with paths[17].open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"!")
+    assert checksum(paths) != before
+    assert seconds < 5, "a second on a disk of one's own; this machine may have others on it"
+
+
+def test_each_tensor_is_sampled_where_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECES", 2)
+    tensors = {f"t{at}": bytes([at]) * (3 * PIECE_BYTES) for at in range(9)}
+    before = checksum([safetensors(tmp_path / "0.safetensors", tensors)], whole_bytes=0)
+    for name in tensors:
+        changed = safetensors(tmp_path / "1.safetensors", tensors | {name: b"\xff" * (3 * PIECE_BYTES)})
+        assert checksum([changed], whole_bytes=0) != before, name
+
+
+def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    for ask in (checksum, signature):
+        with pytest.raises(OSError, match="gone"):
+            ask([tmp_path / "gone.bin"])
+
+
+def test_a_signature_follows_links_and_is_another_one_for_another_file(tmp_path: Path) -> None:
+    first, second, link = tmp_path / "first.bin", tmp_path / "second.bin", tmp_path / "link.bin"
+    first.write_bytes(b"1")
+    second.write_bytes(b"1")
+    link.symlink_to(first)
+    before = signature([link])
+    assert before == signature([first])
+    link.unlink()
+    link.symlink_to(second)
+    assert signature([link]) != before
+
+
+# ------------------------------------------------------------------------------------------- what a worker has loaded
+
+
+def test_a_checkpoint_counts_as_long_as_nothing_else_was_done_to_it(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "model.safetensors", WEIGHTS)
+    one = Checkpoint()
+    assert one.content("m", "", "w1") == "", "nothing was loaded"
+    one.load("m", tmp_path, [path])
+    loaded = one.content("m", "", "w1")
+    assert len(loaded) == 32 and one.content("m", "", "w1") == loaded
+    assert one.content("m", "", "w2") == "", "somebody has changed what is in memory"
+    assert one.content("m", "", "w1") == "", "and back, as far as is known"
+    one.load("m", tmp_path, [path])
+    assert one.content("m", "", "w1") == loaded, "it was loaded anew"
+    assert one.content("m", "", "") == "", "what is in memory cannot be read any more"
+
+
+def test_files_that_were_replaced_since_they_were_loaded_are_not_known(tmp_path: Path) -> None:
+    """A checkpoint that is overwritten while a server starts, or a link that is moved."""
+    path = safetensors(tmp_path / "model.safetensors", WEIGHTS)
+    one = Checkpoint()
+    one.load("m", tmp_path, [path])
+    safetensors(path, WEIGHTS | {"a": b"2" * 1000})
+    assert one.content("m", "", "w") == ""
+    path.unlink()
+    assert one.content("m", "", "w") == ""
+    one.load("m", tmp_path, [path])
+    assert one.content("m", "", "w") == "" and one.folder("m") is None
+
+
+def test_whose_files_count(tmp_path: Path) -> None:
+    """A draft model counts if it computes KV, what the model was before does not."""
+    paths = [safetensors(tmp_path / f"{at}.safetensors", {"a": bytes([at]) * 9}) for at in range(3)]
+
+    def content(primary: str, ignored: str, *names: str) -> str:
+        one = Checkpoint()
+        for name in names:
+            one.load(name, tmp_path, [paths[int(name)]])
+        return one.content(primary, ignored, "w")
+
+    assert content("0", "", "0") == content("0", "1", "0", "1") != content("0", "", "0", "1")
+    one = Checkpoint()
+    one.load("0", tmp_path, [paths[0]])
+    one.content("0", "", "w")
+    one.load("2", tmp_path, [paths[2]])
+    assert one.content("2", "", "v") == content("2", "", "2"), "reload_weights(weights_path=...)"
+
+
+# ------------------------------------------------------------------------------------------------------- configuration
+
+
+def test_a_configuration_is_what_it_says_without_what_it_is_called() -> None:
+    plain = {
+        "rope_theta": 1e4,
+        "text_config": {"layers": [1, 2], "_name_or_path": "/a"},
+        "labels": {0: "x"},
+        "s": {2, 1},
+    }
+    moved = {"s": {1, 2}, "labels": {0: "x"}, "_name_or_path": "b", "transformers_version": "9"}
+    moved |= {"text_config": {"_name_or_path": "/b", "layers": (1, 2)}, "rope_theta": 1e4}
+    assert checksum_of(plain) == checksum_of(moved)
+    assert checksum_of(plain) != checksum_of(plain | {"rope_theta": 2e4})
+    assert checksum_of(plain) != checksum_of(plain | {"text_config": {"layers": [2, 1]}})
+
+
+def test_what_shows_an_address_is_equal_in_every_process() -> None:
+    assert checksum_of({"a": object()}) == checksum_of({"a": object()})
+
+
+def test_code_that_a_model_brings_along_counts(tmp_path: Path) -> None:
+    assert code_checksum(tmp_path) == ""
+    (tmp_path / "modeling_x.py").write_text("x = 1")
+    before = code_checksum(tmp_path)
+    (tmp_path / "modeling_x.py").write_text("x = 2")
+    assert before and code_checksum(tmp_path) not in ("", before)
