@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.attached import sides
-from kvcached_nixl.compat.engine import bound_sides
+from kvcached_nixl.compat.engine import bound_sides, wake_of
 from kvcached_nixl.compat.private import private
 
 __all__ = ["cleared", "ends_at_once", "held_back", "tell_who_waits"]
@@ -36,8 +36,18 @@ def held_back(core: Any) -> bool:
     """
     if not private(core, "_idle_state_callbacks"):
         return False
+    found = list(sides(private(core.scheduler, "connector")))
     seconds = _quiet_in_seconds(core)
-    return seconds > 0 and _waited(core, seconds)
+    if seconds <= 0:
+        return False
+    due = [due for side in found if (due := side.due_in_seconds) is not None]
+    if _waited(core, min(seconds, *due)):
+        return True
+    if _quiet_in_seconds(core) <= 0:
+        return False
+    # vLLM is about to wait for whatever enters the engine, without an end.
+    wake_of(core)()
+    return True
 
 
 def cleared(core: Any, reset: Callable[[], bool], *, is_forced: bool) -> bool:

@@ -172,7 +172,8 @@ class HandOver:
         vllm#45168: an engine that sleeps hears nothing and frees nothing.
         """
         is_counted = self._fetching.num_quarantined_blocks == self._quarantined
-        return self._has_news or self._fetching.has_news or self._step.has_news or not is_counted
+        has_news = self._has_news or self._fetching.has_news or self._step.has_news or not is_counted
+        return has_news or self.due_in_seconds == 0
 
     @property
     def num_waiting(self) -> int:

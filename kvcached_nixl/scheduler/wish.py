@@ -88,6 +88,7 @@ class Wish:
             return
         self.is_checked = True
         self.end_token = self.num_tokens = num_tokens = request.num_prompt_tokens
+        self.lacks_media = request.lacks_media
         if self.fetch is None:
             return
         manifest = self.fetch.manifest
@@ -99,7 +100,7 @@ class Wish:
                 self.refused = HandOverFailed(Cause.DIGEST, words)
                 return
         self.digest = request.digest(num_tokens)
-        self.lacks_media = request.lacks_media or (manifest is not None and manifest.num_media > request.num_media)
+        self.lacks_media |= manifest is not None and manifest.num_media > request.num_media
         if manifest is not None and manifest.digest != self.digest:
             self.refused = HandOverFailed(Cause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens")
             if self.lacks_media:

@@ -233,7 +233,11 @@ class Worker:
             weights=engine.kind.weights,
         )
         tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", ((2, 8),)))
-        self.envelope = Envelope(tag, msgspec.msgpack.encode(handshake))
+
+        def offer(weights: Weights) -> None:
+            told = msgspec.structs.replace(handshake, weights=weights)
+            self.envelope = Envelope(tag, msgspec.msgpack.encode(told))
+
         self.channel = Channel(cluster, engine)
         self.side: EngineSide = assemble(
             self.agent,
@@ -250,7 +254,7 @@ class Worker:
                 self.digesting,
                 engine.settings.verify_fraction,
             ),
-            lambda weights: None,
+            offer,
             self.staging,
         )
         self.side.identify(engine.kind.weights)
@@ -558,6 +562,18 @@ class Engine:
         for name in found:
             del counts[name]
         return found
+
+    def update(self, weights: Weights, *, is_known: bool = True) -> None:
+        """The engine's weights are changed between two steps.
+
+        Args:
+            is_known: by a call that is known to change them; else it is seen in what the workers have.
+        """
+        if is_known:
+            self.handover.weights_changed()
+        for worker in self.workers:
+            worker.side.identify(weights)
+        self.handover.introduce({worker.tp_rank: worker.envelope for worker in self.workers}, self._listen)
 
     def _listen(self, answers: Answers) -> Listening:
         listening = Listening(self)

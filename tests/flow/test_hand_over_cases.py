@@ -545,7 +545,7 @@ def test_a_lease_lasts_while_decode_waits_for_blocks_and_shelters_no_other(pair:
     pair.decode.pool.free.clear()
     pair.decode.step()
     found = pair.ask_decode(upstream.answer)
-    for _ in range(10):
+    for _ in range(5):
         pair.pass_time(LEASE_SECONDS / 3)
     assert found.status is Status.WAITING
     assert upstream.request_id in pair.prefill.requests and forgotten.request_id not in pair.prefill.requests

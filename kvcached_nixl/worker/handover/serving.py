@@ -34,6 +34,9 @@ PROBE_SECONDS = 5.0
 """How often a rank of decode is asked whether it is there, once what is written to it is overdue."""
 
 
+_STARTED_AGAIN = "prefill has been started again, or its weights were changed, since decode met it"
+
+
 class Serving:
     """See the module.
 
@@ -168,6 +171,13 @@ class Serving:
         if offer is not None:
             self._let_down(offer, Cause.REVOKED, reason)
 
+    def started(self, start: str) -> None:
+        """The engine says who it is, at first and whenever its weights have changed: whoever means another one hears
+        that it is none of its."""
+        for writing in list(self._writings.values()):
+            if writing.registration.start != start:
+                self._writer.stop(writing, Cause.START, _STARTED_AGAIN)
+
     def close(self, reason: str) -> None:
         """The engine ends: nothing here is to be had any more, and whoever waits for it is told."""
         self._words.clear()
@@ -253,9 +263,8 @@ class Serving:
         self._of_agent.setdefault(agent, {})[key] = writing
         # Whoever waits for prefill hears first that it does not come.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
-        if registration.start != self._side.start:
-            words = "prefill has been started again, or its weights were changed, since decode met it"
-            self._writer.stop(writing, Cause.START, words)
+        if self._side.start not in ("", registration.start):
+            self._writer.stop(writing, Cause.START, _STARTED_AGAIN)
         elif registration.request_id:
             offer = self._pairing.offers.get(PrefillRequestId(registration.request_id))
             if offer is None or offer.stopped:

@@ -209,6 +209,7 @@ class TransferThread:
             self._take_decodes(command)
         elif isinstance(command, Known):
             self._known, self._side.own, self._side.start = command, command.own, command.start
+            self._serving.started(command.start)
         elif isinstance(command, Identify):
             self._side.weights = command.weights
         elif isinstance(command, Offer) and not command.ready_tokens:

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is revoked: weights that change, pauses, a shutdown, and hand-overs whose time is over (rules R4, R11, R12)."""
+
+from __future__ import annotations
+
+import pytest
+from flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
+from flow_engine import Request, Status
+from flow_pair import PROMPT, Pair, kind
+
+from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.wire.handshake import Weights
+
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+OTHER = Weights("1" * 32, "8" * 32, "9" * 32)
+DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+
+
+def pair_of(mode: TransferMode, **decode: object) -> Pair:
+    return Pair(mode, None, kind(caches_prefixes=False, **decode))
+
+
+def is_right(found: Request) -> bool:
+    """It has come to its end with all of prefill's tokens."""
+    return (found.status, found.num_external) == (Status.STOPPED, len(PROMPT))
+
+
+def fails_alone(found: Request) -> bool:
+    """Decode has computed it by itself: it took nothing from prefill."""
+    return found.status is Status.STOPPED and not found.num_external
+
+
+@DIRECTIONS
+def test_other_weights_are_refused_until_both_have_the_same(mode: TransferMode) -> None:
+    """Findings A1 and A3 (c): a rolling update, in either order."""
+    pair = pair_of(mode)
+    pair.acquaint()
+    for first, second in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
+        weights = OTHER if first is pair.prefill else Weights("1" * 32, "7" * 32, "")
+        first.update(weights)
+        found = pair.hand_over()
+        assert fails_alone(found), "one is older than the other"
+        second.update(weights)
+        found = pair.hand_over()
+        assert is_right(found), "they serve again"
+    assert set(pair.causes()) <= {"refused", "start", "revoked"}
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_was_kept_when_weights_change_is_used_by_nobody(mode: TransferMode, who: str, is_known: bool) -> None:
+    """Also where both have the new weights when decode comes: what prefill keeps was computed with the old ones."""
+    pair = pair_of(mode)
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    engines = (pair.prefill, pair.decode) if who == "prefill" else (pair.decode, pair.prefill)
+    for engine in engines:
+        engine.update(OTHER, is_known=is_known)
+        pair.settle()
+    assert not pair.prefill.requests, "its blocks are free at once"
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert fails_alone(found) and set(pair.causes()) <= {"start", "lease"}
+    again = pair.hand_over()
+    assert is_right(again)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+def test_what_is_under_way_when_weights_change_is_used_by_nobody(mode: TransferMode, who: str) -> None:
+    """At every point of a hand-over; its blocks are held until nothing is in flight."""
+    for rounds in range(12):
+        pair = Pair(mode, kind(budget=6), kind(caches_prefixes=False))
+        pair.acquaint()
+        upstream = pair.ask_prefill()
+        if mode is PULL:
+            pair.settle()
+            found = pair.ask_decode(upstream.answer)
+        else:
+            found = pair.ask_decode(pair.meet())
+        for _ in range(rounds):
+            pair.round()
+        was_under_way = found.status is Status.REMOTE
+        for engine in (pair.prefill, pair.decode):
+            if who in ("both", "prefill" if engine is pair.prefill else "decode"):
+                engine.update(OTHER)
+        pair.settle()
+        if was_under_way and who != "prefill":
+            assert fails_alone(found), rounds
+        elif was_under_way:
+            # What decode has of the old weights is right for it: it has not been updated.
+            assert fails_alone(found) or is_right(found), rounds
+        pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS + 20)
+
+
+def test_two_halves_of_one_prompt_with_other_weights_are_never_one(mode: TransferMode = PUSH) -> None:
+    """Finding A3 (a): chunk 1 is streamed, all are preempted, weights change, chunk 2 is computed with the new ones."""
+    pair = Pair(mode, kind(budget=6), kind(caches_prefixes=False))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    upstream = pair.ask_prefill()
+    for _ in range(30):
+        pair.round()
+        if pair.written_bytes():
+            break
+    assert pair.written_bytes() and upstream.status is not Status.STOPPED
+    pair.prefill.handover.paused(grace_seconds=0.0, clears=True)
+    pair.prefill.running.remove(upstream)
+    pair.prefill.preempt(upstream)
+    pair.prefill.update(OTHER)
+    pair.decode.update(OTHER)
+    pair.prefill.handover.resumed()
+    pair.settle()
+    assert upstream.status is Status.STOPPED and upstream.answer is None, "it is offered to nobody"
+    assert fails_alone(found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_an_adapter_that_is_loaded_anew_takes_back_what_was_computed_with_it_and_nothing_else() -> None:
+    """Finding A2: its name and its number stay, its content does not (load_inplace)."""
+    pair = pair_of(PULL)
+    asked = [pair.prefill.add(Request(f"p{at}", PROMPT, {"do_remote_decode": True}, adapter=at)) for at in range(3)]
+    pair.settle()
+    assert set(pair.prefill.requests) == {"p0", "p1", "p2"}
+    pair.prefill.handover.adapters_changed(1)
+    pair.settle()
+    assert set(pair.prefill.requests) == {"p0", "p2"} and all(one.answer for one in asked)
+    pair.prefill.handover.adapters_changed()
+    pair.settle()
+    assert set(pair.prefill.requests) == {"p0"}, "of any adapter, where nobody says of which"
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
+# -------------------------------------------------------------------------------------------------------------- pauses
+
+
+@DIRECTIONS
+def test_a_paused_prefill_keeps_nothing_though_decode_renews(mode: TransferMode) -> None:
+    """Finding B2: decode is paused with a queued hand-over, and its transfer thread renews on."""
+    pair = Pair(mode, None, kind(num_blocks=7, caches_prefixes=False))
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.decode.pool.free.clear()
+    found = pair.ask_decode(upstream.answer)
+    pair.pass_time(1.0)
+    pair.prefill.handover.paused(grace_seconds=0.0, clears=True)
+    pair.settle()
+    assert not pair.prefill.requests and not pair.prefill.handover.quiet_in_seconds
+    pair.prefill.handover.resumed()
+    pair.decode.pool.free.update(dict.fromkeys(range(1, 7)))
+    pair.settle()
+    assert fails_alone(found) and pair.causes() == {"lease": 1}
+    again = pair.hand_over()
+    assert is_right(again), "it offers again"
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def test_an_engine_that_waits_for_its_last_requests_leaves_decode_a_moment_for_them() -> None:
+    """/pause?mode=wait: what ends is handed over if decode comes at once, and else keeps nobody."""
+    pair = pair_of(PULL)
+    pair.acquaint()
+    first, second = pair.ask_prefill(), pair.ask_prefill(name="cmpl-2-0")
+    pair.prefill.handover.paused(grace_seconds=1.0, clears=True)
+    pair.settle()
+    found = pair.ask_decode(first.answer)
+    pair.settle()
+    assert is_right(found)
+    assert second.request_id in pair.prefill.requests
+    pair.pass_time(1.5)
+    assert not pair.prefill.requests
+    pair.nothing_is_left()
+
+
+@DIRECTIONS
+def test_a_cleared_decode_takes_nothing_that_was_under_way(mode: TransferMode) -> None:
+    """Finding A3 (b): what arrives after the cache was reset does not enter it."""
+    pair = Pair(mode, kind(budget=6), kind())
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.until(found, Status.REMOTE)
+    assert pair.decode.handover.has_blocks
+    pair.decode.handover.clear()
+    pair.settle()
+    assert fails_alone(found) and pair.causes() == {"revoked": 1}
+    assert not pair.decode.handover.has_blocks
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:
+    """llm-d#927: without a word decode would wait for the connection to be lost, or for its time to be over."""
+    pair = Pair(PUSH, kind(budget=6), kind(caches_prefixes=False))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.settle()
+    assert found.status is Status.REMOTE
+    for worker in pair.prefill.workers:
+        worker.side.thread._serving.close("prefill is shut down")
+    pair.settle()
+    assert fails_alone(found) and pair.causes() == {"revoked": 1}
+
+
+# ----------------------------------------------------------------------------------------------------------- deadlines
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_the_time_of_a_hand_over_begins_when_its_request_arrives(mode: TransferMode, recomputes: bool) -> None:
+    """Finding B3: a decode that cannot allocate pins prefill's pages for no longer than its time."""
+    pair = Pair(mode, None, kind(num_blocks=7, caches_prefixes=False, recomputes=recomputes))
+    upstream = pair.ask_prefill()
+    pair.settle()
+    blocks = dict(pair.decode.pool.free)
+    pair.decode.pool.free.clear()
+    found = pair.ask_decode(upstream.answer)
+    pair.pass_time(TIMEOUT_SECONDS - 5)
+    assert upstream.request_id in pair.prefill.requests and found.status is Status.WAITING
+    pair.pass_time(10)
+    assert found.status is (Status.WAITING if recomputes else Status.ERROR)
+    pair.pass_time(1)
+    assert not pair.prefill.requests, "decode has let go of it"
+    pair.decode.pool.free.update(blocks)
+    pair.settle()
+    assert found.status is (Status.STOPPED if recomputes else Status.ERROR) and not found.num_external
+    assert pair.causes() == {"deadline": 1}
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+def test_a_decode_that_stands_still_renews_no_longer_than_the_time_of_its_hand_over() -> None:
+    """Its engine is paused, and says nothing to its workers; they renew by themselves."""
+    pair = Pair(PULL, None, kind(num_blocks=7, caches_prefixes=False))
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.decode.pool.free.clear()
+    pair.ask_decode(upstream.answer)
+    pair.decode.step()
+    stands = pair.decode.step
+    pair.decode.step = lambda: None  # type: ignore[method-assign,assignment]
+    pair.pass_time(TIMEOUT_SECONDS - 5)
+    assert upstream.request_id in pair.prefill.requests
+    pair.pass_time(LEASE_SECONDS + 10)
+    assert not pair.prefill.requests
+    pair.decode.step = stands  # type: ignore[method-assign]
+
+
+# --------------------------------------------------------------------------------------------------------------- media
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_a_decode_leg_without_its_media_is_an_error_also_where_it_would_recompute(
+    mode: TransferMode, recomputes: bool
+) -> None:
+    """Finding A10: placeholders are never computed."""
+    pair = pair_of(mode, recomputes=recomputes)
+    upstream = pair.ask_prefill(num_media=1)
+    pair.settle()
+    params = dict(upstream.answer or {})
+    tokens = (*PROMPT[:-1], PROMPT[-1] + 1)
+    found = pair.decode.add(Request("d1", tokens, params, num_media=0))
+    pair.settle()
+    assert found.status is Status.ERROR and pair.causes() == {"media": 1}
+    alone = pair.decode.add(Request("d2", tokens, {**pair.meet(), "transfer_id": "nobody"}, lacks_media=True))
+    pair.settle()
+    if mode is PUSH:
+        pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert alone.status is Status.ERROR
+    upstream = pair.ask_prefill(num_media=1)
+    pair.settle()
+    same = pair.decode.add(Request("d3", PROMPT, dict(upstream.answer or {}), lacks_media=True))
+    pair.settle()
+    assert same.status is Status.STOPPED, "where the digests are equal, what looks like a placeholder is text"
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
