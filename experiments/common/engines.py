@@ -90,6 +90,9 @@ class Pool:
         """What it still has."""
         self.free_blocks += self.tables.pop(request_id, ())
 
+    def forget_prefixes(self) -> bool:
+        return True
+
     def take(self, request_id: str) -> list[Any]:
         return self.tables.pop(request_id, [])
 

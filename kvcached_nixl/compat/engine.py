@@ -8,7 +8,7 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ __all__ = [
     "EngineBlocks",
     "blocks_of",
     "bound_sides",
+    "core_of",
     "is_whole",
     "let_load_fail",
+    "remember",
     "reports_of",
-    "rest",
     "scheduled",
     "tell_finished",
     "wake_of",
@@ -31,6 +32,7 @@ __all__ = [
     "with_reports",
 ]
 
+_CORE = "_kvcached_nixl_core"
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """How a request ends that has computed its prompt to the end."""
 
@@ -73,6 +75,10 @@ class EngineBlocks:
         """Free what was taken."""
         private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool").free_blocks(blocks)
 
+    def forget_prefixes(self) -> bool:
+        """Let no request begin with what others have computed. Returns whether nothing is left of it."""
+        return bool(private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache())
+
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         """Per KV-cache group, the first token whose block is kept when so many are computed; it starts a block."""
         return tuple(
@@ -108,17 +114,18 @@ def is_whole(request: Any) -> bool:
     return request.status.name in _WHOLE and request.num_computed_tokens >= request.num_prompt_tokens
 
 
-def scheduled(scheduler_output: Any) -> Iterator[tuple[str, tuple[list[int], ...], bool, int]]:
-    """Each request of a step: id, block ids per group, whether they replace the earlier ones, tokens at the end."""
+def scheduled(scheduler_output: Any) -> Iterator[tuple[str, tuple[list[int], ...], bool, int, int]]:
+    """Each request of a step: id, block ids per group, whether they replace the earlier ones, tokens at the end, and at
+    its begin."""
     tokens = scheduler_output.num_scheduled_tokens
     for new in scheduler_output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids, True, new.num_computed_tokens + tokens[new.req_id]
+        yield new.req_id, new.block_ids, True, new.num_computed_tokens + tokens[new.req_id], new.num_computed_tokens
     cached = scheduler_output.scheduled_cached_reqs
     for request_id, block_ids, num_computed_tokens in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
         replaces = request_id in cached.resumed_req_ids
-        yield request_id, block_ids or (), replaces, num_computed_tokens + tokens[request_id]
+        yield request_id, block_ids or (), replaces, num_computed_tokens + tokens[request_id], num_computed_tokens
 
 
 def blocks_of(blocks: Any) -> tuple[list[int], ...]:
@@ -189,20 +196,14 @@ def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> An
     return outputs
 
 
-def rest(core: Any, longest_seconds: float) -> None:
-    """Wait, on the engine's thread, while it has nothing to do but to hear of what our side waits for.
+def remember(core: Any) -> None:
+    """The loop around a scheduler is this one."""
+    vars(core.scheduler)[_CORE] = core
 
-    vLLM steps a thousand times a second then, and each step goes on to the API server. Whatever enters the engine ends
-    the wait at once: a request, an abort, a word of a worker; and so does what is due by the clock. No wait where ranks
-    step together (data parallel).
-    """
-    queue, side = core.input_queue, side_of(core.scheduler.connector)
-    if side is None or not _only_waits(core, side):
-        return
-    due_in_seconds = side.due_in_seconds
-    with queue.not_empty:
-        if not queue._qsize():
-            queue.not_empty.wait(longest_seconds if due_in_seconds is None else min(longest_seconds, due_in_seconds))
+
+def core_of(engine_scheduler: Any) -> Any:
+    """The loop around a scheduler; None where there is none (an engine in its client's own process)."""
+    return vars(engine_scheduler).get(_CORE)
 
 
 def wake_of(core: Any) -> Any:
@@ -210,34 +211,3 @@ def wake_of(core: Any) -> Any:
     from vllm.v1.engine import EngineCoreRequestType
 
     return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-def _only_waits(core: Any, side: Any) -> bool:
-    scheduler = core.scheduler
-    waiting, kept = side.num_waiting, side.num_kept
-    if side.pending or not (waiting or kept) or scheduler.finished_req_ids:
-        return False
-    if private(core, "engines_running") or core.vllm_config.parallel_config.data_parallel_size > 1:
-        return False
-    # Whoever else waits for something may have to be looked after in every step, and so may encoders of other hosts.
-    if vars(scheduler).get("ec_connector") is not None:
-        return False
-    if scheduler.get_num_unfinished_requests() != waiting or len(scheduler.requests) > waiting + kept:
-        return False
-    return _bring_nothing(core.batch_queue or ())
-
-
-def _bring_nothing(batches: Collection[Any]) -> bool:
-    """Whether batches that the workers were given compute nothing, and nothing is reported with them.
-
-    With asynchronous scheduling vLLM always has one. Its next step waits for the oldest, as this does, and would raise
-    what is raised here.
-    """
-    if any(scheduler_output.total_num_scheduled_tokens for _, scheduler_output, *_ in batches):
-        return False
-    for future, *_ in batches:
-        output = future.result()
-        reports = None if output is None else reports_of(output)
-        if reports is None or reports.sent or reports.received or reports.invalid:
-            return False
-    return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.attached import sides
-from kvcached_nixl.compat.engine import bound_sides, wake_of
+from kvcached_nixl.compat.engine import bound_sides, core_of, wake_of
 from kvcached_nixl.compat.private import private
 
 __all__ = ["cleared", "ends_at_once", "held_back", "tell_who_waits"]
@@ -50,14 +50,14 @@ def held_back(core: Any) -> bool:
     return True
 
 
-def cleared(core: Any, reset: Callable[[], bool], *, is_forced: bool) -> bool:
+def cleared(engine_scheduler: Any, reset: Callable[[], bool], *, is_forced: bool) -> bool:
     """Clear the prefix cache: no block is kept for others meanwhile, and none is filled by them later.
 
     Args:
         reset: vLLM's own way; with ``is_forced`` it raises where blocks are held, and may be called again.
         is_forced: running requests start over.
     """
-    found = list(bound_sides(core.scheduler))
+    found = list(bound_sides(engine_scheduler))
     if not is_forced:
         # kvcached says that everything was cleared, whatever is held.
         return not any(side.has_blocks for side in found) and reset()
@@ -66,7 +66,8 @@ def cleared(core: Any, reset: Callable[[], bool], *, is_forced: bool) -> bool:
     try:
         return reset()
     except RuntimeError:
-        if not found or not _drained(core):
+        core = core_of(engine_scheduler)
+        if not found or core is None or not _drained(core):
             raise
     return reset()
 
@@ -74,8 +75,6 @@ def cleared(core: Any, reset: Callable[[], bool], *, is_forced: bool) -> bool:
 def _drained(core: Any) -> bool:
     """Step, computing nothing, until nothing is in flight of what was revoked. Returns whether that is so."""
     scheduler = core.scheduler
-    if "input_queue" not in vars(core):
-        return False
     before = scheduler.pause_state
     scheduler.set_pause_state(type(before).PAUSED_ALL)
     try:

@@ -61,12 +61,14 @@ class Reader(Protocol):
 
 
 class Progress(NamedTuple):
-    """A request in a step: its blocks beside (or instead of) the earlier ones, its tokens when the step has ended."""
+    """A request in a step: its blocks beside (or instead of) the earlier ones, its tokens when the step has ended, and
+    when it begins."""
 
     request_id: str
     block_ids: BlockIds
     replaces: bool
     num_computed_tokens: int
+    begin_token: int = 0
 
 
 class Blocks(Protocol):
@@ -88,6 +90,10 @@ class Blocks(Protocol):
 
     def give_back(self, blocks: list[Any]) -> None:
         """Free what was taken."""
+        ...
+
+    def forget_prefixes(self) -> bool:
+        """Let no request begin with what others have computed. Returns whether nothing is left of it."""
         ...
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:

@@ -114,9 +114,11 @@ class HandOver:
         if adapter is None:
             self.start = self._step.start = self._offering.start = secrets.token_hex(8)
             self._weights = None
+            self._offering.is_cache_stale = True
         self._offering.revoke(f"prefill: {reason}", self._step, adapter=adapter)
         if self._blocks is not None:
             self._fetching.revoke(f"decode: {reason}", self._blocks, self._step, adapter=adapter)
+            self._freshen()
 
     def adapters_changed(self, adapter: int | None = None) -> None:
         """A LoRA adapter was loaded in place of what had its number, or is gone; None: that may be so of any."""
@@ -254,6 +256,12 @@ class HandOver:
             reports.invalid.add(FAILING)
         quiet = quiets_of(reports.sent)
         self._offering.ended(reports.sent, quiet, blocks)
+        self._freshen()
+
+    def _freshen(self) -> None:
+        """Clear the prefix cache of what other weights have computed, as soon as no block of it is in use."""
+        if self._offering.is_cache_stale and self._bound().forget_prefixes():
+            self._offering.is_cache_stale = False
 
     def take_ending(self) -> set[str]:
         """Requests that end with an error now, whatever they wait for (rule R4)."""

@@ -71,6 +71,7 @@ class Offering:
 
     Attributes:
         start: as above; drawn anew when the engine's weights have changed.
+        is_cache_stale: there may be blocks of other weights in the prefix cache, which requests may begin with.
         is_read_early: the workers read what a step has computed before its request has ended: to write it (push), or to
             copy it into a slab.
     """
@@ -86,6 +87,7 @@ class Offering:
         self._kept: dict[PrefillRequestId, int] = {}
         self._taken_back: set[PrefillRequestId] = set()
         self._closed: str | None = None
+        self.is_cache_stale = False
         self._revoked_at = Deadlines[PrefillRequestId]()
         self._draining: set[int] = set()
         self.counts: Counter[int] = Counter()
@@ -262,6 +264,8 @@ class Offering:
         is_done = sending.manifest is not None and not one.replaces and one.num_computed_tokens >= sending.num_tokens
         if one.replaces or not sending.block_ids:
             sending.block_ids = one.block_ids
+            if one.begin_token and self.is_cache_stale:
+                self._withdraw(request_id, sending, "it begins with what other weights have computed", step)
         elif one.block_ids and not is_done:
             sending.block_ids = tuple([*old, *new] for old, new in zip(sending.block_ids, one.block_ids, strict=True))
         if is_done or sending.is_revoked:

@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from kvcached_nixl.compat.engine import bound_sides
-from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE
+from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.compat.pausing import cleared, ends_at_once, held_back, tell_who_waits
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.offering import GRACE_SECONDS
@@ -61,7 +61,7 @@ def resume_scheduler(call: Call) -> Any:
 
 
 RESET_PREFIX_CACHE = Patch(
-    target=ENGINE_CORE_BASE,
+    target=ENGINE_SCHEDULER,
     attribute="reset_prefix_cache",
     process="scheduler",
     parameters=("self", "reset_running_requests", "reset_connector"),

@@ -12,14 +12,15 @@ from kvcached_nixl.compat.attached import sides
 from kvcached_nixl.compat.engine import (
     bound_sides,
     let_load_fail,
+    remember,
     reports_of,
-    rest,
     tell_finished,
     wake_of,
     with_ended,
     with_reports,
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
+from kvcached_nixl.compat.resting import note_step, rest
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
@@ -71,7 +72,10 @@ def update_from_output(call: Call) -> Any:
         side.collect(reports)
         ending |= side.take_ending()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
-    return with_ended(call.instance, outputs, ending) if ending else outputs
+    if ending:
+        outputs = with_ended(call.instance, outputs, ending)
+    note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
+    return outputs
 
 
 HANDLE_INVALID_BLOCKS = Patch(
@@ -170,6 +174,7 @@ PROCESS_INPUT_QUEUE = Patch(
 
 @PROCESS_INPUT_QUEUE.around
 def process_input_queue(call: Call) -> None:
+    remember(call.instance)
     for side in bound_sides(call.instance.scheduler):
         side.bind_wake(wake_of(call.instance))
     rest(call.instance, REST_SECONDS)

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.compat.attached import side_of
+from kvcached_nixl.compat.attached import side_of, sides
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
@@ -72,8 +72,7 @@ class Engine:
 
     def listen(self) -> None:
         """Answer handshakes from now on."""
-        side = side_of(self.worker)
-        if side is not None:
+        for side in sides(self.worker):
             # In a worker it is what the model's weights are, and there is none here.
             side.identify(self.weights)
         metadata = self.worker.get_handshake_metadata()

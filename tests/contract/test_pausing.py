@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import scheduler
+from kvcached_nixl.seams import pausing
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
     registry = Registry(reason_to_skip)
-    registry.add(scheduler.SEAMS)
+    registry.add(pausing.SEAMS)
     registry.complete()
     assert not registry.refusals()
     yield registry
@@ -36,6 +37,7 @@ def clear(engine: Any, future: Future[None]) -> None:
 
 def idle_engine(future: Future[None]) -> Any:
     engine = object.__new__(EngineCoreProc)
+    engine.scheduler = SimpleNamespace(connector=None)
     engine._idle_state_callbacks = [partial(clear, future=future)]
     return engine
 

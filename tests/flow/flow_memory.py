@@ -254,5 +254,9 @@ class Pool:
     def give_back(self, blocks: list[Any]) -> None:
         self._give(blocks)
 
+    def forget_prefixes(self) -> bool:
+        self.cached.clear()
+        return True
+
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         return (0,)

@@ -135,6 +135,7 @@ READS = (
             "shutdown_state",
             "_idle_state_callbacks",
             "_process_engine_step",
+            "has_work",
         ),
     ),
     Reads(ENGINE_CORE_BASE, ("scheduler", "model_executor")),
@@ -161,7 +162,7 @@ READS = (
         "block_size",
         "get_num_skipped_tokens",
     ),
-    _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks"),
+    _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks", "get_num_free_blocks"),
     _of("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "is_null"),
     # Requests and what a step hands on.
     _of(

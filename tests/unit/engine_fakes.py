@@ -81,6 +81,9 @@ class Pool:
         twice = [block for block, times in Counter(self.freed).items() if times > 1]
         assert not twice, f"given back twice: {twice}"
 
+    def forget_prefixes(self) -> bool:
+        return True
+
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         self.asked_for.append(num_tokens)
         return tuple(window // BLOCK_SIZE * BLOCK_SIZE for window in self.windows)

@@ -363,3 +363,11 @@ class KvProbe:
             raise ProbeError(f"found the corruption {kind!r}; expected one of {sorted([*DAMAGES, DROP_TAIL_BLOCK])}.")
         self._kv_probe_recorder().plan = (kind, int(index))
         return {"planted": kind, "index": int(index)}
+
+    def kv_probe_other_weights(self, seed: str) -> dict[str, Any]:
+        """Change the weights in place, as a trainer does that sends some; equal on all servers for one seed."""
+        generator = torch.Generator().manual_seed(int(seed))
+        with torch.no_grad():
+            for _, parameter in sorted(self.model_runner.get_model().named_parameters()):
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        return {}

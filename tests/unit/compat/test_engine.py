@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,10 +18,8 @@ from kvcached_nixl.compat.engine import (
     is_whole,
     let_load_fail,
     reports_of,
-    rest,
     scheduled,
     tell_finished,
-    wake_of,
     with_reports,
 )
 from kvcached_nixl.errors import ContractChanged
@@ -126,10 +121,10 @@ def test_every_request_of_a_step_is_there_with_its_tokens_at_the_end() -> None:
         {"n": 3, "c": 2, "same": 1, "again": 6},
     )
     assert list(scheduled(step)) == [
-        ("n", ([1, 2],), True, 7),
-        ("c", ([7],), False, 10),
-        ("same", (), False, 4),
-        ("again", ([5, 6],), True, 6),
+        ("n", ([1, 2],), True, 7, 4),
+        ("c", ([7],), False, 10, 8),
+        ("same", (), False, 4, 3),
+        ("again", ([5, 6],), True, 6, 0),
     ]
 
 
@@ -363,195 +358,3 @@ def test_or_it_fails(counted: int, expected: int) -> None:
 
 def test_nothing_has_failed() -> None:
     assert let_load_fail(failing(False), set()) == set()
-
-
-# ----------------------------------------------------------------------------------------------------------------- rest
-
-
-class Queue:
-    """vLLM's input queue: a `queue.Queue`, as far as it is looked at. A wait ends at once and is noted."""
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-        self.waited: list[float] = []
-        self.not_empty = self
-
-    def __enter__(self) -> Queue:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def wait(self, seconds: float) -> None:
-        self.waited.append(seconds)
-
-    def _qsize(self) -> int:
-        return len(self.items)
-
-    def put_nowait(self, item: Any) -> None:
-        self.items.append(item)
-
-
-def core(unfinished: int = 1, held: int = 1, **changed: Any) -> SimpleNamespace:
-    connector = SimpleNamespace()
-    parallel = SimpleNamespace(data_parallel_size=changed.pop("data_parallel_size", 1))
-    fields: dict[str, Any] = {
-        "input_queue": Queue(),
-        "batch_queue": None,
-        "engines_running": False,
-        "vllm_config": SimpleNamespace(parallel_config=parallel),
-        "scheduler": SimpleNamespace(
-            finished_req_ids=changed.pop("finished_req_ids", set()),
-            get_num_unfinished_requests=lambda: unfinished,
-            requests=dict.fromkeys(map(str, range(held))),
-            connector=connector,
-        ),
-    }
-    return SimpleNamespace(**fields | changed)
-
-
-NO_REPORTS: dict[str, Any] = {"finished_sending": None, "finished_recving": None, "invalid_block_ids": set()}
-
-
-def batch(
-    tokens: int = 0,
-    reported: dict[str, Any] | None = NO_REPORTS,
-    *,
-    raises: Exception | None = None,
-    has_output: bool = True,
-) -> tuple[Future[Any], SimpleNamespace, Future[Any]]:
-    """What asynchronous scheduling has queued: a batch of so many tokens, and what its worker has answered."""
-    future: Future[Any] = Future()
-    if raises is not None:
-        future.set_exception(raises)
-    else:
-        told = None if reported is None else SimpleNamespace(**{**NO_REPORTS, **reported})
-        future.set_result(SimpleNamespace(kv_connector_output=told) if has_output else None)
-    return future, SimpleNamespace(total_num_scheduled_tokens=tokens), future
-
-
-def resting(core: SimpleNamespace, side: SimpleNamespace) -> list[float]:
-    """How long it has waited, with this side on its connector."""
-    attach(core.scheduler.connector, side)
-    rest(core, 0.1)
-    waited: list[float] = core.input_queue.waited
-    return waited
-
-
-def side(
-    waiting: int = 1, kept: int = 0, *, pending: bool = False, due_in_seconds: float | None = None
-) -> SimpleNamespace:
-    return SimpleNamespace(num_waiting=waiting, num_kept=kept, pending=pending, due_in_seconds=due_in_seconds)
-
-
-@pytest.mark.parametrize(
-    ("core", "side"),
-    [
-        (core(), side()),
-        (core(0, 3), side(0, 3)),
-        (core(2, 3), side(2, 1)),
-        (core(2, 2), side(2, 1)),
-        (core(batch_queue=[]), side()),
-        (core(batch_queue=[batch()]), side()),
-        (core(batch_queue=[batch(), batch(reported=None)]), side()),
-    ],
-    ids=["waits", "keeps", "both", "one of them ended", "no batch", "an idle batch", "two idle batches"],
-)
-def test_an_engine_that_only_waits_rests(core: SimpleNamespace, side: SimpleNamespace) -> None:
-    """It would step a thousand times a second, and each step go on to the API server."""
-    assert resting(core, side) == [0.1]
-
-
-@pytest.mark.parametrize(
-    ("core", "side"),
-    [
-        (core(0, 0), side(0, 0)),
-        (core(), side(pending=True)),
-        (core(2, 2), side(1)),
-        (core(1, 3), side(1, 1)),
-        (core(batch_queue=[batch(tokens=1)]), side()),
-        (core(batch_queue=[batch(), batch(reported={"finished_sending": {"a"}})]), side()),
-        (core(batch_queue=[batch(reported={"finished_recving": {"a"}})]), side()),
-        (core(batch_queue=[batch(reported={"invalid_block_ids": {-2}})]), side()),
-        (core(batch_queue=[batch(has_output=False)]), side()),
-        (core(finished_req_ids={"a"}), side()),
-        (core(engines_running=True), side()),
-        (core(data_parallel_size=2), side()),
-    ],
-    ids=[
-        "idle",
-        "news",
-        "computes",
-        "another's",
-        "a batch",
-        "sent",
-        "received",
-        "failed",
-        "no output",
-        "an end to tell",
-        "lockstep",
-        "data parallel",
-    ],
-)
-def test_an_engine_that_has_something_to_do_does_not(core: SimpleNamespace, side: SimpleNamespace) -> None:
-    """C4: no wait at all where ranks step together; and whoever has nothing to wait for waits as vLLM does."""
-    assert resting(core, side) == []
-
-
-@pytest.mark.parametrize(("due", "waited"), [(None, 0.1), (0.04, 0.04), (3.0, 0.1)])
-def test_it_rests_no_longer_than_until_something_is_due(due: float | None, waited: float) -> None:
-    """A hand-over that never comes ends by the clock, and nobody wakes the engine for it."""
-    assert resting(core(), side(due_in_seconds=due)) == [waited]
-
-
-def test_what_a_worker_has_raised_ends_the_engine() -> None:
-    """As it would in the next step."""
-    with pytest.raises(OSError, match="a worker"):
-        resting(core(batch_queue=[batch(raises=OSError("a worker"))]), side())
-
-
-def test_an_engine_with_a_connector_of_encoders_does_not_rest() -> None:
-    """vLLM asks that one in each step, too."""
-    one = core()
-    one.scheduler.ec_connector = None
-    assert resting(one, side()) == [0.1]
-    one.scheduler.ec_connector = "encoders"
-    assert resting(one, side()) == [0.1]
-    assert one.input_queue.waited == [0.1]
-
-
-def test_an_engine_without_ours_is_left_alone() -> None:
-    """Also one that has it among others: they may have to be looked after in every step."""
-    for connector in (None, SimpleNamespace(), SimpleNamespace(_connectors=[])):
-        one = core()
-        one.scheduler.connector = connector
-        rest(one, 0.1)
-        assert one.input_queue.waited == []
-
-
-def test_what_has_come_already_is_not_waited_for() -> None:
-    one = core()
-    one.input_queue.items.append("a request")
-    assert resting(one, side()) == []
-
-
-def test_a_changed_loop_is_refused_by_name() -> None:
-    one = core()
-    del one.engines_running
-    with pytest.raises(ContractChanged, match="engines_running"):
-        resting(one, side())
-
-
-def test_a_word_ends_the_rest(make_module: Callable[..., ModuleType]) -> None:
-    """With vLLM's own queue, from another thread."""
-    for name in ("vllm", "vllm.v1"):
-        make_module(name).__path__ = []
-    make_module("vllm.v1.engine", "class EngineCoreRequestType:\n    WAKEUP = b'wake'")
-    one = core(input_queue=queue.Queue())
-    attach(one.scheduler.connector, side())
-    waiting = threading.Thread(target=rest, args=(one, 60.0))
-    waiting.start()
-    wake_of(one)()
-    waiting.join(20.0)
-    assert not waiting.is_alive()
-    assert one.input_queue.get_nowait() == (b"wake", None)

@@ -329,6 +329,9 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.free.isdisjoint(blocks), "given back twice"
         self.free |= set(blocks)
 
+    def forget_prefixes(self) -> bool:
+        return True
+
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         return (0,)
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What made the KV is known by its content: weights under one name, in another folder, changed while a server runs;
+and what is kept is revoked by pauses, on both sides, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.common import model as models
+from experiments.common.client import Answer, AnswerError, Client, http_client, read_answer
+from experiments.common.servers import Server, ServerSpec, running
+
+CONNECTOR: dict[str, Any] = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "fail",
+    "kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 60},
+}
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "1"}
+PROMPT = [3 + place % 500 for place in range(100)]
+TOKENS = 8
+PAUSED_SECONDS = 5.0
+"""A pause returns within a second or two; this machine may have others on it."""
+
+
+def spec(name: str, model: Path, mode: str, *arguments: str) -> ServerSpec:
+    extra = {**CONNECTOR["kv_connector_extra_config"], "transfer_mode": mode}
+    return ServerSpec(
+        name=name,
+        model=model,
+        dtype="float32",
+        kv_transfer={**CONNECTOR, "kv_connector_extra_config": extra},
+        environment=KVCACHED,
+        arguments=arguments,
+        forks=True,
+    )
+
+
+@dataclass
+class Offered:
+    """Prefill's answer, and the salt that decode has to ask with."""
+
+    params: dict[str, Any]
+    salt: str
+
+
+@dataclass
+class Asking:
+    """A router and an operator, of real servers. ``turn``: no two requests share a prefix cache."""
+
+    prefill: Client
+    decode: Client
+    turn: int = 0
+
+    async def alone(self, client: Client) -> Answer:
+        self.turn += 1
+        return await client.answer(
+            PROMPT, max_tokens=TOKENS, salt=f"alone-{self.turn}", request_id=f"alone-{self.turn}"
+        )
+
+    async def offered(self, salt: str = "") -> Offered:
+        """``salt``: of an earlier one, to begin with what prefill has cached."""
+        self.turn += 1
+        name = f"offered-{self.turn}"
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = await self.prefill.complete(
+            PROMPT, max_tokens=1, salt=salt or name, request_id=name, kv_transfer_params=params
+        )
+        return Offered(answer["kv_transfer_params"], salt or name)
+
+    async def fetched(self, offered: Offered | None = None, decode: Client | None = None) -> list[int]:
+        offered = offered or await self.offered()
+        self.turn += 1
+        answer = await (decode or self.decode).complete(
+            PROMPT,
+            max_tokens=TOKENS,
+            salt=offered.salt,
+            request_id=f"fetched-{self.turn}",
+            kv_transfer_params=offered.params,
+        )
+        return read_answer(answer, TOKENS).token_ids
+
+    async def refused(self, offered: Offered | None = None, decode: Client | None = None) -> None:
+        with pytest.raises(AnswerError, match="answered 5"):
+            await self.fetched(offered, decode)
+
+    async def change(self, client: Client, seed: str) -> None:
+        await self._call(client, "/collective_rpc", {"method": "kv_probe_other_weights", "args": [seed]})
+
+    async def pause(self, client: Client, **query: str) -> float:
+        begun = time.monotonic()
+        await self._call(client, "/pause", **query)
+        return time.monotonic() - begun
+
+    async def resume(self, client: Client) -> None:
+        await self._call(client, "/resume")
+
+    async def _call(self, client: Client, path: str, body: Any = None, **query: str) -> None:
+        reply = await client.http.post(client.base_url + path, json=body, params=query)
+        assert reply.status_code == httpx.codes.OK, f"{path}: {reply.status_code} {reply.text[:500]}"
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_weights_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
+    """Findings A1 and A3: one name and other weights, other names and the same, weights that change meanwhile."""
+    first, other = models.make_model(), models.make_model(replace(models.GQA, seed=1))
+    moved = tmp_path / "somewhere" / "else"
+    shutil.copytree(first, moved)
+    link = tmp_path / "model"
+    link.symlink_to(first)
+    # ``ngram`` drafts have no model, so they are decode's own matter (finding B5).
+    drafts = '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3,"prompt_lookup_min":1}'
+    same = spec("decode", moved, mode, "--speculative-config", drafts)
+    with running([spec("prefill", link, mode), same], tmp_path) as (prefill, decode):
+        link.unlink()
+        link.symlink_to(other)
+        with running([spec("other", link, mode)], tmp_path) as (stranger,):
+            asyncio.run(_weights(prefill, decode, stranger))
+            log = stranger.log.read_text(errors="replace")
+        for one in (prefill, decode):
+            one.check_alive()
+    assert "computes with other weights" in log and "Load the same on both sides" in log
+
+
+async def _weights(prefill: Server, decode: Server, stranger: Server) -> None:
+    async with http_client(8) as http:
+        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
+        other = Client(stranger.base_url, http)
+        expected = (await asking.alone(asking.prefill)).token_ids
+        assert expected != (await asking.alone(other)).token_ids, "the two models must differ for this to show anything"
+        assert await asking.fetched() == expected, "the same weights in another folder"
+        await asking.refused(decode=other)
+        # A rolling update: what was kept is used by nobody, one side is older, then both are the same again.
+        kept = await asking.offered()
+        await asking.change(asking.prefill, "7")
+        await asking.refused(kept)
+        await asking.refused()
+        # It would begin with what the old weights have left in prefill's prefix cache.
+        kept = await asking.offered(kept.salt)
+        await asking.change(asking.decode, "7")
+        updated = (await asking.alone(asking.decode)).token_ids
+        assert updated != expected
+        assert await asking.fetched(kept) == updated, "it was computed with the weights that decode has now"
+        assert await asking.fetched() == updated
+        await asking.change(asking.decode, "8")
+        await asking.refused()
+        # What changes nothing revokes nothing.
+        kept = await asking.offered()
+        await asking._call(asking.prefill, "/collective_rpc", {"method": "kv_probe_geometry"})
+        await asking._call(asking.decode, "/collective_rpc", {"method": "kv_probe_geometry"})
+        await asking.change(asking.prefill, "8")
+        await asking.refused(kept)
+        assert await asking.fetched() == (await asking.alone(asking.prefill)).token_ids
+
+
+PAUSES: list[dict[str, str]] = [
+    {"mode": "keep", "clear_cache": "false"},
+    {"mode": "keep", "clear_cache": "true"},
+    {"mode": "abort", "clear_cache": "true"},
+    {"mode": "wait", "clear_cache": "true"},
+]
+
+
+@pytest.fixture(params=["pull", "push"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server]]:
+    model = models.make_model()
+    with running([spec(name, model, request.param) for name in ("prefill", "decode")], tmp_path) as servers:
+        yield servers
+
+
+def test_pauses_return_at_once_whatever_is_kept_or_queued(pair: list[Server]) -> None:
+    """Finding B2: leases of a minute, decode paused with what it has queued, prefill with what it keeps."""
+    asyncio.run(_pauses(*pair))
+    for one in pair:
+        one.check_alive()
+
+
+async def _pauses(prefill: Server, decode: Server) -> None:
+    async with http_client(16) as http:
+        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
+        expected = (await asking.alone(asking.prefill)).token_ids
+        assert await asking.fetched() == expected
+        for query in PAUSES:
+            kept = [await asking.offered() for _ in range(3)]
+            assert await asking.pause(asking.prefill, **query) < PAUSED_SECONDS, query
+            assert await asking.pause(asking.decode, **query) < PAUSED_SECONDS, query
+            await asking.resume(asking.decode)
+            await asking.refused(kept[0])
+            await asking.resume(asking.prefill)
+            assert await asking.fetched() == expected, query
+        # Decode first, with hand-overs in its queue, which its workers renew on.
+        kept = [await asking.offered() for _ in range(3)]
+        await asking.pause(asking.decode, mode="keep", clear_cache="false")
+        queued = [asyncio.create_task(asking.fetched(one)) for one in kept]
+        await asyncio.sleep(1.0)
+        assert await asking.pause(asking.prefill, mode="keep", clear_cache="true") < PAUSED_SECONDS
+        await asking.resume(asking.decode)
+        for found in await asyncio.gather(*queued, return_exceptions=True):
+            assert isinstance(found, AnswerError), found
+        await asking.resume(asking.prefill)
+        # A reset with running requests, on both sides, while something is kept and fetched.
+        kept = [await asking.offered() for _ in range(3)]
+        fetching = asyncio.create_task(asking.fetched(kept[0]))
+        for client in (asking.prefill, asking.decode):
+            begun = time.monotonic()
+            await asking._call(client, "/reset_prefix_cache", reset_running_requests="true")
+            assert time.monotonic() - begun < PAUSED_SECONDS
+        outcome = (await asyncio.gather(fetching, return_exceptions=True))[0]
+        assert isinstance(outcome, AnswerError) or outcome == expected
+        assert await asking.fetched() == expected
