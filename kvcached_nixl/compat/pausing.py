@@ -41,7 +41,7 @@ def held_back(core: Any) -> bool:
     if seconds <= 0:
         return False
     due = [due for side in found if (due := side.due_in_seconds) is not None]
-    if _waited(core, min(seconds, *due)):
+    if _waited(core, min([seconds, *due])):
         return True
     if _quiet_in_seconds(core) <= 0:
         return False
