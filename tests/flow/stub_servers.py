@@ -191,9 +191,7 @@ class Stub:
             return
         if not self._assign(asked):
             named = asked.headers["x-data-parallel-rank"]
-            message = f"data_parallel_rank {named} is out of range [0, {max(1, self.ranks)})."
-            await self._json(writer, 400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
-            return
+            await self._error(writer, 400, f"data_parallel_rank {named} is out of range [0, {max(1, self.ranks)}).")
         if asked.params.get("do_remote_decode"):
             await asyncio.sleep(self.prefill_seconds)
             await self._prefill(fault, asked, writer)
@@ -229,9 +227,7 @@ class Stub:
             await asyncio.sleep(3600)
         status, _, message = fault.partition(" ")
         if status.isdigit():
-            error = {"message": message or f"said {fault}", "type": "x", "param": None, "code": int(status)}
-            await self._json(writer, int(status), {"error": error})
-            return True
+            await self._error(writer, int(status), message or f"said {fault}")
         if fault == "garbage":
             await self._whole(writer, 200, b'{"kv_transfer_params": {"remote_port": "x"', "application/json")
             return True
@@ -366,6 +362,13 @@ class Stub:
         if fault != "error":
             raise ConnectionResetError
         return False
+
+    async def _error(self, writer: asyncio.StreamWriter, status: int, message: str) -> None:
+        """As vLLM 0.19 answers what it finds only when it computes: then the connection is closed behind the answer."""
+        error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+        await self._json(writer, status, {"error": error})
+        await asyncio.sleep(0.002)
+        raise ConnectionResetError
 
     async def _json(self, writer: asyncio.StreamWriter, status: int, body: object) -> None:
         await self._whole(writer, status, json.dumps(body).encode(), "application/json")
