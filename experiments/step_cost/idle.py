@@ -31,8 +31,8 @@ EMPTY = "no requests"
 SETTLE_SECONDS = 2.0
 BLOCKS, BLOCK_SIZE = 96, 32
 WAITING = 4
-# Four of them leave a fifth of the pool, and the queued one needs half of it.
-WAITING_TOKENS, QUEUED_TOKENS = 600, 1500
+# Four of them have less than half of the pool, and the queued one needs more than they leave.
+WAITING_TOKENS, QUEUED_TOKENS = 300, 1900
 # Longer than all that is done with a server.
 LEASE_SECONDS = 240
 TIMEOUT_SECONDS = 300.0

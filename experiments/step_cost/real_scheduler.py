@@ -255,7 +255,6 @@ class RealScheduler:
         transfer = KVTransferConfig(
             kv_connector="NixlConnector",
             kv_role="kv_both",
-            kv_buffer_device="cpu",
             engine_id=str(uuid.uuid4()),
             kv_connector_extra_config={"num_threads": 0, **mode},
         )
