@@ -101,8 +101,9 @@ class Journey:
                 if failure.cause in (Cause.HANDOVER, Cause.SERVER):
                     # Decode may have failed for what it got, or did not get, from prefill.
                     self._tried.add(self._record.prefill)
-                # Whoever it was that computed: asked first, it says so itself.
-                self._may_push = self._may_push and failure.cause is not Cause.RESTARTED
+                if failure.cause in (Cause.HANDOVER, Cause.SERVER, Cause.RESTARTED):
+                    # Decode may have been told of a prefill that is gone; one that is asked first says where it is.
+                    self._may_push = False
                 self._record.words = failure.words
             await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
 

@@ -288,7 +288,10 @@ class Stub:
         digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
         params, given = asked.params, None
         if params.get("do_remote_prefill"):
-            if "kvcached_nixl" in params:
+            if fault == "unmet":
+                fault = "kv"
+                given = digest
+            elif "kvcached_nixl" in params:
                 given = self.fabric.offers.pop(params["remote_request_id"], None)
             else:
                 given = await self.fabric.meeting(params["remote_engine_id"], params["transfer_id"])

@@ -90,7 +90,7 @@ def test_many_at_once_from_the_first_request_on() -> None:
                 assert all(right(*one) for one in zip(answers, names, strict=True))
             assert [questions(one) for one in at.prefills] == [1, 1]
             assert await at.count("retries_total") == 0
-            assert not any(one.was_cut for server in (*at.prefills, *at.decodes) for one in server.asked)
+            assert not any(one.was_cut for server in (*at.prefills, *at.decodes) for one in served(server))
             assert sum(len(pushed(one)) for one in at.prefills) > 80
             await quiet(at)
 
@@ -277,5 +277,26 @@ def test_a_server_that_cannot_say_it_now_is_asked_again(monkeypatch: pytest.Monk
                 assert len(prefill.asked) == seen + 2
             await ask(at, 6, first=100)
             assert len(pushed(prefill)) == 4 and questions(prefill) == 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_decode_that_does_not_meet_the_prefill_it_was_told_of_is_tried_with_one_that_says_where_it_is(
+    stream: bool,
+) -> None:
+    """It may say so before prefill has answered, which then never tells the router that it is another one."""
+
+    async def run() -> None:
+        async with parallel(2) as at:
+            await ask(at, 9)
+            (prefill,), (decode,) = at.prefills, at.decodes
+            prefill.restarted_ranks.update({0: 1, 1: 1})
+            prefill.prefill_seconds = 0.2
+            decode.faults.append("unmet")
+            answer = await at.complete("p", stream=stream)
+            assert answer.status_code == 200 and '"error"' not in answer.text
+            assert decode.asked[-1].params["remote_engine_id"] in {prefill.engine_of(rank) for rank in range(2)}
+            assert "kvcached_nixl" in decode.asked[-1].params
 
     asyncio.run(run())
