@@ -47,6 +47,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_push.py": (None, 5.0),
     "e2e/test_refusals.py": (None, 1.5),
     "e2e/test_router.py": (None, 9.0),
+    "e2e/test_router_ranks.py": (None, 4.5),
     "equivalence": (3.0, 9.5),
     "equivalence/V2": (None, 10.0),
 }

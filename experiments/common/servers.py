@@ -24,6 +24,8 @@ import httpx
 from experiments.common import device
 
 SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
+REPOSITORY = Path(__file__).resolve().parents[2]
+"""Servers run the package of this tree, also where an environment was made for another worktree."""
 HOST = "127.0.0.1"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """vLLM's executor for one device, by its path: by its short name, vLLM >= 0.28 replaces it on a CPU by one that keeps
@@ -165,7 +167,7 @@ class Server:
         environment |= ENVIRONMENT
         environment |= {
             "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{environment.get('PATH', '')}",
-            "PYTHONPATH": str(SERVER_SIDE),
+            "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{REPOSITORY}",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             "KVCACHED_IPC_NAME": self.identity,
             "KVCACHED_HOSTVMM_DEVICE": self.identity,

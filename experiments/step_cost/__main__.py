@@ -7,31 +7,51 @@ import argparse
 import dataclasses
 import logging
 import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import as_json, exit_status, table_of_targets
+from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.common.report import Narrator
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WAITING = (0, 100, 1_000, 10_000)
 REPETITIONS, QUICK_REPETITIONS = 3_000, 200
+SCHEDULE_REPETITIONS, QUICK_SCHEDULE_REPETITIONS = 300, 40
 
 DESCRIPTION = """\
-What do hand-overs that wait cost a step of the engine, and a turn of the transfer thread?
+What do hand-overs that wait cost a step of the engine, and an engine that has nothing to compute? Three arms:
 
-The real halves of an engine, scheduler and worker, over the in-memory transport, with 0 to 10,000 hand-overs that wait:
-decode's requests for KV that does not come, prefill's for a decode that does not (and with push as many registrations
-for requests that have not come), in both directions. Timed while nothing of them happens: an ordinary step of 32
-running requests on the engine's thread, with the Step pickled as vLLM's multiprocess executor does it, and a turn of
-the transfer thread. And what does happen: a request that arrives, a turn that sends beats, a turn that reads some."""
+schedule   vLLM's own scheduler, stepped as EngineCore.step does it (schedule(), in it the connector's metadata, and
+           update_from_output(); no model, no workers), with 32 running requests and 0 to 10,000 that wait: hand-overs
+           for KV that does not come, requests kept for a decode that does not come; without a connector, with the stock
+           one and with this package. Milliseconds of the engine's thread: what else runs on the machine does not count.
+hand-over  This package's share alone, both halves of an engine over the in-memory transport, both directions: an
+           ordinary step on the engine's thread, with the Step pickled as vLLM's multiprocess executor does it, a turn
+           of the transfer thread, a request that arrives, a turn that sends beats, a turn that reads some.
+idle       Real servers, alone, with two data-parallel ranks and below MultiConnector, whose hand-overs wait, are queued
+           behind, are kept or are paused: CPU seconds per second of all their processes."""
 
 EPILOG = """\
 targets (medians; the 99th percentile is shown, too):
-  10,000 waiting hand-overs, either side and direction: a step < 1 ms, an idle turn < 0.1 ms
-  no beat is larger than 4,096 bytes
+  schedule: with as many waiting, a step with this package takes at most 1.25 times that with the stock connector, and
+    0.2 ms
+  hand-over: 10,000 waiting, either side and direction: a step < 1 ms, an idle turn < 0.1 ms; no beat larger than 4,096
+    bytes
+  idle: each state costs less than 0.05 CPU seconds per second more than the same server without requests
 
 exit status: 0 all targets reached; 1 one was missed
-Results: a table; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
+Results: tables; results/last-VERSION.json (hand-over), last-VERSION-schedule.json and last-VERSION-idle.json with
+versions and hardware; results/last-VERSION.png."""
+
+ARMS = ("schedule", "hand-over", "idle")
+IDLE_SECONDS, QUICK_IDLE_SECONDS = 8.0, 3.0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,6 +60,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; writes last-VERSION-quick files")
+    parser.add_argument(
+        "--arm", action="append", choices=ARMS, metavar="ARM", help=f"of {', '.join(ARMS)}; repeatable; all if left out"
+    )
     return parser.parse_args(arguments)
 
 
@@ -47,31 +70,66 @@ def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Only here: --help has to work without the environment that these need.
     from experiments.common.report import Narrator, stdout_console, write_json
-    from experiments.step_cost.measure import measure
-    from experiments.step_cost.report import judge, plot, table_of
 
     # Requests that go are worth a word each.
     logging.disable(logging.WARNING)
-    repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
-    narrator = Narrator("what waiting hand-overs cost a step")
-    costs = [cost for waiting in WAITING for cost in measure(waiting, repetitions, narrator.say)]
+    narrator = Narrator("what waiting hand-overs cost an engine")
+    console, verdicts = stdout_console(), []
+    for arm in options.arm or ARMS:
+        costs, found, table, extra = MEASURES[arm](options, narrator)
+        console.print(table)
+        console.print(table_of_targets(found))
+        suffix = ("" if arm == "hand-over" else f"-{arm}") + ("-quick" if options.quick else "")
+        content = {**extra, "targets": as_json(found), "costs": [dataclasses.asdict(one) for one in costs]}
+        write_json(RESULTS / f"last-{options.vllm}{suffix}.json", content)
+        verdicts += found
     narrator.close()
-    costs.sort(key=lambda one: (one.direction, one.side, one.waiting))
+    return exit_status(verdicts)
 
-    verdicts = judge(costs)
-    console = stdout_console()
-    title = f"waiting hand-overs, medians of {repetitions:,}, milliseconds"
-    console.print(table_of(costs, title))
-    console.print(table_of_targets(verdicts))
+
+Measured = tuple[Sequence[Any], list[Verdict], "Table", dict[str, Any]]
+
+
+def _schedule(options: argparse.Namespace, narrator: Narrator) -> Measured:
+    from experiments.step_cost.report import judge_schedule, table_of_schedule
+    from experiments.step_cost.schedule_cost import measure_schedule
+
+    repetitions = QUICK_SCHEDULE_REPETITIONS if options.quick else SCHEDULE_REPETITIONS
+    costs = [cost for waiting in WAITING for cost in measure_schedule(waiting, repetitions, narrator.say)]
+    costs.sort(key=lambda one: (one.kind, not one.has_room, one.engine, one.mode, one.waiting))
+    title = f"vLLM's own scheduler with requests that wait, {repetitions} steps each, milliseconds of its thread"
+    return costs, judge_schedule(costs), table_of_schedule(costs, title), {"repetitions": repetitions}
+
+
+def _hand_over(options: argparse.Namespace, narrator: Narrator) -> Measured:
+    from experiments.step_cost.measure import measure
+    from experiments.step_cost.report import judge, plot, table_of
+
+    repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
+    costs = [cost for waiting in WAITING for cost in measure(waiting, repetitions, narrator.say)]
+    costs.sort(key=lambda one: (one.direction, one.side, one.waiting))
     name = f"last-{options.vllm}{'-quick' if options.quick else ''}"
     plot(costs, "what waiting hand-overs cost", RESULTS / f"{name}.png")
-    content = {
-        "repetitions": repetitions,
-        "targets": as_json(verdicts),
-        "costs": [dataclasses.asdict(one) for one in costs],
-    }
-    write_json(RESULTS / f"{name}.json", content)
-    return exit_status(verdicts)
+    title = f"waiting hand-overs, this package alone, medians of {repetitions:,}, milliseconds"
+    return costs, judge(costs), table_of(costs, title), {"repetitions": repetitions}
+
+
+def _idle(options: argparse.Namespace, narrator: Narrator) -> Measured:
+    from experiments.step_cost.idle import judge_idle, measure_idle
+    from experiments.step_cost.report import table_of_idle
+
+    seconds = QUICK_IDLE_SECONDS if options.quick else IDLE_SECONDS
+    with tempfile.TemporaryDirectory(prefix="step_cost-") as logs:
+        costs = measure_idle(seconds, Path(logs), narrator.say)
+    title = f"CPU seconds per second, over {seconds:g} s, of servers with nothing to compute"
+    return costs, judge_idle(costs), table_of_idle(costs, title), {"seconds": seconds}
+
+
+MEASURES: Mapping[str, Callable[[argparse.Namespace, Narrator], Measured]] = {
+    "schedule": _schedule,
+    "hand-over": _hand_over,
+    "idle": _idle,
+}
 
 
 if __name__ == "__main__":

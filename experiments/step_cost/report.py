@@ -13,10 +13,14 @@ from kvcached_nixl.wire.lease import MOST_BEAT_BYTES
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from experiments.step_cost.idle import IdleCost
     from experiments.step_cost.measure import Cost
+    from experiments.step_cost.schedule_cost import ScheduleCost
 
 MOST_WAITING = 10_000
 STEP_MS, IDLE_TURN_MS = 1.0, 0.1
+MOST_TIMES_STOCK, MOST_MORE_MS = 1.25, 0.2
+STOCK, OURS = "stock connector", "this package"
 
 
 def judge(costs: Sequence[Cost]) -> list[Verdict]:
@@ -88,3 +92,48 @@ def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
+
+
+def judge_schedule(costs: Sequence[ScheduleCost]) -> list[Verdict]:
+    """Medians with the most waiting, beside the stock connector's with as many."""
+    most = [one for one in costs if one.waiting == MOST_WAITING]
+    stock = {(one.kind, one.has_room): one.step.p50 for one in most if one.engine == STOCK}
+    found = []
+    for one in most:
+        if one.engine == OURS:
+            beside = stock[one.kind, one.has_room]
+            limit = MOST_TIMES_STOCK * beside + MOST_MORE_MS
+            where = f"{one.mode}, {one.kind}, {'room for more' if one.has_room else 'as many run as may'}"
+            words = f"{where}, {one.waiting:,} waiting: vLLM's step (< {limit:.2f} ms; stock {beside:.2f})"
+            found.append(Verdict(words, f"{one.step.p50:.2f} ms", one.step.p50 < limit))
+    return found
+
+
+def table_of_schedule(costs: Sequence[ScheduleCost], title: str) -> Table:
+    """One row per kind, engine and number."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    words = ("what waits", "more may run", "engine", "mode")
+    for column in (*words, "waiting", "step p50", "p99", "schedule", "connector", "update", "step with an arrival"):
+        table.add_column(column, justify="left" if column in words else "right")
+    for one in costs:
+        table.add_row(
+            *(one.kind, "yes" if one.has_room else "no", one.engine, one.mode, f"{one.waiting:,}"),
+            *(f"{spent:.3f}" for spent in (one.step.p50, one.step.p99)),
+            *(f"{part.p50:.3f}" for part in (one.schedule, one.connector, one.update)),
+            "" if one.arrival is None else f"{one.arrival.p50:.3f}",
+        )
+    return table
+
+
+def table_of_idle(costs: Sequence[IdleCost], title: str) -> Table:
+    """One row per server and state."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in ("server", "state", "all processes", "engines"):
+        table.add_column(column, justify="left" if column in ("server", "state") else "right")
+    for one in costs:
+        table.add_row(one.server, one.state, f"{one.cpu:.3f}", f"{one.engines:.3f}")
+    return table

@@ -74,8 +74,15 @@ class Reply:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Give the connection back, or end it where the answer has not ended."""
-        self._owner.take_back(self._line)
+        """Give the connection back, or end it where the answer has not ended, or was an error.
+
+        vLLM 0.19 raises through its web server after it has answered that way, and the connection is closed behind the
+        answer: whoever was given it next would lose a request.
+        """
+        if self.status < 400:
+            self._owner.take_back(self._line)
+        else:
+            self._line.abort()
 
 
 class Connections:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.failure import Cause, Refusal
 from kvcached_nixl.proxy.health import watch
-from kvcached_nixl.proxy.instance import Instance, Role, State
+from kvcached_nixl.proxy.instance import Instance, Place, Role, State
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted, make
@@ -115,14 +115,21 @@ class Fleet:
     def is_known(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance
 
-    def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Instance | None:
-        """A server for a request: one that was neither tried nor doubted, if there is any; None if none is up."""
+    def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Place | None:
+        """Where a request goes: to one that was neither tried nor doubted, if there is any; None if none is up."""
         usable = [one for one in self if one.role is role and one.is_usable]
         fresh = [one for one in usable if one.name not in tried] or usable
         fresh = [one for one in fresh if not one.is_doubted] or fresh
-        if not fresh:
+        return self._choose(role, request, [place for one in fresh for place in one.places])
+
+    def choose_rank(self, instance: Instance, request: Wanted) -> Place:
+        """Where at this server a request goes."""
+        return self._choose(instance.role, request, instance.places) or Place(instance, None)
+
+    def _choose(self, role: Role, request: Wanted, places: list[Place]) -> Place | None:
+        if not places:
             return None
-        return fresh[self._policies[role].choose([one.load for one in fresh], request)]
+        return places[self._policies[role].choose([one.server.load(one.rank) for one in places], request)]
 
     def _known(self, name: str) -> Instance:
         instance = self._instances.get(name)
@@ -133,7 +140,8 @@ class Fleet:
 
 def as_dict(instance: Instance) -> dict[str, object]:
     """For ``/instances``."""
-    found = instance.found
+    ranks = instance.ranks
+    found = ranks.latest
     return {
         "name": instance.name,
         "role": instance.role.value,
@@ -147,5 +155,17 @@ def as_dict(instance: Instance) -> dict[str, object]:
         "transfer_mode": None if found is None else "push" if found.pushes else "pull",
         "engine_id": None if found is None else found.where.engine_id,
         "start": None if found is None else found.start,
+        "ranks": [_rank_as_dict(instance, rank) for rank in ranks.named] or None,
         "last_failure": instance.last_failure if instance.state is not State.UP else "",
+    }
+
+
+def _rank_as_dict(instance: Instance, rank: int) -> dict[str, object]:
+    load, found = instance.load(rank), instance.ranks.found(rank)
+    return {
+        "rank": rank,
+        "requests": load.requests,
+        "outstanding_tokens": load.tokens,
+        "engine_id": None if found is None else found.where.engine_id,
+        "start": None if found is None else found.start,
     }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -14,9 +13,9 @@ from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.connections import Connections
 from kvcached_nixl.proxy.failure import Cause, LegFailed
 from kvcached_nixl.proxy.guard import Guard
-from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
+from kvcached_nixl.proxy.ranks import Ranks
 
-__all__ = ["Found", "Instance", "Load", "Role", "State"]
+__all__ = ["Instance", "Load", "Place", "Role", "State"]
 
 
 class Role(str, Enum):
@@ -39,7 +38,8 @@ class Load(NamedTuple):
     """What a policy sees of a server.
 
     Attributes:
-        name: host and port; stays the same as long as the server is known.
+        name: host and port; stays the same as long as the server is known. Where the router says which data-parallel
+            rank computes, each rank is one of its own, with ``#`` and its number behind the name.
         requests: legs that it works on.
         tokens: about how many tokens are still to be computed by it, prompt and answer.
     """
@@ -49,33 +49,18 @@ class Load(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a prefill server's own answer said of it.
+class Place(NamedTuple):
+    """Where a request may go: a server, and which data-parallel rank of it computes; None leaves that to the server."""
 
-    Attributes:
-        start: drawn when its engine started; "" where it does not say.
-        pushes: it writes; decode may be asked at the same time.
-    """
-
-    where: RemotePrefill
-    start: str
-    pushes: bool
-
-    @classmethod
-    def of(cls, params: KvTransferParams) -> Found:
-        """Raises `Malformed`: a coordinate is missing."""
-        manifest = params.manifest
-        # A name alone leads decode to nothing at servers without this package: theirs are asked one after the other.
-        pushes = params.transfer_mode == "push" and manifest is not None
-        return cls(params.prefill, "" if manifest is None else manifest.start, pushes)
+    server: Instance
+    rank: int | None
 
 
 class Instance:
     """See the module. Its methods are for the event loop's thread.
 
     Attributes:
-        found: of a prefill server; None before its first answer, and when it may not be what it was.
+        ranks: of a prefill server: what its answers have said of it.
         requests, tokens: legs that it works on, and about what is to be computed for them.
         keeping: requests whose KV it keeps for a decode that has not begun to answer.
         is_doubted: it refused a connection, and no health check has succeeded since.
@@ -91,7 +76,7 @@ class Instance:
         self.is_draining = False
         self.is_doubted = False
         self.is_warned = False
-        self.found: Found | None = None
+        self.ranks = Ranks(self.name)
         self.last_failure = ""
         self.reported_failures: float | None = None
         self.requests = 0
@@ -102,6 +87,7 @@ class Instance:
         self.quiet.set()
         self.connections = Connections(self.name, url, connect_seconds)
         self._guards: set[Guard] = set()
+        self._of_ranks: dict[int, Load] = {}
 
     @property
     def is_usable(self) -> bool:
@@ -109,8 +95,15 @@ class Instance:
         return self.state is State.UP and not self.is_draining
 
     @property
-    def load(self) -> Load:
-        return Load(self.name, self.requests, self.tokens)
+    def places(self) -> list[Place]:
+        """Where at it a request may go: one place, but where it is known that it has several ranks to name."""
+        return [Place(self, rank) for rank in self.ranks.named or (None,)]
+
+    def load(self, rank: int | None) -> Load:
+        """Of the whole server, or of one rank: of that, what was sent to it by name."""
+        if rank is None:
+            return Load(self.name, self.requests, self.tokens)
+        return self._of_ranks.get(rank) or Load(f"{self.name}#{rank}", 0, 0)
 
     @property
     def is_busy(self) -> bool:
@@ -134,10 +127,9 @@ class Instance:
             taken()
 
     @contextmanager
-    def leg(self, tokens: int) -> Iterator[Guard]:
+    def leg(self, tokens: int, rank: int | None = None) -> Iterator[Guard]:
         """A leg of a request: counted while it lasts, and ended when the server is lost."""
-        self.requests += 1
-        self.tokens += tokens
+        self._count(rank, 1, tokens)
         self.quiet.clear()
         guard = Guard()
         self._guards.add(guard)
@@ -146,8 +138,7 @@ class Instance:
                 yield guard
         finally:
             self._guards.discard(guard)
-            self.requests -= 1
-            self.tokens -= tokens
+            self._count(rank, -1, -tokens)
             if not self.requests:
                 self.quiet.set()
 
@@ -158,7 +149,7 @@ class Instance:
         """
         self.last_failure = failure.words
         if failure.cause in (Cause.UNREACHABLE, Cause.BROKEN, Cause.TIME, Cause.RESTARTED, Cause.LOST):
-            self.found = None
+            self.ranks.forget()
             self.suspected.set()
         if failure.cause is Cause.UNREACHABLE:
             self.is_doubted = True
@@ -167,10 +158,20 @@ class Instance:
         """Nothing goes to it any more, and whoever waits for it waits no longer."""
         self.state = State.DOWN
         self.last_failure = words
-        self.found = None
+        self.ranks.forget()
         for guard in tuple(self._guards):
             guard.end(LegFailed(Cause.LOST, self.name, "its health checks fail", status=502))
 
     def came_up(self) -> None:
         self.state = State.UP
         self.is_doubted = self.is_warned = False
+
+    def _count(self, rank: int | None, requests: int, tokens: int) -> None:
+        self.requests += requests
+        self.tokens += tokens
+        if rank is None:
+            return
+        before = self.load(rank)
+        self._of_ranks[rank] = Load(before.name, before.requests + requests, before.tokens + tokens)
+        if not self._of_ranks[rank].requests:
+            del self._of_ranks[rank]

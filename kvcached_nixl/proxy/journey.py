@@ -2,7 +2,8 @@
 """One request on its way: attempts, each of one or two legs, until the client has an answer or an error.
 
     pull     prefill is asked, its parameters go to decode as they came
-    push     both are asked at once, under a fresh name; prefill is found by what it has said of itself before
+    push     both are asked at once, under a fresh name; prefill is found by what it has said of itself before, and
+             told which of its data-parallel ranks that was, if it has several
     alone    decode computes the prompt itself
 
 Until the first piece has reached the client an attempt may be followed by another; after that nothing is tried again.
@@ -16,7 +17,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -24,13 +24,16 @@ from kvcached_nixl.proxy.ask import Alone, Asked, decode_body, prefill_body
 from kvcached_nixl.proxy.failure import Answered, Cause, LegFailed, Refusal
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.guard import Guard
-from kvcached_nixl.proxy.instance import Found, Instance, Role
+from kvcached_nixl.proxy.instance import Instance, Place, Role
+from kvcached_nixl.proxy.offer import Beside, NoParameters, Offer, read_offer
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.policy import Wanted
+from kvcached_nixl.proxy.rank_count import ask_rank_count
+from kvcached_nixl.proxy.ranks import RANK_HEADER, Found, range_of
 from kvcached_nixl.proxy.record import Record
 from kvcached_nixl.proxy.relay import relay, require_success
-from kvcached_nixl.wire.params import KvTransferParams, Malformed, parse
+from kvcached_nixl.wire.params import KvTransferParams
 
 __all__ = ["Journey"]
 
@@ -40,26 +43,6 @@ MOST_PREFILL_ANSWER_BYTES = 8 << 20
 PAUSE_SECONDS = 0.05
 LATE_PREFILL_SECONDS = 1.0
 """How long a request that is answered waits for the end of prefill's leg, so that its connection can be kept."""
-
-
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What prefill's answer says.
-
-    Attributes:
-        raw: its parameters as they came, for decode; None if there are none.
-        found: where it is; None without parameters.
-    """
-
-    raw: msgspec.Raw | None
-    found: Found | None
 
 
 class Journey:
@@ -86,6 +69,7 @@ class Journey:
         self._record = record
         self._tried: set[str] = set()
         self._legs = 0
+        self._may_push = True
         self._wanted = Wanted(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens)
 
     async def run(self) -> None:
@@ -117,25 +101,33 @@ class Journey:
                 if failure.cause in (Cause.HANDOVER, Cause.SERVER):
                     # Decode may have failed for what it got, or did not get, from prefill.
                     self._tried.add(self._record.prefill)
+                if failure.cause in (Cause.HANDOVER, Cause.SERVER, Cause.RESTARTED):
+                    # Decode may have been told of a prefill that is gone; one that is asked first says where it is.
+                    self._may_push = False
                 self._record.words = failure.words
             await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
 
     async def _attempt(self) -> None:
         if self._asked.alone is not None:
             return await self._alone(self._asked.alone)
-        prefill = self._fleet.choose(Role.PREFILL, self._wanted, self._tried)
-        if prefill is None:
+        place = self._fleet.choose(Role.PREFILL, self._wanted, self._tried)
+        if place is None:
             if self._options.decode_alone:
                 return await self._alone(Alone.NO_PREFILL)
             raise _nobody(Role.PREFILL)
         if not self._fleet.is_up(Role.DECODE):
             raise _nobody(Role.DECODE)
+        prefill = place.server
         self._record.prefill = prefill.name
+        if prefill.ranks.wants_count:
+            await ask_rank_count(prefill, self._asked, self._headers_of(self._leg_id()), self._options)
+            place = self._fleet.choose_rank(prefill, self._wanted)
         with prefill.kept() as taken:
             self._record.on_first = taken
-            if prefill.found is not None and prefill.found.pushes:
-                return await self._push(prefill, prefill.found)
-            return await self._pull(prefill)
+            found = prefill.ranks.found(place.rank)
+            if found is not None and found.pushes and self._may_push:
+                return await self._push(place, found)
+            return await self._pull(place)
 
     # ------------------------------------------------------------------------------------------------------ directions
 
@@ -143,16 +135,16 @@ class Journey:
         asked, role = self._asked, Role.DECODE
         if asked.params is not None and asked.params.do_remote_decode:
             role = Role.PREFILL
-        server = self._fleet.choose(role, self._wanted, self._tried)
-        if server is None:
+        place = self._fleet.choose(role, self._wanted, self._tried)
+        if place is None:
             raise _nobody(role)
         self._fleet.metrics.alone.labels(reason.value).inc()
         self._record.direction, self._record.alone = "alone", reason.value
         if reason is not Alone.NO_PARAMETERS:
             self._record.prefill = ""
-        await self._answer_leg(server, asked.raw_params)
+        await self._answer_leg(place.server, asked.raw_params)
 
-    async def _pull(self, prefill: Instance) -> None:
+    async def _pull(self, prefill: Place) -> None:
         self._record.direction = "pull"
         offer = await self._prefill_leg(prefill, None)
         if offer.raw is None:
@@ -166,21 +158,21 @@ class Journey:
                 self._tried.add(decode.name)
                 other = self._fleet.choose(Role.DECODE, self._wanted, self._tried)
                 # If it was delivered, what prefill keeps may have been taken.
-                if failure.cause is not Cause.UNREACHABLE or other is None or other.name in self._tried:
+                if failure.cause is not Cause.UNREACHABLE or other is None or other.server.name in self._tried:
                     raise
                 self._fleet.metrics.retries.labels(failure.cause.value).inc()
-                decode = other
+                decode = other.server
 
-    async def _push(self, prefill: Instance, found: Found) -> None:
+    async def _push(self, prefill: Place, found: Found) -> None:
         self._record.direction = "push"
         decode = self._choose_decode()
         transfer_id = secrets.token_hex(16)
         prefilling = asyncio.create_task(self._prefill_leg(prefill, transfer_id))
         try:
             params = KvTransferParams.for_decode(found.where, transfer_id)
-            await self._answer_leg(decode, params, _Beside(prefilling, prefill, found))
+            await self._answer_leg(decode, params, Beside(prefilling, prefill.server, found))
             await asyncio.wait({prefilling}, timeout=LATE_PREFILL_SECONDS)
-        except _NoParameters:
+        except NoParameters:
             await self._alone(Alone.NO_PARAMETERS)
         finally:
             # A connection that is closed before its answer has its server stop.
@@ -189,25 +181,29 @@ class Journey:
 
     # ------------------------------------------------------------------------------------------------------------ legs
 
-    async def _prefill_leg(self, prefill: Instance, transfer_id: str | None) -> Offer:
-        asked, options = self._asked, self._options
+    async def _prefill_leg(self, place: Place, transfer_id: str | None) -> Offer:
+        asked, options, prefill = self._asked, self._options, place.server
         leg_id = self._leg_id()
         late = LegFailed(Cause.TIME, prefill.name, "prefill has not answered in time", status=504)
-        with self._leg(prefill, asked.prompt_tokens) as guard:
+        with self._leg(prefill, asked.prompt_tokens, place.rank) as guard:
             guard.limit(options.prefill_seconds, late)
             body = prefill_body(asked, transfer_id, leg_id)
-            reply = await prefill.connections.ask("POST", asked.route.value, self._headers_of(leg_id), body)
+            headers = self._headers_of(leg_id, place.rank)
+            reply = await prefill.connections.ask("POST", asked.route.value, headers, body)
             try:
                 said = await reply.body(MOST_PREFILL_ANSWER_BYTES)
             finally:
                 reply.close()
+            if place.rank is not None and reply.status == 400 and range_of(said, place.rank) is not None:
+                words = f"prefill was started again, and has no data-parallel rank {place.rank} any more"
+                raise LegFailed(Cause.RESTARTED, prefill.name, words)
             require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
-            offer = _offer(prefill.name, said)
-        self._learn(prefill, offer)
+            offer = read_offer(prefill.name, said)
+        self._learn(place, offer)
         return offer
 
     async def _answer_leg(
-        self, server: Instance, params: KvTransferParams | msgspec.Raw | None, beside: _Beside | None = None
+        self, server: Instance, params: KvTransferParams | msgspec.Raw | None, beside: Beside | None = None
     ) -> None:
         """The leg whose answer is the client's."""
         asked = self._asked
@@ -221,10 +217,10 @@ class Journey:
             await relay(server, asked, self._headers_of(leg_id), body, self._out, guard, self._options, self._record)
 
     @contextmanager
-    def _leg(self, server: Instance, tokens: int) -> Iterator[Guard]:
+    def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Guard]:
         metrics, outcome, begun = self._fleet.metrics, "ok", time.perf_counter()
         try:
-            with server.leg(tokens) as guard:
+            with server.leg(tokens, rank) as guard:
                 yield guard
         except LegFailed as failure:
             outcome = failure.cause.value
@@ -243,13 +239,14 @@ class Journey:
             if self._fleet.is_known(server):
                 metrics.legs.labels(server.role.value, server.name, outcome).inc()
 
-    def _learn(self, prefill: Instance, offer: Offer) -> None:
+    def _learn(self, place: Place, offer: Offer) -> None:
         """What prefill's answer says of it counts from now on."""
+        prefill = place.server
         if offer.found is not None:
-            prefill.found = offer.found
+            prefill.ranks.learn(place.rank, offer.found)
             prefill.is_warned = False
             return
-        prefill.found = None
+        prefill.ranks.lost(place.rank)
         if self._fleet.is_known(prefill):
             self._fleet.metrics.without_parameters.labels(prefill.name).inc()
         if not prefill.is_warned:
@@ -261,8 +258,9 @@ class Journey:
                 prefill.name,
             )
 
-    def _headers_of(self, leg_id: str) -> list[tuple[bytes, bytes]]:
-        return [(b"X-Request-Id", leg_id.encode()), *self._headers]
+    def _headers_of(self, leg_id: str, rank: int | None = None) -> list[tuple[bytes, bytes]]:
+        headers = [(b"X-Request-Id", leg_id.encode()), *self._headers]
+        return headers if rank is None else [*headers, (RANK_HEADER, b"%d" % rank)]
 
     def _leg_id(self) -> str:
         """No two legs share one: what a server has under an id of its own is this leg's alone."""
@@ -273,59 +271,10 @@ class Journey:
         decode = self._fleet.choose(Role.DECODE, self._wanted, self._tried)
         if decode is None:
             raise _nobody(Role.DECODE)
-        return decode
+        return decode.server
 
     def _may_go_alone(self, failure: LegFailed) -> bool:
         return self._options.decode_alone and self._asked.alone is None and failure.server == self._record.prefill
-
-
-class _NoParameters(LegFailed):
-    """Prefill was asked together with decode, and hands nothing over."""
-
-
-class _Beside:
-    """In push: prefill's leg, which ends decode's when nothing can come of it any more."""
-
-    def __init__(self, prefilling: asyncio.Task[Offer], prefill: Instance, found: Found) -> None:
-        self._prefilling = prefilling
-        self._prefill = prefill
-        self._found = found
-
-    def watch(self, guard: Guard, out: Outgoing) -> None:
-        """From now on ``guard`` is ended by prefill's failure, unless the client has heard of decode."""
-
-        def judge(prefilling: asyncio.Task[Offer]) -> None:
-            if out.has_begun or prefilling.cancelled():
-                return
-            failure = prefilling.exception()
-            if failure is None:
-                failure = self._judge(prefilling.result())
-            if isinstance(failure, Exception):
-                guard.end(failure)
-
-        self._prefilling.add_done_callback(judge)
-
-    def _judge(self, offer: Offer) -> Exception | None:
-        if offer.found is None:
-            return _NoParameters(Cause.ANSWER, self._prefill.name, "prefill hands nothing over")
-        if replace(offer.found, start=self._found.start) != self._found:
-            words = "prefill was started again, and is not where it was"
-            return LegFailed(Cause.RESTARTED, self._prefill.name, words)
-        return None
-
-
-def _offer(name: str, said: bytes) -> Offer:
-    try:
-        raw = _prefill_answer.decode(said).kv_transfer_params
-        if bytes(raw) == b"null":
-            return Offer(None, None)
-        params = parse(raw)
-        if not params.do_remote_prefill:
-            return Offer(None, None)
-        return Offer(raw, Found.of(params))
-    except (msgspec.MsgspecError, Malformed, RecursionError) as cause:
-        words = f"prefill's answer cannot be used: {str(cause)[:200]}"
-        raise LegFailed(Cause.ANSWER, name, words) from cause
 
 
 def _nobody(role: Role) -> Refusal:

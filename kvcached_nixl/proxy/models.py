@@ -27,9 +27,10 @@ async def models(scope: Scope, options: Options, fleet: Fleet) -> Response:
         require_key(scope, options.api_key)
         tried: list[str] = []
         while True:
-            server = fleet.choose(Role.DECODE, Wanted(b"", b"", 0, 0), tried)
-            if server is None:
+            place = fleet.choose(Role.DECODE, Wanted(b"", b"", 0, 0), tried)
+            if place is None:
                 raise Refusal(503, Cause.NO_SERVER, "No decode server is up. Try again.", retry_after_seconds=2)
+            server = place.server
             try:
                 return await _ask(server, scope, options)
             except LegFailed as failure:

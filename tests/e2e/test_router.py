@@ -13,57 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+from routed_answers import STEP_SECONDS, TOKENS, Said, client_of, close, complete, openai, spec
 
-from experiments.common import model as models
 from experiments.common.router import routed
-from experiments.common.servers import GIVES_BACK, Running, Server, ServerSpec
+from experiments.common.servers import Running, Server
 
-openai = pytest.importorskip("openai", reason="the official client is not installed")
-
-KVCACHED = {
-    "ENABLE_KVCACHED": "true",
-    "KVCACHED_CONTIGUOUS_LAYOUT": "true",
-    "KVCACHED_HOSTVMM_GIB": "2",
-    **GIVES_BACK,
-}
-TOKENS = 16
 PROMPTS = [[3 + (7 * place + number) % 500 for place in range(100 + 40 * number)] for number in range(6)]
-# The experiments' model has no chat template of its own.
-TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
-STEP_SECONDS = 150.0
-Said = tuple[str, list[float]]
-
-
-def spec(name: str, mode: str | None, **extra: object) -> ServerSpec:
-    """A server; without a mode the stock one that says what is right. ``extra``: of the connector's extra config."""
-    connector: dict[str, object] | None = None
-    if mode is not None:
-        connector = {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 5.0, **extra},
-        }
-    return ServerSpec(
-        name=name,
-        model=models.make_model(models.ModelShape(max_positions=4096)),
-        dtype="float32",
-        max_model_len=2048,
-        max_num_batched_tokens=128,
-        kv_transfer=connector,
-        environment=KVCACHED if mode is not None else {},
-        arguments=("--chat-template", TEMPLATE),
-        forks=True,
-    )
-
-
-async def complete(client: Any, prompt: list[int], *, stream: bool) -> Said:
-    """Text, and the log-probability of each token."""
-    asked = {"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1}
-    answer = await client.completions.create(**asked, stream=stream, extra_body={"ignore_eos": True})
-    choices = [part.choices[0] async for part in answer if part.choices] if stream else [answer.choices[0]]
-    text = "".join(one.text for one in choices)
-    return text, [float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs]
 
 
 async def chat(client: Any, prompt: list[int], *, stream: bool) -> Said:
@@ -82,10 +37,6 @@ async def chat(client: Any, prompt: list[int], *, stream: bool) -> Said:
     return text, [one.logprob for choice in choices if choice.logprobs for one in choice.logprobs.content]
 
 
-def client_of(url: str) -> Any:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=STEP_SECONDS)
-
-
 async def answers(url: str) -> list[Said]:
     """Of every prompt, in all four ways."""
     async with client_of(url) as client:
@@ -95,11 +46,6 @@ async def answers(url: str) -> list[Said]:
             for stream in (False, True)
             for prompt in PROMPTS
         ]
-
-
-def close(one: Said, other: Said) -> bool:
-    """Equal text; log-probabilities as near as one server's own, which differ by how it batches."""
-    return one[0] == other[0] and all(abs(a - b) < 0.001 for a, b in zip(one[1], other[1], strict=True))
 
 
 async def under_load(url: str, expected: list[Said], trouble: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import random
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -50,6 +51,7 @@ class Asked:
     body: dict[str, Any]
     was_computed: bool = False
     was_cut: bool = False
+    rank: int = 0
 
     @property
     def params(self) -> dict[str, Any]:
@@ -63,18 +65,29 @@ class Fabric:
     offers: dict[str, str] = field(default_factory=dict)
     pushed: dict[str, asyncio.Future[str]] = field(default_factory=dict)
 
-    def meeting(self, transfer_id: str) -> asyncio.Future[str]:
-        return self.pushed.setdefault(transfer_id, asyncio.get_running_loop().create_future())
+    def meeting(self, engine_id: str, transfer_id: str) -> asyncio.Future[str]:
+        """Where a prefill and the decode that was told of that very engine meet."""
+        return self.pushed.setdefault(f"{engine_id} {transfer_id}", asyncio.get_running_loop().create_future())
 
 
 class Stub:
-    """One server. ``faults`` are taken one per POST: see `_misbehave`; ``token_seconds`` between tokens."""
+    """One server. ``faults`` are taken one per POST: see `_misbehave`; ``token_seconds`` between tokens.
+
+    ``ranks`` of 0 is one engine without data parallelism. Else ids end in ``_dp`` and a number from ``first_rank`` on,
+    and the header that names a rank counts from 0, as with vLLM's hybrid load balancing. Without it, or with
+    ``heeds_ranks`` False, one of them is drawn.
+    """
 
     def __init__(self, fabric: Fabric, *, pushes: bool = False, engine_id: str | None = None) -> None:
         self.fabric = fabric
         self.pushes = pushes
         self.engine_id = engine_id or secrets.token_hex(4)
         self.start_number = secrets.token_hex(8)
+        self.ranks = 0
+        self.first_rank = 0
+        self.heeds_ranks = True
+        self.restarted_ranks: dict[int, int] = {}
+        self._draw = random.Random(7)
         self.faults: deque[str] = deque()
         self.asked: list[Asked] = []
         self.token_seconds = 0.0
@@ -176,11 +189,35 @@ class Stub:
         fault = self.faults.popleft() if self.faults else ""
         if fault and await self._misbehave(fault, asked, writer):
             return
+        if not self._assign(asked):
+            named = asked.headers["x-data-parallel-rank"]
+            await self._error(writer, 400, f"data_parallel_rank {named} is out of range [0, {max(1, self.ranks)}).")
         if asked.params.get("do_remote_decode"):
             await asyncio.sleep(self.prefill_seconds)
             await self._prefill(fault, asked, writer)
         else:
             await self._decode(fault, asked, writer)
+
+    def _assign(self, asked: Asked) -> bool:
+        """Which rank computes; False if one is named that is not there."""
+        named = asked.headers.get("x-data-parallel-rank") if self.heeds_ranks else None
+        if named is not None:
+            asked.rank = int(named)
+        else:
+            asked.rank = self._draw.randrange(max(1, self.ranks))
+        return 0 <= asked.rank < max(1, self.ranks)
+
+    def start_of(self, rank: int) -> str:
+        if not self.ranks:
+            return self.start_number
+        drawn = f"{self.start_number} {rank} {self.restarted_ranks.get(rank, 0)}"
+        return hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
+
+    def engine_of(self, rank: int) -> str:
+        """What a rank calls itself; after a restart of it alone it is another name."""
+        again = self.restarted_ranks.get(rank, 0)
+        name = self.engine_id + (f"+{again}" if again else "")
+        return f"{name}_dp{self.first_rank + rank}" if self.ranks else name
 
     async def _misbehave(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> bool:
         """Whether that was all."""
@@ -188,10 +225,9 @@ class Stub:
             raise ConnectionResetError
         if fault == "hang":
             await asyncio.sleep(3600)
-        if fault.isdigit():
-            error = {"message": f"said {fault}", "type": "x", "param": None, "code": int(fault)}
-            await self._json(writer, int(fault), {"error": error})
-            return True
+        status, _, message = fault.partition(" ")
+        if status.isdigit():
+            await self._error(writer, int(status), message or f"said {fault}")
         if fault == "garbage":
             await self._whole(writer, 200, b'{"kv_transfer_params": {"remote_port": "x"', "application/json")
             return True
@@ -223,20 +259,26 @@ class Stub:
         digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
         self.fabric.offers[request_id] = digest
         transfer_id = asked.params.get("transfer_id")
-        if self.pushes and transfer_id and not (meeting := self.fabric.meeting(transfer_id)).done():
+        engine_id = self.engine_of(asked.rank)
+        if self.pushes and transfer_id and not (meeting := self.fabric.meeting(engine_id, transfer_id)).done():
             meeting.set_result(digest)
         return {
             **{"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id},
             "transfer_mode": "push" if self.pushes else "pull",
             "remote_request_id": request_id,
             "remote_block_ids": [[]],
-            "remote_engine_id": self.engine_id,
+            "remote_engine_id": engine_id,
             "remote_host": HOST,
-            "remote_port": 5600,
+            "remote_port": 5600 + self.first_rank + asked.rank,
             "tp_size": 1,
             "something_new": {"kept": [1, 2.50]},
             "kvcached_nixl": {
-                **{"protocol": PROTOCOL, "start": self.start_number, "request_id": request_id, "digest": digest},
+                **{
+                    "protocol": PROTOCOL,
+                    "start": self.start_of(asked.rank),
+                    "request_id": request_id,
+                    "digest": digest,
+                },
                 **{"num_tokens": 1, "block_size": 16, "context_parallel": [1, 1], "lease_seconds": 30.0},
                 "groups": [{"first_token": 0, "block_ids": [7]}],
             },
@@ -246,10 +288,13 @@ class Stub:
         digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
         params, given = asked.params, None
         if params.get("do_remote_prefill"):
-            if "kvcached_nixl" in params:
+            if fault == "unmet":
+                fault = "kv"
+                given = digest
+            elif "kvcached_nixl" in params:
                 given = self.fabric.offers.pop(params["remote_request_id"], None)
             else:
-                given = await self.fabric.meeting(params["transfer_id"])
+                given = await self.fabric.meeting(params["remote_engine_id"], params["transfer_id"])
             if given != digest:
                 fault = "kv"
         asked.was_computed = given is None
@@ -320,6 +365,13 @@ class Stub:
         if fault != "error":
             raise ConnectionResetError
         return False
+
+    async def _error(self, writer: asyncio.StreamWriter, status: int, message: str) -> None:
+        """As vLLM 0.19 answers what it finds only when it computes: then the connection is closed behind the answer."""
+        error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+        await self._json(writer, status, {"error": error})
+        await asyncio.sleep(0.002)
+        raise ConnectionResetError
 
     async def _json(self, writer: asyncio.StreamWriter, status: int, body: object) -> None:
         await self._whole(writer, status, json.dumps(body).encode(), "application/json")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.servers import Running, ServerError, ServerSpec, free_ports, running
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, Running, ServerError, ServerSpec, free_ports, running
 
 STAND_IN = """\
 #!{python}
@@ -61,7 +61,7 @@ def test_a_server_has_its_own_session_and_settings_and_its_children_end_with_it(
         assert seen["environment"]["KVCACHED_IPC_NAME"] == server.identity
         assert seen["environment"]["ENABLE_KVCACHED"] is None
         assert seen["environment"]["VLLM_ANYTHING"] is None
-        assert seen["environment"]["PYTHONPATH"].endswith("server_side")
+        assert seen["environment"]["PYTHONPATH"] == f"{SERVER_SIDE}{os.pathsep}{REPOSITORY}"
     assert server.process.returncode is not None
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", seen["held"]))

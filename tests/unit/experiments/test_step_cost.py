@@ -10,8 +10,22 @@ import pytest
 
 pytest.importorskip("torch", reason="a worker's half needs torch")
 
+from experiments.step_cost.idle import EMPTY, IdleCost, judge_idle
 from experiments.step_cost.measure import Cost, Times, measure, times
-from experiments.step_cost.report import IDLE_TURN_MS, MOST_WAITING, STEP_MS, judge, plot, table_of
+from experiments.step_cost.report import (
+    IDLE_TURN_MS,
+    MOST_WAITING,
+    OURS,
+    STEP_MS,
+    STOCK,
+    judge,
+    judge_schedule,
+    plot,
+    table_of,
+    table_of_idle,
+    table_of_schedule,
+)
+from experiments.step_cost.schedule_cost import ScheduleCost
 from experiments.step_cost.sides import SIDES, DecodeSide, PrefillSide, Side
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.lease import MOST_BEAT_BYTES, read_beat
@@ -52,6 +66,29 @@ def test_what_fewer_cost_is_not_judged() -> None:
     """But their beats are."""
     (verdict,) = judge([dataclasses.replace(USUAL, waiting=MOST_WAITING - 1, step=Times(9.0, 9.0))])
     assert verdict.reached
+
+
+@pytest.mark.parametrize(("ours_ms", "reached"), [(20.0, True), (25.1, True), (25.3, False)])
+def test_a_step_is_judged_beside_the_stock_one_with_as_many_waiting(ours_ms: float, reached: bool) -> None:
+    def cost(engine: str, step_ms: float, waiting: int = MOST_WAITING, has_room: bool = True) -> ScheduleCost:
+        spent = Times(step_ms, step_ms)
+        return ScheduleCost(engine, "pull", "decode", has_room, waiting, spent, spent, spent, spent, None)
+
+    costs = [
+        *(cost(STOCK, 20.0), cost(STOCK, 0.2, has_room=False), cost(STOCK, 0.2, waiting=0)),
+        *(cost(OURS, ours_ms), cost(OURS, 0.3, has_room=False), cost(OURS, 9.0, waiting=0), cost("none", 99.0)),
+    ]
+    assert [one.reached for one in judge_schedule(costs)] == [reached, True]
+    assert table_of_schedule(costs, "").row_count == len(costs)
+
+
+def test_an_idle_server_is_judged_beside_itself_without_requests() -> None:
+    costs = [
+        *(IdleCost("a", EMPTY, 0.5, 0.5), IdleCost("a", "waits", 0.54, 0.5), IdleCost("a", "paused", 0.56, 0.5)),
+        *(IdleCost("b", EMPTY, 0.01, 0.0), IdleCost("b", "waits", 0.5, 0.5)),
+    ]
+    assert [one.reached for one in judge_idle(costs)] == [True, False, False]
+    assert table_of_idle(costs, "").row_count == len(costs)
 
 
 def test_times_are_the_middle_and_the_largest_of_few() -> None:

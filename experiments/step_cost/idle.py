@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine costs that has nothing to compute: real servers, whose requests wait, are kept, paused or queued.
+
+Counted is what the kernel has charged to all processes of a server, in CPU seconds per second, over some seconds in
+which nothing comes and nothing goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from experiments.common import model as models
+from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
+from experiments.common.targets import Verdict
+
+__all__ = ["EMPTY", "MOST_MORE", "SUBJECTS", "IdleCost", "judge_idle", "measure_idle"]
+
+MOST_MORE = 0.05
+"""CPU seconds per second that a server may cost more than one without requests."""
+EMPTY = "no requests"
+SETTLE_SECONDS = 2.0
+BLOCKS, BLOCK_SIZE = 96, 32
+WAITING = 4
+# Four of them have less than half of the pool, and the queued one needs more than they leave.
+WAITING_TOKENS, QUEUED_TOKENS = 300, 1900
+# Longer than all that is done with a server.
+LEASE_SECONDS = 240
+TIMEOUT_SECONDS = 300.0
+ENGINES = ("EngineCore", "Worker")
+
+
+@dataclass(frozen=True)
+class IdleCost:
+    """CPU seconds per second of a server: all of its processes, and of those its engines and workers."""
+
+    server: str
+    state: str
+    cpu: float
+    engines: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A server under test."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_below_multi: bool = False
+    has_ranks: bool = False
+
+    def spec(self) -> ServerSpec:
+        nixl: dict[str, Any] = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "num_threads": 0,
+                "transfer_mode": "push",
+                "kv_lease_duration": LEASE_SECONDS,
+            },
+        }
+        multi = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [nixl]},
+        }
+        return ServerSpec(
+            name=self.name.replace(" ", "-"),
+            model=models.make_model(models.ModelShape(max_positions=4096)),
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            max_model_len=2048,
+            kv_transfer={**(multi if self.is_below_multi else nixl), "kv_load_failure_policy": "fail"},
+            environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK},
+            arguments=("--num-gpu-blocks-override", str(BLOCKS), *self.arguments),
+            forks=True,
+        )
+
+
+SUBJECTS = (
+    Subject("alone"),
+    Subject("data parallel", ("--data-parallel-size", "2"), has_ranks=True),
+    Subject("below MultiConnector", is_below_multi=True),
+)
+
+
+def measure_idle(seconds: float, logs: Path, say: Callable[[str], None]) -> list[IdleCost]:
+    """Every server in every state; each beside a peer that it waits for."""
+    found = []
+    for subject in SUBJECTS:
+        say(f"{subject.name}: starting")
+        with running([Subject("peer").spec(), subject.spec()], logs) as (peer, server):
+            found += asyncio.run(_measure(subject, server, peer, seconds, say))
+    return found
+
+
+def judge_idle(costs: list[IdleCost]) -> list[Verdict]:
+    """Each state beside the same server without requests."""
+    empty = {one.server: one.cpu for one in costs if one.state == EMPTY}
+    found = []
+    for one in costs:
+        if one.state != EMPTY:
+            more = one.cpu - empty[one.server]
+            words = f"{one.server}, {one.state}: CPU seconds per second beyond {EMPTY} (< {MOST_MORE:g})"
+            found.append(Verdict(words, f"{more:.3f}", more < MOST_MORE))
+    return found
+
+
+async def _measure(
+    subject: Subject, server: Server, peer: Server, seconds: float, say: Callable[[str], None]
+) -> list[IdleCost]:
+    found = []
+
+    async def look(state: str) -> None:
+        await asyncio.sleep(SETTLE_SECONDS)
+        one = await _cost(subject.name, state, server, seconds)
+        say(f"{subject.name}, {state}: {one.cpu:.3f} CPU seconds per second")
+        found.append(one)
+
+    async with httpx.AsyncClient(
+        timeout=TIMEOUT_SECONDS, trust_env=False, limits=httpx.Limits(max_connections=None)
+    ) as http:
+        asking = Asking(server, peer, http, rank=0 if subject.has_ranks else None)
+        await asking.warm()
+        await look(EMPTY)
+        async with asking.waits():
+            await look(f"{WAITING} hand-overs wait")
+            async with asking.paused():
+                await look(f"{WAITING} hand-overs wait, paused")
+            async with asking.queued():
+                await look(f"{WAITING} hand-overs wait, one queued for blocks")
+        async with AsyncExitStack() as stack:
+            for _ in range(2):
+                await asking.kept()
+            await look("2 requests kept for decode")
+            await stack.enter_async_context(asking.paused())
+            await look("2 requests kept for decode, paused")
+    return found
+
+
+class Asking:
+    """Brings a server into a state, for the length of a block.
+
+    Args:
+        rank: the one that gets everything, if there are several.
+    """
+
+    def __init__(self, server: Server, peer: Server, http: httpx.AsyncClient, rank: int | None) -> None:
+        self._server = server
+        self._peer = peer
+        self._http = http
+        self._headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        self._count = 0
+
+    async def warm(self) -> None:
+        """Something has been computed before."""
+        (await self._complete(100, None)).raise_for_status()
+
+    async def kept(self) -> None:
+        """One more request whose KV is kept until its lease ends."""
+        answer = await self._complete(200, {"do_remote_decode": True, "do_remote_prefill": False})
+        answer.raise_for_status()
+        if not answer.json().get("kv_transfer_params"):
+            raise RuntimeError(f"found {answer.text[:300]}; expected kv_transfer_params. Nothing is kept.")
+
+    @asynccontextmanager
+    async def waits(self) -> AsyncIterator[None]:
+        """Hand-overs wait for a peer that lives and is never asked for them."""
+        async with AsyncExitStack() as stack:
+            for _ in range(WAITING):
+                self._count += 1
+                names = {"transfer_id": f"never-{self._count}", "do_remote_prefill": True}
+                await stack.enter_async_context(self._pending(WAITING_TOKENS, {**self._peer.coordinates, **names}))
+            yield
+
+    @asynccontextmanager
+    async def queued(self) -> AsyncIterator[None]:
+        """An ordinary request for which there are not enough blocks."""
+        async with self._pending(QUEUED_TOKENS, None):
+            yield
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """As an operator pauses it; whether that has returned is another question."""
+        pausing = asyncio.create_task(self._http.post(f"{self._server.base_url}/pause?mode=keep"))
+        try:
+            yield
+        finally:
+            (await self._http.post(f"{self._server.base_url}/resume")).raise_for_status()
+            pausing.cancel()
+            await asyncio.gather(pausing, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _pending(self, tokens: int, params: dict[str, Any] | None) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._complete(tokens, params))
+        try:
+            yield
+            if task.done():
+                raise RuntimeError(f"found an answer, {task.result().text[:300]}; expected the request to wait")
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _complete(self, tokens: int, params: dict[str, Any] | None) -> httpx.Response:
+        self._count += 1
+        prompt = [3 + (7 * place + self._count) % 500 for place in range(tokens)]
+        body: dict[str, Any] = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        if params is not None:
+            body["kv_transfer_params"] = params
+        return await self._http.post(f"{self._server.base_url}/v1/completions", json=body, headers=self._headers)
+
+
+async def _cost(name: str, state: str, server: Server, seconds: float) -> IdleCost:
+    before, begun = _spent(server), time.monotonic()
+    await asyncio.sleep(seconds)
+    after, wall = _spent(server), time.monotonic() - begun
+    more = {pid: (found[0], found[1] - before.get(pid, found)[1]) for pid, found in after.items()}
+    engines = sum(spent for words, spent in more.values() if any(one in words for one in ENGINES))
+    return IdleCost(name, state, sum(spent for _, spent in more.values()) / wall, engines / wall)
+
+
+def _spent(server: Server) -> dict[int, tuple[str, float]]:
+    """CPU seconds of each process of a server, with its name."""
+    root = psutil.Process(server.process.pid)
+    found = {}
+    for one in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = one.cpu_times()
+            found[one.pid] = (one.name(), times.user + times.system)
+    return found

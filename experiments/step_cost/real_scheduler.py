@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own scheduler with any number of requests that wait, stepped by hand: what ``EngineCore.step`` asks of it.
+
+Real: the scheduler, its KV-cache manager and block pool, the connector's engine half, stock or with this package's
+patches. Left out: the model and the workers, which say nothing while nothing happens; each running request gets one
+token a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from experiments.common import model as models
+from experiments.common.engines import asks_decode, asks_prefill
+from experiments.common.servers import HOST, free_ports
+from kvcached_nixl.compat.versions import reason_to_skip
+from kvcached_nixl.patching import Registry
+from kvcached_nixl.seams import PATCHES
+from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.params import RemotePrefill, prefill_params
+
+__all__ = ["RUNNING", "Kind", "Making", "RealScheduler", "Spent", "patched"]
+
+RUNNING = 32
+"""Requests that a step computes; none of them is handed over."""
+SLOTS = 256
+BLOCK_SIZE = 32
+MAX_TOKENS = 16_384
+SAMPLED = 7
+FAR = RemotePrefill("far", HOST, 5600, 1)
+FAR_START = "f" * 16
+RESERVED = "_inflight_prefill_reserved_blocks"
+
+
+class Kind(str, Enum):
+    """What waits."""
+
+    QUEUED = "queued"
+    """Ordinary requests, behind as many as may run."""
+    DECODE = "decode"
+    """For KV that does not come."""
+    PREFILL = "prefill"
+    """Nothing but blocks: kept for a decode that does not come."""
+
+
+class Spent(NamedTuple):
+    """Seconds of the engine's thread, of one step: all of it; ``schedule()``; in it the connector's metadata;
+    ``update_from_output()``.
+    """
+
+    step: float
+    schedule: float
+    connector: float
+    update: float
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """With this package's patches; without kvcached, whose pool costs the same however many wait."""
+    registry = Registry(reason_to_skip)
+    registry.add(PATCHES)
+    registry.complete()
+    if registry.refusals():
+        raise RuntimeError(f"found {registry.refusals()}; expected every patch to apply. Nothing can be timed.")
+    try:
+        yield
+    finally:
+        registry.uninstall()
+
+
+@dataclass(frozen=True)
+class Making:
+    """What a scheduler is made of. ``mode`` None: no connector; ``is_ours``: whose parameters it is asked with."""
+
+    kind: Kind
+    mode: str | None
+    is_ours: bool
+    waiting: int
+
+
+class RealScheduler:
+    """See the module. `close` it.
+
+    Args:
+        has_room: more may run than do. Else vLLM does not look at what waits.
+    """
+
+    def __init__(self, making: Making, *, has_room: bool) -> None:
+        self._making = making
+        self._numbers = itertools.count()
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self._in_connector = 0.0
+        self.scheduler = self._make()
+        # What runs is not handed over, and outlives every measurement.
+        for _ in range(RUNNING):
+            self._add(None, MAX_TOKENS - 2 * BLOCK_SIZE)
+        self._time_connector()
+        self.step()
+        if making.kind is Kind.QUEUED:
+            self.scheduler.max_num_running_reqs = RUNNING
+        with self._admitting_quickly():
+            for _ in range(making.waiting):
+                self._wait()
+            while not self._all_wait():
+                self.step()
+        if not has_room:
+            self.scheduler.max_num_running_reqs = RUNNING
+        self.step()
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+    def step(self) -> Spent:
+        """What ``EngineCore.step`` asks of the scheduler. Nothing in it waits: what else runs here does not count."""
+        self._in_connector = 0.0
+        begun = time.thread_time()
+        output = self.scheduler.schedule()
+        scheduled = time.thread_time()
+        result = self._computed(output)
+        computed = time.thread_time()
+        self.scheduler.update_from_output(output, result)
+        over = time.thread_time()
+        return Spent(scheduled - begun + over - computed, scheduled - begun, self._in_connector, over - computed)
+
+    def arrival(self) -> Spent:
+        """A step that takes in one more of what waits; it waits from then on, too."""
+        self._wait()
+        return self.step()
+
+    @contextmanager
+    def _admitting_quickly(self) -> Iterator[None]:
+        """vLLM from 0.24 on adds up, for each hand-over that it admits, what all others may still need.
+
+        That is ten thousand times ten thousand here. There are blocks for all, so it need not until all wait.
+        """
+        if hasattr(Scheduler, RESERVED):
+            setattr(self.scheduler, RESERVED, lambda: 0)
+        try:
+            yield
+        finally:
+            vars(self.scheduler).pop(RESERVED, None)
+
+    def _wait(self) -> None:
+        self._add(self._params(), 16 if self._making.kind is Kind.DECODE else 1)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that are neither running nor gone."""
+        return len(self.scheduler.requests) - len(self.scheduler.running)
+
+    def _all_wait(self) -> bool:
+        requests = self.scheduler.requests.values()
+        kind = self._making.kind
+        if kind is Kind.QUEUED:
+            return True
+        if kind is Kind.DECODE:
+            found = sum(one.status == RequestStatus.WAITING_FOR_REMOTE_KVS for one in requests)
+        else:
+            found = sum(RequestStatus.is_finished(one.status) for one in requests)
+        return found == self._making.waiting
+
+    def _computed(self, output: Any) -> ModelRunnerOutput:
+        """A token for whatever has all its tokens computed; the workers have nothing to report."""
+        ids = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[one] for one in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[[SAMPLED] if one.num_computed_tokens >= one.num_tokens else [] for one in requests],
+            kv_connector_output=KVConnectorOutput() if self._making.mode is not None else None,
+        )
+
+    def _time_connector(self) -> None:
+        connector = self.scheduler.connector
+        if connector is None:
+            return
+        build = connector.build_connector_meta
+
+        def timed(output: Any) -> Any:
+            begun = time.thread_time()
+            found = build(output)
+            self._in_connector += time.thread_time() - begun
+            return found
+
+        connector.build_connector_meta = timed
+
+    def _add(self, params: Mapping[str, Any] | None, max_tokens: int) -> None:
+        number = next(self._numbers)
+        extra = None if params is None else {"kv_transfer_params": params}
+        request = Request(
+            f"cmpl-{uuid.UUID(int=number)}-0-{number:08x}",
+            self._prompt(number),
+            SamplingParams(extra_args=extra, ignore_eos=True, max_tokens=max_tokens),
+            None,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+
+    @staticmethod
+    def _prompt(number: int) -> list[int]:
+        return [number, *range(1, BLOCK_SIZE)]
+
+    def _params(self) -> Mapping[str, Any] | None:
+        making, number = self._making, next(self._numbers)
+        if making.kind is Kind.QUEUED:
+            return None
+        if making.kind is Kind.PREFILL:
+            return asks_prefill()
+        if not making.is_ours:
+            blocks = {"remote_block_ids": [[number]], "remote_request_id": f"far-{number}"}
+            return {**asks_decode(FAR, f"t{number}"), **blocks}
+        if making.mode == "push":
+            return asks_decode(FAR, f"t{number}")
+        # The request that comes next; its digest is looked at when prefill is met, which never happens.
+        tokens = self._prompt(number + 1)
+        made = Manifest(
+            protocol=PROTOCOL,
+            start=FAR_START,
+            request_id=f"far-{number}",
+            digest=digest_of(tokens, len(tokens)),
+            num_tokens=len(tokens),
+            block_size=BLOCK_SIZE,
+            context_parallel=(1, 1),
+            groups=(BlockRange(0, (1,)),),
+            lease_seconds=30.0,
+        )
+        return prefill_params(FAR, made, transfer_id=None, transfer_mode="pull")
+
+    def _make(self) -> Scheduler:
+        making = self._making
+        (port,) = free_ports(1)
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = HOST, str(port)
+        init_none_hash(sha256)
+        model = str(models.make_model(models.ModelShape(max_positions=MAX_TOKENS)))
+        mode = {"transfer_mode": making.mode} if making.is_ours else {}
+        transfer = KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_role="kv_both",
+            engine_id=str(uuid.uuid4()),
+            kv_connector_extra_config={"num_threads": 0, **mode},
+        )
+        config = VllmConfig(
+            model_config=ModelConfig(model=model, tokenizer=model, skip_tokenizer_init=True, max_model_len=MAX_TOKENS),
+            cache_config=CacheConfig(block_size=BLOCK_SIZE),
+            scheduler_config=SchedulerConfig(
+                max_model_len=MAX_TOKENS,
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=SLOTS * BLOCK_SIZE,
+                is_encoder_decoder=False,
+            ),
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=transfer if making.mode is not None else None,
+        )
+        config.cache_config.block_size = BLOCK_SIZE
+        # As many as all can have at the same time, and vLLM's own.
+        num_blocks = 1 + 2 * making.waiting + RUNNING * MAX_TOKENS // BLOCK_SIZE
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=32, dtype=config.model_config.dtype)
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        return Scheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `experiments/step_cost` times of vLLM's own scheduler is what it says: so many wait, with whose connector."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+from vllm.v1.request import RequestStatus
+
+from experiments.step_cost.real_scheduler import RUNNING, Kind, Making, RealScheduler, patched
+from experiments.step_cost.schedule_cost import measure_schedule
+from kvcached_nixl.compat.attached import side_of
+
+WAITING = 40
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize(
+    "making",
+    [
+        Making(Kind.QUEUED, None, False, WAITING),
+        *(Making(kind, "pull", False, WAITING) for kind in (Kind.DECODE, Kind.PREFILL)),
+        *(Making(kind, mode, True, WAITING) for kind in (Kind.DECODE, Kind.PREFILL) for mode in ("pull", "push")),
+    ],
+    ids=lambda one: f"{one.kind.value} {one.mode} {'ours' if one.is_ours else 'stock'}",
+)
+def test_so_many_wait_and_the_others_run(making: Making, has_room: bool) -> None:
+    with patched() if making.is_ours else contextlib.nullcontext():
+        side = RealScheduler(making, has_room=has_room)
+        scheduler = side.scheduler
+        for _ in range(5):
+            spent = side.step()
+            assert spent.step >= spent.schedule >= spent.connector >= 0.0 and spent.update > 0.0
+            assert len(scheduler.running) == RUNNING and side.num_waiting == WAITING
+        waiting = [one for one in scheduler.requests.values() if one not in scheduler.running]
+        of_kind = {
+            Kind.QUEUED: lambda one: one.status == RequestStatus.WAITING,
+            Kind.DECODE: lambda one: one.status == RequestStatus.WAITING_FOR_REMOTE_KVS,
+            Kind.PREFILL: lambda one: RequestStatus.is_finished(one.status),
+        }[making.kind]
+        assert all(map(of_kind, waiting))
+        if scheduler.connector is not None:
+            assert (side_of(scheduler.connector) is not None) == making.is_ours
+        if has_room and making.kind is not Kind.QUEUED:
+            side.arrival()
+            assert side.num_waiting == WAITING + 1
+        side.close()
+
+
+def test_every_engine_is_measured() -> None:
+    costs = measure_schedule(5, 3, lambda words: None)
+    assert len({(one.engine, one.mode, one.kind, one.has_room) for one in costs}) == len(costs) == 13
+    assert all(one.waiting == 5 and one.step.p50 > 0 for one in costs)
