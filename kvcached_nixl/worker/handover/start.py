@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.current_device import select
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
@@ -129,7 +130,7 @@ def start(
         words_address=int(words.ctypes.data),
     )
     worker.offer_handshake(str(tag), msgspec.msgpack.encode(handshake))
-    device = next(iter(layout.device_views.values())).device
+    device = layout.device
     # Weakly: an engine that nobody holds is gone at once, and its NIXL agent with it.
     thread: list[weakref.ref[TransferThread]] = []
 
@@ -139,7 +140,7 @@ def start(
 
     staging = None
     if slab is not None:
-        copier = Copier(slab, wake)
+        copier = Copier(slab, device, wake)
         staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, place.kernel_block_size)
     blocks = Content(own_memory, layout.areas())
     digests = Digests(
@@ -162,6 +163,7 @@ def start(
         digests,
         staging,
         (lambda: wait_for(device)) if is_early else nothing,
+        lambda: select(device.type, device.index or 0),
     )
     thread.append(weakref.ref(side.thread))
     side.thread.start()
@@ -180,11 +182,13 @@ def assemble(
     digests: Digests,
     staging: Staging | None = None,
     before_answer: Callable[[], None] = nothing,
+    select_device: Callable[[], None] = nothing,
 ) -> EngineSide:
     """All parts of one worker, its thread not started.
 
     Args:
         before_answer: see `EngineSide`.
+        select_device: see `TransferThread`.
         place: its memory is the slab's where KV is staged.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
@@ -234,7 +238,7 @@ def assemble(
         digests.close()
         channel.close()
 
-    thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))
+    thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed, select_device))
     # What is staged is not there to be read: its blocks are given back as soon as they are copied.
     is_read = settings.transfer_mode is TransferMode.PULL and staging is None
     return EngineSide(thread[0], place, table, record, before_answer, is_read=is_read)

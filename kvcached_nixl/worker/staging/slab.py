@@ -87,18 +87,13 @@ class Slab:
         """Each area's address and its slots as bytes, (num_slots, block_bytes)."""
         return [(int(area.data_ptr()), area) for area in self._areas]
 
-    @property
-    def blocks_device(self) -> torch.device:
-        """Where the KV cache is."""
-        return self._copied[0][0].device
-
     def _runs(
         self, blocks: Sequence[int], slots: Sequence[int]
     ) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, slice]]:
         """For each region and its area, and each run of slots that follow each other: the blocks, and the slots."""
         if len(blocks) != len(slots):
             raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected one for one")
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks_device)
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self._copied[0][0].device)
         ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
         # In pieces: on its way to the host, a piece is on the device twice.
         cuts = sorted({0, *ends, *range(0, len(slots), _PIECE_BLOCKS), len(slots)})
