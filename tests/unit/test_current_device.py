@@ -39,7 +39,7 @@ class Platform:
         self.did: dict[str, list[str]] = defaultdict(list)
         self.broken = False
         self._own = threading.local()
-        zeros = torch.zeros
+        zeros, empty = torch.zeros, torch.empty
 
         def made(*shape: Any, **options: Any) -> torch.Tensor:
             if torch.device(options.get("device") or "cpu").type == "cpu":
@@ -48,6 +48,12 @@ class Platform:
             self.uses("a context")
             return zeros(*shape)
 
+        def pinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            if pin_memory:
+                self.uses("pinned memory")
+            return empty(*shape, **options)
+
+        patch.setattr(torch, "empty", pinned)
         patch.setattr(torch.accelerator, "set_device_index", self.select)
         patch.setattr(torch, "zeros", made)
         patch.setattr(torch, "Stream", lambda device: Stream(self, device))
@@ -219,6 +225,8 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     side = starting.start(
         stock, Registered(layout, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), MonotonicClock()
     )
+    (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
+    assert platform.did[made] == ["selects 1", "a context", "pinned memory"]
     names = new_threads()
     assert names == {"kvcached-nixl-transfer", "kvcached-nixl-copies", "kvcached-nixl-digests"}
     # They have selected it when the worker has started: graphs are captured next.
@@ -254,8 +262,8 @@ def test_an_event_of_the_engines_is_asked_on_a_thread_that_has_selected(platform
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, layout: Layout, staged: bool) -> None:
     """In the worker that asks for it; nothing waits for a thread that is gone."""
-    platform.broken = True
     slab = Slab(layout, 4, torch.device("cpu")) if staged else None
+    platform.broken = True
     stock: Any = Stock(Agent(platform))
     with pytest.raises(RuntimeError, match="no such device"):
         starting.start(stock, Registered(layout, slab), Settings(TransferMode.PULL), Channel(), MonotonicClock())
