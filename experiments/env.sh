@@ -22,6 +22,7 @@ running from them. What was downloaded stays in the cache of uv; `.venvs/tools/b
 
 needs: Linux on x86-64, python3.11 with its headers, a C++ compiler, disk space (it says how much before downloading;
        what uv's cache holds on the same file system, as where another environment has the same torch, takes none).
+       With a GPU: CUDA's toolkit, for its headers and libcudart, in CUDA_HOME, beside nvcc or in /usr/local/cuda.
        A folder of wheels in PIP_FIND_LINKS is used; a CPU wheel of torch in it saves several GB.
 exit status: 0 ready, or removed; 2 something is missing (what, and what to do, is said); else a step failed (its output is above).
 END
@@ -113,7 +114,15 @@ if [[ $kind == cpu ]]; then
     while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
 fi
 want_packages="packages $kind $(digest "${used_locks[@]}" experiments/common/vllm_metadata.py)"
-want_kvcached="kvcached $kind $(digest "${kvcached_inputs[@]}")"
+# A GPU's kvcached is built with the torch that is installed, whoever installed it.
+wanted_kvcached() {
+    local torch=
+    if [[ $kind == cuda ]]; then
+        torch=" $({ cat "$venv"/lib/python3.11/site-packages/torch-*.dist-info/RECORD 2>/dev/null || true; } | sha256sum)"
+    fi
+    printf 'kvcached %s %s%s' "$kind" "$(digest "${kvcached_inputs[@]}")" "${torch%% -}"
+}
+want_kvcached=$(wanted_kvcached)
 want_project="project $(digest pyproject.toml kvcached_nixl/*.pth) $root"
 stamps=$venv/.kvcached-nixl
 is_current() { [[ -f $stamps/$1 && $(<"$stamps/$1") == "$2" ]]; }
@@ -142,6 +151,15 @@ for candidate in ${CXX:-c++ g++ clang++}; do
 done
 [[ -n $compiler ]] || refuse "no C++ compiler (tried ${CXX:-c++ g++ clang++})" "one that knows C++17" \
     "kvcached cannot be compiled" "Install one (Debian, Ubuntu: apt-get install g++) or set CXX"
+
+# As torch looks for it when an extension is built.
+cuda_home=${CUDA_HOME:-${CUDA_PATH:-}}
+if [[ $kind == cuda && -z $cuda_home ]]; then
+    cuda_home=/usr/local/cuda
+    if nvcc=$(command -v nvcc); then cuda_home=${nvcc%/bin/nvcc}; fi
+fi
+[[ $kind == cpu || -f $cuda_home/include/cuda.h ]] || refuse "no $cuda_home/include/cuda.h" "CUDA's toolkit" \
+    "kvcached cannot be compiled for this GPU" "Install it (its headers and libcudart), or set CUDA_HOME to where it is"
 
 uv=$tools/bin/uv
 # uv links files from its cache where it can; what it need not download takes no disk.
@@ -198,11 +216,14 @@ if ! is_current packages "$want_packages"; then
     printf '%s' "$want_packages" >"$stamps/packages"
 fi
 
+want_kvcached=$(wanted_kvcached)
 if ! is_current kvcached "$want_kvcached"; then
     rm -f "$stamps/kvcached"
     if [[ $kind == cuda ]]; then
         step "building kvcached for CUDA (a minute)"
-        install --no-build-isolation --require-hashes -r "$locks/kvcached.txt"
+        # uv keeps what it has built, whichever torch that was built with, and leaves a version that is installed as it is.
+        CUDA_HOME=$cuda_home LIBRARY_PATH=$cuda_home/lib64/stubs${LIBRARY_PATH:+:$LIBRARY_PATH} \
+            install --no-cache --reinstall-package kvcached --no-build-isolation --require-hashes -r "$locks/kvcached.txt"
     else
         step "fetching kvcached's source"
         fetched=$(mktemp -d)
@@ -221,7 +242,11 @@ if ! is_current project "$want_project"; then
 fi
 
 # With no deps resolved, this is what would notice a lock that has gone wrong.
-"$python" -c 'import vllm, nixl, msgspec, wrapt' >&2 || refuse "an environment whose packages do not import (status $?)" \
-    "vllm, nixl, msgspec and wrapt to import" "No server would start" "Remove $venv and run this again"
+"$python" -c 'import vllm, nixl, msgspec, wrapt, kvcached.vmm_ops' >&2 || {
+    status=$?
+    rm -f "$stamps"/* # or the next call would find nothing to do
+    refuse "an environment whose packages do not import (status $status)" \
+        "vllm, nixl, msgspec, wrapt and kvcached.vmm_ops to import" "No server would start" "Remove $venv and run this again"
+}
 step "ready"
 printf '%s\n' "$venv"

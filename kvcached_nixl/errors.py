@@ -8,6 +8,7 @@
     ├── SettingsError       an environment variable or a kv_connector_extra_config key has an unusable value
     ├── LayoutRefused       the KV memory does not have a shape whose bytes can be described exactly
     ├── MemoryRefused       a transport does not follow the pages of the KV memory, or that is not known
+    ├── Unproved            a MemoryRefused: what transports follow could not be found out
     └── StartRefused        the sum of all of the above, raised where vLLM constructs the connector
 
 Each carries four sentences: what was found, what was expected, what would have happened, what to do.
@@ -25,6 +26,7 @@ __all__ = [
     "Refused",
     "SettingsError",
     "StartRefused",
+    "Unproved",
     "UnsupportedVersion",
     "not_importable",
 ]
@@ -95,6 +97,10 @@ class LayoutRefused(Refused):
 
 class MemoryRefused(Refused):
     """A transport does not follow the pages of the KV memory, or that is not known."""
+
+
+class Unproved(MemoryRefused):
+    """Whether transports follow the pages of the KV memory could not be found out."""
 
 
 class StartRefused(Refused):

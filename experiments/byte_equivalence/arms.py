@@ -177,7 +177,12 @@ def of_size(size: Size, vllm: str) -> list[Arm]:
 
 
 def _can_serve(arm: Arm, vllm: str) -> bool:
-    """Whether kvcached accepts the arm's runner as another than the common one, and attention offers its layout."""
+    """Whether kvcached accepts the arm's runner as another than the common one, and attention offers its layout.
+
+    Servers share a GPU; the ranks of one cannot.
+    """
+    if 0 < device.num_gpus() < arm.ranks:
+        return False
     usual, row = runner_of({}, vllm), row_of(vllm)
     own = runner_of(arm.environment, vllm)
     # A backend says which layouts it takes since 0.29; that of CPUs takes none that has all layers in a block.

@@ -42,6 +42,15 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def num_gpus() -> int:
+    """How many torch finds, if it is there; imports torch."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
 def runner_of(asked: Mapping[str, str], vllm: str | None) -> str:
     """Return the model runner of a server: what is asked for, else the first that kvcached accepts with this vLLM."""
     return named(bool(int(asked[SWITCH]))) if SWITCH in asked else (accepted(vllm) or ("V1",))[0]

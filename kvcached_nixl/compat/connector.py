@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
-from kvcached_nixl.compat.runner import accepted
+from kvcached_nixl.compat.runner_asked import runner_of
 from kvcached_nixl.compat.specs import odd_cells, specs_of
 from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.compat.weights import model_facts
@@ -117,9 +118,14 @@ class WorkerView:
     def answers_before_drafts(self) -> bool:
         """Whether prefill may have answered when its device has not computed the draft model's part of the prompt.
 
-        Model runner V2 copies a step's tokens to the host before the draft model runs, V1 behind it.
+        Model runner V2 copies a step's tokens to the host before the draft model runs; V1 behind it, or, where the
+        drafter needs them on the host (disable_padded_drafter_batch), before. Sources: ``sample_tokens`` of
+        ``v1/worker/gpu/model_runner.py`` and ``v1/worker/gpu_model_runner.py``.
         """
-        return self._config.speculative_config is not None and "V2" in accepted(found_version("vllm"))
+        speculative = self._config.speculative_config
+        if not keeps_draft_kv(speculative):
+            return False
+        return runner_of(self._config) == "V2" or bool(speculative.disable_padded_drafter_batch)
 
     # ---------------------------------------------------------------------------------------------------- its memory
 

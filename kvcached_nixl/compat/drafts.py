@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's ways of drafting tokens leave in the KV cache. Imports nothing.
 
-Sources: ``SpeculativeMethod`` in ``config/speculative.py``; who drafts for which method:
-``v1/worker/gpu_model_runner.py``
-in runner V1, ``v1/worker/gpu/spec_decode/__init__.py`` in V2. ``tests/contract/test_drafts.py`` holds this to both.
+Sources: ``SpeculativeMethod`` in ``config/speculative.py``; who drafts for which method: in runner V1
+``v1/worker/gpu_model_runner.py``, in V2 ``v1/worker/gpu/spec_decode/__init__.py``.
+``tests/contract/test_drafts.py`` holds this to both.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 from kvcached_nixl.compat.runner import SWITCH, RunnerFound, accepted, by_switch, judged, named, outlook, stated
 from kvcached_nixl.errors import ContractChanged, Refused
 
-__all__ = ["ask"]
+__all__ = ["ask", "runner_of"]
 
 _CONFIG = "vllm.config.vllm"
 _TRITON = "HAS_TRITON"
@@ -43,7 +43,7 @@ def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
 
     with _listening() as said:
         config = _config_of(model)
-        chosen = _chosen(config)
+        chosen = runner_of(config)
     if wish is not None:
         return (judged(vllm, "", chosen, by_switch(os.environ)),)
     device = str(current_platform.device_type)
@@ -57,7 +57,7 @@ def _on_a_gpu(vllm: str, config: Any) -> RunnerFound:
     if _TRITON not in vars(importlib.import_module(_CONFIG)):
         return judged(vllm, "cuda", "", "this vLLM cannot be asked for a GPU from here", is_here=False)
     with _with_triton(), _listening() as said:
-        chosen = _chosen(config)
+        chosen = runner_of(config)
     return judged(vllm, "cuda", chosen, _by_model(config, said), is_here=False)
 
 
@@ -86,8 +86,14 @@ def _config_of(model: str) -> Any:
         ) from cause
 
 
-def _chosen(config: Any) -> str:
-    """Up to 0.21 there is nothing to ask but the switch."""
+def runner_of(config: Any) -> str:
+    """The model runner of vLLM's configuration, "V1" or "V2": its own answer, which its workers take, too.
+
+    Up to 0.21 there is nothing to ask but the switch.
+
+    Raises:
+        ContractChanged: this vLLM decides by the model, and its configuration has no answer.
+    """
     from vllm import envs
 
     if "use_v2_model_runner" in vars(type(config)):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer to a `Question`: of before, as long as nothing has changed that it follows from, or a prover's.
 
-An answer is kept per boot of the host, versions, settings, and what UCX could choose from. Several workers that start
-at once ask one prover.
+An answer is kept per boot of the host, versions, settings, and what UCX could choose from, also where lanes could not
+be used: with kvcached's pages on a GPU some never can. As a busy host makes a lane unusable, too, such an answer is
+asked for again after UNUSABLE_SECONDS, or where a start would end for it. Several workers that start at once ask one
+prover.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import IO
 
 import msgspec
 
-from kvcached_nixl.errors import MemoryRefused
+from kvcached_nixl.errors import Unproved
 from kvcached_nixl.proof.lanes import ucx_of_this_process
 from kvcached_nixl.proof.result import LaneFound, Proof, Question, Said, Ucx
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -35,8 +37,9 @@ __all__ = ["environment_of", "find", "find_here"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 PROVER_SECONDS = 300.0
+UNUSABLE_SECONDS = 24 * 3600.0
 LOOK_SECONDS = 0.2
-_SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "KVCACHED_HOSTVMM_REGISTRATION")
+_SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_PRELOAD", "KVCACHED_HOSTVMM_REGISTRATION")
 _PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "torch")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -45,16 +48,22 @@ _START = "import sys; sys.path[0] or sys.path.pop(0); from kvcached_nixl.proof._
 
 
 def find(
-    question: Question, environ: Mapping[str, str] = os.environ, *, here: Ucx | None = None, is_fresh: bool = False
+    question: Question,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    here: Ucx | None = None,
+    is_fresh: bool = False,
+    is_needed: bool = False,
 ) -> Proof:
     """What holds for this process.
 
     Args:
         here: what UCX could choose from in this process, where that is known: nothing else may have been proved.
         is_fresh: ask a prover, whatever was found before.
+        is_needed: every lane has to be usable: ask a prover again if one was not.
 
     Raises:
-        MemoryRefused: the prover cannot tell.
+        Unproved: the prover cannot tell.
     """
     environment = environment_of(environ)
     known = msgspec.json.encode((question, environment), order="sorted")
@@ -68,7 +77,8 @@ def find(
         return _seen(_ask(question, environment, environ), here)
 
     def read() -> Proof | None:
-        return None if is_fresh else _read(kept, question, environment, here)
+        before = None if is_fresh else _read(kept, question, environment, here)
+        return None if is_needed and before is not None and before.unusable else before
 
     found = read()
     if found is None:
@@ -80,11 +90,14 @@ def find(
     return _seen(found, here)
 
 
-def find_here(question: Question) -> Proof:
+def find_here(question: Question, *, is_needed: bool = False) -> Proof:
     """What holds for this process, in which a NIXL agent was made.
 
+    Args:
+        is_needed: as `find`.
+
     Raises:
-        MemoryRefused: it cannot be told.
+        Unproved: it cannot be told.
     """
     here = None
     if "UCX" in question.backends:
@@ -92,7 +105,7 @@ def find_here(question: Question) -> Proof:
             here = ucx_of_this_process()
         except (OSError, RuntimeError) as cause:
             raise _unknown(str(cause)) from cause
-    return find(question, here=here)
+    return find(question, here=here, is_needed=is_needed)
 
 
 def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -163,8 +176,8 @@ def _seen(found: Proof, here: Ucx | None) -> Proof:
     return msgspec.structs.replace(found, lanes=(*found.lanes, *unseen))
 
 
-def _unknown(words: str) -> MemoryRefused:
-    return MemoryRefused(
+def _unknown(words: str) -> Unproved:
+    return Unproved(
         found=f"no proof that NIXL follows kvcached's pages: {words}",
         expected="a prover that finds out on this host, in some seconds",
         consequence="Decode might be handed bytes of pages that were unmapped, with HTTP 200; the engine stops.",
@@ -210,17 +223,17 @@ def _is_locked(lock: IO[str]) -> bool:
 def _read(kept: Path, question: Question, environment: dict[str, str], here: Ucx | None) -> Proof | None:
     try:
         found = msgspec.json.decode(kept.read_bytes(), type=Proof)
+        age_seconds = time.time() - kept.stat().st_mtime
     except (OSError, msgspec.MsgspecError):
         return None
     if (found.question, found.environment) != (question, environment) or not found.lanes:
+        return None
+    if found.unusable and age_seconds > UNUSABLE_SECONDS:
         return None
     return found if here is None or found.ucx == here else None
 
 
 def _keep(kept: Path, proof: Proof) -> None:
-    # What could not be used may be, next time.
-    if any(lane.unusable for lane in proof.lanes):
-        return
     written = kept.with_suffix(f".{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         written.write_bytes(msgspec.json.encode(proof))

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of the two processes of a lane: memory, a NIXL agent, and a pipe by which it is told what to do."""
+"""One of the two processes of a lane: memory, a NIXL agent, and a pipe by which it is told what to do.
+
+It does what a server does, in the same order, on the same kinds of threads: the first one, as the engine's, selects the
+device, makes the agent, has memory and registers it; another one, as the transfer thread, selects the device, meets the
+peer and moves bytes. What UCX chooses follows from both.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,17 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.lanes import ucx_of_this_process
 from kvcached_nixl.proof.result import Question, Ucx
 from kvcached_nixl.transport.agent import NixlTransport, make_agent
-from kvcached_nixl.transport.base import Operation, State
+from kvcached_nixl.transport.base import Operation, Ranges, State
 
 __all__ = ["MIXED", "PAGES", "PAGE_BYTES", "Answered", "Member", "Remote"]
 
@@ -57,12 +64,12 @@ class Member:
         torch.set_num_threads(1)
         self._torch = torch
         self._question = question
+        device = question.device, question.device_index
+        select(*device)
         self._agent = make_agent(question.backends)
         self._transport = NixlTransport(self._agent, question.memory_type, question.device_index)
-        self._device = "cpu"
-        if question.device != "cpu":
-            self._device = f"{question.device}:{question.device_index}"
-            torch.accelerator.set_device_index(question.device_index)
+        self._device = "cpu" if question.device == "cpu" else f"{question.device}:{question.device_index}"
+        self._transfers = ThreadPoolExecutor(1, "transfers", initializer=select, initargs=device)
         self._memory: dict[Place, Any] = {}
         self._peer = ""
 
@@ -104,7 +111,8 @@ class Member:
         return self._transport.metadata()
 
     def meet(self, metadata: bytes) -> None:
-        self._peer = self._transport.add_peer(metadata, self._question.device_index)
+        added = self._transfers.submit(self._transport.add_peer, metadata, self._question.device_index)
+        self._peer = added.result()
 
     def fill(self, place: Place, page: int, value: int) -> None:
         self._page(place, page).fill_(value)
@@ -128,13 +136,16 @@ class Member:
         rows = np.stack((np.cumsum(lengths) - lengths, lengths), axis=1)
         rows = np.concatenate([rows + (page * PAGE_BYTES, 0) for page in pages]).astype(np.int64)
         local, remote = (rows + (base, 0) for base in (self._memory[here].data_ptr(), there))
+        return self._transfers.submit(self._move, operation, local, remote, is_host=here == "host").result()
+
+    def _move(self, operation: Operation, local: Ranges, remote: Ranges, *, is_host: bool) -> float:
         begun = time.perf_counter()
-        handle = self._transport.post(operation, self._peer, local, remote, is_host=here == "host")
+        handle = self._transport.post(operation, self._peer, local, remote, is_host=is_host)
         while (state := self._transport.state(handle)) is State.IN_FLIGHT:
             if time.perf_counter() - begun > ANSWER_SECONDS / 2:
-                raise TimeoutError(f"a {operation} of {len(pages)} pages did not end")
+                raise TimeoutError(f"a {operation} of {len(local)} descriptors did not end")
         if state is State.FAILED:
-            raise OSError(f"a {operation} of {len(pages)} pages failed")
+            raise OSError(f"a {operation} of {len(local)} descriptors failed")
         self._transport.release(handle)
         return time.perf_counter() - begun
 

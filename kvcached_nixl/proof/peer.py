@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.transport.agent import NixlTransport, make_agent
 from kvcached_nixl.transport.base import Ranges, State, TransportError
@@ -67,6 +68,7 @@ def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Qu
     rank = read_rank(read_answer(metadata).rank)
     import torch
 
+    select(question.device, question.device_index)
     device = "cpu" if question.device == "cpu" else f"{question.device}:{question.device_index}"
     landing = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     extent = [(landing.data_ptr(), BYTES, question.device_index, "")]

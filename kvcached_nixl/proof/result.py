@@ -30,6 +30,11 @@ class Question(msgspec.Struct, frozen=True):
     memory_type: str
     backends: tuple[str, ...]
 
+    @property
+    def staged(self) -> MemoryPath:
+        """Where a slab is, unless it is said: where KV stays longest on the device."""
+        return MemoryPath.HOST if self.device == "cpu" else MemoryPath.DEVICE
+
 
 class Ucx(msgspec.Struct, frozen=True):
     """What UCX could choose from.
@@ -145,16 +150,19 @@ class Proof(msgspec.Struct, frozen=True):
         return tuple(filter(None, (lane.why_not for lane in self.lanes)))
 
     @property
+    def unusable(self) -> tuple[str, ...]:
+        """The names of the lanes over which nothing could be moved; some other time it may be."""
+        return tuple(lane.name for lane in self.lanes if lane.unusable)
+
+    @property
     def is_direct(self) -> bool:
         """Whether kvcached's pages may be registered, and are worth it."""
         return not (self.why_not or self.why_slow)
 
     @property
     def memory_path(self) -> MemoryPath:
-        """What ``auto`` comes to: kvcached's pages, or a slab where KV stays longest on the device."""
-        if self.is_direct:
-            return MemoryPath.DIRECT
-        return MemoryPath.HOST if self.question.device == "cpu" else MemoryPath.DEVICE
+        """What ``auto`` comes to: kvcached's pages, or a slab."""
+        return MemoryPath.DIRECT if self.is_direct else self.question.staged
 
     @property
     def remedy(self) -> str:

@@ -31,7 +31,7 @@ from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.settings import Settings
+from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import registration
 from kvcached_nixl.worker.handover import start
@@ -189,7 +189,8 @@ def register_kv_caches(call: Call) -> None:
     settings = Settings.from_extra_config(view.extra_config)
     caches = call.argument("kv_caches")
     question = view.question(caches)
-    path = choose(settings.memory_path, lambda: find_here(question))
+    is_needed = settings.memory_path is MemoryPath.DIRECT
+    path = choose(settings.memory_path, lambda: find_here(question, is_needed=is_needed), question.staged)
     registered = registration.register(view, caches, path, settings)
     channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
     view.use_stats(metrics.stats())

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work on the KV cache's memory, off the engine's thread and off the transfer thread. A thread of its own.
 
-Pieces are done in the order in which they were asked for; on an accelerator in a stream of the thread's own, whose end
-is waited for; on a CPU it is torch that works, which lets go of Python's lock.
+The thread selects the device before anything else. Pieces are done in the order in which they were asked for; on an
+accelerator in a stream of the thread's own, whose end is waited for; on a CPU it is torch that works, which lets go of
+Python's lock.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from kvcached_nixl.current_device import select
 from kvcached_nixl.settings import SERVER_LOGGER
 
 __all__ = ["Background", "Work"]
@@ -48,6 +50,9 @@ class Background:
         device: where the memory is.
         wake: called on the thread when something has ended; does not block.
 
+    Raises:
+        RuntimeError: the device cannot be used.
+
     Threads: `submit`, `turn` and `close` are one thread's, the transfer thread's.
     """
 
@@ -60,8 +65,12 @@ class Background:
         self._ended: deque[Callable[[], None]] = deque()
         self._under_way = 0
         self._defect: BaseException | None = None
+        self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        # vLLM captures graphs next, and a device's first use elsewhere would spoil one.
+        self._is_ready.wait()
+        self.turn()
 
     def __len__(self) -> int:
         """Pieces of work whose ends were not told yet."""
@@ -93,14 +102,22 @@ class Background:
 
     def _run(self) -> None:
         try:
-            stream = None if self._device.type == "cpu" else torch.Stream(self._device)
+            stream = self._begun()
             while (work := self._asked.get()) is not None and not self._is_dropping:
                 self._ended.append(self._done(work, stream))
                 self._wake()
         except BaseException as defect:  # kept for the transfer thread, which raises it
             logger.exception("%s has stopped; the engine stops at its next step", self._name)
             self._defect = defect
+            self._is_ready.set()
             self._wake()
+
+    def _begun(self) -> torch.Stream | None:
+        """The thread's own stream; None on a CPU."""
+        select(self._device.type, self._device.index or 0)
+        stream = None if self._device.type == "cpu" else torch.Stream(self._device)
+        self._is_ready.set()
+        return stream
 
     @staticmethod
     def _done(work: Work[Result], stream: torch.Stream | None) -> Callable[[], None]:

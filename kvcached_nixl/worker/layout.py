@@ -85,6 +85,11 @@ class Layout:
     regions: tuple[Region, ...]
 
     @property
+    def device(self) -> torch.device:
+        """Where the KV cache is."""
+        return next(iter(self.device_views.values())).device
+
+    @property
     def descriptors_per_block(self) -> int:
         """Descriptors that move one block of all layers."""
         return len(self.regions)

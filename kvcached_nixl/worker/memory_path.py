@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvcached_nixl.errors import MemoryRefused
+from kvcached_nixl.errors import MemoryRefused, Unproved
 from kvcached_nixl.proof.result import Proof
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath
 
@@ -15,22 +15,28 @@ __all__ = ["choose"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 
-def choose(wish: MemoryPath, prove: Callable[[], Proof]) -> MemoryPath:
-    """``DIRECT``, ``HOST`` or ``DEVICE``; what is slow, or not right, is said.
+def choose(wish: MemoryPath, prove: Callable[[], Proof], staged: MemoryPath = MemoryPath.HOST) -> MemoryPath:
+    """``DIRECT``, ``HOST`` or ``DEVICE``; what is slow, not right or not known is said.
 
     Args:
         prove: finds out whether registrations follow kvcached's pages; called only where that matters.
+        staged: where a slab is that nobody has asked for, which needs no proof.
 
     Raises:
-        MemoryRefused: it cannot be found out; or kvcached's pages are asked for, and something could be chosen that
-            does not follow them, or of which that is not known.
+        MemoryRefused: kvcached's pages are asked for, and something could be chosen that does not follow them, or of
+            which that is not known, or cannot be found out.
     """
     if wish in (MemoryPath.HOST, MemoryPath.DEVICE):
         return wish
-    proof = prove()
     if wish is MemoryPath.DIRECT:
-        _require(proof)
+        _require(prove())
         return MemoryPath.DIRECT
+    try:
+        proof = prove()
+    except Unproved as cause:
+        words = "python -m kvcached_nixl doctor asks again"
+        logger.warning("KV is staged (memory_path %s): %s. %s", staged.value, cause.found, words)
+        return staged
     if not proof.is_direct:
         logger.warning(
             "KV is staged (memory_path %s): %s. %s",

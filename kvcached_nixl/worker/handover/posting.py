@@ -26,13 +26,15 @@ class Budget:
 
     Attributes:
         descriptors: in one transfer. Naming them to NIXL takes Python's interpreter from the engine's thread, some
-            0.2 ms for 1,024; while NIXL posts them, one by one, it is free. Many in one are slower than in several.
+            0.2 ms for 1,000; while NIXL posts them, one by one, it is free. Many in one are slower than in several.
+            From 1,024 on, NIXL would post them on threads of its own, which select no device (``split_batch_size`` of
+            its UCX backend, with the ``num_threads`` that vLLM gives it).
         batch_bytes: in one transfer, about.
         peer_bytes, all_bytes: in flight with one peer, and with all.
         peer_transfers: in flight with one peer.
     """
 
-    descriptors: int = 1024
+    descriptors: int = 1000
     batch_bytes: int = 32 << 20
     peer_bytes: int = 256 << 20
     all_bytes: int = 1 << 30

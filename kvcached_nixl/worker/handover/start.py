@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.current_device import select
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
@@ -134,7 +135,7 @@ def start(
         told = msgspec.structs.replace(handshake, weights=weights)
         worker.offer_handshake(str(tag), msgspec.msgpack.encode(told))
 
-    device = next(iter(layout.device_views.values())).device
+    device = layout.device
     # Weakly: an engine that nobody holds is gone at once, and its NIXL agent with it.
     thread: list[weakref.ref[TransferThread]] = []
 
@@ -144,7 +145,7 @@ def start(
 
     staging = None
     if slab is not None:
-        copier = Copier(slab, wake)
+        copier = Copier(slab, device, wake)
         staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, place.kernel_block_size)
     blocks = Content(own_memory, layout.areas())
     digests = Digests(
@@ -168,6 +169,7 @@ def start(
         offer_handshake,
         staging,
         (lambda: wait_for(device)) if is_early else nothing,
+        lambda: select(device.type, device.index or 0),
     )
     thread.append(weakref.ref(side.thread))
     side.thread.start()
@@ -187,11 +189,13 @@ def assemble(
     offer_handshake: Callable[[Weights], None],
     staging: Staging | None = None,
     before_answer: Callable[[], None] = nothing,
+    select_device: Callable[[], None] = nothing,
 ) -> EngineSide:
     """All parts of one worker, its thread not started.
 
     Args:
         offer_handshake, before_answer: see `EngineSide`.
+        select_device: see `TransferThread`.
         place: its memory is the slab's where KV is staged.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
@@ -241,7 +245,7 @@ def assemble(
         digests.close()
         channel.close()
 
-    thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))
+    thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed, select_device))
     # What is staged is not there to be read: its blocks are given back as soon as they are copied.
     is_read = settings.transfer_mode is TransferMode.PULL and staging is None
     return EngineSide(thread[0], place, table, record, offer_handshake, before_answer, is_read=is_read)

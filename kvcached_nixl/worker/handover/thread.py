@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer thread: everything of a hand-over that touches the NIXL agent happens on it. One per worker.
 
+    begins with   the device that it is to use: `kvcached_nixl.current_device`
     owns          the transport (notifications, READs, WRITEs), both halves of the hand-over, peers, leases
     inbox         `TransferThread.submit`: what the engine's thread wants, in order; handshakes that have ended
     wakes on      both; the next deadline; and, because NIXL has no event for what arrives or ends, after POLL_SECONDS
@@ -74,6 +75,7 @@ class TransferThread:
         reported: what ``receiving`` and ``serving`` report to.
         wake_engine: called by the transfer thread when something has ended; does not block.
         closed: called when the thread has stopped.
+        select_device: called by the transfer thread before anything else.
 
     Attributes:
         engine_computes: set by the engine's thread while it gives a step to the device.
@@ -88,6 +90,7 @@ class TransferThread:
         reported: Reported,
         wake_engine: Callable[[Known], None],
         closed: Callable[[], None] = lambda: None,
+        select_device: Callable[[], None] = lambda: None,
     ) -> None:
         self._side = side
         self._transport: Transport = side.transport
@@ -97,6 +100,8 @@ class TransferThread:
         self._reported = reported
         self._wake_engine = wake_engine
         self._closed = closed
+        self._select_device = select_device
+        self._is_ready = threading.Event()
         self.engine_computes = False
         self._inbox: deque[Command] = deque()
         self._wake = threading.Event()
@@ -118,9 +123,16 @@ class TransferThread:
     # ---------------------------------------------------------------------------------------------- the engine's thread
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, and wait until it has selected its device.
+
+        Raises:
+            RuntimeError: the device cannot be used.
+        """
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-transfer", daemon=True)
         self._thread.start()
+        # vLLM captures graphs next, and a device's first use elsewhere would spoil one.
+        self._is_ready.wait()
+        self._raise_defect()
 
     def submit(self, *commands: Command) -> None:
         """Hand commands over. Returns at once.
@@ -161,6 +173,8 @@ class TransferThread:
 
     def _run(self) -> None:
         try:
+            self._select_device()
+            self._is_ready.set()
             while not self._closing.is_set():
                 self._wake.wait(self.turn())
                 self._wake.clear()
@@ -172,6 +186,7 @@ class TransferThread:
                 self._wake.clear()
         except BaseException as defect:  # kept for the engine's thread, which raises it
             self._defect = defect
+            self._is_ready.set()
             logger.exception("The transfer thread has stopped; the engine stops at its next step")
             if self._known is not None:
                 self._wake_engine(self._known)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.staging.slab import Slab
 
@@ -30,12 +32,13 @@ class Copier:
     """See the module.
 
     Args:
+        device: where the KV cache is.
         wake: called on the copier's thread when a copy has ended; does not block.
     """
 
-    def __init__(self, slab: Slab, wake: Callable[[], None]) -> None:
+    def __init__(self, slab: Slab, device: torch.device, wake: Callable[[], None]) -> None:
         self._slab = slab
-        self._background = Background("kvcached-nixl-copies", slab.blocks_device, wake)
+        self._background = Background("kvcached-nixl-copies", device, wake)
 
     def __len__(self) -> int:
         """Copies whose ends were not told yet."""

@@ -87,8 +87,7 @@ def make_slab(layout: Layout, path: MemoryPath, load: Load, settings: Settings) 
     Raises:
         SettingsError: there is no memory for it.
     """
-    blocks_device = next(iter(layout.device_views.values())).device
-    device = torch.device("cpu") if path is MemoryPath.HOST else blocks_device
+    device = torch.device("cpu") if path is MemoryPath.HOST else layout.device
     count = num_slots(layout, load, settings.staging_gib, is_host=device.type == "cpu")
     try:
         return Slab(layout, count, device)

@@ -4,15 +4,22 @@
 A slab has an area for each region of the KV cache, and a slot is in each area what a block is in its region, byte for
 byte. So a slab is described to a peer by the same planes, at other addresses, and slots are its block ids. Once per
 worker.
+
+With sleep mode vLLM has a worker allocate its KV cache, and call its connector, within a memory pool whose pages
+``/sleep`` unmaps and ``/wake_up`` replaces: a registration would point at memory that is gone, then at other memory.
+The pool is of the thread that entered it (``torch.cuda.use_mem_pool``), so the slab is made on another one, and stays.
+Sources: ``initialize_from_config`` in ``v1/worker/gpu_worker.py``, ``device_allocator/cumem.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
 
+from kvcached_nixl.current_device import select
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.worker.layout import Layout, Region
 
@@ -40,9 +47,15 @@ class Slab:
         self.num_slots = num_slots
         self._regions = layout.regions
         blocks = [blocks for _, blocks in layout.areas()]
-        is_pinned = device.type == "cpu" and blocks[0].device.type != "cpu"
+        is_pinned = device.type == "cpu" and layout.device.type != "cpu"
         begins = list(_begins(layout.regions, num_slots))
-        memory = torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+
+        def make() -> torch.Tensor:
+            select(layout.device.type, layout.device.index or 0)
+            return torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+
+        with ThreadPoolExecutor(1, "kvcached-nixl-slab") as outside:
+            memory = outside.submit(make).result()
         first = -memory.data_ptr() % _ALIGNED_BYTES
         self._areas = [
             memory[first + begin :][: num_slots * region.block_bytes].view(num_slots, region.block_bytes)
@@ -87,18 +100,13 @@ class Slab:
         """Each area's address and its slots as bytes, (num_slots, block_bytes)."""
         return [(int(area.data_ptr()), area) for area in self._areas]
 
-    @property
-    def blocks_device(self) -> torch.device:
-        """Where the KV cache is."""
-        return self._copied[0][0].device
-
     def _runs(
         self, blocks: Sequence[int], slots: Sequence[int]
     ) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, slice]]:
         """For each region and its area, and each run of slots that follow each other: the blocks, and the slots."""
         if len(blocks) != len(slots):
             raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected one for one")
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks_device)
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self._copied[0][0].device)
         ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
         # In pieces: on its way to the host, a piece is on the device twice.
         cuts = sorted({0, *ends, *range(0, len(slots), _PIECE_BLOCKS), len(slots)})

@@ -249,15 +249,47 @@ def test_the_cpus_kernel_shares_whole_blocks_only(block_size: int) -> None:
     assert dict(worker(backend_name="FLASH_ATTN", block_size=block_size).facts)["attention"] == "FLASH_ATTN"
 
 
+class Decided(SimpleNamespace):
+    """vLLM's configuration since 0.22: it says itself which runner it has."""
+
+    is_v2: bool
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return self.is_v2
+
+
 @pytest.mark.parametrize(
-    ("vllm", "speculative", "expected"),
-    [("0.27.1", True, False), ("0.28.0", True, True), ("0.30.0", True, True), ("0.30.0", False, False)],
+    ("is_v2", "method", "unpadded", "expected"),
+    [
+        (True, "eagle3", False, True),
+        (True, "mtp", False, True),
+        (True, "ngram", False, False),
+        (True, None, False, False),
+        (False, "eagle3", False, False),
+        (False, "draft_model", False, False),
+        (False, "eagle3", True, True),
+        (False, "ngram", True, False),
+        (None, "eagle", False, False),
+        (None, "eagle", True, True),
+    ],
 )
 def test_who_answers_before_a_draft_model_has_run(
-    vllm: str, speculative: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    is_v2: bool | None, method: str | None, unpadded: bool, expected: bool
 ) -> None:
-    monkeypatch.setattr(module, "found_version", lambda library: vllm)
-    asked = worker(speculative=SimpleNamespace(method="eagle", model="s") if speculative else None)
+    """Nobody else waits for the device; ``is_v2`` None: a vLLM below 0.22, where the switch alone decides."""
+    import vllm
+
+    vllm.envs.VLLM_USE_V2_MODEL_RUNNER = False
+    speculative = None
+    if method is not None:
+        speculative = SimpleNamespace(
+            method=method, model="s", draft_model_config=None, disable_padded_drafter_batch=unpadded
+        )
+    asked = worker(speculative=speculative)
+    config = vars(asked.worker)["vllm_config"]
+    if is_v2 is not None:
+        asked.worker.vllm_config = Decided(**vars(config), is_v2=is_v2)
     assert asked.answers_before_drafts is expected
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiments.byte_equivalence.arms import ARMS, SINGLE, specs
+from experiments.byte_equivalence.arms import ARMS, SINGLE, of_size, specs
 from experiments.common import device
 from experiments.common.server_side import triton_kernels
 from experiments.common.servers import ServerSpec
@@ -60,6 +60,14 @@ def test_servers_share_the_device(has_gpu: bool, tmp_path: Path) -> None:
     assert given.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "3")
     assert given.get("EXPERIMENT_FORK") == (None if has_gpu else "1")
     assert most_servers() * device.GPU_MEMORY_FRACTION < 0.9
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_ranks_have_a_gpu_each(has_gpu: bool, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Servers share one; the ranks of a server cannot. On a CPU there is nothing to share."""
+    monkeypatch.setattr(device, "num_gpus", lambda: gpus if has_gpu else 0)
+    most = max(arm.ranks for arm in of_size("full", "0.28.0"))
+    assert most == (1 if has_gpu and gpus == 1 else 2)
 
 
 def most_servers() -> int:

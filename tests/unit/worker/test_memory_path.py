@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_nixl.errors import MemoryRefused
+from kvcached_nixl.errors import MemoryRefused, Unproved
 from kvcached_nixl.proof.result import LaneFound, Proof, Question, Rates
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath
 from kvcached_nixl.worker.memory_path import choose
@@ -49,6 +49,26 @@ def test_what_is_slow_is_said_where_it_is_asked_for(caplog: pytest.LogCaptureFix
     with caplog.at_level("WARNING", SERVER_LOGGER):
         assert choose(DIRECT, lambda: proof(COPIES)) is DIRECT
     assert "cuda_ipc" in caplog.text and "0.01 GB/s" in caplog.text
+
+
+UNPROVED = Unproved(found="no proof: timed out", expected="one", consequence="The engine stops.", remedy="Ask again.")
+
+
+def unproved() -> Proof:
+    raise UNPROVED
+
+
+@pytest.mark.parametrize("staged", [HOST, DEVICE])
+def test_a_prover_that_cannot_tell_has_kv_staged(caplog: pytest.LogCaptureFixture, staged: MemoryPath) -> None:
+    """A slab needs no proof; why there is one is said."""
+    with caplog.at_level("WARNING", SERVER_LOGGER):
+        assert choose(AUTO, unproved, staged) is staged
+    assert "no proof: timed out" in caplog.text and f"memory_path {staged.value}" in caplog.text
+
+
+def test_a_prover_that_cannot_tell_ends_a_start_with_kvcacheds_pages() -> None:
+    with pytest.raises(Unproved, match="timed out"):
+        choose(DIRECT, unproved)
 
 
 @pytest.mark.parametrize("wish", [HOST, DEVICE])

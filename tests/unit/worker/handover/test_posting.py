@@ -444,3 +444,8 @@ def test_a_turn_with_nothing_in_flight_costs_nothing() -> None:
     for _ in range(1000):
         mover.posting.turn()
     assert time.perf_counter() - begun < 0.5
+
+
+def test_nixl_posts_nothing_on_threads_of_its_own() -> None:
+    """They select no device. Its UCX backend splits a transfer of ``split_batch_size`` descriptors or more, 1,024."""
+    assert Budget().descriptors < 1024

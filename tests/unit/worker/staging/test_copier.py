@@ -12,11 +12,11 @@ import torch
 
 from kvcached_nixl.worker.staging.copier import Copier, Copy
 
+CPU = torch.device("cpu")
+
 
 class Slab:
     """Notes what is copied, on which thread; a copy of block 9 fails, and one of block 7 waits."""
-
-    blocks_device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.done: list[tuple[str, Any, Any, str]] = []
@@ -45,7 +45,7 @@ def woken() -> threading.Semaphore:
 
 @pytest.fixture
 def copier(slab: Slab, woken: threading.Semaphore) -> Iterator[Copier]:
-    one = Copier(slab, woken.release)  # type: ignore[arg-type]
+    one = Copier(slab, CPU, woken.release)  # type: ignore[arg-type]
     yield one
     slab.go_on.set()
     one.close()
@@ -82,7 +82,7 @@ def test_a_copy_that_fails_is_told_and_the_next_one_is_done(
 
 
 def test_what_was_asked_for_is_done_before_it_stops(slab: Slab) -> None:
-    one = Copier(slab, lambda: None)  # type: ignore[arg-type]
+    one = Copier(slab, CPU, lambda: None)  # type: ignore[arg-type]
     one.submit(Copy(True, [1], [0], lambda _: None))
     one.close()
     assert len(slab.done) == 1

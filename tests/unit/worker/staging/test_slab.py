@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +118,47 @@ def test_blocks_and_slots_are_one_for_one() -> None:
     with pytest.raises(ValueError, match="2 blocks and 1 slots"):
         slab.gather([0, 1], [0])
     slab.gather([], [])
+
+
+class SleepingPool:
+    """vLLM's allocator for sleep mode over `torch.cuda.use_mem_pool`: it has what the thread that entered it allocates.
+
+    ``/sleep`` unmaps all of it, and ``/wake_up`` maps other pages there, which are poisoned here.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._entered = threading.local()
+        self.memory: list[torch.Tensor] = []
+        empty = torch.empty
+
+        def made(*shape: Any, **options: Any) -> torch.Tensor:
+            found = empty(*shape, **options)
+            if getattr(self._entered, "is_on", False) and found.nbytes:
+                self.memory.append(found)
+            return found
+
+        patch.setattr(torch, "empty", made)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        self._entered.is_on = True
+        yield
+        self._entered.is_on = False
+
+    def sleep_and_wake_up(self) -> None:
+        for one in self.memory:
+            one.fill_(0xEE)
+
+
+def test_a_slab_outlives_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker registers KV caches inside the pool that a sleep unmaps."""
+    layout, _, _ = allocate(Geometry(num_pools=2))
+    pool = SleepingPool(monkeypatch)
+    with pool.use():
+        torch.empty(8, dtype=torch.uint8)
+        slab = Slab(layout, 3, CPU)
+    assert len(pool.memory) == 1, "only what a thread in the pool allocates is the pool's"
+    slab.gather([0, 1, 2], [0, 1, 2])
+    before = ctypes.string_at(*slab.extent)
+    pool.sleep_and_wake_up()
+    assert ctypes.string_at(*slab.extent) == before

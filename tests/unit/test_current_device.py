@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank 1 of 2 on a machine without a GPU: each of its threads selects device 1 before it does anything else.
+
+What torch has of an accelerator is replaced by something that notes which thread calls it; what belongs to a device is
+refused on a thread that has not selected it, as it would make a context on device 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from kvcached_memory import Geometry
+
+from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.current_device import select
+from kvcached_nixl.proof import member
+from kvcached_nixl.proof.result import Question
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.worker.background import Background, Work
+from kvcached_nixl.worker.handover import start as starting
+from kvcached_nixl.worker.layout import Layout, plan
+from kvcached_nixl.worker.registration import Registered
+from kvcached_nixl.worker.staging.slab import Slab
+
+RANK_1 = torch.device("cuda", 1)
+SECONDS = 10.0
+
+
+class Platform:
+    """Two devices, of which each thread has one of its own, at first device 0; and what each thread did, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.did: dict[str, list[str]] = defaultdict(list)
+        self.broken = False
+        self._own = threading.local()
+        zeros, empty = torch.zeros, torch.empty
+
+        def made(*shape: Any, **options: Any) -> torch.Tensor:
+            if torch.device(options.get("device") or "cpu").type == "cpu":
+                return zeros(*shape, **options)
+            assert options["device"] == "cuda:1"
+            self.uses("a context")
+            return zeros(*shape)
+
+        def pinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            if pin_memory:
+                self.uses("pinned memory")
+            return empty(*shape, **options)
+
+        patch.setattr(torch, "empty", pinned)
+        patch.setattr(torch.accelerator, "set_device_index", self.select)
+        patch.setattr(torch, "zeros", made)
+        patch.setattr(torch, "Stream", lambda device: Stream(self, device))
+        patch.setattr(torch, "Event", lambda device: Event(self))
+
+    def select(self, index: int) -> None:
+        if self.broken:
+            raise RuntimeError("no such device")
+        self._own.index = index
+        self.notes(f"selects {index}")
+
+    def uses(self, what: str) -> None:
+        """Something that belongs to the device."""
+        self.notes(what)
+        assert getattr(self._own, "index", 0) == 1, f"{what} on {threading.current_thread().name} is device 0's"
+
+    def notes(self, what: str) -> None:
+        self.did[threading.current_thread().name].append(what)
+
+
+class Stream:
+    def __init__(self, platform: Platform, device: torch.device) -> None:
+        assert device == RANK_1
+        self._platform = platform
+        platform.uses("a stream")
+
+    def __enter__(self) -> None:
+        self._platform.uses("a stream begins")
+
+    def __exit__(self, *_: object) -> None:
+        self._platform.uses("a stream ends")
+
+    def synchronize(self) -> None:
+        self._platform.uses("a stream is waited for")
+
+
+class Event:
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+
+    def record(self) -> None:
+        """In the stream of the engine's thread, whose device vLLM has selected."""
+
+    def query(self) -> bool:
+        self._platform.uses("an event is asked")
+        return True
+
+
+class Agent:
+    """NIXL's, as far as a worker and a member of the prover use it."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+
+    def get_agent_metadata(self) -> bytes:
+        return b"nixl"
+
+    def get_reg_descs(self, rows: list[Any], memory_type: str) -> Any:
+        return rows, memory_type
+
+    def register_memory(self, descriptors: Any, backends: list[str]) -> None:
+        self._platform.notes("registers")
+
+    def get_xfer_descs(self, rows: Any, memory_type: str) -> Any:
+        return rows
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        self._platform.uses("hears")
+        return {}
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        self._platform.uses("meets")
+        return metadata
+
+    def initialize_xfer(self, *arguments: Any) -> str:
+        self._platform.uses("moves")
+        return "handle"
+
+    def transfer(self, handle: str) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: str) -> str:
+        self._platform.uses("looks")
+        return "DONE"
+
+    def release_xfer_handle(self, handle: str) -> None:
+        self._platform.uses("releases")
+
+
+class Stock:
+    """vLLM's worker, rank 1 of 2."""
+
+    backends = ("UCX",)
+    memory_type = "VRAM"
+    device_id = 1
+    engine_id = "e"
+    tp_size, tp_rank = 2, 1
+    total_kv_heads = 8
+    kernel_blocks_per_block = 1
+    use_mla = False
+    answers_before_drafts = False
+    facts = ()
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    def keep_registered(self, descriptors: Any) -> None:
+        pass
+
+    def offer_handshake(self, compatibility: str, metadata: bytes) -> None:
+        pass
+
+
+class Channel:
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        raise AssertionError("nobody is to be asked")
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Platform:
+    return Platform(monkeypatch)
+
+
+@pytest.fixture
+def layout(monkeypatch: pytest.MonkeyPatch) -> Layout:
+    """In ordinary memory, which says that it is device 1's."""
+    geometry = Geometry(num_pools=2)
+    caches, _ = geometry.allocate()
+    made = plan(
+        caches,
+        axes=geometry.axes(),
+        pages=dict.fromkeys(caches, geometry.page()),
+        num_blocks=geometry.num_blocks,
+        num_pools=geometry.num_pools,
+    )
+    monkeypatch.setattr(Layout, "device", RANK_1)
+    return made
+
+
+@pytest.fixture
+def new_threads() -> Iterator[Callable[[], set[str]]]:
+    before = set(threading.enumerate())
+    yield lambda: {one.name for one in threading.enumerate() if one not in before}
+
+
+def test_a_thread_that_selects_has_the_context_too(platform: Platform) -> None:
+    """Torch selects nothing where the device is the thread's already, so rank 0 would have no context."""
+    select("cuda", 1)
+    assert platform.did[threading.current_thread().name] == ["selects 1", "a context"]
+
+
+def test_host_memory_is_no_device(platform: Platform) -> None:
+    select("cpu", 0)
+    assert platform.did == {}
+
+
+def test_every_thread_of_a_worker_selects_its_device_first(
+    platform: Platform, layout: Layout, new_threads: Callable[[], set[str]]
+) -> None:
+    """The transfer thread, which NIXL and events are asked on; those that copy and that digest, with their streams."""
+    slab = Slab(layout, 4, torch.device("cpu"))
+    stock: Any = Stock(Agent(platform))
+    side = starting.start(
+        stock, Registered(layout, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), MonotonicClock()
+    )
+    (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
+    assert platform.did[made] == ["selects 1", "a context", "pinned memory"]
+    names = new_threads()
+    assert names == {"kvcached-nixl-transfer", "kvcached-nixl-copies", "kvcached-nixl-digests"}
+    # They have selected it when the worker has started: graphs are captured next.
+    for name in names:
+        assert platform.did[name][:2] == ["selects 1", "a context"], name
+    staging = side.thread._side.staging
+    assert staging is not None
+    is_done = threading.Event()
+    staging.copier._background.submit(Work("a copy", lambda: None, lambda *_: is_done.set()))
+    side.thread._side.digests._runs.submit(Work("a digest", lambda: None, lambda *_: None))  # type: ignore[arg-type]
+    assert is_done.wait(SECONDS)
+    side.close()
+    assert "hears" in platform.did["kvcached-nixl-transfer"]
+    for name in ("kvcached-nixl-copies", "kvcached-nixl-digests"):
+        assert platform.did[name][2:] == ["a stream", "a stream begins", "a stream ends", "a stream is waited for"]
+
+
+def test_an_event_of_the_engines_is_asked_on_a_thread_that_has_selected(platform: Platform) -> None:
+    """As a step's end is."""
+    is_reached = starting.record_event(RANK_1)
+    with pytest.raises(AssertionError, match="is device 0's"):
+        is_reached()
+    found: list[bool] = []
+    ended = threading.Event()
+    asks = Background("asks", RANK_1, ended.set)
+    asks.submit(Work("a question", is_reached, lambda answer, _: found.append(bool(answer))))
+    assert ended.wait(SECONDS)
+    asks.turn()
+    asks.close()
+    assert found == [True]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, layout: Layout, staged: bool) -> None:
+    """In the worker that asks for it; nothing waits for a thread that is gone."""
+    slab = Slab(layout, 4, torch.device("cpu")) if staged else None
+    platform.broken = True
+    stock: Any = Stock(Agent(platform))
+    with pytest.raises(RuntimeError, match="no such device"):
+        starting.start(stock, Registered(layout, slab), Settings(TransferMode.PULL), Channel(), MonotonicClock())
+
+
+def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent is made with the device selected; a peer is met, and bytes are moved, on another thread that has it."""
+
+    def make_agent(backends: Any) -> Agent:
+        platform.uses("an agent")
+        return Agent(platform)
+
+    monkeypatch.setattr(member, "make_agent", make_agent)
+    monkeypatch.setenv("UCX_TLS", "all")
+    monkeypatch.setenv("UCX_PROTO_INFO", "y")
+    threads = torch.get_num_threads()
+    try:
+        one = member.Member(Question("cuda", 1, "VRAM", ("UCX",)), "")
+    finally:
+        torch.set_num_threads(threads)
+    one.open(elastic=False)
+    one.register()
+    one.meet(b"peer")
+    one.move("READ", "ordinary", 0, [0], member.MIXED)
+    here = platform.did.pop(threading.current_thread().name)
+    assert here[:3] == ["selects 1", "a context", "an agent"] and "registers" in here
+    assert not {"meets", "moves", "looks"} & set(here)
+    (there,) = platform.did.values()
+    assert there == ["selects 1", "a context", "meets", "moves", "looks", "releases"]
