@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from kvcached_nixl.compat.frontend import let_stream_fail
+from kvcached_nixl.compat.frontend import let_fail
 from kvcached_nixl.compat.locate import OUTPUT_PROCESSOR
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -19,16 +19,17 @@ UPDATE_STATS_FROM_FINISHED = Patch(
     process="frontend",
     parameters=("self", "req_state", "finish_reason", "iteration_stats"),
     needs="pull",
-    why="a streamed request whose hand-over has failed would be answered with status 200 and no token.",
-    upstream="vllm/entrypoints/openai/completion/serving.py: outputs without tokens are passed over first",
-    remove_when="vLLM looks at a streamed output's finish_reason before it passes over what has no token",
+    why="a request whose hand-over has failed would be answered with status 200 and no token.",
+    upstream="vllm/entrypoints: each endpoint looks at finish_reason, or does not; streams pass over outputs without "
+    "tokens first",
+    remove_when="vLLM raises for a request that ends with an error, whatever endpoint it came through",
 )
 
 
 @UPDATE_STATS_FROM_FINISHED.around
 def update_stats_from_finished(call: Call) -> None:
     call.proceed()
-    let_stream_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
+    let_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
 
 
 SEAMS = (update_stats_from_finished,)
