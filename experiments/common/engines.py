@@ -45,6 +45,8 @@ class Request:
     token_ids: Sequence[int]
     params: Mapping[str, Any] | None
     computes_prompt: bool = False
+    is_session: bool = False
+    is_stand_in: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

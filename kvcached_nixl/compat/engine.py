@@ -8,10 +8,11 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvcached_nixl.compat.arrival import is_stand_in
 from kvcached_nixl.compat.attached import side_of, sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.digest import digest_of
@@ -30,6 +31,7 @@ __all__ = [
     "tell_finished",
     "wake_of",
     "with_ended",
+    "with_refused",
     "with_reports",
 ]
 
@@ -56,6 +58,16 @@ class RequestView:
         """``kv_transfer_params``; what is no mapping is none, and was refused by the API server or passed on by it."""
         found = self.request.kv_transfer_params
         return found if isinstance(found, Mapping) else None
+
+    @property
+    def is_session(self) -> bool:
+        """Whether more input may come for it (``resumable``)."""
+        return bool(private(self.request, "resumable"))
+
+    @property
+    def is_stand_in(self) -> bool:
+        """See `compat.arrival`."""
+        return is_stand_in(self.request)
 
     @property
     def computes_prompt(self) -> bool:
@@ -194,13 +206,20 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
         return model_runner_output
     requests = private(engine_scheduler, "requests")
     found = KVConnectorOutput() if before is None else copy.copy(before)
-    # vLLM ends at an id that it does not know.
-    found.finished_sending = {one for one in reports.sent if one in requests}
-    found.finished_recving = {one for one in reports.received if one in requests}
+    # vLLM ends at an id that it does not know, at a request that neither waits nor has ended, and where one that has
+    # ended is named twice: whoever is named first frees it (vllm#46240, vllm#51786).
+    ended = {one for one in (reports.sent | reports.received) if one in requests and requests[one].is_finished()}
+    waiting = {one for one in reports.received - ended if one in requests and _waits(requests[one])}
+    found.finished_sending = reports.sent & ended
+    found.finished_recving = (reports.received & ended) - reports.sent | waiting
     found.invalid_block_ids = reports.invalid
     output = copy.copy(model_runner_output)
     output.kv_connector_output = found
     return output
+
+
+def _waits(request: Any) -> bool:
+    return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
 
 def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
@@ -236,6 +255,16 @@ def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> An
         told = outputs.setdefault(request.client_index, EngineCoreOutputs())
         output = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
         told.outputs = [*told.outputs, output]
+    return outputs
+
+
+def with_refused(outputs: Any, refused: Iterable[tuple[str, int]]) -> Any:
+    """Tell clients, each by its index, that a request of theirs was not taken in; no other one's end is told."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    for request_id, client_index in refused:
+        told = outputs.setdefault(client_index, EngineCoreOutputs())
+        told.outputs = [*told.outputs, EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
     return outputs
 
 

@@ -17,6 +17,7 @@ from kvcached_nixl.patching import Place, Target
 __all__ = [
     "CONNECTOR_BASE",
     "ENGINE_CORE",
+    "ENGINE_CORE_BASE",
     "ENGINE_SCHEDULER",
     "ENGINE_SCHEDULER_INTERFACE",
     "ERROR_MODULES",
@@ -93,6 +94,9 @@ ENGINE_SCHEDULER_INTERFACE = Target(
 
 ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
 """The loop around the scheduler."""
+
+ENGINE_CORE_BASE = Target(name="engine core base", places=(Place("vllm.v1.engine.core", "EngineCore"),))
+"""What it shares with an engine in its client's own process."""
 
 OUTPUT_PROCESSOR = Target(
     name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)

@@ -36,6 +36,8 @@ class Asked:
     tokens: list[int] = field(default_factory=prompt)
     digested: int = 0
     computes_prompt: bool = False
+    is_session: bool = False
+    is_stand_in: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
