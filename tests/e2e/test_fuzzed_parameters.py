@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong ``kv_transfer_params`` against real servers: nobody gets wrong tokens, and both servers go on.
+"""Wrong ``kv_transfer_params`` and bodies against real servers: nobody gets wrong tokens, and both servers go on.
 
 ``bash experiments/fuzzed_parameters/run.sh`` sends ten thousand; these are a few hundred of them.
 """
@@ -15,7 +15,7 @@ from experiments.common.servers import running
 from experiments.fuzzed_parameters.__main__ import MODES, specs
 from experiments.fuzzed_parameters.traffic import Fuzz
 
-COUNT = 150
+COUNT = 250
 
 
 @pytest.mark.parametrize(("mode", "policy"), [("pull", "recompute"), ("push", "fail")])
