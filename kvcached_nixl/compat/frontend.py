@@ -1,18 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to what vLLM's API server keeps of a request.
+"""Named access to what vLLM's API server sends to its engine, and keeps of a request.
 
-Sources: ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``.
+Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
 
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound, private
 
-__all__ = ["let_fail"]
+__all__ = ["let_fail", "require_readable"]
+
+_READABLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "request_id": str,
+        "cache_salt": str | None,
+        "data_parallel_rank": int | None,
+        "priority": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    }
+)
+"""What comes from a body or a header, and is not checked behind every endpoint."""
+
+
+def require_readable(core_request: Any) -> None:
+    """Refuse a request that the engine's process could not read: the thread that reads there ends, and all requests
+    wait for ever. ``/v1/chat/completions/batch`` hands on any ``priority`` up to vLLM 0.27.
+
+    Args:
+        core_request: an ``EngineCoreRequest`` that is about to be sent.
+
+    Raises:
+        VLLMValidationError: which an endpoint answers with 400; the message names the field.
+    """
+    for name, kind in _READABLE.items():
+        try:
+            msgspec.convert(private(core_request, name), kind)
+        except msgspec.ValidationError as cause:
+            refusal = first_bound(("vllm.exceptions",), "VLLMValidationError")
+            raise refusal(f"{name}: {cause}. Send a value of that kind, or leave it out.") from cause
 
 
 def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:

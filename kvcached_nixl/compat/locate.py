@@ -25,6 +25,7 @@ __all__ = [
     "FACADE_CLASS_NAMES",
     "FACTORY",
     "KVCACHED_PATCH",
+    "INPUT_PROCESSOR",
     "METADATA_MODULES",
     "OUTPUT_PROCESSOR",
     "PULL_FACADE",
@@ -97,6 +98,9 @@ ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "E
 
 ENGINE_CORE_BASE = Target(name="engine core base", places=(Place("vllm.v1.engine.core", "EngineCore"),))
 """What it shares with an engine in its client's own process."""
+
+INPUT_PROCESSOR = Target(name="input processor", places=(Place("vllm.v1.engine.input_processor", "InputProcessor"),))
+"""What the API server makes the engine's requests with."""
 
 OUTPUT_PROCESSOR = Target(
     name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)

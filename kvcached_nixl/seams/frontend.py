@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's API server is told that a request has ended.
+"""Where vLLM's API server hands a request to its engine, and is told that it has ended.
 
 Runs in: the API server's process.
 """
@@ -8,10 +8,29 @@ from __future__ import annotations
 
 import logging
 
-from kvcached_nixl.compat.frontend import let_fail
-from kvcached_nixl.compat.locate import OUTPUT_PROCESSOR
+from kvcached_nixl.compat.frontend import let_fail, require_readable
+from kvcached_nixl.compat.locate import INPUT_PROCESSOR, OUTPUT_PROCESSOR
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
+
+ASSIGN_REQUEST_ID = Patch(
+    target=INPUT_PROCESSOR,
+    attribute="assign_request_id",
+    kind="staticmethod",
+    process="frontend",
+    parameters=("request",),
+    needs="pull",
+    why="a body with a priority that is no number would end the engine's input, and every request with it.",
+    upstream="vllm/v1/engine/core.py: process_input_sockets decodes a request outside of its try",
+    remove_when="vLLM's engine answers what it cannot read",
+)
+
+
+@ASSIGN_REQUEST_ID.around
+def assign_request_id(call: Call) -> None:
+    require_readable(call.argument("request"))
+    call.proceed()
+
 
 UPDATE_STATS_FROM_FINISHED = Patch(
     target=OUTPUT_PROCESSOR,
@@ -32,4 +51,4 @@ def update_stats_from_finished(call: Call) -> None:
     let_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
 
 
-SEAMS = (update_stats_from_finished,)
+SEAMS = (assign_request_id, update_stats_from_finished)

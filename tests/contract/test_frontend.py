@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that ends, through vLLM's own ``OutputProcessor``: what its client's queue holds."""
+"""A request that begins and one that ends, through vLLM's own ``InputProcessor`` and ``OutputProcessor``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+import msgspec
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import InputStreamError
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound
@@ -32,18 +36,17 @@ def patched() -> Iterator[Registry]:
     registry.uninstall()
 
 
-def request_of(kind: RequestOutputKind, request_id: str = "inner") -> EngineCoreRequest:
+def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) -> EngineCoreRequest:
+    fields: dict[str, Any] = {"external_req_id": "outer", "cache_salt": None, "data_parallel_rank": None, **more}
     return EngineCoreRequest(
         request_id=request_id,
-        external_req_id="outer",
         prompt_token_ids=[1, 2, 3],
         mm_features=None,
         sampling_params=SamplingParams(output_kind=kind, detokenize=False),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
+        **fields,
     )
 
 
@@ -131,3 +134,32 @@ def test_any_other_end_is_vllm_s_own(kind: RequestOutputKind, reason: FinishReas
     left = left_for_the_client(kind, reason, *token_ids)
     assert left.finished and left.outputs[0].finish_reason == str(reason)
     assert list(left.outputs[0].token_ids) == list(token_ids)
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "priority": ("high", "0", 0.5, None, [1], 2**63, -(2**70)),
+    "cache_salt": (7, ["x"], b"x"),
+    "data_parallel_rank": ("0", 1.5),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_what_an_engine_could_not_read_is_refused_by_its_name(name: str, value: object) -> None:
+    """It ends the thread of vLLM's engine that reads requests: vLLM 0.19 hands on any priority of a batch of chats."""
+    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, **{name: value})
+    with pytest.raises(VLLMValidationError, match=name):
+        InputProcessor.assign_request_id(request)
+
+
+@pytest.mark.parametrize("value", ["high", 0.5, None])
+def test_an_engine_cannot_read_what_is_refused(value: object) -> None:
+    """As its input thread decodes it, outside of any ``try``."""
+    request = request_of(RequestOutputKind.FINAL_ONLY, priority=value)
+    with pytest.raises(msgspec.ValidationError):
+        MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+
+
+def test_what_it_can_read_gets_its_id() -> None:
+    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, priority=-(2**63), cache_salt="s")
+    InputProcessor.assign_request_id(request)
+    assert request.external_req_id == "inner" and request.request_id != "inner"
