@@ -31,7 +31,7 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
 
 def require_readable(core_request: Any) -> None:
     """Refuse a request that the engine's process could not read: the thread that reads there ends, and all requests
-    wait for ever. ``/v1/chat/completions/batch`` hands on any ``priority`` up to vLLM 0.27.
+    wait for ever. ``/v1/chat/completions/batch`` hands on any ``priority`` up to vLLM 0.24.
 
     Args:
         core_request: an ``EngineCoreRequest`` that is about to be sent.
