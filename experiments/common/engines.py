@@ -59,6 +59,8 @@ class Request:
     adapter: int = 0
     num_media: int = 0
     lacks_media: bool = False
+    is_session: bool = False
+    is_stand_in: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -21,18 +21,26 @@ RESULTS = Path(__file__).resolve().parent / "results"
 MODES = ("pull", "push")
 
 DESCRIPTION = """\
-What do servers do with kv_transfer_params that nobody should send?
+What do servers do with kv_transfer_params, and with requests around them, that nobody should send?
 
-Starts a prefill and a decode server over kvcached, pulling and then pushing, and sends them thousands of requests whose
-parameters are wrong in one to three ways, drawn from a seed: keys dropped, set to values of another type or out of all
-range, taken from other requests; other block ids; other hosts and ports, where nobody listens or nobody answers; both
-roles; nothing but a role; what a router leaves that rebuilds them field by field; nested a hundred deep; used twice;
-with another prompt, and with n = 2. In between, honest requests are handed over."""
+Starts a prefill and a decode server over kvcached, pulling and then pushing, and sends thousands of requests to every
+endpoint that can carry such parameters: completions, chat and batches of it, responses, messages, generate,
+invocations; streamed and not. Drawn from a seed, one to three things of each are wrong.
+
+The parameters: keys dropped, set to values of another type or out of all range, taken from other requests; other block
+ids; other hosts and ports, where nobody listens or nobody answers; both roles; nothing but a role; what a router leaves
+that rebuilds them field by field; nested a hundred deep; used twice; with another prompt.
+
+The body and the headers: ids of requests that prefill keeps, of any type and length; requests that vLLM rejects under
+such ids; models, adapters, priorities, n, streams, cache salts, forms of prompts and limits; beam search,
+log-probabilities; parameters of any type; fields without and of any value; other ranks of data parallelism.
+
+In between, honest requests are handed over."""
 
 EPILOG = """\
 targets, each mode:
-  no answer with HTTP 200 and a token that a server alone would not have given
-  no request without an end within 60 s (handover_timeout is 5 s)
+  no answer with HTTP 200 and a token that a server alone would not have given, or with none
+  no request without an end within 60 s (handover_timeout is 5 s), and afterwards none in a server
   both servers live, and hand an honest request of every prompt over rightly, before, every 50 requests and afterwards
 
 exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
@@ -57,6 +65,7 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
     """P and D."""
     from experiments.common.model import PADDED, make_model
     from experiments.common.servers import ServerSpec
+    from experiments.fuzzed_parameters.endpoints import TEMPLATE
 
     return [
         ServerSpec(
@@ -80,6 +89,7 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
                 "KVCACHED_HOSTVMM_GIB": "2",
             },
             max_model_len=1024,
+            arguments=("--chat-template", TEMPLATE),
             forks=True,
         )
         for side in ("prefill", "decode")
@@ -129,6 +139,7 @@ def main(options: argparse.Namespace) -> int:
                     "requests": found.verdicts.total(),
                     "verdicts": dict(found.verdicts),
                     "by change": dict(sorted(found.by_change.items())),
+                    "by endpoint": dict(sorted(found.by_endpoint.items())),
                     "wrong": found.wrong,
                     "hangs": found.hangs,
                     "not served": detail,

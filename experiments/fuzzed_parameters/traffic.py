@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a pair of servers with wrong parameters, and see what becomes of each request and of the servers."""
+"""Ask a pair of servers with wrong parameters and bodies, and see what becomes of each request and of the servers."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import random
 import socket
+import string
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +21,18 @@ import httpx
 
 from experiments.common.client import Client, Pair, http_client
 from experiments.common.servers import HOST, Server, free_ports
-from experiments.fuzzed_parameters.sets import Drawn, draw
+from experiments.fuzzed_parameters.bodies import Asked, change
+from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TOKENS, Endpoint, Failed, Prompt, read
+from experiments.fuzzed_parameters.sets import draw
+from kvcached_nixl.wire.params import MANIFEST_KEY
 
-TOKENS = 4
 AT_A_TIME = 16
 HANG_SECONDS = 60.0
+REST_SECONDS = 30.0
 KEPT_ANSWERS = 24
 RENEWED_EVERY = 50
 """Requests between two honest prefills, whose answers wrong ones are made of."""
+LENGTHS = (33, 64, 100, 150, 200)
 
 
 @dataclass
@@ -34,21 +41,21 @@ class Found:
 
     verdicts: Counter[str] = field(default_factory=Counter)
     by_change: Counter[str] = field(default_factory=Counter)
+    by_endpoint: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
 
 
 class Fuzz:
-    """One pair of servers. ``count`` requests with wrong parameters, then an honest one each way."""
+    """One pair of servers. ``count`` requests with wrong parameters or bodies, then an honest one each way."""
 
     def __init__(self, pair: Sequence[Server], mode: str, seed: int, progress: Callable[[str], None]) -> None:
         self.servers = pair
         self.mode = mode
         self.random = random.Random(seed)
         self.progress = progress
-        draw_prompt = random.Random(7)
-        self.prompts = [[draw_prompt.randrange(3, 500) for _ in range(length)] for length in (33, 64, 100, 150, 200)]
-        self.expected: list[list[int]] = []
+        self.prompts: list[Prompt] = []
+        self.endpoints: list[Endpoint] = []
         self.answers: list[tuple[int, str, dict[str, Any]]] = []
         self.found = Found()
         self.numbers = itertools.count()
@@ -56,9 +63,10 @@ class Fuzz:
     async def run(self, count: int) -> Found:
         async with http_client(AT_A_TIME) as http:
             pair = Pair(*(Client(server.base_url, http) for server in self.servers))
-            for number, prompt in enumerate(self.prompts):
-                names = {"salt": f"alone-{number}", "request_id": f"alone-{number}"}
-                self.expected.append((await pair.prefill.answer(prompt, max_tokens=TOKENS, **names)).token_ids)
+            paths = (await http.get(f"{pair.decode.base_url}/openapi.json")).json()["paths"]
+            self.endpoints = [one for one in ENDPOINTS if one.path in paths]
+            letters = random.Random(7)
+            self.prompts = [await self._prompt(pair, letters, length) for length in LENGTHS]
             with silent_listener() as silent:
                 ports = [*free_ports(1), silent, int(str(self.servers[0].coordinates["remote_port"]))]
                 places = asyncio.Semaphore(AT_A_TIME)
@@ -73,20 +81,35 @@ class Fuzz:
                     task.add_done_callback(asked.discard)
                 await asyncio.gather(*asked)
             await self._honest(pair)
+            for client in (pair.prefill, pair.decode):
+                await self._rest(client)
         return self.found
+
+    async def _prompt(self, pair: Pair, letters: random.Random, length: int) -> Prompt:
+        """One whose tokens are text each, none of which ends it: endpoints that know no ``ignore_eos`` say the same."""
+        while True:
+            text = "".join(letters.choices(string.ascii_lowercase, k=length))
+            asked = {"model": "model", "prompt": text}
+            ids = (await pair.prefill.http.post(f"{pair.prefill.base_url}/tokenize", json=asked)).json()["tokens"]
+            name = f"alone-{next(self.numbers)}"
+            answer = await pair.prefill.complete(ids, max_tokens=TOKENS, salt=name, request_id=name)
+            # Its text is made of the names of tokens there.
+            expected = answer["choices"][0]["token_ids"]
+            asked = {"model": "model", "tokens": expected}
+            reply = await pair.prefill.http.post(f"{pair.prefill.base_url}/detokenize", json=asked)
+            said = str(reply.json()["prompt"])
+            if said.isascii() and said.isprintable() and said == said.strip() and min(expected) > 1:
+                return Prompt(text, ids, expected, said)
 
     async def _one(self, pair: Pair, ports: Sequence[int], places: asyncio.Semaphore) -> None:
         try:
-            which, salt, answer = self.random.choice(self.answers)
-            others = [one for *_, one in self.random.sample(self.answers, min(4, len(self.answers)))]
-            drawn = draw(self.random, [answer, answer, answer, *others], ports)
-            # Mostly the prompt that the parameters were made for.
-            prompt = which if self.random.random() < 0.7 else self.random.randrange(len(self.prompts))
-            client = pair.decode if self.random.random() < 0.85 else pair.prefill
-            verdict, detail = await self._ask(client, prompt, salt, drawn)
+            asked = self._draw(ports)
+            client = pair.decode if self.random.random() < 0.8 else pair.prefill
+            verdict, detail = await self._ask(client, asked)
             self.found.verdicts[verdict] += 1
-            self.found.by_change.update(f"{change}: {verdict}" for change in set(drawn.change.split("+")))
-            said = f"{drawn.change} n={drawn.n} prompt {prompt}: {detail} {json.dumps(drawn.params)[:1500]}"
+            self.found.by_change.update(f"{one}: {verdict}" for one in set(asked.changes))
+            self.found.by_endpoint[f"{asked.endpoint.name}: {verdict}"] += 1
+            said = f"{asked.endpoint.name}, {'+'.join(asked.changes)}: {detail} {json.dumps(asked.body)[:1500]}"
             if verdict == "wrong":
                 self.found.wrong.append(said)
             elif verdict == "hangs":
@@ -94,37 +117,68 @@ class Fuzz:
         finally:
             places.release()
 
-    async def _ask(self, client: Client, which: int, salt: str, drawn: Drawn) -> tuple[str, str]:
-        number = next(self.numbers)
-        body = {
-            "model": "model",
-            "prompt": self.prompts[which],
-            "max_tokens": TOKENS,
-            # vLLM takes no n above 1 with a temperature of 0; the best token is the best one all the same.
-            "temperature": 1.0,
-            "top_k": 1,
-            "ignore_eos": True,
-            "n": drawn.n,
-            "cache_salt": salt,
-            "return_token_ids": True,
-            "kv_transfer_params": drawn.params,
-        }
-        headers = {"X-Request-Id": f"fuzz-{number}", "Content-Type": "application/json"}
-        content = json.dumps(body, ensure_ascii=True)
+    def _draw(self, ports: Sequence[int]) -> Asked:
+        """A request whose parameters are wrong, or what is around them, or both."""
+        which, salt, answer = self.random.choice(self.answers)
+        others = [one for *_, one in self.random.sample(self.answers, min(4, len(self.answers)))]
+        params, n, changes = copy.deepcopy(answer), 1, ["as prefill answered"]
+        is_wrong = self.random.random() < 0.6
+        if is_wrong:
+            drawn = draw(self.random, [answer, answer, answer, *others], ports)
+            params, n, changes = drawn.params, drawn.n, drawn.change.split("+")
+        # Mostly the prompt that the parameters were made for.
+        prompt = self.prompts[which] if self.random.random() < 0.7 else self.random.choice(self.prompts)
+        endpoint = self.random.choice(self.endpoints)
+        body = endpoint.ask(prompt, salt, params, n if endpoint.takes_n else 1)
+        if endpoint.can_stream and self.random.random() < 0.4:
+            body["stream"] = True
+        headers = {"X-Request-Id": f"fuzz-{next(self.numbers)}", "Content-Type": "application/json"}
+        asked = Asked(endpoint, body, headers, [prompt], changes=changes)
+        if not is_wrong or self.random.random() < 0.4:
+            change(self.random, asked, self._ids(), self.prompts)
+        return asked
+
+    def _ids(self) -> list[str]:
+        """What prefill calls the requests that it keeps, or kept a moment ago, and what their clients do."""
+        kept = [answer[MANIFEST_KEY]["request_id"] for *_, answer in self.answers]
+        return [*kept, *(salt for _, salt, _ in self.answers)]
+
+    async def _ask(self, client: Client, asked: Asked) -> tuple[str, str]:
+        content = json.dumps(asked.body, ensure_ascii=True)
         try:
             reply = await asyncio.wait_for(
-                client.http.post(f"{client.base_url}/v1/completions", content=content, headers=headers), HANG_SECONDS
+                client.http.post(f"{client.base_url}{asked.endpoint.path}", content=content, headers=asked.headers),
+                HANG_SECONDS,
             )
         except asyncio.TimeoutError:
             return "hangs", ""
+        except httpx.RemoteProtocolError:
+            # What /v1/responses makes of an error in a stream; honest requests tell whether the server lives.
+            return "broken off", ""
         except httpx.HTTPError as error:
             return "no connection", repr(error)
         if reply.status_code != httpx.codes.OK:
             return f"HTTP {reply.status_code}", reply.text[:200]
-        tokens = [choice["token_ids"] for choice in reply.json()["choices"]]
-        if all(one == self.expected[which] for one in tokens):
-            return "right", ""
-        return "wrong", f"found {tokens}, expected {self.expected[which]}"
+        try:
+            return judge(asked, read(asked.endpoint, reply.headers["content-type"], reply.text))
+        except Failed:
+            return "failed in its stream", ""
+        except (ValueError, LookupError, TypeError) as error:
+            return "wrong", f"no answer: {error!r} {reply.text[:500]}"
+
+    async def _rest(self, client: Client) -> None:
+        """Nothing runs or waits in a server; raises if it does for long."""
+        until = time.monotonic() + REST_SECONDS
+        while True:
+            lines = (await client.http.get(f"{client.base_url}/metrics")).text.splitlines()
+            counted = [
+                line for line in lines if line.startswith(("vllm:num_requests_running", "vllm:num_requests_wai"))
+            ]
+            if not any(float(line.rpartition(" ")[2]) for line in counted):
+                return
+            if time.monotonic() > until:
+                raise AssertionError(f"{client.base_url} has requests without an end: {counted}")
+            await asyncio.sleep(0.5)
 
     async def _honest(self, pair: Pair) -> None:
         """One request of each prompt as a router sends them; raises unless both servers still serve rightly."""
@@ -134,27 +188,38 @@ class Fuzz:
             self.answers = [*self.answers, (which, kept, await self._prefilled(pair, prompt, kept))][-KEPT_ANSWERS:]
             name = f"honest-{next(self.numbers)}"
             decoded = await pair.decode.complete(
-                prompt,
+                list(prompt.token_ids),
                 max_tokens=TOKENS,
                 salt=name,
                 request_id=name,
                 kv_transfer_params=await self._prefilled(pair, prompt, name),
             )
             tokens = decoded["choices"][0]["token_ids"]
-            if tokens != self.expected[which]:
-                raise AssertionError(f"{name}: found {tokens}; expected {self.expected[which]}")
+            if not prompt.is_answered_by(tokens):
+                raise AssertionError(f"{name}: found {tokens}; expected {prompt.expected_ids}")
 
-    async def _prefilled(self, pair: Pair, prompt: list[int], name: str) -> dict[str, Any]:
+    async def _prefilled(self, pair: Pair, prompt: Prompt, name: str) -> dict[str, Any]:
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         if self.mode == "push":
             params["transfer_id"] = name
         prefilled = await pair.prefill.complete(
-            prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=params
+            list(prompt.token_ids), max_tokens=1, salt=name, request_id=name, kv_transfer_params=params
         )
         answer: dict[str, Any] | None = prefilled["kv_transfer_params"]
         if answer is None:
             raise AssertionError(f"prefill answered {name} without kv_transfer_params")
         return answer
+
+
+def judge(asked: Asked, found: list[list[int] | str]) -> tuple[str, str]:
+    """What an answer with HTTP 200 is, and in words what is wrong with it."""
+    if asked.prompts is None:
+        return "not judged", ""
+    prompts = [asked.prompts[place * len(asked.prompts) // len(found)] for place in range(len(found))]
+    pairs = zip(found, prompts, strict=True)
+    if found and all(prompt.is_answered_by(one, as_far_as_it_goes=asked.is_cut) for one, prompt in pairs):
+        return "right", ""
+    return "wrong", f"found {found}, expected {[(one.expected_ids, one.expected_text) for one in prompts]}"
 
 
 @contextmanager

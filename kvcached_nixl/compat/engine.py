@@ -8,7 +8,7 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "tell_finished",
     "wake_of",
     "with_ended",
+    "with_refused",
     "with_reports",
 ]
 
@@ -151,13 +152,20 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
         return model_runner_output
     requests = private(engine_scheduler, "requests")
     found = KVConnectorOutput() if before is None else copy.copy(before)
-    # vLLM ends at an id that it does not know.
-    found.finished_sending = {one for one in reports.sent if one in requests}
-    found.finished_recving = {one for one in reports.received if one in requests}
+    # vLLM ends at an id that it does not know, at a request that neither waits nor has ended, and where one that has
+    # ended is named twice: whoever is named first frees it (vllm#46240, vllm#51786).
+    ended = {one for one in (reports.sent | reports.received) if one in requests and requests[one].is_finished()}
+    waiting = {one for one in reports.received - ended if one in requests and _waits(requests[one])}
+    found.finished_sending = reports.sent & ended
+    found.finished_recving = (reports.received & ended) - reports.sent | waiting
     found.invalid_block_ids = reports.invalid
     output = copy.copy(model_runner_output)
     output.kv_connector_output = found
     return output
+
+
+def _waits(request: Any) -> bool:
+    return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
 
 def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
@@ -193,6 +201,16 @@ def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> An
         told = outputs.setdefault(request.client_index, EngineCoreOutputs())
         output = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
         told.outputs = [*told.outputs, output]
+    return outputs
+
+
+def with_refused(outputs: Any, refused: Iterable[tuple[str, int]]) -> Any:
+    """Tell clients, each by its index, that a request of theirs was not taken in; no other one's end is told."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    for request_id, client_index in refused:
+        told = outputs.setdefault(client_index, EngineCoreOutputs())
+        told.outputs = [*told.outputs, EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
     return outputs
 
 

@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to what vLLM's API server keeps of a request.
+"""Named access to what vLLM's API server sends to its engine, and keeps of a request.
 
-Sources: ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``, ``renderers/base.py``.
+Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``,
+``renderers/base.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
 
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound, private
 
-__all__ = ["let_stream_fail", "numbers_media"]
+__all__ = ["let_fail", "numbers_media", "require_readable"]
+
+_READABLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "request_id": str,
+        "cache_salt": str | None,
+        "data_parallel_rank": int | None,
+        "priority": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    }
+)
+"""What comes from a body or a header, and is not checked behind every endpoint."""
 
 
 def numbers_media(renderer: Any) -> bool:
@@ -22,12 +37,34 @@ def numbers_media(renderer: Any) -> bool:
     return media is not None and media.mm_processor_cache_gb == 0 and not caches
 
 
-def let_stream_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:
-    """Have a stream whose request ends with an error before its first token end with that error.
+def require_readable(core_request: Any) -> None:
+    """Refuse a request that the engine's process could not read: the thread that reads there ends, and all requests
+    wait for ever. ``/v1/chat/completions/batch`` hands on any ``priority`` up to vLLM 0.24.
 
-    vLLM passes over outputs without tokens, which a chunked prefill has, before it looks at why a request has ended:
-    ``completion_stream_generator`` and ``chat_completion_stream_generator``, 0.19 to 0.30. The client would get status
-    200, ``[DONE]`` and nothing between. An answer that is not streamed is looked at, and so is left alone.
+    Args:
+        core_request: an ``EngineCoreRequest`` that is about to be sent.
+
+    Raises:
+        VLLMValidationError: which an endpoint answers with 400; the message names the field.
+    """
+    for name, kind in _READABLE.items():
+        try:
+            msgspec.convert(private(core_request, name), kind)
+        except msgspec.ValidationError as cause:
+            refusal = first_bound(("vllm.exceptions",), "VLLMValidationError")
+            raise refusal(f"{name}: {cause}. Send a value of that kind, or leave it out.") from cause
+
+
+def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:
+    """Have whoever waits for a request that ends with an error get that error, as an exception.
+
+    Each of vLLM's endpoints looks by itself, or does not look, at why a request has ended. What is streamed passes over
+    outputs without tokens first (``completion_stream_generator``, ``chat_completion_stream_generator``, 0.19 to 0.30):
+    status 200, ``[DONE]`` and nothing between. ``/inference/v1/generate`` and ``/v1/responses`` with Harmony answer
+    200 with no token. An exception passes nobody by: 500 where nothing was sent yet, else an error event or a stream
+    that breaks off. Of ``n`` choices one that fails fails all, as vLLM has it where it looks.
+
+    An engine in its client's own process (``LLM``) has no queue: its outputs say ``finish_reason`` "error" themselves.
 
     Args:
         request_state: a ``RequestState`` whose last output was just put on its queue; nobody has taken it yet.
@@ -40,15 +77,16 @@ def let_stream_fail(request_state: Any, finish_reason: Any, logger: logging.Logg
         _fail(request_state)
     except Exception:
         # Whatever is raised here ends vLLM's output handler, and with it every request of this server.
-        logger.exception("A streamed request has failed, and its client cannot be told: vLLM answers it with [DONE].")
+        logger.exception("A request has failed, and its client cannot be told: vLLM may answer it as if it had not.")
 
 
 def _fail(request_state: Any) -> None:
-    queue, detokenizer = private(request_state, "queue"), private(request_state, "detokenizer")
-    is_stream = private(request_state, "output_kind").name == "DELTA"
-    if queue is None or detokenizer is None or not is_stream or private(detokenizer, "num_output_tokens")():
+    queue = private(request_state, "queue")
+    # A pooling model's request has no text, and its waiter other exceptions.
+    if queue is None or private(request_state, "detokenizer") is None:
         return
     from vllm.v1.engine.async_llm import InputStreamError
 
-    # What is wrapped so reaches the stream as it is: the error that vLLM says of any other request.
+    # What is wrapped so reaches the endpoint as it is: the error that vLLM says of any other request. It takes the
+    # place of what nobody has fetched yet, tokens among it: they are of a request that has failed.
     queue.put(InputStreamError(first_bound(ERROR_MODULES, "GenerationError")()))

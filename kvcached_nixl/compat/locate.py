@@ -25,6 +25,7 @@ __all__ = [
     "FACADE_CLASS_NAMES",
     "FACTORY",
     "KVCACHED_PATCH",
+    "INPUT_PROCESSOR",
     "MEDIA_PROCESSING",
     "METADATA_MODULES",
     "MODEL_LOADER",
@@ -99,8 +100,11 @@ ENGINE_SCHEDULER_INTERFACE = Target(
 ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
 """The loop around the scheduler."""
 
-ENGINE_CORE_BASE = Target(name="engine", places=(Place("vllm.v1.engine.core", "EngineCore"),))
+ENGINE_CORE_BASE = Target(name="engine core base", places=(Place("vllm.v1.engine.core", "EngineCore"),))
 """What is asked of an engine from outside, in whatever process it runs."""
+
+INPUT_PROCESSOR = Target(name="input processor", places=(Place("vllm.v1.engine.input_processor", "InputProcessor"),))
+"""What the API server makes the engine's requests with."""
 
 WORKER_PROCESS = Target(name="worker process", places=(Place("vllm.v1.worker.gpu_worker", "Worker"),))
 """One rank of an engine, on whatever kind of device."""

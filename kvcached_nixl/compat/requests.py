@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcached_nixl.compat.arrival import is_stand_in
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -90,6 +91,16 @@ class RequestView:
         """``kv_transfer_params``; what is no mapping is none, and was refused by the API server or passed on by it."""
         found = self.request.kv_transfer_params
         return found if isinstance(found, Mapping) else None
+
+    @property
+    def is_session(self) -> bool:
+        """Whether more input may come for it (``resumable``)."""
+        return bool(private(self.request, "resumable"))
+
+    @property
+    def is_stand_in(self) -> bool:
+        """See `compat.arrival`."""
+        return is_stand_in(self.request)
 
     @property
     def computes_prompt(self) -> bool:

@@ -24,6 +24,16 @@ class Request(Protocol):
         ...
 
     @property
+    def is_session(self) -> bool:
+        """More input may come for it, behind what it has generated: its prompt is not all that it will have."""
+        ...
+
+    @property
+    def is_stand_in(self) -> bool:
+        """It stands for a request that was rejected, whose prompt nobody knows here, and is aborted at once."""
+        ...
+
+    @property
     def computes_prompt(self) -> bool:
         """It wants something of each token of its prompt, so it may read none of their KV from anywhere."""
         ...

@@ -27,7 +27,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.messages import draw_attempt
-from kvcached_nixl.wire.params import asks, read_fetch
+from kvcached_nixl.wire.params import Fetch, asks, read_fetch
 from kvcached_nixl.wire.step import BlockIds, Released, Renewed, Step, Wanted
 
 __all__ = ["Fetching"]
@@ -66,6 +66,7 @@ class Fetching:
         self._failing: dict[DecodeRequestId, HandOverFailed] = {}
         self._ending: set[DecodeRequestId] = set()
         self._aborted: set[DecodeRequestId] = set()
+        self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
         self.counts: Counter[int] = Counter()
         self.num_quarantined_blocks = 0
 
@@ -97,7 +98,13 @@ class Fetching:
         try:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.pushes)
         except HandOverFailed as cause:
-            self._wishes[request_id] = Wish(None, now, request.adapter, refused=cause)
+            if request.is_session:
+                self._pass_over(request, None, step)
+            else:
+                self._wishes[request_id] = Wish(None, now, request.adapter, refused=cause)
+            return
+        if request.is_session:
+            self._pass_over(request, fetch, step)
             return
         self._wishes[request_id] = Wish(fetch, now, request.adapter)
         self._queued[request_id] = now + self._terms.timeout_seconds
@@ -209,8 +216,27 @@ class Fetching:
             del self._failing[request_id]
             self._aborted.add(request_id)
         elif not wish.is_tried:
-            wish.check(request, self._terms)
+            if not request.is_stand_in:
+                wish.check(request, self._terms)
             self._release(wish, step)
+
+    def kept(self, request_id: str) -> None:
+        """Another connector keeps the blocks of a request that has just ended: they are free when both let go of them.
+
+        vLLM frees a request as soon as one does (vllm#46240). So it hears of the other one only.
+        """
+        ended = DecodeRequestId(request_id)
+        self._aborted.discard(ended)
+        held = {number for number, one in self._attempts.items() if one.is_held and one.request_id == ended}
+        if held:
+            self._kept_by_others[ended] = held
+
+    def let_go(self, request_ids: Iterable[str], blocks: Blocks) -> None:
+        """Other connectors have let go of these requests."""
+        for request_id in map(DecodeRequestId, request_ids):
+            for number in self._kept_by_others.pop(request_id, ()):
+                if number not in self._attempts:
+                    self._give_back(number, blocks)
 
     # ----------------------------------------------------------------------------------------------- what has become
 
@@ -241,10 +267,8 @@ class Fetching:
                 del self._attempt_of[attempt.request_id]
                 step.unrenewed.append(attempt.request_id)
                 received.add(attempt.request_id)
-            elif attempt.is_held:
-                before = self._holds.num_blocks
-                self._holds.give_back(blocks, number)
-                self.num_quarantined_blocks -= before - self._holds.num_blocks
+            elif attempt.is_held and number not in self._kept_by_others.get(attempt.request_id, ()):
+                self._give_back(number, blocks)
         failed, self._failing = set(self._failing), {}
         aborted, self._aborted = self._aborted, set()
         return received | failed | aborted, failed
@@ -325,6 +349,24 @@ class Fetching:
         self._holds.take(blocks, attempt.request_id, number)
         attempt.is_held = True
         self.num_quarantined_blocks += self._holds.num_blocks - before
+
+    def _give_back(self, number: int, blocks: Blocks) -> None:
+        before = self._holds.num_blocks
+        self._holds.give_back(blocks, number)
+        self.num_quarantined_blocks -= before - self._holds.num_blocks
+
+    def _pass_over(self, request: Request, fetch: Fetch | None, step: Step) -> None:
+        """Have it computed here, whatever the policy: a session that fails would go on without its beginning."""
+        self.counts[Cause.PARAMETERS] += 1
+        logger.warning(
+            "The KV of request %s is not taken from prefill: it is a streaming session (resumable), whose blocks go on "
+            "being filled with later input; expected a prompt that is complete. It is computed here. Send "
+            "kv_transfer_params with requests of one prompt each.",
+            request.request_id,
+        )
+        wish = Wish(fetch, self._clock.now_seconds())
+        wish.check(request, self._terms)
+        self._release(wish, step)
 
     def _release(self, wish: Wish, step: Step) -> None:
         """Tell prefill that nothing is needed (vllm#41269)."""

@@ -61,6 +61,7 @@ class HandOver:
         self._wake: Callable[[], None] | None = None
         self._failed: set[str] = set()
         self._stalled: tuple[str, float] | None = None
+        self._refused: list[tuple[str, int]] = []
         self._listener: Listener | None = None
         self._weights: dict[Any, Any] | None = None
         self._quiet_by_seconds = 0.0
@@ -174,7 +175,8 @@ class HandOver:
         vllm#45168: an engine that sleeps hears nothing and frees nothing.
         """
         is_counted = self._fetching.num_quarantined_blocks == self._quarantined
-        has_news = self._has_news or self._fetching.has_news or self._step.has_news or not is_counted
+        has_ends = bool(self._refused) or self._fetching.has_news
+        has_news = self._has_news or has_ends or self._step.has_news or not is_counted
         return has_news or self.due_in_seconds == 0
 
     @property
@@ -200,6 +202,21 @@ class HandOver:
         """A request has entered the engine."""
         self._fetching.arrived(request, self._step)
         self._offering.arrived(request, self._step)
+
+    def refuse(self, request_id: str, client_index: int) -> None:
+        """A request has come under the id of another one, which goes on; its client hears of it with the next step."""
+        self._refused.append((request_id, client_index))
+        logger.error(
+            "A request has come under the id %s, which another one has that runs here, or whose blocks are kept for "
+            "decode; expected an id that is nobody's. It fails, and the other one goes on. Let vLLM make the engine's "
+            "ids (AsyncLLM, LLM), and add no request twice.",
+            request_id,
+        )
+
+    def take_refused(self) -> list[tuple[str, int]]:
+        """(id, client) of each request that was refused since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that prefill has beyond those decode has, and whether they come between steps."""
@@ -244,13 +261,20 @@ class HandOver:
         self._fetching.finished(request, self._bound(), self._step)
         return self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
 
+    def kept(self, request_id: str) -> None:
+        """A request has ended whose blocks some connector keeps."""
+        if not self._offering.keeps(request_id):
+            self._fetching.kept(request_id)
+
     def collect(self, reports: Reports) -> None:
         """What all ranks have reported: takes our ids and marks out, and puts in the requests that they mean."""
         failures = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
         reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}
         overs, blocks = overs_of(reports.received), self._bound()
+        self._fetching.let_go(reports.sent, blocks)
         received, failed = self._fetching.collect(failures, overs, blocks, self._step)
-        reports.received |= received
+        # What another connector has loaded, or has not, frees no blocks that decode may be reading.
+        reports.received = {one for one in reports.received if not self._offering.keeps(one)} | received
         self._failed |= failed
         if failed:
             reports.invalid.add(FAILING)

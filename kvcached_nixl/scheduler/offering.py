@@ -170,6 +170,15 @@ class Offering:
             self.counts[Cause.PARAMETERS] += 1
             logger.warning("Request %s is not offered to decode: %s", request_id, cause)
             return
+        if request.is_session:
+            self.counts[Cause.PARAMETERS] += 1
+            logger.warning(
+                "Request %s is not offered to decode: it is a streaming session (resumable), whose blocks go on being "
+                "filled with later input; expected a prompt that is complete. It is computed as without "
+                "kv_transfer_params. Send them with requests of one prompt each.",
+                request_id,
+            )
+            return
         num_tokens = request.num_prompt_tokens
         sending = _Sending(request, name, request.digest(num_tokens), num_tokens)
         sending.is_streamed = not self._terms.drops_blocks
@@ -190,6 +199,10 @@ class Offering:
         """Whether the workers may be reading the blocks of a request that is still computed."""
         sending = self._sending.get(PrefillRequestId(request_id))
         return sending is not None and sending.is_read
+
+    def keeps(self, request_id: str) -> bool:
+        """Whether a request has ended, and its blocks are kept for decode."""
+        return PrefillRequestId(request_id) in self._kept
 
     def is_named(self, request_id: str) -> bool:
         """Whether a manifest names the blocks of a request."""

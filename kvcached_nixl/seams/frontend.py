@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's API server identifies what a prompt holds, and is told that a request has ended.
+"""Where vLLM's API server identifies what a prompt holds, hands a request to its engine, and is told that it has ended.
 
 Runs in: the API server's process.
 """
@@ -9,10 +9,29 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.compat.frontend import let_stream_fail, numbers_media
-from kvcached_nixl.compat.locate import MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER
+from kvcached_nixl.compat.frontend import let_fail, numbers_media, require_readable
+from kvcached_nixl.compat.locate import INPUT_PROCESSOR, MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
+
+ASSIGN_REQUEST_ID = Patch(
+    target=INPUT_PROCESSOR,
+    attribute="assign_request_id",
+    kind="staticmethod",
+    process="frontend",
+    parameters=("request",),
+    needs="pull",
+    why="a body with a priority that is no number would end the engine's input, and every request with it.",
+    upstream="vllm/v1/engine/core.py: process_input_sockets decodes a request outside of its try",
+    remove_when="vLLM's engine answers what it cannot read",
+)
+
+
+@ASSIGN_REQUEST_ID.around
+def assign_request_id(call: Call) -> None:
+    require_readable(call.argument("request"))
+    call.proceed()
+
 
 UPDATE_STATS_FROM_FINISHED = Patch(
     target=OUTPUT_PROCESSOR,
@@ -20,16 +39,17 @@ UPDATE_STATS_FROM_FINISHED = Patch(
     process="frontend",
     parameters=("self", "req_state", "finish_reason", "iteration_stats"),
     needs="pull",
-    why="a streamed request whose hand-over has failed would be answered with status 200 and no token.",
-    upstream="vllm/entrypoints/openai/completion/serving.py: outputs without tokens are passed over first",
-    remove_when="vLLM looks at a streamed output's finish_reason before it passes over what has no token",
+    why="a request whose hand-over has failed would be answered with status 200 and no token.",
+    upstream="vllm/entrypoints: each endpoint looks at finish_reason, or does not; streams pass over outputs without "
+    "tokens first",
+    remove_when="vLLM raises for a request that ends with an error, whatever endpoint it came through",
 )
 
 
 @UPDATE_STATS_FROM_FINISHED.around
 def update_stats_from_finished(call: Call) -> None:
     call.proceed()
-    let_stream_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
+    let_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
 
 
 _OTHER_MEDIA = "images, sounds, ... would be taken for others, or for none, of another server."
@@ -72,4 +92,4 @@ def model_id(call: Call) -> str:
     return "the model of this engine"
 
 
-SEAMS = (update_stats_from_finished, process_mm_uuids, model_id)
+SEAMS = (assign_request_id, update_stats_from_finished, process_mm_uuids, model_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcached_nixl.compat.arrival import Arrival, arrival_of, give_own_id
 from kvcached_nixl.compat.attached import sides
 from kvcached_nixl.compat.engine import (
     bound_sides,
@@ -17,9 +18,10 @@ from kvcached_nixl.compat.engine import (
     tell_finished,
     wake_of,
     with_ended,
+    with_refused,
     with_reports,
 )
-from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
+from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
 from kvcached_nixl.compat.resting import note_step, rest
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.patching import Call, Patch
@@ -46,9 +48,34 @@ ADD_REQUEST = Patch(
 
 @ADD_REQUEST.around
 def add_request(call: Call) -> None:
+    request = call.argument("request")
+    arrival = arrival_of(call.instance, request)
     for side in bound_sides(call.instance):
-        side.arrived(side.read(call.argument("request")))
+        if arrival is Arrival.REPEATED:
+            side.refuse(request.request_id, request.client_index)
+            return
+        if arrival is Arrival.FIRST:
+            side.arrived(side.read(request))
     call.proceed()
+
+
+PREPROCESS_ADD_REQUEST = Patch(
+    target=ENGINE_CORE_BASE,
+    attribute="preprocess_add_request",
+    process="scheduler",
+    parameters=("self", "request"),
+    needs="lease",
+    why="what vLLM adds for a request that it has rejected has an id of a client's choice: that of a request that is "
+    "kept ends the engine.",
+    upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected",
+    remove_when="vLLM gives such a request an id of its own",
+)
+
+
+@PREPROCESS_ADD_REQUEST.around
+def preprocess_add_request(call: Call) -> Any:
+    give_own_id(call.argument("request"))
+    return call.proceed()
 
 
 UPDATE_FROM_OUTPUT = Patch(
@@ -68,12 +95,13 @@ def update_from_output(call: Call) -> Any:
     output = call.argument("model_runner_output")
     reports = reports_of(output)
     ending: set[str] = set()
+    refused: list[tuple[str, int]] = []
     for side in bound_sides(call.instance):
         side.collect(reports)
         ending |= side.take_ending()
+        refused += side.take_refused()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
-    if ending:
-        outputs = with_ended(call.instance, outputs, ending)
+    outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
 
@@ -136,9 +164,12 @@ CONNECTOR_FINISHED = Patch(
 @CONNECTOR_FINISHED.around
 def connector_finished(call: Call) -> Any:
     request = call.argument("request")
-    if any(side.spares(request.request_id) for side in sides(call.instance.connector)):
-        return tell_finished(call.instance, request)
-    return call.proceed()
+    is_spared = any(side.spares(request.request_id) for side in sides(call.instance.connector))
+    found = tell_finished(call.instance, request) if is_spared else call.proceed()
+    if found[0]:
+        for side in sides(call.instance.connector):
+            side.kept(request.request_id)
+    return found
 
 
 HAS_REQUESTS = Patch(
@@ -182,6 +213,7 @@ def process_input_queue(call: Call) -> None:
 
 
 SEAMS = (
+    preprocess_add_request,
     add_request,
     update_from_output,
     handle_invalid_blocks,

@@ -184,6 +184,7 @@ class Release(_Said, frozen=True, tag="release"):
 
     Attributes:
         request_id: prefill's request, where decode knows it; else empty, and ``name`` and ``digest`` say which.
+        digest: empty where decode knows no prompt, because its server has rejected the request.
         tp_rank, tp_size: decode's.
     """
 

@@ -125,7 +125,7 @@ class Wanted(msgspec.Struct):
 
 
 class Released(msgspec.Struct):
-    """Decode: nothing is needed of a request of prefill's."""
+    """Decode: nothing is needed of a request of prefill's. ``digest`` is empty where its prompt is not known."""
 
     prefill: RemotePrefill
     request_id: str

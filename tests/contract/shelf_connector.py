@@ -18,10 +18,14 @@ class Shelf(KVConnectorBase_V1, SupportsHMA):
     Attributes:
         promises: tokens of a request that it says to have, by the request's id; once.
         broken: blocks that it has not loaded after all; told once.
+        saves: requests whose blocks it keeps when they end.
+        saved: those of which it says that it needs them no more; told once.
     """
 
     promises: ClassVar[dict[str, int]] = {}
     broken: ClassVar[set[int]] = set()
+    saves: ClassVar[set[str]] = set()
+    saved: ClassVar[set[str]] = set()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return max(0, self.promises.get(request.request_id, 0) - num_computed_tokens), False
@@ -46,7 +50,15 @@ class Shelf(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return False, None
+        return self.request_finished(request, block_ids)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return request.request_id in self.saves, None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        found = set(self.saved)
+        self.saved.clear()
+        return found or None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         found = set(self.broken)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that ends before its first token, through vLLM's own ``OutputProcessor``: what its client's queue holds."""
+"""A request that begins and one that ends, through vLLM's own ``InputProcessor`` and ``OutputProcessor``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+import msgspec
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import InputStreamError
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound
@@ -31,23 +36,25 @@ def patched() -> Iterator[Registry]:
     registry.uninstall()
 
 
-def left_for_the_client(kind: RequestOutputKind, reason: FinishReason, *token_ids: int) -> Any:
-    """What is in the queue of a request of that kind after these tokens, one a step, and an end for that reason."""
-    processor = OutputProcessor(None, log_stats=False)
-    request = EngineCoreRequest(
-        request_id="inner",
-        external_req_id="outer",
+def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) -> EngineCoreRequest:
+    fields: dict[str, Any] = {"external_req_id": "outer", "cache_salt": None, "data_parallel_rank": None, **more}
+    return EngineCoreRequest(
+        request_id=request_id,
         prompt_token_ids=[1, 2, 3],
         mm_features=None,
         sampling_params=SamplingParams(output_kind=kind, detokenize=False),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
+        **fields,
     )
+
+
+def left_for_the_client(kind: RequestOutputKind, reason: FinishReason, *token_ids: int) -> Any:
+    """What is in the queue of a request of that kind after these tokens, one a step, and an end for that reason."""
+    processor = OutputProcessor(None, log_stats=False)
     queue = RequestOutputCollector(kind, "inner")
-    processor.add_request(request, None, queue=queue)
+    processor.add_request(request_of(kind), None, queue=queue)
     for token_id in token_ids:
         processor.process_outputs([EngineCoreOutput("inner", [token_id])])
     processor.process_outputs([EngineCoreOutput("inner", [], finish_reason=reason)])
@@ -55,15 +62,52 @@ def left_for_the_client(kind: RequestOutputKind, reason: FinishReason, *token_id
     return queue.output
 
 
-def test_a_stream_that_fails_before_its_first_token_fails() -> None:
-    left = left_for_the_client(RequestOutputKind.DELTA, FinishReason.ERROR)
-    assert isinstance(left, InputStreamError) and isinstance(left.cause, first_bound(ERROR_MODULES, "GenerationError"))
+def is_failure(left: object) -> bool:
+    """What `AsyncLLM.generate` raises from it is the error that vLLM's endpoints answer with 500."""
+    return isinstance(left, InputStreamError) and isinstance(left.cause, first_bound(ERROR_MODULES, "GenerationError"))
 
 
-def test_without_this_package_it_is_an_output_without_tokens(patched: Registry) -> None:
-    """Which the streams of vLLM's API pass over; what the case above would not see if vLLM came to say it itself."""
+@pytest.mark.parametrize("token_ids", [(), (4, 5)])
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_whoever_waits_for_a_request_that_fails_gets_an_error(
+    kind: RequestOutputKind, token_ids: tuple[int, ...]
+) -> None:
+    """However its output is asked for, and behind tokens, too; no endpoint has to look by itself."""
+    assert is_failure(left_for_the_client(kind, FinishReason.ERROR, *token_ids))
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_of_several_choices_one_that_fails_fails_all(kind: RequestOutputKind) -> None:
+    """They have one queue. What the others bring later does not take the error's place."""
+    processor = OutputProcessor(None, log_stats=False)
+    whole = request_of(kind, "whole")
+    whole.sampling_params.n = 2
+    parent, queue = ParentRequest(whole), RequestOutputCollector(kind, "whole")
+    for index in range(2):
+        request_id, params = parent.get_child_info(index)
+        child = request_of(kind, request_id)
+        child.sampling_params = params
+        processor.add_request(child, None, parent, index, queue)
+    first, second = list(processor.request_states)
+    processor.process_outputs([EngineCoreOutput(first, [], finish_reason=FinishReason.ERROR)])
+    processor.process_outputs([EngineCoreOutput(second, [4], finish_reason=FinishReason.LENGTH)])
+    assert is_failure(queue.output) and not processor.request_states
+
+
+def test_an_engine_in_its_client_s_process_says_so_in_its_output() -> None:
+    """``LLM`` has no queue. An exception would lose the outputs of all other prompts."""
+    processor = OutputProcessor(None, log_stats=False)
+    processor.add_request(request_of(RequestOutputKind.FINAL_ONLY), None)
+    told = processor.process_outputs([EngineCoreOutput("inner", [], finish_reason=FinishReason.ERROR)])
+    (output,) = told.request_outputs
+    assert output.finished and output.outputs[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_without_this_package_it_is_an_output_without_tokens(kind: RequestOutputKind, patched: Registry) -> None:
+    """What the cases above would not see if vLLM came to say it itself."""
     patched.uninstall()
-    left = left_for_the_client(RequestOutputKind.DELTA, FinishReason.ERROR)
+    left = left_for_the_client(kind, FinishReason.ERROR)
     assert left.finished and left.outputs[0].finish_reason == "error" and not left.outputs[0].token_ids
 
 
@@ -81,18 +125,41 @@ def test_what_cannot_be_told_ends_no_other_request(monkeypatch: pytest.MonkeyPat
     assert left.finished and left.outputs[0].finish_reason == "error"
 
 
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
 @pytest.mark.parametrize(
-    ("kind", "reason", "token_ids"),
-    [
-        (RequestOutputKind.FINAL_ONLY, FinishReason.ERROR, ()),
-        (RequestOutputKind.CUMULATIVE, FinishReason.ERROR, ()),
-        (RequestOutputKind.DELTA, FinishReason.ERROR, (4, 5)),
-        (RequestOutputKind.DELTA, FinishReason.LENGTH, (4, 5)),
-        (RequestOutputKind.DELTA, FinishReason.ABORT, ()),
-    ],
+    ("reason", "token_ids"), [(FinishReason.LENGTH, (4, 5)), (FinishReason.STOP, (4,)), (FinishReason.ABORT, ())]
 )
-def test_anything_else_is_vllm_s_own(kind: RequestOutputKind, reason: FinishReason, token_ids: tuple[int, ...]) -> None:
-    """An answer as a whole is looked at by vLLM, and so is what comes behind tokens, none of which may be lost."""
+def test_any_other_end_is_vllm_s_own(kind: RequestOutputKind, reason: FinishReason, token_ids: tuple[int, ...]) -> None:
+    """With every token."""
     left = left_for_the_client(kind, reason, *token_ids)
     assert left.finished and left.outputs[0].finish_reason == str(reason)
     assert list(left.outputs[0].token_ids) == list(token_ids)
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "priority": ("high", "0", 0.5, None, [1], 2**63, -(2**70)),
+    "cache_salt": (7, ["x"], b"x"),
+    "data_parallel_rank": ("0", 1.5),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_what_an_engine_could_not_read_is_refused_by_its_name(name: str, value: object) -> None:
+    """It ends the thread of vLLM's engine that reads requests: vLLM 0.19 hands on any priority of a batch of chats."""
+    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, **{name: value})
+    with pytest.raises(VLLMValidationError, match=name):
+        InputProcessor.assign_request_id(request)
+
+
+@pytest.mark.parametrize("value", ["high", 0.5, None])
+def test_an_engine_cannot_read_what_is_refused(value: object) -> None:
+    """As its input thread decodes it, outside of any ``try``."""
+    request = request_of(RequestOutputKind.FINAL_ONLY, priority=value)
+    with pytest.raises(msgspec.ValidationError):
+        MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+
+
+def test_what_it_can_read_gets_its_id() -> None:
+    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, priority=-(2**63), cache_salt="s")
+    InputProcessor.assign_request_id(request)
+    assert request.external_req_id == "inner" and request.request_id != "inner"

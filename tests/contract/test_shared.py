@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,17 @@ from handover_node import (
     RESERVED,
     SEND,
     Node,
+    all_free,
     asked,
+    prefilled,
     registered,
     rest,
+    served,
+    transfers_held,
     until_both,
 )
 from shelf_connector import Shelf
+from test_transport import until
 
 from kvcached_nixl.compat.attached import side_of
 
@@ -69,8 +75,8 @@ def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Ite
         shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "shelf_connector", "kv_role": "kv_both"}
         return make(filling, RESERVED, policy="recompute", connectors=[nixl, shelf], **options)
 
-    Shelf.promises.clear()
-    Shelf.broken.clear()
+    for told in (Shelf.promises, Shelf.broken, Shelf.saves, Shelf.saved):
+        told.clear()
     with nodes(SharedNode, tmp_path, log) as make:
         yield one
 
@@ -112,3 +118,44 @@ def test_tokens_that_another_connector_has_taken_back_are_handed_over_as_they_we
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == "length"
     rest(prefill, decode)
+
+
+@pytest.mark.parametrize("order", ["ours first", "theirs first", "at once"])
+def test_an_aborted_request_that_another_connector_saves_is_freed_once_and_when_both_have_let_go(
+    order: str,
+    shared: Callable[..., SharedNode],
+    node: Callable[..., Node],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vllm#46240: it is received and sent, in any order. vLLM frees it at the first, and ends at the second."""
+    prefill, decode = node(PREFILL_FILLING), shared(DECODE_FILLING)
+    # Prefill writes, in pull, too, where KV is staged.
+    gates = [transfers_held(one, monkeypatch) for one in (prefill, decode)]
+    asked(decode, prefilled(prefill, PREFILL_ID))
+    until(lambda: prefill.step() and decode.step() and any(gate.kept for gate in gates))
+    Shelf.saves.add(DECODE_ID)
+    decode.abort(DECODE_ID)
+    fetching = decode.side_of_engine._fetching
+    if order == "theirs first":
+        Shelf.saved.add(DECODE_ID)
+        decode.step_until(lambda: DECODE_ID not in decode.scheduler.requests)
+        assert fetching._attempts and not all_free(decode)
+    else:
+        decode.step()
+        assert DECODE_ID in decode.scheduler.requests
+    for gate in gates:
+        gate.closed = False
+    if order == "ours first":
+        until_both(prefill, decode, lambda: not fetching._attempts)
+        decode.step()
+        assert DECODE_ID in decode.scheduler.requests and not all_free(decode)
+    if order == "at once":
+        until(lambda: prefill.step() and decode.moved)
+    if order != "theirs first":
+        Shelf.saved.add(DECODE_ID)
+    # vLLM 0.19 would not look by itself after a connector that is not ours.
+    step = functools.partial(engine_node.Node.step, decode)
+    until(lambda: step() and prefill.step() and DECODE_ID not in decode.scheduler.requests and all_free(decode))
+    assert not fetching._kept_by_others and not decode.side_of_engine._holds.num_blocks
+    rest(prefill, decode)
+    served(prefill, decode)

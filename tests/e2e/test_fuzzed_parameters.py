@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong ``kv_transfer_params`` against real servers: nobody gets wrong tokens, and both servers go on.
+"""Wrong ``kv_transfer_params`` and bodies against real servers: nobody gets wrong tokens, and both servers go on.
 
 ``bash experiments/fuzzed_parameters/run.sh`` sends ten thousand; these are a few hundred of them.
 """
@@ -7,15 +7,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
+import httpx
 import pytest
 
+from experiments.common.client import Client, Pair, http_client
 from experiments.common.servers import running
 from experiments.fuzzed_parameters.__main__ import MODES, specs
 from experiments.fuzzed_parameters.traffic import Fuzz
+from kvcached_nixl.wire.params import MANIFEST_KEY
 
-COUNT = 150
+COUNT = 250
 
 
 @pytest.mark.parametrize(("mode", "policy"), [("pull", "recompute"), ("push", "fail")])
@@ -23,9 +27,34 @@ def test_wrong_parameters_give_no_wrong_tokens_and_end_no_server(mode: str, poli
     """In between and afterwards, honest requests are handed over: `Fuzz` raises if one is not."""
     assert mode in MODES
     with running(specs(mode, policy), tmp_path) as servers:
+        asyncio.run(rejected(*(server.base_url for server in servers)))
         fuzz = Fuzz(servers, mode, 1, lambda _: None)
         found = asyncio.run(fuzz.run(COUNT))
         for server in servers:
             server.check_alive()
     assert found.wrong == [] and found.hangs == []
     assert found.verdicts.total() == COUNT and found.verdicts["right"] > COUNT // 10
+
+
+async def rejected(*urls: str) -> None:
+    """Requests of models that there are not, under the ids of a request that prefill keeps, which is handed over then.
+
+    Two of them, of any client, ended prefill's engine from vLLM 0.22 on.
+    """
+    prompt = [3 + place % 500 for place in range(100)]
+    async with http_client(1) as http:
+        pair = Pair(*(Client(url, http) for url in urls))
+        expected = (await pair.prefill.answer(prompt, max_tokens=8, salt="alone", request_id="alone")).token_ids
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "kept"}
+        kept = (
+            await pair.prefill.complete(prompt, max_tokens=1, salt="kept", request_id="kept", kv_transfer_params=asked)
+        )["kv_transfer_params"]
+        for url, name in itertools.product(urls, (kept["remote_request_id"], "kept", "cmpl-kept-0")):
+            params = {**kept, "remote_request_id": "another", "transfer_id": "another", MANIFEST_KEY: None}
+            body = {"model": "no such model", "prompt": prompt, "request_id": name, "kv_transfer_params": params}
+            reply = await http.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": name})
+            assert reply.status_code == httpx.codes.NOT_FOUND
+        decoded = await pair.decode.complete(
+            prompt, max_tokens=8, salt="kept", request_id="kept", kv_transfer_params=kept
+        )
+        assert decoded["choices"][0]["token_ids"] == expected

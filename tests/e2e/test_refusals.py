@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from experiments.common import model as models
 from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
 from experiments.common.servers import ServerError, ServerSpec, running
+from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, Endpoint, Failed, Prompt, read
 
 CONNECTOR: dict[str, Any] = {
     "kv_connector": "NixlConnector",
@@ -21,11 +24,6 @@ CONNECTOR: dict[str, Any] = {
 }
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "2"}
 PROMPT = [3 + place % 500 for place in range(100)]
-STREAMS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": PROMPT, "max_tokens": 8},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a " * 50}], "max_completion_tokens": 8},
-}
-TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
 def spec(name: str, policy: str = "fail", environment: dict[str, str] | None = None, **extra: Any) -> ServerSpec:
@@ -82,15 +80,33 @@ async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) 
             if policy == "fail":
                 with pytest.raises(AnswerError, match="answered 5"):
                     await request
-                for path, prompt in STREAMS.items():
-                    body = {"model": "model", "stream": True, **prompt, "kv_transfer_params": offered}
-                    streamed = (await http.post(decode_url + path, json=body)).text
-                    # vLLM would say [DONE] alone, or behind a chat's role: an answer that is empty.
-                    assert 'data: {"error"' in streamed and "Internal server error" in streamed, streamed
+                for endpoint in ENDPOINTS:
+                    await _fails_on(endpoint, decode_url, http, offered)
             else:
                 assert read_answer(await request, 8).token_ids == expected.token_ids
         local = await pair.decode.answer(PROMPT, max_tokens=8, salt="local", request_id="local")
         assert local.token_ids == expected.token_ids
+
+
+async def _fails_on(endpoint: Endpoint, url: str, http: httpx.AsyncClient, params: dict[str, Any]) -> None:
+    """Of one choice and of two, as a whole and as a stream: an error, and never an answer with nothing in it."""
+    if endpoint.path not in (await http.get(f"{url}/openapi.json")).json()["paths"]:
+        return
+    prompt = Prompt("a " * 50, PROMPT)
+    for n, stream in itertools.product((1, 2)[: 1 + endpoint.takes_n], (False, True)[: 1 + endpoint.can_stream]):
+        body = endpoint.ask(prompt, "", params, n) | ({"stream": True} if stream else {})
+        try:
+            reply = await http.post(url + endpoint.path, json=body)
+        except httpx.RemoteProtocolError:
+            # vLLM has no event for it there.
+            assert stream and endpoint.path == "/v1/responses"
+            continue
+        if reply.status_code == httpx.codes.OK:
+            assert stream, f"{endpoint.name}, n = {n}: {reply.text}"
+            with pytest.raises(Failed):
+                read(endpoint, reply.headers["content-type"], reply.text)
+        else:
+            assert reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR, f"{endpoint.name}, n = {n}: {reply.text}"
 
 
 @pytest.mark.parametrize(

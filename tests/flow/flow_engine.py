@@ -95,6 +95,8 @@ class Request:
     placeholders: int = 0
     epoch: int = 0
     computes_prompt: bool = False
+    is_session: bool = False
+    is_stand_in: bool = False
     sequence: Sequence64 = field(init=False)
 
     def __post_init__(self) -> None:

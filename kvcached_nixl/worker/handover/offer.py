@@ -82,6 +82,7 @@ class Offer:
         finished: prefill computes no more of it.
         is_kept: vLLM keeps its blocks until it is told that nobody needs them.
         settled: ranks of decode that need nothing more of it, of ``awaited`` once that is known.
+        waived: those of them that have only named it. They may still come, if they want this prompt.
         draining: it was preempted, and the blocks of these holds may still be read.
         writings: registrations that are served from it.
     """
@@ -98,6 +99,7 @@ class Offer:
     stopped: str = ""
     is_kept: bool = True
     settled: set[int] = field(default_factory=set)
+    waived: set[int] = field(default_factory=set)
     awaited: int | None = None
     draining: list[int] = field(default_factory=list)
     writings: dict[WritingKey, Writing] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 """Prefill: which registration is served from which offer. Once per worker, on the transfer thread.
 
 Decode may come first, and may know no more than a name: then it waits for an offer of that name, and of that prompt.
-Names alone pair nothing (rule R7).
+Names alone pair nothing (rule R7). All that a name can do alone is to give an offer up: a request that decode's server
+rejects has no prompt there. That holds for one offer, the only one of its name, and for no registration of its prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Pairing:
     """See the module.
 
     Args:
-        remembered_seconds: for how long the name of an offer that is over, and a release that came first, count.
+        remembered_seconds: for how long the name of an offer that is over, and a release that came first, count. What
+            releases no more than a name counts for `GRACE_SECONDS`: another request may come under that name.
         unmatched_seconds: how long a registration waits for prefill's request to appear.
 
     Attributes:
@@ -64,7 +66,11 @@ class Pairing:
                 self.join(writing, offer)
         self._released.pop((offer.name, offer.digest), None)
         ranks = self._released_ranks.pop((offer.name, offer.digest), {})
+        waiving = self._forget_waived(offer.name)
         served = {writing.registration.decode.tp_rank for writing in offer.writings.values()}
+        if len(self._named[offer.name]) == 1:
+            offer.waived = waiving.keys() - ranks.keys() - served
+            ranks = {**waiving, **ranks}
         return {tp_rank: tp_size for tp_rank, tp_size in ranks.items() if tp_rank not in served}
 
     def remove(self, offer: Offer) -> None:
@@ -78,6 +84,10 @@ class Pairing:
 
     def join(self, writing: Writing, offer: Offer) -> None:
         """The registration is served from this offer."""
+        tp_rank = writing.registration.decode.tp_rank
+        if tp_rank in offer.waived:
+            offer.waived.remove(tp_rank)
+            offer.settled.discard(tp_rank)
         writing.offer = offer
         offer.writings[writing.key] = writing
 
@@ -86,7 +96,10 @@ class Pairing:
         meant = registration.digest, registration.num_tokens
         rank = registration.decode.tp_rank
         for offer in self._named.get(registration.name, {}).values():
-            had = {*offer.settled, *(one.registration.decode.tp_rank for one in offer.writings.values())}
+            had = {
+                *(offer.settled - offer.waived),
+                *(one.registration.decode.tp_rank for one in offer.writings.values()),
+            }
             if (offer.digest, offer.num_tokens) == meant and not offer.stopped and rank not in had:
                 return offer
         return None
@@ -94,6 +107,7 @@ class Pairing:
     def wait(self, writing: Writing) -> None:
         """There is no offer for it yet."""
         name = writing.registration.name
+        self._forget_waived(name)
         is_known = name in self._named or name in self._recent
         seconds = min(self._unmatched_seconds, GRACE_SECONDS) if is_known else self._unmatched_seconds
         self._unmatched[writing.key] = self._clock.now_seconds() + seconds
@@ -116,12 +130,16 @@ class Pairing:
         """The offer of which a rank of decode needs nothing more; what comes before its offer is kept for it."""
         if message.request_id:
             return self.offers.get(PrefillRequestId(message.request_id))
-        for offer in self._named.get(message.name, {}).values():
+        named = self._named.get(message.name, {})
+        if not message.digest and named:
+            return self._waived_by(message, list(named.values()))
+        for offer in named.values():
             if offer.digest == message.digest and message.tp_rank not in offer.settled:
                 return offer
         meant = message.name, message.digest
+        seconds = self._remembered_seconds if message.digest else min(self._remembered_seconds, GRACE_SECONDS)
         self._released_ranks.setdefault(meant, {})[message.tp_rank] = message.tp_size
-        self._released[meant] = self._clock.now_seconds() + self._remembered_seconds
+        self._released[meant] = self._clock.now_seconds() + seconds
         return None
 
     def take_due(self, now_seconds: float) -> list[WritingKey]:
@@ -130,3 +148,17 @@ class Pairing:
             del self._released_ranks[meant]
         self._recent.take_due(now_seconds)
         return self._unmatched.take_due(now_seconds)
+
+    def _waived_by(self, message: Release, named: list[Offer]) -> Offer | None:
+        """The only offer of a name, if this rank is not being served from it. Of several, the name says none."""
+        offer, *others = named
+        served = {one.registration.decode.tp_rank for one in offer.writings.values()}
+        if others or message.tp_rank in served | offer.settled:
+            return None
+        offer.waived.add(message.tp_rank)
+        return offer
+
+    def _forget_waived(self, name: str) -> dict[int, int]:
+        """Ranks of decode that have released no more than this name: tp_rank -> tp_size."""
+        self._released.pop((name, ""), None)
+        return self._released_ranks.pop((name, ""), {})

@@ -39,6 +39,7 @@ def request(**fields: Any) -> SimpleNamespace:
         "lora_request": None,
         "cache_salt": None,
         "skip_reading_prefix_cache": False,
+        "resumable": False,
     }
     return SimpleNamespace(**made | fields)
 
@@ -293,15 +294,42 @@ def test_what_all_ranks_have_reported_is_read_and_not_changed(outputs: ModuleTyp
     assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports(set(), set(), set())
 
 
+def reported(**statuses: str) -> SimpleNamespace:
+    """An engine whose requests have these states."""
+
+    def one(name: str) -> SimpleNamespace:
+        return SimpleNamespace(status=SimpleNamespace(name=name), is_finished=lambda: name.startswith("FINISHED"))
+
+    return SimpleNamespace(requests={request_id: one(name) for request_id, name in statuses.items()})
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("FINISHED_ABORTED", ({"a"}, set())),
+        ("WAITING_FOR_REMOTE_KVS", (set(), {"a"})),
+        ("RUNNING", (set(), set())),
+        ("WAITING", (set(), set())),
+        ("PREEMPTED", (set(), set())),
+    ],
+)
+def test_of_one_request_vllm_hears_what_its_state_allows(status: str, expected: tuple[set[str], set[str]]) -> None:
+    """Several connectors (``MultiConnector``) may name it at once, and again: vllm#46240, vllm#51786."""
+    step = SimpleNamespace(kv_connector_output=None)
+    told = with_reports(reported(a=status), step, Reports({"a"}, {"a"}, set())).kv_connector_output
+    assert (told.finished_sending, told.finished_recving) == expected
+
+
 def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
     """But for ids of requests that are gone, at which vLLM ends. What it reports beside them is left as it is."""
     found = outputs.KVConnectorOutput()
     found.finished_sending, found.stats = {"before"}, "stats"
     step = SimpleNamespace(kv_connector_output=found, sampled="tokens")
-    engine = SimpleNamespace(requests={"a": 1, "b": 2, "c": 3})
-    made = with_reports(engine, step, Reports({"a", "b", "gone"}, {"c", "gone too"}, {4}))
+    engine = reported(a="FINISHED_STOPPED", b="FINISHED_ABORTED", c="WAITING_FOR_REMOTE_KVS", d="FINISHED_ERROR")
+    made = with_reports(engine, step, Reports({"a", "b", "gone"}, {"c", "d", "gone too"}, {4}))
     told = made.kv_connector_output
-    assert (told.finished_sending, told.finished_recving, told.invalid_block_ids) == ({"a", "b"}, {"c"}, {4})
+    assert (told.finished_sending, told.finished_recving, told.invalid_block_ids) == ({"a", "b"}, {"c", "d"}, {4})
     assert (told.stats, made.sampled) == ("stats", "tokens")
     assert step.kv_connector_output is found and found.finished_sending == {"before"}
 
@@ -318,7 +346,7 @@ def test_what_our_scheduler_finds_out_by_itself_gets_a_report(field: str) -> Non
     """A deadline, with a step that had nothing to report: vLLM shares one output among all of those."""
     step, reports = SimpleNamespace(kv_connector_output=None), Reports(set(), set(), set())
     getattr(reports, field).add(-1 if field == "invalid" else "a")
-    made = with_reports(SimpleNamespace(requests={"a": 1}), step, reports)
+    made = with_reports(reported(a="WAITING_FOR_REMOTE_KVS"), step, reports)
     assert made.kv_connector_output is not None and step.kv_connector_output is None
 
 

@@ -35,6 +35,7 @@ def view(reads: RequestReader | None = None, **fields: Any) -> RequestView:
         "lora_request": None,
         "cache_salt": None,
         "skip_reading_prefix_cache": False,
+        "resumable": False,
     }
     return (reads or reader())(SimpleNamespace(**made | fields))
 
@@ -66,6 +67,17 @@ def test_a_request_is_what_vllm_says_it_is() -> None:
     found = view(kv_transfer_params={"a": 1}, mm_features=[image()], lora_request=SimpleNamespace(lora_int_id=5))
     assert (found.request_id, found.num_prompt_tokens, found.params) == ("r", TOKENS, {"a": 1})
     assert (found.num_media, found.adapter, view().adapter) == (1, 5, 0)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_session_is_a_request_that_may_get_more_input(goes_on: bool) -> None:
+    assert view(resumable=goes_on).is_session is goes_on
+
+
+def test_a_stand_in_is_what_vllm_aborts_at_once() -> None:
+    """Up to 0.21 there are none."""
+    found = [view(**more).is_stand_in for more in ({}, {"abort_immediately": False})]
+    assert found == [False, False] and view(abort_immediately=True).is_stand_in
 
 
 @pytest.mark.parametrize("skips", [True, False])

@@ -300,6 +300,85 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
     assert step.unrenewed == [D1] and not decode.fetching.counts
 
 
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_session_is_computed_here(pushes: bool, recomputes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Row A9: its blocks go on being filled. A session that fails would go on without its beginning."""
+    decode = Decode(pushes=pushes, recomputes=recomputes)
+    request = of_decode()
+    request.is_session = True
+    decode.arrive(request)
+    assert decode.match(request) == (0, False)
+    decode.allocate(request, BLOCKS, 0)
+    decode.finish(request)
+    step = decode.take()
+    assert not (step.wanted or step.renewed)
+    assert [one.digest for one in step.released] == [request.digest(TOKENS)]
+    assert decode.fetching.counts == {Cause.PARAMETERS: 1} and not decode.fetching.has_news
+    for word in ("a streaming session", "expected a prompt that is complete", "computed here", "Send kv_transfer"):
+        assert word in caplog.text
+
+
+def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
+    decode = Decode()
+    request = of_decode(remote_port="x")
+    request.is_session = True
+    decode.arrive(request)
+    assert decode.match(request) == (0, False) and not decode.take().has_news
+
+
+def test_a_stand_in_says_which_request_it_stands_for_and_no_prompt() -> None:
+    """Row B10: its server has rejected the request, and its one token is nobody's prompt."""
+    decode = Decode(pushes=True)
+    request = at_once(tokens=[0])
+    request.is_stand_in = True
+    decode.arrive(request)
+    decode.finish(request)
+    assert decode.take().released == [Released(PREFILL, "", "transfer:t", "")]
+    assert not request.digested
+
+
+def test_a_stand_in_with_prefill_s_answer_says_which_request_prefill_keeps() -> None:
+    decode = Decode()
+    request = of_decode(tokens=[0], manifest=manifest_of(prompt()))
+    request.is_stand_in = True
+    decode.arrive(request)
+    decode.finish(request)
+    (released,) = decode.take().released
+    assert released.request_id == manifest_of(prompt()).request_id
+
+
+@pytest.mark.parametrize("first", ["the other connector", "our workers"])
+def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(first: str) -> None:
+    """Row B9: vLLM hears of one of them, so that it frees its request once (vllm#46240)."""
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    decode.finish(request)
+    decode.fetching.kept(D1)
+    assert not decode.fetching.has_news and decode.fetching.num_quarantined_blocks == 3
+    ends = [lambda: decode.fetching.let_go([D1], decode.pool), lambda: decode.collect(overs=(attempt,))]
+    if first == "our workers":
+        ends.reverse()
+    ends[0]()
+    assert not decode.pool.freed
+    ends[1]()
+    assert sorted(block for _, block in decode.pool.freed) == [3, 7, 9]
+    assert decode.collect() == (set(), set()) and not decode.fetching._kept_by_others
+    assert decode.fetching.num_quarantined_blocks == 0
+
+
+def test_a_request_that_no_other_connector_keeps_is_told_to_vllm() -> None:
+    """However many others are kept."""
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    decode.finish(request)
+    decode.fetching.kept("another")
+    assert decode.collect(overs=(attempt,)) == ({D1}, set())
+    assert len(decode.pool.freed) == 3
+
+
 def test_a_request_that_is_gone_before_it_was_looked_at_says_what_it_wanted() -> None:
     """Else prefill, which knows it by name and prompt, would keep its blocks for a lease."""
     decode = Decode(pushes=True)

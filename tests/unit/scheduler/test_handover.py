@@ -77,6 +77,41 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, "key", OWN_START)
 
 
+def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Row B1. The engine steps for it, if it has nothing else to do."""
+    engine.handover.refuse("p1", 3)
+    assert engine.handover.pending
+    assert engine.handover.take_refused() == [("p1", 3)]
+    assert engine.handover.take_refused() == [] and not engine.handover.pending
+    for word in ("under the id p1", "expected an id that is nobody's", "It fails", "Let vLLM make"):
+        assert word in caplog.text
+
+
+def test_what_is_kept_for_decode_is_not_freed_by_what_another_connector_has_loaded(engine: Engine) -> None:
+    """Row B9, the other way round: decode may be reading."""
+    request = engine.sending()
+    assert engine.handover.finished(request, True, BLOCKS)[0]
+    engine.handover.kept("p1")
+    told = reports(received={"p1", "another"})
+    engine.handover.collect(told)
+    assert told.received == {"another"}
+    told = reports(sent={"p1"}, received={"p1"})
+    engine.handover.collect(told)
+    assert told.sent == {"p1"} and not engine.handover.num_kept
+
+
+def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_that_one(engine: Engine) -> None:
+    """Row B9: whoever is told first frees it, and vLLM ends at the second."""
+    attempt = engine.waiting()
+    engine.handover.finished(of_decode(), False, BLOCKS)
+    engine.handover.kept("d1")
+    told = reports(received={over_id(attempt)})
+    engine.handover.collect(told)
+    assert not told.received and not engine.pool.freed
+    engine.handover.collect(reports(sent={"d1"}))
+    assert len(engine.pool.freed) == 3
+
+
 def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

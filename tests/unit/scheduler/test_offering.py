@@ -455,3 +455,17 @@ def test_a_request_that_ends_whole_without_a_step_of_ours_is_not_handed_over() -
     assert prefill.finish(request) == (False, None)
     assert prefill.offering.counts == {Cause.RANGE: 1}
     assert not prefill.take().has_news
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_session_is_not_offered(pushes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Row A9: its blocks go on being filled with what comes later, which no digest of its first input has."""
+    prefill = Prefill(pushes=pushes)
+    request = of_prefill()
+    request.is_session = True
+    prefill.arrive(request)
+    assert not prefill.compute(TOKENS, BLOCKS).offered
+    assert prefill.finish(request) == (False, None)
+    assert prefill.offering.counts == {Cause.PARAMETERS: 1}
+    for word in ("a streaming session", "expected a prompt that is complete", "computed as without", "Send them with"):
+        assert word in caplog.text

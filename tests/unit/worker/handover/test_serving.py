@@ -699,6 +699,88 @@ def test_a_release_by_name_means_that_prompt_and_one_that_is_not_settled(prefill
         assert prefill.done == expected
 
 
+WAIVED = Release("", NAME, "", 0, 1)
+"""Of a request that decode's server has rejected: nobody there knows its prompt."""
+
+
+def test_a_name_alone_gives_up_the_offer_that_has_it(prefill: Prefill) -> None:
+    """Row B10. None of another name."""
+    prefill.offer(is_finished=True)
+    prefill.offer(request_id=P2, name="transfer:another", is_finished=True)
+    prefill.serving.handle("remote-0", WAIVED)
+    assert prefill.done == ["p-1"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_name_alone_is_remembered_for_a_moment(is_late: bool, prefill: Prefill) -> None:
+    """Row B10: decode's server is faster than prefill's queue. A later request may have the same name."""
+    prefill.serving.handle("remote-0", WAIVED)
+    if is_late:
+        prefill.clock.advance(GRACE_SECONDS)
+        prefill.serving.turn()
+        assert prefill.is_clean()
+    prefill.offer(4, blocks=([7],))
+    assert not prefill.done
+    prefill.offer(is_finished=True)
+    assert prefill.done == ([] if is_late else ["p-1"])
+
+
+def test_of_several_offers_a_name_alone_gives_up_none(prefill: Prefill) -> None:
+    """Rule R7: it may cost the request that it names, and names none of them."""
+    prefill.offer(is_finished=True)
+    prefill.offer(request_id=P2, digest=OTHER_DIGEST, is_finished=True)
+    prefill.serving.handle("remote-0", WAIVED)
+    assert not prefill.done
+
+
+def test_a_name_alone_gives_up_the_first_offer_that_comes(prefill: Prefill) -> None:
+    prefill.offer(is_finished=True)
+    prefill.serving.handle("remote-0", WAIVED)
+    prefill.offer(request_id=P2, is_finished=True)
+    assert prefill.done == ["p-1"]
+
+
+def test_a_name_alone_gives_up_nothing_that_is_being_written(prefill: Prefill, remote: Remote) -> None:
+    """A router has tried again with another decode server."""
+    prefill.offer(4, blocks=([7],))
+    prefill.register(remote)
+    prefill.serving.handle("another", WAIVED)
+    prefill.offer(is_finished=True)
+    assert not prefill.done
+    prefill.deliver()
+    assert is_written(prefill, remote) and prefill.done == ["p-1"]
+
+
+@pytest.mark.parametrize("when", ["before its offer", "behind its offer"])
+def test_who_wants_the_prompt_has_it_whatever_a_name_gave_up(when: str, prefill: Prefill, remote: Remote) -> None:
+    """Rule R7: names pair nothing, and part nothing that a digest pairs, as long as prefill computes."""
+    if when == "behind its offer":
+        prefill.offer(4, blocks=([7],))
+    prefill.serving.handle("another", WAIVED)
+    prefill.register(remote)
+    prefill.offer(is_finished=True)
+    assert not prefill.done
+    prefill.deliver()
+    assert is_written(prefill, remote) and prefill.done == ["p-1"] and prefill.expired == []
+
+
+def test_who_wants_another_prompt_does_not_have_what_a_name_gave_up(prefill: Prefill, remote: Remote) -> None:
+    prefill.offer(4, blocks=([7],))
+    prefill.serving.handle("another", WAIVED)
+    prefill.register(remote, digest=OTHER_DIGEST)
+    prefill.offer(is_finished=True)
+    assert prefill.done == ["p-1"]
+
+
+def test_a_name_alone_counts_rank_by_rank() -> None:
+    prefill = Prefill()
+    prefill.serving.handle("a", Release("", NAME, "", 0, 2))
+    prefill.offer(is_finished=True)
+    assert not prefill.done
+    prefill.serving.handle("b", Release("", NAME, "", 1, 2))
+    assert prefill.done == ["p-1"]
+
+
 def test_all_ranks_of_decode_have_to_need_no_more() -> None:
     prefill = Prefill(is_writing=False)
     prefill.offer(is_finished=True)

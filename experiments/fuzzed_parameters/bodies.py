@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose body or headers are wrong in some way beside their ``kv_transfer_params``, drawn from a seed."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.fuzzed_parameters.endpoints import Endpoint, Prompt
+from experiments.fuzzed_parameters.sets import HOSTILE
+
+__all__ = ["Asked", "change"]
+
+IDS: tuple[Any, ...] = (
+    "",
+    "a",
+    "a,b",
+    "0",
+    "x" * 900,
+    "x" * 5000,
+    "kvcached-nixl:over:1",
+    "kvcached-nixl:quiet:1",
+    "HB:a",
+    "\x00",
+    "\ud800",
+    "é",
+    7,
+    None,
+    [],
+)
+"""What a client may call a request, beside the ids of requests that there are."""
+
+
+@dataclass
+class Asked:
+    """One request, before it is sent.
+
+    Attributes:
+        prompts: what each choice has to be an answer to; None where nobody knows.
+        is_cut: fewer tokens may be wanted.
+        changes: what was done to it.
+    """
+
+    endpoint: Endpoint
+    body: dict[str, Any]
+    headers: dict[str, str]
+    prompts: list[Prompt] | None
+    is_cut: bool = False
+    changes: list[str] = field(default_factory=list)
+
+
+Change = Callable[[random.Random, Asked, Sequence[Any], Sequence[Prompt]], None]
+
+
+def change(random_: random.Random, asked: Asked, ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
+    """Make one to three things of it wrong, or other than they were.
+
+    Args:
+        ids: of requests that the engines run or keep.
+        prompts: that a request may be for.
+    """
+    for _ in range(random_.choice((1, 1, 2, 3))):
+        one = random_.choice(CHANGES)
+        asked.changes.append(one.__name__.removeprefix("_"))
+        one(random_, asked, (*ids, *ids, *IDS), prompts)
+
+
+def _request_id(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequence[Prompt]) -> None:
+    asked.body["request_id"] = random_.choice(ids)
+
+
+def _rejected(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequence[Prompt]) -> None:
+    """vLLM tells the connector of what it has rejected, under the body's id."""
+    asked.body["request_id"] = random_.choice(ids)
+    asked.body["model"] = "no such model"
+
+
+def _rejected_later(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequence[Prompt]) -> None:
+    """Its model is right, and what is wrong is found where its prompt is looked at."""
+    asked.body["request_id"] = random_.choice(ids)
+    limit = random_.choice([key for key in asked.body if key.startswith("max_")] or ["max_tokens"])
+    asked.body[limit] = random_.choice((10**6, 0, -1))
+    asked.prompts = None
+
+
+def _header(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequence[Prompt]) -> None:
+    values = [one for one in ids if isinstance(one, str) and one.isascii() and one.isprintable()]
+    name = random_.choice(("X-Request-Id", "X-Request-Id", "X-Session-ID", "X-Vllm-Priority", "X-data-parallel-rank"))
+    asked.headers[name] = random_.choice((*values, "0", "1", "-1", "99999999999999999999"))
+
+
+def _model(random_: random.Random, asked: Asked, *_: Any) -> None:
+    asked.body["model"] = random_.choice(("no such model", "no-such-adapter", "", None, 7, ["model"], "model"))
+
+
+def _priority(random_: random.Random, asked: Asked, *_: Any) -> None:
+    asked.body["priority"] = random_.choice((0, 1, -1, 2**63, -(2**70), "0", "high", None, 0.5))
+
+
+def _choices(random_: random.Random, asked: Asked, *_: Any) -> None:
+    asked.body["n"] = random_.choice((0, 1, 2, 3, -1, 10**9, "2", None, 1.5))
+
+
+def _stream(random_: random.Random, asked: Asked, *_: Any) -> None:
+    asked.body["stream"] = random_.choice((True, True, False, "yes", 1, None, []))
+    if random_.random() < 0.5:
+        asked.body["stream_options"] = random_.choice(({"include_usage": True}, {}, [], None))
+    if not asked.endpoint.can_stream:
+        # vLLM's batches of chats take it, and answer with the last token of each.
+        asked.prompts = None
+
+
+def _salt(random_: random.Random, asked: Asked, *_: Any) -> None:
+    asked.body["cache_salt"] = random_.choice(("", "x", "x" * 5000, 7, None, ["x"]))
+
+
+def _fewer_tokens(random_: random.Random, asked: Asked, *_: Any) -> None:
+    for where in (asked.body, asked.body.get("sampling_params")):
+        for key in [key for key in where or () if key.startswith("max_")]:
+            where[key] = random_.choice((1, 2, 3, "2", 2.0))
+    asked.is_cut = True
+
+
+def _prompt(random_: random.Random, asked: Asked, _: Sequence[Any], prompts: Sequence[Prompt]) -> None:
+    """Of a completion another form, or several; elsewhere something that is none."""
+    if asked.body.get("n", 1) != 1 or "prompt" not in asked.body:
+        keys = [key for key in ("prompt", "messages", "input", "token_ids") if key in asked.body]
+        asked.body[random_.choice(keys)] = copy.deepcopy(random_.choice((*HOSTILE, [-1], [10**9], [[]], "")))
+        asked.prompts = None
+        return
+    several = [random_.choice(prompts) for _ in range(random_.choice((1, 2, 3)))]
+    forms = [[one.text for one in several], [list(one.token_ids) for one in several]]
+    asked.body["prompt"] = random_.choice(forms)
+    asked.prompts = several
+
+
+def _what_is_told(random_: random.Random, asked: Asked, *_: Any) -> None:
+    """Log-probabilities of what is generated, of the prompt, and the prompt itself."""
+    where = asked.body.get("sampling_params", asked.body)
+    where[random_.choice(("logprobs", "prompt_logprobs", "echo", "top_logprobs"))] = random_.choice((1, True, 5, -1, 0))
+    if "echo" in where:
+        asked.prompts = None
+
+
+def _search(random_: random.Random, asked: Asked, *_: Any) -> None:
+    asked.body["use_beam_search"] = True
+    asked.body["n"] = random_.choice((1, 2))
+    asked.prompts = None
+
+
+def _parameters_of_any_type(random_: random.Random, asked: Asked, *_: Any) -> None:
+    found = copy.deepcopy(random_.choice(HOSTILE))
+    for place in ("kv_transfer_params", "ec_transfer_params"):
+        asked.body[random_.choice(("kv_transfer_params", place))] = found
+    if "sampling_params" in asked.body:
+        asked.body["sampling_params"]["extra_args"] = random_.choice(({"kv_transfer_params": found}, found))
+
+
+def _more_of_the_engine_s(random_: random.Random, asked: Asked, *_: Any) -> None:
+    """What a client may hand to the engine beside the parameters that vLLM knows."""
+    asked.body["vllm_xargs"] = random_.choice(
+        (
+            {"kv_transfer_params": "x"},
+            {"kv_transfer_params": 7, "do_remote_prefill": 1},
+            {"session_id": "x" * 3000},
+            {"kv_transfer_params": ["x"]},
+            [],
+        )
+    )
+
+
+def _another_value(random_: random.Random, asked: Asked, *_: Any) -> None:
+    asked.body[random_.choice(list(asked.body))] = copy.deepcopy(random_.choice(HOSTILE))
+    asked.prompts = None
+
+
+def _without_a_field(random_: random.Random, asked: Asked, *_: Any) -> None:
+    del asked.body[random_.choice(list(asked.body))]
+    asked.prompts = None
+
+
+CHANGES: tuple[Change, ...] = (
+    _request_id,
+    _rejected,
+    _rejected,
+    _rejected_later,
+    _header,
+    _header,
+    _model,
+    _priority,
+    _choices,
+    _stream,
+    _stream,
+    _salt,
+    _fewer_tokens,
+    _prompt,
+    _what_is_told,
+    _search,
+    _parameters_of_any_type,
+    _more_of_the_engine_s,
+    _another_value,
+    _without_a_field,
+)

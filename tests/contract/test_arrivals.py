@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What enters an engine under an id that something else has, through vLLM's own ``EngineCore`` and scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+import engine_node
+import handover_node
+import test_geometry
+from engine_node import DECODE_ID, PREFILL_ID, prompt
+from handover_node import (
+    CHUNK,
+    DECODE_FILLING,
+    NAME,
+    PREFILL_FILLING,
+    SEND,
+    Node,
+    all_free,
+    asked,
+    computed_alone,
+    prefilled,
+    rest,
+    served,
+    until_both,
+)
+from test_transport import until
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from kvcached_nixl.patching import Registry
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
+
+HAS_STAND_INS = "abort_immediately" in EngineCoreRequest.__struct_fields__
+stands_in = pytest.mark.skipif(not HAS_STAND_INS, reason="this vLLM adds nothing for a request that it has rejected")
+
+
+def core_request(request_id: str, params: dict[str, Any] | None = None, **more: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[0],
+        mm_features=None,
+        sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        **more,
+    )
+
+
+def enter(node: Node, request: EngineCoreRequest) -> None:
+    """What vLLM's engine does with a request that comes from an API server."""
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler, core.mm_receiver_cache, core.request_block_hasher = node.scheduler, None, None
+    core.structured_output_manager = node.scheduler.structured_output_manager
+    core.add_request(*core.preprocess_add_request(request))
+
+
+def reject(node: Node, request_id: str, params: dict[str, Any]) -> None:
+    """What an API server sends for a request that it has rejected (``notify_kv_transfer_request_rejected``)."""
+    enter(node, core_request(request_id, params, abort_immediately=True))
+
+
+ELSEWHERE = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "elsewhere",
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "remote_request_id": "another",
+}
+
+
+def kept(prefill: Node, decode: Node) -> Callable[[], None]:
+    params = prefilled(prefill, PREFILL_ID)
+
+    def goes_on() -> None:
+        local = asked(decode, params)
+        until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+        assert decode.holds(local)
+
+    return goes_on
+
+
+def waiting(prefill: Node, decode: Node) -> Callable[[], None]:
+    prefill.add(PREFILL_ID, {**SEND}, 1)
+    return lambda: prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
+
+
+def running(prefill: Node, decode: Node) -> Callable[[], None]:
+    prefill.add(PREFILL_ID, None, 8)
+    prefill.step()
+    return lambda: prefill.step_until(lambda: prefill.ended.get(PREFILL_ID) == "length")
+
+
+def add_input(node: Node, first_token: int, *, is_last: bool = False, params: dict[str, Any] | None = None) -> None:
+    """A chunk of a streaming session, as ``AsyncLLM`` adds it; the last one is empty, and says that it is the last."""
+    sampling = SamplingParams(extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=1)
+    tokens = [0] if is_last else prompt(first_token, CHUNK)
+    hasher = get_request_block_hasher(node.geometry.block_size, sha256)
+    node.scheduler.add_request(Request(PREFILL_ID, tokens, sampling, None, block_hasher=hasher, resumable=not is_last))
+
+
+def session(prefill: Node, decode: Node) -> Callable[[], None]:
+    add_input(prefill, 0)
+    until(lambda: prefill.step() and prefill.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)
+
+    def goes_on() -> None:
+        add_input(prefill, CHUNK)
+        prefill.step_until(lambda: prefill.tokens(PREFILL_ID) >= 2 * CHUNK)
+        # One prompt, as if it had come at once.
+        assert prefill.holds(prefill.blocks(PREFILL_ID), end=2 * CHUNK)
+        add_input(prefill, 0, is_last=True)
+
+    return goes_on
+
+
+STATES = {"kept": kept, "waiting": waiting, "running": running, "a session": session}
+
+
+@stands_in
+@pytest.mark.parametrize("state", list(STATES))
+def test_a_rejected_request_under_another_one_s_id_is_nothing_to_that_one(state: str, pair: tuple[Node, Node]) -> None:
+    """Row B1: two requests of any client ended the engine."""
+    prefill, decode = pair
+    goes_on = STATES[state](prefill, decode)
+    for params in (ELSEWHERE, {"do_remote_prefill": "yes"}, {"do_remote_prefill": True}):
+        reject(prefill, PREFILL_ID, params)
+    assert set(prefill.scheduler.requests) == {PREFILL_ID}
+    goes_on()
+    assert PREFILL_ID not in prefill.ended or prefill.ended[PREFILL_ID] == "length"
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("state", list(STATES))
+def test_a_request_under_another_one_s_id_fails_and_that_one_goes_on(state: str, pair: tuple[Node, Node]) -> None:
+    """From API servers whose ids collide; each is told by its own index."""
+    prefill, decode = pair
+    goes_on = STATES[state](prefill, decode)
+    enter(prefill, core_request(PREFILL_ID, client_index=3))
+    assert prefill.scheduler.has_requests()
+    told = step_and_tell(prefill)
+    assert [(one.request_id, str(one.finish_reason)) for one in told[3].outputs] == [(PREFILL_ID, "error")]
+    prefill.ended.pop(PREFILL_ID, None)
+    goes_on()
+    assert prefill.ended.get(PREFILL_ID, "length") == "length"
+    rest(prefill, decode)
+
+
+def step_and_tell(node: Node) -> dict[int, Any]:
+    """One step, and what clients are told of it."""
+    told: dict[int, Any] = {}
+    real = node.scheduler.update_from_output
+
+    def update_from_output(*args: Any) -> Any:
+        told.update(real(*args))
+        return dict(told)
+
+    node.scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
+    node.step()
+    del node.scheduler.update_from_output
+    return told
+
+
+@stands_in
+def test_without_this_package_it_ends_the_engine(pair: tuple[Node, Node], patched: Registry) -> None:
+    """What the cases above would not see if vLLM came to do it itself."""
+    prefill, _ = pair
+    prefilled(prefill, PREFILL_ID)
+    patched.uninstall()
+    with pytest.raises(AssertionError, match="duplicate request id"):
+        reject(prefill, PREFILL_ID, ELSEWHERE)
+
+
+# --------------------------------------------------------------------------------------- what prefill keeps is released
+
+
+@stands_in
+def test_what_prefill_keeps_for_a_rejected_request_is_free_at_once(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    reject(decode, DECODE_ID, prefilled(prefill, PREFILL_ID))
+    until_both(prefill, decode, lambda: PREFILL_ID in prefill.sent)
+    assert all_free(prefill) and not prefill.side_of_engine.num_kept
+    served(prefill, decode)
+
+
+@stands_in
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("direction", ["push"])
+def test_a_rendezvous_that_decode_s_server_rejects_costs_no_lease(first: str, pair: tuple[Node, Node]) -> None:
+    """Row B10: decode knows the name, and no prompt."""
+    prefill, decode = pair
+    if first == "prefill":
+        prefilled(prefill, PREFILL_ID, **NAME)
+    reject(decode, "whatever", {**prefill.address(), **NAME})
+    decode.step()
+    if first == "decode":
+        until(lambda: prefill.serving._pairing._released)
+        prefilled(prefill, PREFILL_ID, **NAME)
+    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+    assert all_free(prefill) and not prefill.side_of_engine.num_kept
+    rest(prefill, decode)
+    served(prefill, decode)
+
+
+# ------------------------------------------------------------------------------------------------ sessions are no offer
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_session_is_neither_offered_nor_fetched(policy: str, node: Callable[..., Node]) -> None:
+    """Row A9: its request is finished under its last chunk's parameters, with blocks that hold all of them."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
+    params = prefilled(prefill, "cmpl-p-0-aaaaaaaa")
+    for one, role in ((prefill, {**SEND, **NAME}), (decode, params)):
+        for first_token in (0, CHUNK):
+            add_input(one, first_token, params=role)
+            until(lambda one=one: one.step() and one.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)
+            assert one.tokens(PREFILL_ID) >= first_token + CHUNK
+        assert one.holds(one.blocks(PREFILL_ID), end=2 * CHUNK)
+        add_input(one, 0, is_last=True, params=role)
+        until(lambda one=one: one.step() and PREFILL_ID not in one.scheduler.requests)
+        assert PREFILL_ID not in one.transfer_params and PREFILL_ID not in one.sent
+    assert decode.log.text.count("streaming session (resumable)") == 2
+    until_both(prefill, decode, lambda: "cmpl-p-0-aaaaaaaa" in prefill.sent)
+    rest(prefill, decode)
+    computed_alone(decode)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.compat.arrival`: who is let in under which id, against stand-ins for vLLM's requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcached_nixl.compat.arrival import Arrival, arrival_of, give_own_id
+
+
+def of(name: str = "r", *, client: int = 0, ended: bool = False, session: bool = False, **more: Any) -> SimpleNamespace:
+    queue = [] if session else None
+    return SimpleNamespace(
+        request_id=name, client_index=client, streaming_queue=queue, is_finished=lambda: ended, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("existing", "comes", "expected"),
+    [
+        (None, of(), Arrival.FIRST),
+        (of("another"), of(), Arrival.FIRST),
+        (of(), of(), Arrival.REPEATED),
+        (of(ended=True), of(), Arrival.REPEATED),
+        (of(session=True), of(), Arrival.MORE),
+        (of(session=True), of(client=1), Arrival.REPEATED),
+        (of(session=True, ended=True), of(), Arrival.REPEATED),
+        (of(session=True), of(abort_immediately=True), Arrival.REPEATED),
+        (of(ended=True), of(abort_immediately=True), Arrival.REPEATED),
+    ],
+)
+def test_only_a_session_goes_on_under_its_id(existing: Any, comes: Any, expected: Arrival) -> None:
+    """What has ended counts while its blocks are kept."""
+    scheduler = SimpleNamespace(requests={} if existing is None else {existing.request_id: existing})
+    assert arrival_of(scheduler, comes) is expected
+
+
+class Earlier(msgspec.Struct, array_like=True):
+    """vLLM's ``EngineCoreRequest`` up to 0.21, as far as it is looked at."""
+
+    request_id: str
+
+
+class Later(Earlier, array_like=True):
+    abort_immediately: bool = False
+
+
+@pytest.mark.parametrize("core_request", [Earlier("r"), Later("r")])
+def test_a_request_keeps_its_id(core_request: Earlier) -> None:
+    give_own_id(core_request)
+    assert core_request.request_id == "r"
+
+
+def test_a_stand_in_gets_an_id_that_nothing_else_has() -> None:
+    """Neither does the next one."""
+    ids = set()
+    for _ in range(2):
+        core_request = Later("r", True)
+        give_own_id(core_request)
+        ids.add(core_request.request_id)
+    assert len(ids) == 2 and "r" not in ids
