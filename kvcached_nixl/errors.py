@@ -8,6 +8,7 @@
     ├── SettingsError       an environment variable or a kv_connector_extra_config key has an unusable value
     ├── LayoutRefused       the KV memory does not have a shape whose bytes can be described exactly
     ├── MemoryRefused       a transport does not follow the pages of the KV memory, or that is not known
+    ├── NameRefused         an engine has no kvcached name of its own, or a worker not that of its engine
     └── StartRefused        the sum of all of the above, raised where vLLM constructs the connector
 
 Each carries four sentences: what was found, what was expected, what would have happened, what to do.
@@ -22,6 +23,7 @@ __all__ = [
     "LayoutRefused",
     "MemoryRefused",
     "MissingDependency",
+    "NameRefused",
     "Refused",
     "SettingsError",
     "StartRefused",
@@ -95,6 +97,10 @@ class LayoutRefused(Refused):
 
 class MemoryRefused(Refused):
     """A transport does not follow the pages of the KV memory, or that is not known."""
+
+
+class NameRefused(Refused):
+    """An engine has no kvcached name of its own, or a worker not that of its engine."""
 
 
 class StartRefused(Refused):

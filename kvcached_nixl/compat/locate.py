@@ -20,9 +20,11 @@ __all__ = [
     "ENGINE_SCHEDULER",
     "ENGINE_SCHEDULER_INTERFACE",
     "ERROR_MODULES",
+    "EXECUTOR",
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
+    "KVCACHED_INTERFACES",
     "KVCACHED_PATCH",
     "METADATA_MODULES",
     "OUTPUT_PROCESSOR",
@@ -30,6 +32,7 @@ __all__ = [
     "PUSH_CLASS_NAMES",
     "STATS_MODULES",
     "WORKER",
+    "WORKER_BASE",
 ]
 
 _FILE = f"{KV_TRANSFER}.v1.nixl_connector"
@@ -99,9 +102,18 @@ OUTPUT_PROCESSOR = Target(
 )
 """What the API server makes clients' outputs with."""
 
+EXECUTOR = Target(name="executor", places=(Place("vllm.v1.executor.abstract", "Executor"),))
+"""What an engine core starts its workers with, whatever they run in."""
+
+WORKER_BASE = Target(name="worker base", places=(Place("vllm.v1.worker.worker_base", "WorkerBase"),))
+"""What every worker inherits, on every device and under every executor."""
+
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
 
 KVCACHED_PATCH = Target(
     name="kvcached",
     places=(Place(KVCACHED_NIXL_COMPAT, "NixlConnectorPatch"),),
 )
+
+KVCACHED_INTERFACES = Target(name="kvcached's engine", places=(Place("kvcached.integration.vllm.interfaces"),))
+"""What kvcached's patches of vLLM call."""
