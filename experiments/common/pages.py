@@ -2,9 +2,10 @@
 """Watch kvcached's own account of its pages from outside, while servers work.
 
 kvcached keeps three 64-bit integers per engine in shared memory: the pool's limit, the bytes in use, the bytes mapped
-in reserve. Each engine has a name of its own for it, which begins with ``KVCACHED_IPC_NAME`` (`own_names`). Its page allocator rewrites them after every map and every unmap
-(``csrc/page_allocator.cpp``, ``update_memory_usage``; ``kvtop`` shows the same figures), in whichever process the
-engine runs. Sampling can miss a change but never invent one, so what is counted here is a lower bound.
+in reserve. Each engine has a name of its own for it, which begins with ``KVCACHED_IPC_NAME`` (`own_names`). Its page
+allocator rewrites them after every map and every unmap (``csrc/page_allocator.cpp``, ``update_memory_usage``; ``kvtop``
+shows the same figures), in whichever process the engine runs. Sampling can miss a change but never invent one, so what
+is counted here is a lower bound.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def count_pages(samples: list[tuple[int, int]]) -> PageCount:
 
 
 def own_names(wish: str, folder: Path = SHARED_MEMORY) -> list[str]:
-    """The names of the engines here that were started with ``KVCACHED_IPC_NAME=wish``; kvcached alone takes it as it is."""
+    """The names of the engines here that were given ``KVCACHED_IPC_NAME=wish``; kvcached alone takes it as it is."""
     return sorted(path.name for path in (folder / wish, *folder.glob(f"{wish}-*")) if path.exists())
 
 

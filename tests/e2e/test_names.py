@@ -2,9 +2,9 @@
 """Whose pages: engines that share a host, a name in the environment, a server; and what they leave behind.
 
 The pools are small and many prompts are asked at a time, so that pages are mapped and mapped again while others run:
-what was mapped when a server started is never in the wrong worker. Every engine has workers of their own, which it tells
-through sockets what to map. In float32 an answer does not depend on what else is in its batch, so every one is compared
-with a stock server's.
+what was mapped when a server started is never in the wrong worker. Every engine has workers in processes of their own,
+which it tells through sockets what to map. In float32 an answer does not depend on what else is in its batch, so every
+one is compared with a stock server's.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ def handed_over(prefill: Client, decode: Client) -> Ask:
         names = {"salt": str(number), "request_id": f"{decode.base_url}-{number}"}
         offer = await prefill.complete(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True}, **names)
         assert MANIFEST_KEY in offer["kv_transfer_params"]
-        return await decode.complete(
-            prompt, max_tokens=TOKENS, kv_transfer_params=offer["kv_transfer_params"], **names
-        )
+        return await decode.complete(prompt, max_tokens=TOKENS, kv_transfer_params=offer["kv_transfer_params"], **names)
 
     return ask
 
