@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcached_nixl.compat.private import private
-from kvcached_nixl.errors import NameRefused
+from kvcached_nixl.errors import ContractChanged, NameRefused
 from kvcached_nixl.naming.claim import Claim, Places, clear_abandoned, join, take
 
 __all__ = ["give_up_name", "join_engine", "own_engine", "withdraw_name"]
@@ -58,8 +58,11 @@ def withdraw_name() -> tuple[str, ...]:
     """
     if _Holder.held is not None:
         return ()
-    utils = _module("utils")
-    wish = private(utils, "_obtain_default_ipc_name")()
+    try:
+        utils = _module("utils")
+    except ModuleNotFoundError:
+        return ("kvcached is not installed",)
+    wish = _read(utils, "_obtain_default_ipc_name")()
     _set(f"{wish[:40]}-none-{os.getpid()}")
     if _Holder.clearing is None:
         # A finalizer and not atexit: they run newest first, so after those that end the engines this process starts.
@@ -80,10 +83,14 @@ def own_engine(executor: Any, config: Any, logger: logging.Logger) -> None:
     _refuse_spread(config.parallel_config)
     _refuse_second()
     utils = _module("utils")
-    wish = private(utils, "_obtain_default_ipc_name")()
+    wish = _read(utils, "_obtain_default_ipc_name")()
     claim = take(wish, _rank(config.parallel_config), _places(utils))
+    try:
+        _set(claim.name)
+    except ContractChanged:
+        claim.release()
+        raise
     _Holder.held = _Held(claim, weakref.ref(executor))
-    _set(claim.name)
     setattr(config, _RIDES, claim.name)
     logger.info("kvcached's name of this engine is %s (kvctl shows it; asked for: %s).", claim.name, wish)
 
@@ -159,24 +166,36 @@ def _rank(parallel: Any) -> int | None:
 
 
 def _places(utils: Any) -> Places:
-    folder = private(utils, "get_tp_socket_dir")
-    return Places(lambda name: Path(folder(name)), "kvcached-tp-*", Path(private(utils, "SHM_DIR")))
+    folder = _read(utils, "get_tp_socket_dir")
+    return Places(lambda name: Path(folder(name)), "kvcached-tp-*", Path(_read(utils, "SHM_DIR")))
 
 
 def _set(name: str) -> None:
     utils = _module("utils")
-    private(utils, _NAME)
+    _read(utils, _NAME)
     setattr(utils, _NAME, name)
     for reader in _READERS:
         # One that is imported later takes it from there.
         module = sys.modules.get(f"kvcached.{reader}")
         if module is not None:
-            private(module, _NAME)
+            _read(module, _NAME)
             setattr(module, _NAME, name)
     sockets = sys.modules.get("kvcached.tp_ipc_util")
     if sockets is not None:
-        private(sockets, _FOLDER)
-        setattr(sockets, _FOLDER, private(utils, "get_tp_socket_dir")())
+        _read(sockets, _FOLDER)
+        setattr(sockets, _FOLDER, _read(utils, "get_tp_socket_dir")())
+
+
+def _read(module: Any, name: str) -> Any:
+    try:
+        return vars(module)[name]
+    except KeyError:
+        raise ContractChanged(
+            found=f"{module.__name__} without {name}",
+            expected=f"{name}, as kvcached 0.1.6 has it",
+            consequence="The engine cannot have a name of its own, and might share the pages of another one.",
+            remedy="Install kvcached 0.1.6.",
+        ) from None
 
 
 def _module(name: str) -> Any:

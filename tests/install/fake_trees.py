@@ -111,7 +111,20 @@ SKELETON = {
         import types
         current_platform = types.SimpleNamespace(device_type="cpu")
     """,
-    "kvcached.utils": "CONTIGUOUS_LAYOUT = False\n",
+    "kvcached.utils": """
+        import os
+        CONTIGUOUS_LAYOUT = False
+        SHM_DIR = "/dev/shm"
+        def _obtain_default_ipc_name():
+            return os.getenv("KVCACHED_IPC_NAME") or "kvcached_vLLM"
+        def get_tp_socket_dir(ipc_name=None):
+            return "/tmp/kvcached-tp-" + (ipc_name or DEFAULT_IPC_NAME)
+        DEFAULT_IPC_NAME = _obtain_default_ipc_name()
+    """,
+    "kvcached.integration.vllm.interfaces": """
+        def shutdown_kvcached():
+            return True
+    """,
     "kvcached.integration.vllm.autopatch": """
         import os
         from wrapt.importer import when_imported
