@@ -122,8 +122,12 @@ SKELETON = {
         DEFAULT_IPC_NAME = _obtain_default_ipc_name()
     """,
     "kvcached.integration.vllm.interfaces": """
+        import torch
         def shutdown_kvcached():
             return True
+        def _never(*args, **kwargs):
+            raise AssertionError
+        init_kvcached = start_worker_listener_thread = alloc_kv_cache = build_kv_views = get_kv_cache_manager = _never
     """,
     "kvcached.integration.vllm.autopatch": """
         import os
