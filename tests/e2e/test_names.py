@@ -10,9 +10,12 @@ one is compared with a stock server's.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -21,10 +24,20 @@ from typing import Any
 
 import pytest
 
+from experiments.common import device
 from experiments.common.client import Client, http_client, read_answer
 from experiments.common.model import ModelShape, make_model
 from experiments.common.pages import own_names
-from experiments.common.servers import GIVES_BACK, Server, ServerSpec, group_is_alive, running
+from experiments.common.servers import (
+    ENVIRONMENT,
+    GIVES_BACK,
+    INHERITED_PREFIXES_DROPPED,
+    SERVER_SIDE,
+    Server,
+    ServerSpec,
+    group_is_alive,
+    running,
+)
 from kvcached_nixl.wire.params import MANIFEST_KEY
 
 PROMPTS = 24
@@ -41,6 +54,7 @@ KVCACHED = {
     **GIVES_BACK,
 }
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+MODEL = ModelShape(kv_heads=8, head_size=128)
 Ask = Callable[[int, list[int]], Awaitable[dict[str, Any]]]
 
 
@@ -54,7 +68,7 @@ def spec(name: str, *, ranks: int = 1, mode: str = "", kvcached: bool = True, wi
     ranked = ("--data-parallel-size", str(ranks)) if ranks > 1 else ()
     return ServerSpec(
         name=name,
-        model=make_model(ModelShape(kv_heads=8, head_size=128)),
+        model=make_model(MODEL),
         dtype="float32",
         executor="mp",
         kv_transfer={**CONNECTOR, "kv_connector_extra_config": extra} if mode else None,
@@ -145,6 +159,40 @@ def test_two_decode_servers_with_one_name(tmp_path: Path, expected: list[list[in
         answers = asyncio.run(through(prefill, decodes))
     assert [wrong(one, expected) for one in answers] == [[], []]
     assert len(names) == 2
+
+
+def run_script(what: str, name: str = "") -> dict[str, Any]:
+    """One script whose engines have nothing but its environment; without a name that is none at all."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
+    environment |= {**ENVIRONMENT, "PYTHONPATH": str(SERVER_SIDE), "KVCACHED_HOSTVMM_DEVICE": f"kvx{uuid.uuid4().hex}"}
+    environment |= device.environment(KVCACHED, 1, forks=False) | ({"KVCACHED_IPC_NAME": name} if name else {})
+    model = str(make_model(MODEL))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("one_script.py")), model, what],
+        input=json.dumps([prompts(), TOKENS]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def test_two_engines_of_one_script(expected: list[list[int]]) -> None:
+    """Without a name: kvcached would make one from the process group."""
+    assert [wrong(one, expected) for one in run_script("two")["answers"]] == [[], []]
+
+
+def test_an_engine_inside_a_script(expected: list[list[int]]) -> None:
+    """A second one beside it would have the first one's pages; the first is not disturbed, and leaves nothing."""
+    name = f"kvx{uuid.uuid4().hex[:10]}"
+    found = run_script("inside", name)
+    assert [wrong(one, expected) for one in found["answers"]] == [[]]
+    assert "an engine in this process already" in found["refused"]
+    assert found["left"] == left_by(name) == []
 
 
 def left_by(wish: str) -> list[str]:
