@@ -9,6 +9,7 @@
     ├── LayoutRefused       the KV memory does not have a shape whose bytes can be described exactly
     ├── MemoryRefused       a transport does not follow the pages of the KV memory, or that is not known
     ├── Unproved            a MemoryRefused: what transports follow could not be found out
+    ├── NameRefused         an engine has no kvcached name of its own, or a worker not that of its engine
     └── StartRefused        the sum of all of the above, raised where vLLM constructs the connector
 
 Each carries four sentences: what was found, what was expected, what would have happened, what to do.
@@ -23,6 +24,7 @@ __all__ = [
     "LayoutRefused",
     "MemoryRefused",
     "MissingDependency",
+    "NameRefused",
     "Refused",
     "SettingsError",
     "StartRefused",
@@ -101,6 +103,10 @@ class MemoryRefused(Refused):
 
 class Unproved(MemoryRefused):
     """Whether transports follow the pages of the KV memory could not be found out."""
+
+
+class NameRefused(Refused):
+    """An engine has no kvcached name of its own, or a worker not that of its engine."""
 
 
 class StartRefused(Refused):

@@ -44,6 +44,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_fuzzed_parameters.py": (None, 1.5),
     "e2e/test_leases.py": (None, 4.0),
     "e2e/test_models.py": (None, 2.5),
+    "e2e/test_names.py": (None, 5.5),
     "e2e/test_push.py": (None, 5.0),
     "e2e/test_refusals.py": (None, 1.5),
     "e2e/test_router.py": (None, 9.0),

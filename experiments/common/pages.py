@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watch kvcached's own account of its pages from outside, while servers work.
 
-kvcached keeps three 64-bit integers per engine in shared memory, named by ``KVCACHED_IPC_NAME``: the pool's limit, the
-bytes in use, the bytes mapped in reserve. Its page allocator rewrites them after every map and every unmap
-(``csrc/page_allocator.cpp``, ``update_memory_usage``; ``kvtop`` shows the same figures), in whichever process the
-engine runs. Sampling can miss a change but never invent one, so what is counted here is a lower bound.
+kvcached keeps three 64-bit integers per engine in shared memory: the pool's limit, the bytes in use, the bytes mapped
+in reserve. Each engine has a name of its own for it, which begins with ``KVCACHED_IPC_NAME`` (`own_names`). Its page
+allocator rewrites them after every map and every unmap (``csrc/page_allocator.cpp``, ``update_memory_usage``; ``kvtop``
+shows the same figures), in whichever process the engine runs. Sampling can miss a change but never invent one, so what
+is counted here is a lower bound.
 """
 
 from __future__ import annotations
@@ -48,11 +49,22 @@ def count_pages(samples: list[tuple[int, int]]) -> PageCount:
     return PageCount(len(samples), samples[-1][0], min(levels), max(levels), mapped, unmapped, remapped)
 
 
+def own_names(wish: str, folder: Path = SHARED_MEMORY) -> list[str]:
+    """The names of the engines here that were given ``KVCACHED_IPC_NAME=wish``; kvcached alone takes it as it is."""
+    return sorted(path.name for path in (folder / wish, *folder.glob(f"{wish}-*")) if path.exists())
+
+
 class PageWatch:
-    """Samples one engine's account on a thread of its own for as long as a ``with`` block."""
+    """Samples one engine's account on a thread of its own for as long as a ``with`` block.
+
+    Args:
+        ipc_name: the engine's, or what it was started with if it is the only one with that.
+    """
 
     def __init__(self, ipc_name: str, folder: Path = SHARED_MEMORY) -> None:
-        self.path = folder / ipc_name
+        self._ipc_name = ipc_name
+        self._folder = folder
+        self._path: Path | None = None
         self._samples: list[tuple[int, int]] = []
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -71,7 +83,7 @@ class PageWatch:
     def sample(self) -> None:
         """Read the account once; consecutive equal readings are kept as one. From any thread."""
         try:
-            content = self.path.read_bytes()
+            content = self._account().read_bytes()
         except FileNotFoundError:
             return
         if len(content) < _LAYOUT.size:
@@ -81,6 +93,16 @@ class PageWatch:
         with self._lock:
             if not self._samples or self._samples[-1] != reading:
                 self._samples.append(reading)
+
+    def _account(self) -> Path:
+        if self._path is None:
+            names = own_names(self._ipc_name, self._folder)
+            if len(names) > 1:
+                raise ValueError(f"found the accounts {names}; expected one. Watch each of them by its own name.")
+            if not names:
+                raise FileNotFoundError(self._ipc_name)
+            self._path = self._folder / names[0]
+        return self._path
 
     def mapped_bytes(self) -> int | None:
         """Return the bytes mapped now, None if there is no account."""

@@ -21,9 +21,11 @@ __all__ = [
     "ENGINE_SCHEDULER",
     "ENGINE_SCHEDULER_INTERFACE",
     "ERROR_MODULES",
+    "EXECUTOR",
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
+    "KVCACHED_INTERFACES",
     "KVCACHED_PATCH",
     "INPUT_PROCESSOR",
     "MEDIA_PROCESSING",
@@ -35,6 +37,7 @@ __all__ = [
     "RENDERER",
     "STATS_MODULES",
     "WORKER",
+    "WORKER_BASE",
     "WORKER_PROCESS",
 ]
 
@@ -127,9 +130,18 @@ OUTPUT_PROCESSOR = Target(
 )
 """What the API server makes clients' outputs with."""
 
+EXECUTOR = Target(name="executor", places=(Place("vllm.v1.executor.abstract", "Executor"),))
+"""What an engine core starts its workers with, whatever they run in."""
+
+WORKER_BASE = Target(name="worker base", places=(Place("vllm.v1.worker.worker_base", "WorkerBase"),))
+"""What every worker inherits, on every device and under every executor."""
+
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
 
 KVCACHED_PATCH = Target(
     name="kvcached",
     places=(Place(KVCACHED_NIXL_COMPAT, "NixlConnectorPatch"),),
 )
+
+KVCACHED_INTERFACES = Target(name="kvcached's engine", places=(Place("kvcached.integration.vllm.interfaces"),))
+"""What kvcached's patches of vLLM call."""

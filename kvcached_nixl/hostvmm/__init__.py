@@ -6,10 +6,11 @@ reserved addresses, pages that come and go under them, the shared zero page and 
 and installs it, `activate` makes vLLM's CPU worker accept it and is inert with any other kvcached, `device_info` shows
 what is in use, `is_hostvmm_build` tells it from a build for a GPU.
 
-KVCACHED_HOSTVMM_GIB is the emulated device's size. Processes of one user share a device as they would a GPU;
-KVCACHED_HOSTVMM_DEVICE names another one. Accounts are kept by process id, so sharers must see each other's ids. With
-KVCACHED_HOSTVMM_REGISTRATION=pinned, memory that is registered with NIXL does not follow its pages, as under a network
-card (`pinning`).
+KVCACHED_HOSTVMM_GIB is the emulated device's size. Processes of one user share a device as they would a GPU, the ranks
+of a data-parallel server, too; KVCACHED_HOSTVMM_DEVICE names another one. What they share is its size: each process has
+an account of its own in it, by its id, so sharers must see each other's ids; others are refused.
+With KVCACHED_HOSTVMM_REGISTRATION=pinned, memory that is registered with NIXL does not follow its pages, as under a
+network card (`pinning`).
 
 Every process with ENABLE_KVCACHED imports this package to ask `recognition`. The rest is imported when it is used: on a
 GPU host nothing here may be able to fail.

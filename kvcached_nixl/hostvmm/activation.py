@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ import wrapt
 from kvcached_nixl.errors import ContractChanged, Refused
 
 from . import hooks, pinning
+from .device import clear_abandoned
 from .recognition import is_hostvmm_build
 
 # With this prefix wrapt keeps the attribute on the wrapper, and finds it through wrappers put around ours.
@@ -159,6 +161,9 @@ def activate(environment: Mapping[str, str] = os.environ) -> Activation:
     if not is_hostvmm_build():
         return Activation("the installed kvcached is not the build on host memory", active=False)
     activation = Activation("kvcached on host memory", active=True)
+    # vLLM's engines leave by os._exit, so nobody else takes away the account of the last one that this process started.
+    # A finalizer and not atexit: they run newest first, so after those that end engines.
+    weakref.finalize(activate, clear_abandoned)
     pins = pinning.REGISTRATION_VARIABLE in environment
     for hook in (*HOOKS, *(PINNING_HOOKS if pins else ())):
         wrapt.when_imported(hook.module)(partial(_apply, activation, hook))

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ _PAGE_BYTES = 2 << 20
 # The layout native/device.hpp defines.
 _HEADER = struct.Struct("=Qqqq")
 _SLOT = struct.Struct("=9q")
+_NAMESPACE = struct.Struct("=q")
+_NAMESPACE_AT = 24
+"""In the header: the pid namespace whose ids the slots hold, 0 if nobody has said. Kept by this module alone."""
 _SLOTS = 128
 _MAGIC = 0x314D4D5654534F48
 _VERSION = 1
@@ -118,9 +121,90 @@ def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> 
             consequence="Its numbers cannot be read.",
             remedy="Stop the processes that use this device, or rebuild kvcached: both sides must be of one release.",
         )
+    return DeviceInfo(capacity, tuple(ProcessUse(slot[0], *slot[2:]) for slot in _living(content)))
+
+
+def refuse_foreign_account(index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises HostvmmError if the device is accounted by the ids of another pid namespace.
+
+    Call it before the device is opened: opening clears the slots of processes that cannot be seen.
+    """
+    path = account_path(index, environment)
+    try:
+        with path.open("rb") as file:
+            _refuse_foreign(path, file.read(_HEADER.size))
+    except FileNotFoundError:
+        return
+
+
+def sign_account(index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
+    """Say in the account of a device that this process has opened whose ids it holds.
+
+    Raises:
+        HostvmmError: those of another pid namespace.
+    """
+    path = account_path(index, environment)
+    try:
+        file = path.open("r+b", buffering=0)
+    except FileNotFoundError:
+        return  # not opened yet
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        header = file.read(_HEADER.size)
+        if len(header) == _HEADER.size and _refuse_foreign(path, header) == 0:
+            os.pwrite(file.fileno(), _NAMESPACE.pack(_own_namespace()), _NAMESPACE_AT)
+
+
+def clear_abandoned(folder: Path = Path("/dev/shm")) -> tuple[str, ...]:
+    """Remove the accounts of this user's devices that no living process uses: a process that was killed left its own.
+
+    Those of another pid namespace are left alone: whether their processes live cannot be seen.
+
+    Returns: their names.
+    """
+    return tuple(path.name for path in folder.glob(f"kvcached-hostvmm-{os.getuid()}-*") if _clear(path))
+
+
+def _clear(path: Path) -> bool:
+    try:
+        file = path.open("rb")
+    except OSError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        content = file.read()
+        if len(content) < _HEADER.size + _SLOTS * _SLOT.size or os.fstat(file.fileno()).st_nlink == 0:
+            return False
+        magic, version, _, namespace = _HEADER.unpack_from(content)
+        if (magic, version, namespace) != (_MAGIC, _VERSION, _own_namespace()) or any(_living(content)):
+            return False
+        path.unlink()
+        return True
+
+
+def _living(content: bytes) -> Iterator[tuple[int, ...]]:
     slots = _SLOT.iter_unpack(content[_HEADER.size : _HEADER.size + _SLOTS * _SLOT.size])
-    living = (slot for slot in slots if slot[0] and _start_ticks(slot[0]) == slot[1])
-    return DeviceInfo(capacity, tuple(ProcessUse(slot[0], *slot[2:]) for slot in living))
+    return (slot for slot in slots if slot[0] and _start_ticks(slot[0]) == slot[1])
+
+
+def _own_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _refuse_foreign(path: Path, header: bytes) -> int:
+    """Returns: the namespace that the header names, 0 for none."""
+    found = _HEADER.unpack(header)[3] if len(header) == _HEADER.size else 0
+    if found not in (0, _own_namespace()):
+        raise HostvmmError(
+            found=f"{path}, which is of processes in another pid namespace (another container)",
+            expected="a device of processes that see each other's ids",
+            consequence="Each side would take the other's memory for free, and its processes for dead.",
+            remedy=f"Name another device in {NAME_VARIABLE}, or delete that file if its processes have ended.",
+        )
+    return int(found)
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import wrapt
 
-from .device import capacity_bytes, device_info
+from .device import capacity_bytes, clear_abandoned, device_info, refuse_foreign_account, sign_account
 from .errors import HostvmmError
 from .geometry import Pool, shape_for_kvcached, view_for_attention
 from .host import available_memory_bytes, spare_mappings
@@ -55,9 +55,12 @@ def init_kvcached(
     call.apply_defaults()
     given = call.arguments
     rank = given["tp_rank"] + max(given["pp_rank"], 0) * given["world_size"] if given["is_worker"] else 0
+    clear_abandoned()
+    refuse_foreign_account(rank)
     refuse_if_host_too_small(rank)
     given["device"] = f"cuda:{rank}"
     wrapped(*call.args, **call.kwargs)
+    sign_account(rank)
 
 
 def refuse_if_host_too_small(index: int) -> None:

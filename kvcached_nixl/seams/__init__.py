@@ -8,7 +8,7 @@ kvcached's own patch is taken off before ours go on.
 from __future__ import annotations
 
 from kvcached_nixl.patching import Seam
-from kvcached_nixl.seams import connector, frontend, pausing, scheduler, weights
+from kvcached_nixl.seams import connector, frontend, naming, pausing, scheduler, weights
 from kvcached_nixl.seams.factory import GATES
 from kvcached_nixl.seams.superseded import patch_connector
 
@@ -22,4 +22,5 @@ PATCHES: tuple[Seam, ...] = (
     *pausing.SEAMS,
     *weights.SEAMS,
     *frontend.SEAMS,
+    *naming.SEAMS,
 )

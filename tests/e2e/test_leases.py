@@ -18,6 +18,7 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 
 from experiments.common.client import Client, Pair, http_client, read_answer
+from experiments.common.pages import own_names
 from experiments.common.servers import Running, Server, ServerSpec
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, PULL, PUSH, TOKENS, Arm, prompts
 from experiments.lease_recovery.chaos import mapped_bytes
@@ -73,12 +74,13 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: 
         async with http_client(2) as http:
             pair = Pair(Client(prefill.base_url, http), Client(decode.base_url, http))
             offer = await pair.prefill_only(traffic.prompts[0], salt="held", request_id="held")
-            before = get_kv_cache_limit(prefill.identity)
+            (name,) = own_names(prefill.identity)
+            before = get_kv_cache_limit(name)
             assert before.used_size > 0
-            assert update_kv_cache_limit(prefill.identity, before.used_size) is not None
+            assert update_kv_cache_limit(name, before.used_size) is not None
             others = [asyncio.create_task(traffic.one()) for _ in range(4)]
             for _ in range(10):
-                assert get_kv_cache_limit(prefill.identity).used_size >= before.used_size
+                assert get_kv_cache_limit(name).used_size >= before.used_size
                 assert (await pair.prefill.probe("digests", offer.block_ids))["digests"] == offer.digests
                 await asyncio.sleep(0.05)
             names = {"salt": "held", "request_id": "held", "kv_transfer_params": offer.params}
@@ -86,7 +88,7 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: 
             assert answer.token_ids == traffic.expected[0]
             # They go on with what the lease has held.
             assert all_right(await asyncio.gather(*others))
-            assert update_kv_cache_limit(prefill.identity, before.total_size) is not None
+            assert update_kv_cache_limit(name, before.total_size) is not None
 
     specs = arm.specs("recompute")
     with Running([named(specs[0], successors[0]), specs[1]], tmp_path) as running:

@@ -111,7 +111,24 @@ SKELETON = {
         import types
         current_platform = types.SimpleNamespace(device_type="cpu")
     """,
-    "kvcached.utils": "CONTIGUOUS_LAYOUT = False\n",
+    "kvcached.utils": """
+        import os
+        CONTIGUOUS_LAYOUT = False
+        SHM_DIR = "/dev/shm"
+        def _obtain_default_ipc_name():
+            return os.getenv("KVCACHED_IPC_NAME") or "kvcached_vLLM"
+        def get_tp_socket_dir(ipc_name=None):
+            return "/tmp/kvcached-tp-" + (ipc_name or DEFAULT_IPC_NAME)
+        DEFAULT_IPC_NAME = _obtain_default_ipc_name()
+    """,
+    "kvcached.integration.vllm.interfaces": """
+        import torch
+        def shutdown_kvcached():
+            return True
+        def _never(*args, **kwargs):
+            raise AssertionError
+        init_kvcached = start_worker_listener_thread = alloc_kv_cache = build_kv_views = get_kv_cache_manager = _never
+    """,
     "kvcached.integration.vllm.autopatch": """
         import os
         from wrapt.importer import when_imported

@@ -29,7 +29,7 @@ def entries() -> dict[str, Any]:
             classes = owner.__mro__ if isinstance(owner, type) else (owner,)
             holder = next((c for c in classes if patch.attribute in vars(c)), None)
             if holder is not None:
-                found[f"{holder.__name__}.{patch.attribute}"] = vars(holder)[patch.attribute]
+                found[f"{holder.__name__.rpartition('.')[2]}.{patch.attribute}"] = vars(holder)[patch.attribute]
                 break
     return found
 

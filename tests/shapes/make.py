@@ -45,7 +45,7 @@ def check(version: str) -> int:
         print(f"{one.word:12} {one.patch}: {one.detail}")
     before = load(ROWS[-1].tested)["callers"]
     for name, callers in shape["callers"].items():
-        if callers and (gone := set(before[name]) - set(callers)):
+        if callers and (gone := set(before.get(name, ())) - set(callers)):
             print(f"{'calls less':12} {name}: no longer from {', '.join(sorted(gone))}")
     unread = missing(shape)
     print()

@@ -42,7 +42,8 @@ _CALLED_ON = {
     "engine scheduler": _SCHEDULER,
     "engine scheduler interface": _SCHEDULER,
     "engine core": frozenset({"engine_core"}),
-    "engine": frozenset({"engine_core"}),
+    "engine core base": frozenset({"engine_core"}),
+    "input processor": frozenset({"input_processor"}),
     "media processing": frozenset({"info"}),
     "model loader": frozenset(),
     "renderer": frozenset(),
@@ -135,8 +136,9 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {patch.name: set() for patch in VLLM_PATCHES}
     patches: dict[str, list[Patch]] = defaultdict(list)
     for patch in VLLM_PATCHES:
-        # Who registers a class by its name has it constructed.
-        name = "register_connector" if patch.attribute == "__init__" else patch.attribute
+        # Who registers a connector by its name has it constructed.
+        is_registered = patch.attribute == "__init__" and patch.target.name == "connector"
+        name = "register_connector" if is_registered else patch.attribute
         # A worker's methods are called by their names, wherever it runs.
         patches["collective_rpc" if patch.target is WORKER_PROCESS else name].append(patch)
     for call in reader.calls(patches, _CALLERS_IN):
@@ -152,11 +154,23 @@ def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
         return bool(FACADE_CLASS_NAMES & set(call.arguments))
     if patch.target is WORKER_PROCESS:
         return patch.attribute in call.arguments
+    if call.attribute == "__init__":
+        return call.receiver == "super" and _is_next(reader, call, patch)
     if call.receiver == "self":
         return _is_inherited_caller(reader, call, patch)
     within = call.module.startswith(f"{KV_TRANSFER}.v1.") and call.qualname.rpartition(".")[2] == patch.attribute
     handed_on = within or call.module.startswith(NIXL_PREFIX)
     return call.receiver in _CALLED_ON[patch.target.name] and not handed_on
+
+
+def _is_next(reader: Reader, call: Call, patch: Patch) -> bool:
+    """Whether ``super().__init__`` in that class is what the patch wraps: nothing between them has one of its own."""
+    cls, _, function = call.qualname.partition(".")
+    if function != "__init__":
+        return False
+    above = reader.lineage(f"{call.module}:{cls}")[1:]
+    owners = [one for one in above if "__init__" in reader.body(one).methods]
+    return owners[:1] == [_class_of(reader, patch.target)]
 
 
 def _is_inherited_caller(reader: Reader, call: Call, patch: Patch) -> bool:

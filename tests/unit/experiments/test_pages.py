@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.pages import PageCount, PageWatch, count_pages
+from experiments.common.pages import PageCount, PageWatch, count_pages, own_names
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,15 @@ def test_the_watch_reads_once_more_when_it_ends(tmp_path: Path) -> None:
     with PageWatch("engine", tmp_path) as watch:
         pass
     assert watch.count().highest_bytes == 7
+
+
+def test_an_engine_is_found_by_what_it_was_given(tmp_path: Path) -> None:
+    """Its own name begins with that; of several each is watched by its own."""
+    for name in ("kvx-dp0-1a", "kvx-dp1-1b", "kvxother-1c", "plain"):
+        (tmp_path / name).write_bytes(struct.pack("=qqq", 100, 4, 2))
+    assert own_names("kvx", tmp_path) == ["kvx-dp0-1a", "kvx-dp1-1b"]
+    assert own_names("plain", tmp_path) == ["plain"]
+    with pytest.raises(ValueError, match="Watch each of them"):
+        PageWatch("kvx", tmp_path).sample()
+    for name in ("kvx-dp1-1b", "kvxother", "plain"):
+        assert PageWatch(name, tmp_path).mapped_bytes() == 6

@@ -3,10 +3,23 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from kvcached_nixl.hostvmm import HostvmmError, capacity_bytes, device_info
-from kvcached_nixl.hostvmm.device import account_path
+from kvcached_nixl.hostvmm import HostvmmError, capacity_bytes, device, device_info
+from kvcached_nixl.hostvmm.device import account_path, clear_abandoned, refuse_foreign_account, sign_account
+
+OWN_START = device._start_ticks(os.getpid())
+
+
+def account(*slots: tuple[int, int | None], namespace: int | None = None) -> bytes:
+    """One of these (pid, start) of each process; of this pid namespace."""
+    named = device._own_namespace() if namespace is None else namespace
+    header = device._HEADER.pack(device._MAGIC, device._VERSION, 1 << 30, named)
+    filled = [device._SLOT.pack(pid, start or 0, *[0] * 7) for pid, start in slots]
+    return header + b"".join(filled).ljust(device._SLOTS * device._SLOT.size, b"\0")
 
 
 @pytest.mark.parametrize(
@@ -36,3 +49,54 @@ def test_a_device_that_nobody_uses_is_empty() -> None:
     environment = {"KVCACHED_HOSTVMM_DEVICE": "never-opened-by-anyone", "KVCACHED_HOSTVMM_GIB": "1"}
     found = device_info(environment=environment)
     assert (found.capacity_bytes, found.free_bytes, found.processes) == (1 << 30, 1 << 30, ())
+
+
+@pytest.mark.parametrize(
+    ("content", "cleared"),
+    [
+        (account(), True),
+        (account((os.getpid(), 1)), True),
+        (account((os.getpid(), OWN_START)), False),
+        (account((os.getpid(), 1), (os.getpid(), OWN_START)), False),
+        (account(namespace=1), False),
+        (account(namespace=0), False),
+        (b"", False),
+        (account()[:200], False),
+        (b"x" * len(account()), False),
+    ],
+    ids=["empty", "dead", "living", "one of two", "another namespace", "unsigned", "new", "cut", "another file"],
+)
+def test_an_account_is_cleared_if_all_its_processes_are_known_to_be_dead(
+    tmp_path: Path, content: bytes, cleared: bool
+) -> None:
+    """One that is just being made, or whose processes cannot be seen, stays."""
+    path = tmp_path / f"kvcached-hostvmm-{os.getuid()}-any-0"
+    path.write_bytes(content)
+    assert clear_abandoned(tmp_path) == ((path.name,) if cleared else ())
+    assert path.exists() is not cleared
+
+
+@pytest.mark.parametrize("call", [refuse_foreign_account, sign_account])
+def test_a_device_of_another_container_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: object
+) -> None:
+    """Neither side sees whether the other's processes live, so each would take the other's memory."""
+    path = tmp_path / "account"
+    monkeypatch.setattr(device, "account_path", lambda index, environment: path)
+    path.write_bytes(account(namespace=0))
+    assert callable(call) and call() is None
+    path.write_bytes(account(namespace=7))
+    with pytest.raises(HostvmmError, match="another pid namespace"):
+        call()
+
+
+def test_an_account_is_signed_once_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what says whose ids it holds; nothing else of it changes."""
+    path = tmp_path / "account"
+    monkeypatch.setattr(device, "account_path", lambda index, environment: path)
+    sign_account()
+    path.write_bytes(account((os.getpid(), OWN_START), namespace=0))
+    for _ in range(2):
+        sign_account()
+    assert path.read_bytes() == account((os.getpid(), OWN_START))
+    assert [one.pid for one in device_info().processes] == [os.getpid()]

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvcached's name in this process: nobody's until an engine has its own.
+
+kvcached 0.1.6 reads the name at import (``utils.DEFAULT_IPC_NAME``, ``tp_ipc_util.SOCKET_DIR``, copies of the first in
+``kv_cache_manager`` and ``mem_info_tracker``), in every process for itself, and uses it when a worker listens, when the
+engine core maps pages, and when it makes the account. All of that is after vLLM has made the executor and the worker,
+which is where `own_engine` and `join_engine` set it. The environment is left as it is: what is started from here wishes
+for the same name, and gets another one.
+
+One name a process, because kvcached's state is one a process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.errors import ContractChanged, NameRefused
+from kvcached_nixl.naming.claim import Claim, Places, clear_abandoned, join, take
+
+__all__ = ["give_up_name", "join_engine", "own_engine", "withdraw_name"]
+
+_RIDES = "kvcached_nixl_name"
+"""What an engine's own name is called on vLLM's configuration, which vLLM hands to every worker, wherever that runs."""
+
+_NAME = "DEFAULT_IPC_NAME"
+_FOLDER = "SOCKET_DIR"
+_READERS = ("kv_cache_manager", "mem_info_tracker")
+DYING_SECONDS = 2.0
+"""How long the end of a process waits for workers whose engine core was killed."""
+
+
+@dataclass
+class _Held:
+    claim: Claim
+    executor: weakref.ref[Any] | None
+
+
+class _Holder:
+    held: _Held | None = None
+    clearing: Any = None
+
+
+def withdraw_name() -> tuple[str, ...]:
+    """Let this process have no kvcached name that another one could have, until an engine has its own.
+
+    Else a process that never gets one would take the wish for it: kvcached's client removes, at its end, the account
+    that lies under its name.
+
+    Returns: a note.
+    """
+    if _Holder.held is not None:
+        return ()
+    try:
+        utils = _module("utils")
+    except ModuleNotFoundError:
+        return ("kvcached is not installed",)
+    wish = _read(utils, "_obtain_default_ipc_name")()
+    _set(f"{wish[:40]}-none-{os.getpid()}")
+    if _Holder.clearing is None:
+        # A finalizer and not atexit: they run newest first, so after those that end the engines this process starts.
+        _Holder.clearing = weakref.finalize(_Holder, clear_abandoned, _places(utils), DYING_SECONDS)
+    return (f"every engine makes a kvcached name of its own from {wish!r}",)
+
+
+def own_engine(executor: Any, config: Any, logger: logging.Logger) -> None:
+    """Give the engine of this process a kvcached name of its own, before its workers start.
+
+    Args:
+        executor: vLLM's, which is being constructed.
+        config: vLLM's; from now on it says the name.
+
+    Raises:
+        NameRefused: no name can be agreed.
+    """
+    _refuse_spread(config.parallel_config)
+    _refuse_second()
+    utils = _module("utils")
+    wish = _read(utils, "_obtain_default_ipc_name")()
+    claim = take(wish, _rank(config.parallel_config), _places(utils))
+    try:
+        _set(claim.name)
+    except ContractChanged:
+        claim.release()
+        raise
+    _Holder.held = _Held(claim, weakref.ref(executor))
+    setattr(config, _RIDES, claim.name)
+    logger.info("kvcached's name of this engine is %s (kvctl shows it; asked for: %s).", claim.name, wish)
+
+
+def join_engine(config: Any) -> None:
+    """Have the worker that is being constructed in this process answer under the name of its engine.
+
+    Raises:
+        NameRefused: it was told of none, or its engine is not here.
+    """
+    name = vars(config).get(_RIDES)
+    if name is None:
+        raise NameRefused(
+            found="a worker whose configuration says no kvcached name",
+            expected="the name that its engine core has made, on the configuration that vLLM gives its workers",
+            consequence="The engine would map its pages in the workers of another one, and the tokens would be wrong.",
+            remedy="Use one of vLLM's own executors (mp, ray, uni), or one that calls the constructor of Executor and "
+            "passes vllm_config on; with kvcached and this package in the environment of every process.",
+        )
+    held = _Holder.held
+    if held is None or held.claim.name != name:
+        held = _Holder.held = _Held(join(name, _places(_module("utils"))), None)
+    _set(held.claim.name)
+
+
+def give_up_name() -> None:
+    """The engine of this process has ended, and kvcached with it: remove what lies under its name."""
+    held, _Holder.held = _Holder.held, None
+    if held is not None:
+        held.claim.release()
+        withdraw_name()
+
+
+def _refuse_second() -> None:
+    held = _Holder.held
+    if held is None or held.claim.pid != os.getpid():
+        return
+    if held.executor is not None and held.executor() is not None:
+        raise NameRefused(
+            found=f"an engine in this process already, {held.claim.name}",
+            expected="one engine a process: kvcached has one set of pages, and one name, in each",
+            consequence="The pages of the first engine would be mapped in the workers of the second.",
+            remedy="End the first one (its engine core's shutdown()), or let engines have processes of their own "
+            "(VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default).",
+        )
+    give_up_name()
+
+
+def _refuse_spread(parallel: Any) -> None:
+    """Raises NameRefused if ranks whose pages kvcached maps cannot be reached, or have engine cores of their own."""
+    if private(parallel, "distributed_executor_backend") == "external_launcher" and private(parallel, "world_size") > 1:
+        raise NameRefused(
+            found=f"the executor external_launcher with {private(parallel, 'world_size')} ranks",
+            expected="one engine core that maps the pages of all its ranks",
+            consequence="Each rank has an engine core, and each of them would map and unmap pages in all the ranks, "
+            "whatever those compute.",
+            remedy="Use --distributed-executor-backend mp, or set ENABLE_KVCACHED=false.",
+        )
+    if private(parallel, "nnodes_within_dp") > 1:
+        raise NameRefused(
+            found=f"an engine over {private(parallel, 'nnodes_within_dp')} hosts",
+            expected="the ranks of an engine on one host: kvcached reaches them through sockets in a folder",
+            consequence="The pages of the ranks elsewhere would never be mapped.",
+            remedy="Spread over hosts by data parallelism or by more servers, or set ENABLE_KVCACHED=false.",
+        )
+
+
+def _rank(parallel: Any) -> int | None:
+    """The engine's data-parallel rank; None if it has none. A dense model's ranks look else like engines alone."""
+    if private(parallel, "data_parallel_rank_local") is None and private(parallel, "data_parallel_size") == 1:
+        return None
+    return int(private(parallel, "data_parallel_index"))
+
+
+def _places(utils: Any) -> Places:
+    folder = _read(utils, "get_tp_socket_dir")
+    return Places(lambda name: Path(folder(name)), "kvcached-tp-*", Path(_read(utils, "SHM_DIR")))
+
+
+def _set(name: str) -> None:
+    utils = _module("utils")
+    _read(utils, _NAME)
+    setattr(utils, _NAME, name)
+    for reader in _READERS:
+        # One that is imported later takes it from there.
+        module = sys.modules.get(f"kvcached.{reader}")
+        if module is not None:
+            _read(module, _NAME)
+            setattr(module, _NAME, name)
+    sockets = sys.modules.get("kvcached.tp_ipc_util")
+    if sockets is not None:
+        _read(sockets, _FOLDER)
+        setattr(sockets, _FOLDER, _read(utils, "get_tp_socket_dir")())
+
+
+def _read(module: Any, name: str) -> Any:
+    try:
+        return vars(module)[name]
+    except KeyError:
+        raise ContractChanged(
+            found=f"{module.__name__} without {name}",
+            expected=f"{name}, as kvcached 0.1.6 has it",
+            consequence="The engine cannot have a name of its own, and might share the pages of another one.",
+            remedy="Install kvcached 0.1.6.",
+        ) from None
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"kvcached.{name}")
