@@ -22,7 +22,7 @@ from kvcached_nixl.wire.checked import Count, Rank, Start, TpSize, decoder, requ
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import Planes
 
-__all__ = ["Answer", "MemoryType", "RankHandshake", "Tag", "is_tagged", "read_answer", "read_rank"]
+__all__ = ["Answer", "MemoryType", "Process", "RankHandshake", "Tag", "is_tagged", "read_answer", "read_rank"]
 
 _NAME = "kvcached_nixl"
 
@@ -54,6 +54,26 @@ class Tag(msgspec.Struct, frozen=True):
         return f"{_NAME}/{PROTOCOL} {self.direction} [{facts}; {self.arrangement}; {planes}]"
 
 
+class Process(msgspec.Struct, frozen=True):
+    """Which process a rank is, for whoever shares its kernel. "" and 0 where that could not be found out.
+
+    Attributes:
+        boot_id: of the kernel, drawn when it started; UCX tells hosts apart by it, too.
+        namespaces: of process ids, and of time where there are such.
+        pid: in that namespace.
+        started: in the kernel's ticks. With ``pid``, no other process's.
+    """
+
+    boot_id: str = ""
+    namespaces: str = ""
+    pid: Count = 0
+    started: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.started < 2**62, "ticks of 62 bits")
+        require(len(self.boot_id) <= 128 and len(self.namespaces) <= 128, "a boot id and namespaces of 128 letters")
+
+
 class RankHandshake(msgspec.Struct, frozen=True):
     """What a rank tells one that wants to move bytes to or from it.
 
@@ -65,6 +85,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
         words_address: of the table of words (`worker.handover.verification`), in registered host memory.
         memory_type: of ``memory``, NIXL's word.
         is_staged: ``memory`` is a slab, through which KV passes; else the KV cache itself.
+        process: which one reads and writes.
     """
 
     engine_id: EngineId
@@ -77,6 +98,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
     words_address: int
     memory_type: MemoryType
     is_staged: bool
+    process: Process = Process()
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")

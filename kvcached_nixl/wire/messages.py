@@ -104,6 +104,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         by_rooms: decode gives room range by range (a slab); the groups have no blocks.
         is_verified: with each range prefill says what its bytes come to.
         is_read: nothing is to be written; decode has read the tokens, and asks what their bytes come to.
+        gate: NIXL's metadata of what to write through (`transport.base.Gate`); empty if nothing is written.
     """
 
     decode_request_id: DecodeRequestId
@@ -119,6 +120,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     by_rooms: bool = False
     is_verified: bool = False
     is_read: bool = False
+    gate: bytes = b""
 
     @property
     def has_no_blocks(self) -> bool:

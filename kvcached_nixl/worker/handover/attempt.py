@@ -26,6 +26,9 @@ from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Wanted
 from kvcached_nixl.worker.handover.digests import Digests
+from kvcached_nixl.worker.handover.entrances import Entrances
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place, Routes
 from kvcached_nixl.worker.handover.offer import Memory
 from kvcached_nixl.worker.handover.peers import Peers
@@ -45,7 +48,10 @@ class Side:
 
     Attributes:
         own: this rank's address, which a registration names; None until the first step has told it.
+        host: what is known here of other processes.
+        entrances: gates of decode's ranks, which this rank writes through.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
+        gates: what this rank is written through; None where it is not written.
         waiting_for_landing: shares that look at their word when a landing is free.
         distrusted: host, port and start of engines whose bytes were others than they said.
     """
@@ -57,7 +63,10 @@ class Side:
     routes: Routes
     landings: Landings
     digests: Digests
+    host: Host
+    entrances: Entrances
     staging: Staging | None = None
+    gates: Gates | None = None
     own: Peer | None = None
     waiting_for_landing: list[Callable[[], None]] = field(default_factory=list)
     distrusted: Memory[tuple[str, int, str]] = field(default_factory=Memory)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,8 +15,8 @@ import torch
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import Settings, TransferMode
-from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
-from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
+from kvcached_nixl.transport.base import Gate, Transport
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.content import Content
@@ -23,6 +24,9 @@ from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.commands import IsReached, Known
 from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.engine_side import EngineSide
+from kvcached_nixl.worker.handover.entrances import Entrances
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place, Routes, fits
 from kvcached_nixl.worker.handover.meeting import Meeting
 from kvcached_nixl.worker.handover.peers import Ask, Peers
@@ -116,6 +120,7 @@ def start(
         arrangement=layout.arrangement.value,
         planes=tuple((len(kind.bases), kind.cell_bytes) for kind in memory),
     )
+    host = Host.here(memory_type, os.environ)
     handshake = RankHandshake(
         engine_id=place.engine_id,
         tp_size=place.tp_size,
@@ -124,6 +129,7 @@ def start(
         device_id=worker.device_id,
         memory_type=memory_type,
         is_staged=slab is not None,
+        process=host.own,
         memory=memory,
         kernel_blocks_per_block=place.kernel_blocks_per_block,
         words_address=int(words.ctypes.data),
@@ -142,12 +148,18 @@ def start(
         copier = Copier(slab, wake)
         staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, place.kernel_block_size)
     blocks = Content(own_memory, layout.areas())
+    background = Background("kvcached-nixl-digests", device, wake)
     digests = Digests(
-        blocks if slab is None else Content(memory, slab.areas),
-        blocks,
-        Background("kvcached-nixl-digests", device, wake),
-        settings.verify_fraction,
+        blocks if slab is None else Content(memory, slab.areas), blocks, background, settings.verify_fraction
     )
+    gates = None
+    if settings.transfer_mode is TransferMode.PUSH or slab is not None:
+        backends = tuple(worker.backends)
+
+        def make() -> Gate:
+            return open_gate(backends, registered.extents, memory_type, registered.device_id)
+
+        gates = Gates(make, make(), background, clock)
     # What is written waits for the device by itself.
     is_early = worker.answers_before_drafts and settings.transfer_mode is TransferMode.PULL
     side = assemble(
@@ -160,7 +172,9 @@ def start(
         channel,
         lambda: record_event(device),
         digests,
+        host,
         staging,
+        gates,
         (lambda: wait_for(device)) if is_early else nothing,
     )
     thread.append(weakref.ref(side.thread))
@@ -178,7 +192,9 @@ def assemble(
     channel: Channel,
     record: Callable[[], IsReached],
     digests: Digests,
+    host: Host,
     staging: Staging | None = None,
+    gates: Gates | None = None,
     before_answer: Callable[[], None] = nothing,
 ) -> EngineSide:
     """All parts of one worker, its thread not started.
@@ -186,6 +202,7 @@ def assemble(
     Args:
         before_answer: see `EngineSide`.
         place: its memory is the slab's where KV is staged.
+        gates: to its memory; None where nobody writes it.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
     thread: list[TransferThread] = []
@@ -197,8 +214,11 @@ def assemble(
         ask,
         lambda: thread[0].wake() if thread else None,
     )
-    posting = Posting(transport, clock, peers.lost, reported.moved, connection=peers.connection)
-    side = Side(place, transport, peers, posting, Routes(place), Landings(words[BUCKETS:]), digests, staging)
+    entrances = Entrances(transport, peers)
+    peers.forgotten = entrances.forget
+    posting = Posting(transport, clock, entrances.lost, reported.moved, connection=entrances.connection)
+    landings = Landings(words[BUCKETS:])
+    side = Side(place, transport, peers, posting, Routes(place), landings, digests, host, entrances, staging, gates)
     receiving = Receiving(side, clock, settings.transfer_mode, reported.failed, reported.over)
     table = WordTable(words[:BUCKETS])
     serving = Serving(
@@ -226,6 +246,7 @@ def assemble(
         serving.gone(agent)
 
     peers.gone, peers.unreachable = gone, unreachable
+    peers.may_write = receiving.may_be_written_by
     peers.is_used = lambda agent: serving.is_writing_to(agent) or receiving.is_waiting_for(agent)
 
     def closed() -> None:
