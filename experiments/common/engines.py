@@ -23,13 +23,14 @@ from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.handshake import RankHandshake
+from kvcached_nixl.wire.handshake import Process, RankHandshake
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Reports
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.content import Content
 from kvcached_nixl.worker.handover.digests import Digests
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.start import Channel, assemble
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
@@ -160,6 +161,7 @@ class Engine:
             channel,
             lambda: _reached,
             Digests(no_content, no_content, _Unverified(), fraction=0.0),
+            Host(Process(), "DRAM"),
         )
         rank = RankHandshake(
             engine_id=place.engine_id,
@@ -172,6 +174,7 @@ class Engine:
             words_address=int(words.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
+            process=Process(),
         )
         envelope = _Envelope(COMPATIBILITY, msgspec.msgpack.encode(rank))
         self.answers = answers_of({0: envelope}, self.handover.start)

@@ -98,7 +98,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
     words_address: int
     memory_type: MemoryType
     is_staged: bool
-    process: Process = Process()
+    process: Process
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")

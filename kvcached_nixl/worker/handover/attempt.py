@@ -51,7 +51,7 @@ class Side:
         host: what is known here of other processes.
         entrances: gates of decode's ranks, which this rank writes through.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
-        gates: what this rank is written through; None where it is not written.
+        gates: what this rank is written through; None where that is its own agent, which nobody can close.
         waiting_for_landing: shares that look at their word when a landing is free.
         distrusted: host, port and start of engines whose bytes were others than they said.
     """

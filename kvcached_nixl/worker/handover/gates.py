@@ -86,31 +86,44 @@ class Gates:
     """See the module.
 
     Args:
-        make: opens one more gate; on the background's thread.
-        first: the one to begin with.
+        make: opens one more gate; on the background's thread, but for the first one.
     """
 
-    def __init__(self, make: Callable[[], Gate], first: Gate, works: Works, clock: Clock) -> None:
+    def __init__(self, make: Callable[[], Gate], works: Works, clock: Clock) -> None:
         self._make = make
         self._works = works
         self._clock = clock
-        self._present = Passage(first, first.metadata())
+        self._present: Passage | None = None
         self._retired: list[Passage] = []
         self._is_opening = False
         self._opens_at_seconds = 0.0
 
     def __len__(self) -> int:
         """Gates that are not closed."""
-        return 1 + len(self._retired)
+        return (self._present is not None) + len(self._retired)
 
     def __iter__(self) -> Iterator[Gate]:
         """Gates through which something may come."""
-        yield from (one.gate for one in (self._present, *self._retired) if not one.is_closing)
+        if self._present is not None:
+            yield self._present.gate
+        yield from (one.gate for one in self._retired if not one.is_closing)
+
+    def begin(self) -> Passage:
+        """Open the first one, where somebody will be written for certain; else who is written first waits for it.
+
+        Raises:
+            TransportError: it cannot be opened.
+        """
+        if self._present is None:
+            gate = self._make()
+            self._present = Passage(gate, gate.metadata())
+        return self._present
 
     def join(self, share: Written) -> Passage:
-        """It is about to be registered."""
-        self._present.shares[share] = None
-        return self._present
+        """It is about to be registered. Raises `TransportError`."""
+        passage = self.begin()
+        passage.shares[share] = None
+        return passage
 
     @staticmethod
     def leave(share: Written, passage: Passage) -> None:
@@ -128,7 +141,7 @@ class Gates:
         """Open and close what is due; returns when to call again, in the clock's seconds, None if nothing will be."""
         now = self._clock.now_seconds()
         due: list[float] = []
-        if self._present.has_fenced and not self._is_opening:
+        if self._present is not None and self._present.has_fenced and not self._is_opening:
             if now >= self._opens_at_seconds:
                 self._open()
             else:
@@ -167,6 +180,7 @@ class Gates:
                 )
                 return
             before, self._present = self._present, found[0]
+            assert before is not None
             before.closes_at_seconds = self._clock.now_seconds() + DRAIN_SECONDS
             self._retired.append(before)
 

@@ -251,6 +251,11 @@ class WriteShare:
             self._rooms.join(self.address.tp_rank, self._give_room, self._copied)
         if staging is not None or self._is_read:
             groups = tuple(BlockRange(group.first_token, ()) for group in groups)
+        try:
+            gate = self._enter(known)
+        except TransportError as cause:
+            self._fail(HandOverFailed(Cause.LOST, f"this rank cannot be written: {cause}"))
+            return
         registration = Registration(
             attempt=wanted.attempt,
             decode_request_id=wanted.request_id,
@@ -266,7 +271,7 @@ class WriteShare:
             by_rooms=staging is not None,
             is_verified=side.digests.are_compared(wanted.attempt),
             is_read=self._is_read,
-            gate=self._enter(known),
+            gate=gate,
         )
         try:
             side.transport.send(known.agent, encode(registration))

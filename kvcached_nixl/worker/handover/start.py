@@ -152,14 +152,15 @@ def start(
     digests = Digests(
         blocks if slab is None else Content(memory, slab.areas), blocks, background, settings.verify_fraction
     )
-    gates = None
+    backends = tuple(worker.backends)
+
+    def make() -> Gate:
+        return open_gate(backends, registered.extents, memory_type, registered.device_id)
+
+    gates = Gates(make, background, clock)
     if settings.transfer_mode is TransferMode.PUSH or slab is not None:
-        backends = tuple(worker.backends)
-
-        def make() -> Gate:
-            return open_gate(backends, registered.extents, memory_type, registered.device_id)
-
-        gates = Gates(make, make(), background, clock)
+        # In a pull it is written by a prefill that stages, if it ever meets one.
+        gates.begin()
     # What is written waits for the device by itself.
     is_early = worker.answers_before_drafts and settings.transfer_mode is TransferMode.PULL
     side = assemble(
@@ -202,7 +203,7 @@ def assemble(
     Args:
         before_answer: see `EngineSide`.
         place: its memory is the slab's where KV is staged.
-        gates: to its memory; None where nobody writes it.
+        gates: to its memory; without any, what it is written through cannot be closed.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
     thread: list[TransferThread] = []

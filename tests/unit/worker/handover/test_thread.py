@@ -30,6 +30,7 @@ from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.lease import beats
 from kvcached_nixl.wire.messages import (
     PREFIX,
@@ -45,6 +46,7 @@ from kvcached_nixl.wire.messages import (
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Released, Renewed
 from kvcached_nixl.worker.handover import commands, thread
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.start import assemble
 from kvcached_nixl.worker.handover.thread import (
@@ -85,7 +87,7 @@ class Worker:
         made = Settings(mode, **settings)
         self.side = assemble(
             self.transport, self.clock if clock is None else clock, place, self.words, made, TAG, self.asking,
-            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)),
+            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)), Host(Process(), "DRAM"),
         )  # fmt: skip
         self.thread: TransferThread = self.side.thread
         self.thread.submit(commands.Known(OWN, "key"))
