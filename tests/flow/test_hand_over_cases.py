@@ -27,7 +27,7 @@ from kvcached_nixl.worker.handover.pairing import GRACE_SECONDS
 from kvcached_nixl.worker.handover.peers import HANDSHAKE_TRIES
 from kvcached_nixl.worker.handover.posting import Budget
 from kvcached_nixl.worker.handover.receiving import REPEAT_SECONDS
-from kvcached_nixl.worker.handover.writers import GONE_SECONDS, UNHEARD_SECONDS
+from kvcached_nixl.worker.handover.writers import GONE_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.staging.slots import Use
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH

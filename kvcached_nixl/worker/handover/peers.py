@@ -53,6 +53,11 @@ class _Link:
     tries: int = 0
     waiting: list[_Waiting] = field(default_factory=list)
 
+    @property
+    def level(self) -> int:
+        """Of what is said about it: one that may still write is asked until it answers or is fenced."""
+        return logging.INFO if self.is_failing else logging.WARNING
+
 
 class Peers:
     """See the module.
@@ -228,7 +233,7 @@ class Peers:
                 self.unreachable(agent)
         except OSError as cause:
             if link.tries < HANDSHAKE_TRIES:
-                logger.warning("No handshake with %s yet, it is asked again: %s", link.address, cause)
+                logger.log(link.level, "No handshake with %s yet, it is asked again: %s", link.address, cause)
                 self._begin(link)
             else:
                 self._fail(link, Cause.UNREACHABLE, f"no handshake with {link.address}: {cause}", is_gone=False)
@@ -277,7 +282,7 @@ class Peers:
             one.failed(HandOverFailed(Cause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
     def _fail(self, link: _Link, cause: Cause, words: str, *, is_gone: bool) -> None:
-        logger.warning("%s", words)
+        logger.log(link.level, "%s", words)
         link.tries, link.is_failing = 0, True
         if is_gone:
             self._let_go(link)
