@@ -57,6 +57,7 @@ class Writers:
         self._looked_at = Deadlines[Peer]()
         self._failed_at: dict[int, float] = {}
         self._ended_at = Deadlines[tuple[str, int]]()
+        self._is_put_off: set[tuple[str, int]] = set()
         self._turned_at_seconds = clock.now_seconds()
         self._said_held = Memory[str]()
 
@@ -105,9 +106,12 @@ class Writers:
         """What is due now; returns when to call again, in the clock's seconds, None if nothing will be."""
         now = self._clock.now_seconds()
         if now - self._turned_at_seconds > STILL_SECONDS:
-            self._ended_at.move(dict.fromkeys(list(self._ended_at), now + GONE_SECONDS))
+            late = [one for one in self._ended_at if one not in self._is_put_off]
+            self._ended_at.move(dict.fromkeys(late, now + GONE_SECONDS))
+            self._is_put_off.update(late)
         self._turned_at_seconds = now
         for agent, number in self._ended_at.take_due(now):
+            self._is_put_off.discard((agent, number))
             attempt = self._attempts.get(number)
             for share in attempt.shares if attempt is not None else ():
                 if isinstance(share, WriteShare) and share.agent == agent:
