@@ -8,7 +8,8 @@ Promises that the rest relies on:
   notifies.
 * A transfer that was posted cannot be called back (nixl#2067). Until its state is no longer IN_FLIGHT, the memory on
   both sides belongs to it. A FAILED one may have moved any part of its bytes, and NIXL has not waited for the rest
-  (nixl#2044): it is quiet when its peer was removed, which takes the connection down, and not before.
+  (nixl#2044): it is quiet when its peer was removed, which takes the connection down, and not before. That is so on the
+  side that has posted it; on the other side removing a peer changes nothing (`Gate`).
 * Notifications may come late, more than once, in another order, or never.
 
 Threads: one thread uses it.

@@ -170,7 +170,7 @@ class Room(_OfAttempt, frozen=True, tag="room"):
 
 
 class Withdrawal(_OfAttempt, frozen=True, tag="withdraw"):
-    """Decode's request is gone. Its blocks stay held until Stopped comes, or prefill is known to be dead.
+    """Decode's request is gone. Its blocks stay held until Stopped comes, or prefill is gone or fenced.
 
     ``decode``: whom to answer; prefill may never have seen the registration.
     """

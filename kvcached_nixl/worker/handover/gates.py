@@ -137,6 +137,11 @@ class Gates:
         if share in passage.shares:
             passage.fenced.add(share)
 
+    def close(self) -> None:
+        """The engine ends: nobody is written any more. After the last turn; none may follow."""
+        for one in self._retired if self._present is None else [self._present, *self._retired]:
+            one.gate.close()
+
     def turn(self) -> float | None:
         """Open and close what is due; returns when to call again, in the clock's seconds, None if nothing will be."""
         now = self._clock.now_seconds()

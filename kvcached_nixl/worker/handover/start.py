@@ -254,6 +254,8 @@ def assemble(
         if staging is not None:
             staging.copier.close()
         digests.close()
+        if gates is not None:
+            gates.close()
         channel.close()
 
     thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed))

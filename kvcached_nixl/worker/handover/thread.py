@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer thread: everything of a hand-over that touches the NIXL agent happens on it. One per worker.
 
-    owns          the transport (notifications, READs, WRITEs), both halves of the hand-over, peers, leases
+    owns          the transport (notifications, READs, WRITEs), both halves of the hand-over, peers, leases; and gates,
+                  which are opened and closed elsewhere, but for the first one
     inbox         `TransferThread.submit`: what the engine's thread wants, in order; handshakes that have ended
     wakes on      both; the next deadline; and, because NIXL has no event for what arrives or ends, after POLL_SECONDS
                   while something is in flight or awaited, COMPUTING_POLL_SECONDS while the engine's thread computes
