@@ -44,18 +44,23 @@ class Posted:
 
 @dataclass
 class Network:
-    """Agents by name, and what is under way between them, oldest first."""
+    """Agents by name, and what is under way between them, oldest first.
+
+    Attributes:
+        gates: those of the agents that are open gates; ``num_opened``: how many there ever were.
+    """
 
     immediate: bool = False
     agents: dict[str, MemoryTransport] = field(default_factory=dict)
     pending: dict[Posted, None] = field(default_factory=dict)
     vanished: set[str] = field(default_factory=set)
     gates: dict[str, MemoryGate] = field(default_factory=dict)
+    num_opened: int = 0
 
     def open_gate(self, owner: str) -> MemoryGate:
         """What others write through into an agent's memory."""
-        number = 1 + sum(gate.owner == owner for gate in self.gates.values())
-        gate = MemoryGate(self, owner, f"{owner}{GATE}{number}")
+        self.num_opened += 1
+        gate = MemoryGate(self, f"{owner}{GATE}{self.num_opened}")
         self.agents[gate.name] = gate.inner
         self.gates[gate.name] = gate
         return gate
@@ -69,6 +74,7 @@ class Network:
         """The process of an agent ends: what it had under way stops where it is, what goes to it fails."""
         for end in [name, *(gate for gate in self.agents if gate.startswith(name + GATE))]:
             del self.agents[end]
+            self.gates.pop(end, None)
             for posted in [one for one in self.pending if end in (one.sender, one.receiver)]:
                 self.fail(posted)
 
@@ -221,8 +227,8 @@ class MemoryGate:
         inner: the agent that it is.
     """
 
-    def __init__(self, network: Network, owner: str, name: str) -> None:
-        self.network, self.owner = network, owner
+    def __init__(self, network: Network, name: str) -> None:
+        self.network = network
         self.inner = MemoryTransport(network, name)
         self.is_held = False
 
