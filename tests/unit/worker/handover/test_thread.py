@@ -507,3 +507,18 @@ def test_a_thread_that_was_not_started_can_be_closed() -> None:
     worker = Worker()
     worker.thread.close()
     assert worker.asking.is_closed
+
+
+def test_a_writer_that_says_nothing_does_not_keep_the_thread_awake(push: Worker) -> None:
+    """Review row B6: it looked every millisecond for as long as the quarantine lasted, which had no end."""
+    remote = push.remote()
+    push.thread.submit(commands.Want(wanted(1, None)), commands.Begin((1,), always))
+    push.deliver()
+    push.network.vanish(remote.transport.name)
+    assert push.thread.turn() < IDLE_POLL_SECONDS
+    push.thread.submit(commands.Withdraw(1, "gone"))
+    assert push.thread.turn() < IDLE_POLL_SECONDS, "it is about to say that it has stopped"
+    for _ in range(20):
+        push.clock.advance(5.0)
+        push.thread.turn()
+    assert push.thread.turn() == IDLE_POLL_SECONDS
