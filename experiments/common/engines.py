@@ -7,6 +7,7 @@ Whoever drives it says what is scheduled, and turns its transfer thread or start
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,15 +22,17 @@ from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.listening import answers_of
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import Settings, TransferMode
-from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.transport.base import Gate, Transport
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.handshake import RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Reports
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.content import Content
 from kvcached_nixl.worker.handover.digests import Digests
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.start import Channel, assemble
 from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
@@ -105,14 +108,19 @@ class Pool:
         return (0,)
 
 
-class _Unverified:
-    """Where no hand-over is verified, no digest is asked for."""
+class _AtOnce:
+    """Opens and closes gates when it is asked to. Where no hand-over is verified, no digest is asked for."""
 
-    def submit(self, work: Work[list[str] | None]) -> None:
-        raise AssertionError(f"{work.what} was asked for, and verify_fraction is 0")
+    def __init__(self) -> None:
+        self._ended: deque[Callable[[], None]] = deque()
+
+    def submit(self, work: Work[Any]) -> None:
+        found = work.do()
+        self._ended.append(lambda: work.ended(found, ""))
 
     def turn(self) -> None:
-        """There is nothing to tell."""
+        while self._ended:
+            self._ended.popleft()()
 
     def close(self, *, is_dropping: bool) -> None:
         """There is nothing to stop."""
@@ -138,6 +146,7 @@ class Engine:
     Args:
         own: where peers find it.
         words: registered host memory, as `host_words` makes it.
+        make_gate: opens what it is written through; else that is its own agent. It is on a host of its own then.
 
     Attributes:
         answers: what its side channel answers, by rank.
@@ -153,6 +162,7 @@ class Engine:
         planes: Planes,
         pool: Pool,
         words: Words,
+        make_gate: Callable[[], Gate] | None = None,
     ) -> None:
         terms = Terms(
             block_size=planes.block_size,
@@ -168,7 +178,8 @@ class Engine:
         self.handover = HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
         self.handover.bind(pool)
         place = Place(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)
-        no_content = Content((), ())
+        no_content, runs = Content((), ()), _AtOnce()
+        process = Process() if make_gate is None else Process(f"{own.engine_id} {own.host}:{own.port}")
         self.side = assemble(
             transport,
             clock,
@@ -178,8 +189,10 @@ class Engine:
             COMPATIBILITY,
             channel,
             lambda: _reached,
-            Digests(no_content, no_content, _Unverified(), fraction=0.0),
+            Digests(no_content, no_content, runs, fraction=0.0),
+            Host(process, "DRAM"),
             lambda weights: None,
+            gates=None if make_gate is None else Gates(make_gate, runs, clock),
         )
         self.side.identify(WEIGHTS)
         rank = RankHandshake(
@@ -194,6 +207,7 @@ class Engine:
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
+            process=process,
         )
         envelope = _Envelope(COMPATIBILITY, msgspec.msgpack.encode(rank))
         self.answers = answers_of({0: envelope}, self.handover.start)

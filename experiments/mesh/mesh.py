@@ -266,7 +266,17 @@ class Mesh:
         channel = SideChannel(self, address)
         order = list(range(1, NUM_BLOCKS))
         self.draw.shuffle(order)
-        engine = Engine(own, self.settings, self.clock, transport, channel, memory.planes, Pool(order), host_words())
+        engine = Engine(
+            own,
+            self.settings,
+            self.clock,
+            transport,
+            channel,
+            memory.planes,
+            Pool(order),
+            host_words(),
+            lambda: self.network.open_gate(agent),
+        )
         member = Member(engine, memory, agent, self._answered, self._ended)
         self.addresses[member] = address
         self.listening[address.host, address.port] = member

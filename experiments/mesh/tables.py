@@ -14,12 +14,12 @@ import numpy as np
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.transport.memory import MemoryTransport
+from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport, Network
 from kvcached_nixl.worker.handover.offer import Memory
 
 _TABLES = (dict, set, list, collections.deque)
 STALE = ", stale"
-_SHARED = (ManualClock, MemoryTransport)
+_SHARED = (ManualClock, MemoryGate, MemoryTransport, Network)
 """Not the engine's own: what they hold belongs to the mesh."""
 _NOT_COUNTED = (type, types.ModuleType, types.FunctionType, np.ndarray, *_SHARED)
 

@@ -310,7 +310,8 @@ class HandOver:
         self._fetching.counts[Cause.QUARANTINE] += 1
         logger.warning(
             "Request %s fails: it has waited %g s for blocks, nothing else runs, and %d blocks are in quarantine for "
-            "peers that have vanished and may still write. Bring them back on their addresses, or restart this engine.",
+            "peers that are not heard of and may still write. Those of other hosts are kept from it within about two "
+            "minutes and their blocks are free then; one of this host that stands still has to go on or to end.",
             request_id,
             self._timeout_seconds,
             self._fetching.num_quarantined_blocks,

@@ -8,8 +8,10 @@ raise an exception class for each status and give them no common base.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import uuid
+import weakref
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +21,16 @@ import numpy.typing as npt
 
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, TransportError
 
-__all__ = ["NixlTransport", "descriptors", "make_agent", "peer_name", "register_host_memory", "state_of"]
+__all__ = [
+    "NixlGate",
+    "NixlTransport",
+    "descriptors",
+    "make_agent",
+    "open_gate",
+    "peer_name",
+    "register_host_memory",
+    "state_of",
+]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
@@ -54,11 +65,91 @@ def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequenc
     return found
 
 
+def _heard(agent: Any) -> list[tuple[str, bytes]]:
+    """Raises `TransportError`."""
+    try:
+        heard = agent.get_new_notifs()
+    except Exception as cause:
+        raise TransportError(f"NIXL cannot be asked for notifications: {cause}") from cause
+    return [(peer, notification) for peer, some in heard.items() for notification in some]
+
+
 def make_agent(backends: Sequence[str]) -> Any:
     """An agent of one's own, named as no other one is."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
+
+
+PROGRESS_MICROSECONDS = 10_000
+"""A gate's thread waits so long for its sockets' events before it looks around by itself."""
+_DELAY_PLACE = 5
+"""Of that among the arguments of a configuration, up to NIXL 0.10; later it is an attribute."""
+
+
+def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
+    """An agent whose progress thread sleeps until something comes.
+
+    NIXL's Python API gives its C++ agent a delay of 0, with which that thread would keep a core busy for each gate.
+    """
+    from nixl import _bindings
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    made = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+    if "pthrDelay" in vars(_bindings.nixlAgentConfig):
+        config = _bindings.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, PROGRESS_MICROSECONDS
+    else:
+        arguments = [True, False, 0, _bindings.NIXL_THREAD_SYNC_NONE, 1, 0, 100_000, False]
+        arguments[_DELAY_PLACE] = PROGRESS_MICROSECONDS
+        config = _bindings.nixlAgentConfig(*arguments)
+    made.agent = _bindings.nixlAgent(name, config)
+    for backend in backends:
+        made.create_backend(backend, {})
+    return made
+
+
+def open_gate(
+    backends: Sequence[str], extents: Sequence[tuple[int, int]], memory_type: str, device_id: int = 0
+) -> NixlGate:
+    """A gate to memory, (address, bytes) each.
+
+    Raises:
+        TransportError: NIXL has made no agent, or not registered the memory with it.
+    """
+    try:
+        agent = _make_resting_agent(uuid.uuid4().hex, backends)
+        rows = [(address, length, device_id, "") for address, length in extents]
+        agent.register_memory(agent.get_reg_descs(rows, memory_type), backends=list(backends))
+    except Exception as cause:
+        raise TransportError(f"NIXL has made no agent to be written through: {cause}") from cause
+    return NixlGate(agent)
+
+
+class NixlGate:
+    """See the protocol. An agent ends with its last reference, so nobody else may have one."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent: Any = agent
+        self._left = [weakref.ref(agent), weakref.ref(agent.agent)]
+        self._name = str(agent.name)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def received(self) -> list[tuple[str, bytes]]:
+        return _heard(self._agent)
+
+    def close(self) -> bool:
+        if self._agent is None:
+            # Something has held it the last time: an exception's frames, which may be in a cycle.
+            gc.collect()
+        self._agent = None
+        return all(one() is None for one in self._left)
 
 
 class NixlTransport:
@@ -103,11 +194,7 @@ class NixlTransport:
             raise TransportError(f"no notification reaches {peer}: {cause}") from cause
 
     def received(self) -> list[tuple[str, bytes]]:
-        try:
-            heard = self._agent.get_new_notifs()
-        except Exception as cause:
-            raise TransportError(f"NIXL cannot be asked for notifications: {cause}") from cause
-        return [(peer, notification) for peer, some in heard.items() for notification in some]
+        return _heard(self._agent)
 
     def post(
         self,

@@ -8,7 +8,8 @@ Promises that the rest relies on:
   notifies.
 * A transfer that was posted cannot be called back (nixl#2067). Until its state is no longer IN_FLIGHT, the memory on
   both sides belongs to it. A FAILED one may have moved any part of its bytes, and NIXL has not waited for the rest
-  (nixl#2044): it is quiet when its peer was removed, which takes the connection down, and not before.
+  (nixl#2044): it is quiet when its peer was removed, which takes the connection down, and not before. That is so on the
+  side that has posted it; on the other side removing a peer changes nothing (`Gate`).
 * Notifications may come late, more than once, in another order, or never.
 
 Threads: one thread uses it.
@@ -22,7 +23,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Handle", "Operation", "Ranges", "State", "Transport", "TransportError"]
+__all__ = ["Gate", "Handle", "Operation", "Ranges", "State", "Transport", "TransportError"]
 
 Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
@@ -41,6 +42,36 @@ class State(Enum):
 
 class TransportError(Exception):
     """Nothing was posted or sent."""
+
+
+class Gate(Protocol):
+    """What peers write through into this side's memory: an agent that nothing else is done with.
+
+    NIXL has no word that takes back what a peer was allowed. Removing the peer and deregistering the memory do not keep
+    it from writing: over TCP, UCX puts what arrives where it says, and takes what has connected whether it still has an
+    endpoint to it or not. What ends with the agent are its sockets, its queue pairs and its keys. What is written by
+    the kernel or a device of the same host, past all of those (shared memory, ``process_vm_writev``, CUDA IPC), a gate
+    does not stop (tests/contract/test_fencing.py).
+
+    Threads: one after the other; opened and closed where that may take a while.
+    """
+
+    @property
+    def name(self) -> str:
+        """As peers call it once they have added it."""
+        ...
+
+    def metadata(self) -> bytes:
+        """What a peer needs to write through it."""
+        ...
+
+    def received(self) -> list[tuple[str, bytes]]:
+        """As `Transport.received`, of the WRITEs that have come through it."""
+        ...
+
+    def close(self) -> bool:
+        """Nothing comes through any more, unless False: then it is still there. Again tries again. Never raises."""
+        ...
 
 
 class Transport(Protocol):

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, TransportError
 
-__all__ = ["MemoryTransport", "Network", "Posted"]
+__all__ = ["MemoryGate", "MemoryTransport", "Network", "Posted"]
+
+
+GATE = "#"
+"""Between an agent's name and a number, in the name of a gate to its memory."""
 
 
 @dataclass(eq=False)
@@ -40,12 +44,26 @@ class Posted:
 
 @dataclass
 class Network:
-    """Agents by name, and what is under way between them, oldest first."""
+    """Agents by name, and what is under way between them, oldest first.
+
+    Attributes:
+        gates: those of the agents that are open gates; ``num_opened``: how many there ever were.
+    """
 
     immediate: bool = False
     agents: dict[str, MemoryTransport] = field(default_factory=dict)
     pending: dict[Posted, None] = field(default_factory=dict)
     vanished: set[str] = field(default_factory=set)
+    gates: dict[str, MemoryGate] = field(default_factory=dict)
+    num_opened: int = 0
+
+    def open_gate(self, owner: str) -> MemoryGate:
+        """What others write through into an agent's memory."""
+        self.num_opened += 1
+        gate = MemoryGate(self, f"{owner}{GATE}{self.num_opened}")
+        self.agents[gate.name] = gate.inner
+        self.gates[gate.name] = gate
+        return gate
 
     def agent(self, name: str) -> MemoryTransport:
         """A new agent; one of the same name takes the dead one's place."""
@@ -54,9 +72,11 @@ class Network:
 
     def kill(self, name: str) -> None:
         """The process of an agent ends: what it had under way stops where it is, what goes to it fails."""
-        del self.agents[name]
-        for posted in [one for one in self.pending if name in (one.sender, one.receiver)]:
-            self.fail(posted)
+        for end in [name, *(gate for gate in self.agents if gate.startswith(name + GATE))]:
+            del self.agents[end]
+            self.gates.pop(end, None)
+            for posted in [one for one in self.pending if end in (one.sender, one.receiver)]:
+                self.fail(posted)
 
     def vanish(self, name: str) -> None:
         """The host of an agent is gone without a word: nothing comes from it, and what goes to it never ends."""
@@ -69,7 +89,7 @@ class Network:
 
     def deliver(self, posted: Posted) -> None:
         """Move the bytes of a transfer, whose notification then goes when its state is asked for; or hand one over."""
-        if self.vanished & {posted.sender, posted.receiver}:
+        if self.is_stuck(posted):
             return
         self._end(posted, State.DONE, 1.0)
         if not posted.is_transfer:
@@ -93,10 +113,14 @@ class Network:
 
     def deliver_all(self) -> None:
         """Deliver until nothing is pending that can arrive, what arises meanwhile included."""
-        while waiting := [one for one in self.pending if not self.vanished & {one.sender, one.receiver}]:
+        while waiting := [one for one in self.pending if not self.is_stuck(one)]:
             for posted in waiting:
                 if posted in self.pending:
                     self.deliver(posted)
+
+    def is_stuck(self, posted: Posted) -> bool:
+        """Whether it cannot arrive, as long as who has vanished does not come back."""
+        return bool(self.vanished & {one.partition(GATE)[0] for one in (posted.sender, posted.receiver)})
 
     def _end(self, posted: Posted, state: State, share: float) -> None:
         """Nothing of it is under way any more; a ``share`` of its ranges was moved."""
@@ -193,3 +217,32 @@ class MemoryTransport:
     def _require(self, peer: str) -> None:
         if peer not in self._peers - self._lost or peer not in self.network.agents:
             raise TransportError(f"found no way to {peer!r}")
+
+
+class MemoryGate:
+    """See `kvcached_nixl.transport.base.Gate`; made by :meth:`Network.open_gate`.
+
+    Attributes:
+        is_held: it does not close.
+        inner: the agent that it is.
+    """
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.network = network
+        self.inner = MemoryTransport(network, name)
+        self.is_held = False
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def metadata(self) -> bytes:
+        return self.inner.metadata()
+
+    def received(self) -> list[tuple[str, bytes]]:
+        return self.inner.received()
+
+    def close(self) -> bool:
+        if not self.is_held and self.network.agents.get(self.name) is self.inner:
+            self.network.kill(self.name)
+        return not self.is_held

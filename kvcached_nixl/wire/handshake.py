@@ -27,6 +27,7 @@ from kvcached_nixl.wire.planes import Planes
 __all__ = [
     "Answer",
     "MemoryType",
+    "Process",
     "RankHandshake",
     "Tag",
     "Weights",
@@ -100,6 +101,26 @@ class Weights(msgspec.Struct, frozen=True):
         return f"found weights of a checkpoint whose content is {theirs.checkpoint}; expected {self.checkpoint}"
 
 
+class Process(msgspec.Struct, frozen=True):
+    """Which process a rank is, for whoever shares its kernel. "" and 0 where that could not be found out.
+
+    Attributes:
+        boot_id: of the kernel, drawn when it started; UCX tells hosts apart by it, too.
+        namespaces: of process ids, and of time where there are such.
+        pid: in that namespace.
+        started: in the kernel's ticks. With ``pid``, no other process's.
+    """
+
+    boot_id: str = ""
+    namespaces: str = ""
+    pid: Count = 0
+    started: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.started < 2**62, "ticks of 62 bits")
+        require(len(self.boot_id) <= 128 and len(self.namespaces) <= 128, "a boot id and namespaces of 128 letters")
+
+
 class RankHandshake(msgspec.Struct, frozen=True):
     """What a rank tells one that wants to move bytes to or from it.
 
@@ -112,6 +133,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
         memory_type: of ``memory``, NIXL's word.
         is_staged: ``memory`` is a slab, through which KV passes; else the KV cache itself.
         weights: what it computes with.
+        process: which one reads and writes.
     """
 
     engine_id: EngineId
@@ -125,6 +147,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
     memory_type: MemoryType
     is_staged: bool
     weights: Weights
+    process: Process
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")

@@ -106,6 +106,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         by_rooms: decode gives room range by range (a slab); the groups have no blocks.
         is_verified: with each range prefill says what its bytes come to.
         is_read: nothing is to be written; decode has read the tokens, and asks what their bytes come to.
+        gate: NIXL's metadata of what to write through (`transport.base.Gate`); empty if nothing is written.
     """
 
     decode_request_id: DecodeRequestId
@@ -122,6 +123,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     by_rooms: bool = False
     is_verified: bool = False
     is_read: bool = False
+    gate: bytes = b""
 
     @property
     def has_no_blocks(self) -> bool:
@@ -171,7 +173,7 @@ class Room(_OfAttempt, frozen=True, tag="room"):
 
 
 class Withdrawal(_OfAttempt, frozen=True, tag="withdraw"):
-    """Decode's request is gone. Its blocks stay held until Stopped comes, or prefill is known to be dead.
+    """Decode's request is gone. Its blocks stay held until Stopped comes, or prefill is gone or fenced.
 
     ``decode``: whom to answer; prefill may never have seen the registration.
     """

@@ -46,11 +46,14 @@ class Registered:
         layout: of the KV cache.
         slab: what is registered in its place; None where it is registered itself.
         memory_type: of the slab, NIXL's word; None if it is the cache's.
+        extents: address and bytes of each piece of it; ``device_id``: where it is, as NIXL counts devices.
     """
 
     layout: Layout
     slab: Slab | None = None
     memory_type: MemoryType | None = None
+    extents: tuple[tuple[int, int], ...] = ()
+    device_id: int = 0
 
     def __str__(self) -> str:
         one = self.layout
@@ -87,12 +90,13 @@ def register(
     # Torch has -1 for the device of host memory.
     device_id = max(next(iter(layout.device_views.values())).get_device(), 0)
     if path is MemoryPath.DIRECT:
-        extents = [(region.address, region.block_bytes * layout.num_blocks) for region in layout.regions]
+        extents = tuple((region.address, region.block_bytes * layout.num_blocks) for region in layout.regions)
         worker.register_memory(extents, device_id)
-        return Registered(layout)
+        return Registered(layout, extents=extents, device_id=device_id)
     block_size = next(iter(layout.device_views.values())).shape[layout.axes.token]
     load = Load(*worker.load, block_size)
     slab = make_slab(layout, path, load, settings)
     is_host = path is MemoryPath.HOST
-    worker.register_memory([slab.extent], 0 if is_host else device_id, "DRAM" if is_host else None)
-    return Registered(layout, slab, "DRAM" if is_host else None)
+    where = 0 if is_host else device_id
+    worker.register_memory([slab.extent], where, "DRAM" if is_host else None)
+    return Registered(layout, slab, "DRAM" if is_host else None, (slab.extent,), where)

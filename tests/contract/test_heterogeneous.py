@@ -35,11 +35,12 @@ from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport, TransportError
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.wire.handshake import Answer, RankHandshake
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, ranges_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Offered, Step, Wanted, failure_of, overs_of
 from kvcached_nixl.worker.handover import posting
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.start import assemble
 from kvcached_nixl.worker.handover.thread import POLL_SECONDS
@@ -260,6 +261,7 @@ class Rank:
             words_address=self.words.ctypes.data,
             memory_type="DRAM",
             is_staged=False,
+            process=Process(),
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
         digests = digests_over(self.planes, self.arena.view(-1))
@@ -273,6 +275,7 @@ class Rank:
             Channel(cluster),
             lambda: lambda: True,
             digests,
+            Host(Process(), "DRAM"),
         )
         self.thread = self.worker.thread
         self.done: list[str] = []

@@ -39,7 +39,8 @@ from handover_node import (
 from test_transport import until
 
 from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.worker.handover import peers, receiving, thread
+from kvcached_nixl.worker.handover import receiving, thread, writers
+from kvcached_nixl.worker.handover.host import Host
 
 pytestmark = pytest.mark.long
 
@@ -170,15 +171,25 @@ def test_a_decode_that_vanishes_frees_prefills_blocks_when_its_lease_ends(node: 
     served(prefill, again, 8)
 
 
+@pytest.mark.parametrize("known_by", ["the kernel", "the fence"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prefill_whose_process_is_gone_ends_the_hand_over_at_once(
-    policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    policy: str, known_by: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding B3, with a word of TCP's: nobody listens at its address. No deadline is waited for."""
+    """Finding B3, with a word of TCP's: nobody listens at its address. No deadline is waited for.
+
+    The client hears of it by that; its blocks are free because the kernel says that the process has ended, or because
+    what it wrote through is closed.
+    """
     monkeypatch.setattr(receiving, "REPEAT_SECONDS", 0.3)
-    monkeypatch.setattr(receiving, "GONE_SECONDS", 0.3)
-    monkeypatch.setattr(peers, "REFUSED_SECONDS", 0.3)
+    monkeypatch.setattr(writers, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(writers, "GONE_SECONDS", 0.3)
+    monkeypatch.setattr(writers, "UNHEARD_SECONDS", 1.0)
     monkeypatch.setattr(thread, "CLOSE_SECONDS", 0.2)
+    if known_by == "the kernel":
+        monkeypatch.setattr(Host, "is_gone", lambda self, process: not prefill.worker.nixl_wrapper)
+    else:
+        monkeypatch.setattr(Host, "is_behind_network", lambda self, process: True)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
     served(prefill, decode)
     params = prefilled(prefill, PREFILL_ID)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from flow_engine import FlowHost
 
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetching
@@ -16,7 +17,7 @@ from kvcached_nixl.scheduler.handover import HandOver
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.offering import Offering
 from kvcached_nixl.scheduler.wish import Wish
-from kvcached_nixl.transport.memory import MemoryTransport
+from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
@@ -25,6 +26,7 @@ from kvcached_nixl.worker.descriptors import Route
 from kvcached_nixl.worker.handover import engine_side, peers, receiving, registering
 from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.engine_side import EngineSide
+from kvcached_nixl.worker.handover.gates import Gates
 from kvcached_nixl.worker.handover.lease import Leases
 from kvcached_nixl.worker.handover.local import Routes
 from kvcached_nixl.worker.handover.offer import Memory, Offer
@@ -262,17 +264,35 @@ def a_withdrawal_is_forgotten(patch: Patcher) -> None:
     patch.setattr(Memory, "add", nothing)
 
 
-def a_peer_that_is_gone_is_quiet_at_once(patch: Patcher) -> None:
-    patch.setattr(receiving, "GONE_SECONDS", 0.0)
+def _takes_for_dead(self: Receiving, agent: str) -> None:
+    for attempt in list(self._attempts.values()):
+        for share in attempt.shares:
+            if isinstance(share, WriteShare) and share.agent == agent:
+                share.gone()
+
+
+def another_engine_in_its_place_is_taken_for_the_end(patch: Patcher) -> None:
+    patch.setattr(Receiving, "gone", _takes_for_dead)
 
 
 def nobody_listens_is_taken_for_the_end(patch: Patcher) -> None:
-    patch.setattr(peers, "REFUSED_SECONDS", 0.0)
-    patch.setattr(receiving, "GONE_SECONDS", 0.0)
+    patch.setattr(Receiving, "unreachable", _takes_for_dead)
 
 
-def a_peer_that_is_gone_is_not_noticed(patch: Patcher) -> None:
-    patch.setattr(Receiving, "gone", nothing)
+def who_is_not_heard_of_is_not_fenced(patch: Patcher) -> None:
+    patch.setattr(Gates, "fence", staticmethod(nothing))
+
+
+def a_gate_is_not_closed_and_counts_as_closed(patch: Patcher) -> None:
+    patch.setattr(MemoryGate, "close", lambda self: True)
+
+
+def who_could_write_past_a_gate_is_fenced_by_it(patch: Patcher) -> None:
+    patch.setattr(FlowHost, "is_behind_network", lambda self, process: True)
+
+
+def the_end_of_a_process_is_not_seen(patch: Patcher) -> None:
+    patch.setattr(FlowHost, "sees", lambda self, process: False)
 
 
 def handles_are_kept(patch: Patcher) -> None:

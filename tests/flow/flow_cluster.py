@@ -20,7 +20,8 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import Ranges, State
-from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
+from kvcached_nixl.transport.memory import GATE, MemoryTransport, Network, Posted
+from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.worker.staging.slots import Use
@@ -69,7 +70,7 @@ class Wire(Network):
 
     def kill(self, name: str) -> None:
         super().kill(name)
-        self.rests = [one for one in self.rests if name not in (one.sender, one.receiver)]
+        self.rests = [one for one in self.rests if one.receiver in self.agents and one.sender in self.agents]
 
     def post(self, posted: Posted) -> None:
         if posted.is_transfer:
@@ -126,6 +127,7 @@ class Cluster:
     Attributes:
         listening: by (host, port), whose side channel answers there.
         alive: engines that run; ``frozen`` ones of them stand still and say nothing.
+        sharing: hosts that are one.
         questions: handshakes under way.
     """
 
@@ -140,6 +142,7 @@ class Cluster:
         self.questions: list[Question] = []
         self._numbers = itertools.count(1)
         self._owners: dict[str, Worker] = {}
+        self.sharing: set[str] = set()
 
     @property
     def pushes(self) -> bool:
@@ -193,6 +196,11 @@ class Cluster:
         self.frozen.discard(engine)
         for worker in engine.workers:
             self.wire.vanished.discard(worker.agent_name)
+
+    @property
+    def processes(self) -> set[Process]:
+        """Those that have not ended."""
+        return {worker.host.own for worker in self._owners.values() if worker.agent_name in self.wire.agents}
 
     @property
     def running(self) -> list[Engine]:
@@ -267,7 +275,7 @@ class Cluster:
     def _sides(self, posted: Posted) -> tuple[tuple[Worker, Ranges], tuple[Worker, Ranges]] | None:
         """Where bytes go and where from; None if they are not KV."""
         assert posted.local is not None and posted.remote is not None
-        here, there = self._owners[posted.sender], self._owners[posted.receiver]
+        here, there = (self._owners[one.partition(GATE)[0]] for one in (posted.sender, posted.receiver))
         first = int(posted.local[0, 0])
         if here.copier is not None:
             assert not here.memory.begin <= first < here.memory.end, "NIXL touches the cache of an engine that stages"
@@ -305,7 +313,7 @@ class Cluster:
                 return
 
     def _is_busy(self) -> bool:
-        on_wire = any(not self.wire.vanished & {one.sender, one.receiver} for one in self.wire.pending)
+        on_wire = any(not self.wire.is_stuck(one) for one in self.wire.pending)
         engines = any(engine.is_moving or any(worker.is_busy for worker in engine.workers) for engine in self.running)
         return on_wire or engines or bool(self.questions)
 

@@ -26,12 +26,14 @@ from kvcached_nixl.scheduler.listening import Answers
 from kvcached_nixl.scheduler.wish import Terms
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
+from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, Reports, Step
 from kvcached_nixl.worker.handover.commands import IsReached
 from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.engine_side import EngineSide
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.posting import Budget
 from kvcached_nixl.worker.handover.start import assemble
@@ -206,6 +208,28 @@ class Channel:
         self.is_closed = True
 
 
+class FlowHost(Host):
+    """Engines are on hosts of their own but for those of ``cluster.sharing``, whose processes see each other."""
+
+    def __init__(self, cluster: Cluster, engine: Engine, tp_rank: int) -> None:
+        own = Process(engine.own.host, "", 1 + engine.incarnation, tp_rank)
+        super().__init__(own, "DRAM")
+        self.__dict__["cluster"] = cluster
+
+    def is_here(self, process: Process) -> bool:
+        sharing: set[str] = self.__dict__["cluster"].sharing
+        return {process.boot_id, self.own.boot_id} <= sharing
+
+    def sees(self, process: Process) -> bool:
+        return self.is_here(process) and not self.is_gone(process)
+
+    def is_gone(self, process: Process) -> bool:
+        return process not in self.__dict__["cluster"].processes
+
+    def is_behind_network(self, process: Process) -> bool:
+        return not self.is_here(process)
+
+
 class Worker:
     """One rank: real transfer thread and engine side, on a device of its own."""
 
@@ -217,6 +241,7 @@ class Worker:
         self.agent = cluster.wire.agent(self.agent_name)
         self.words: Words = np.zeros((BUCKETS + engine.kind.landings, WORDS_PER_BUCKET), dtype=np.uint64)
         self.staging, self.copier = slab_of(self, *engine.kind.slots) if engine.kind.slots[0] else (None, None)
+        self.host = FlowHost(cluster, engine, tp_rank)
         self.moved = self.memory if self.copier is None else self.copier.slab
         self.digesting = InTurn(held=True)
         planes = (self.moved.planes,)
@@ -233,6 +258,7 @@ class Worker:
             memory_type="DRAM",
             is_staged=self.staging is not None,
             weights=engine.kind.weights,
+            process=self.host.own,
         )
         tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", ((2, 8),)))
 
@@ -241,6 +267,7 @@ class Worker:
             self.envelope = Envelope(tag, msgspec.msgpack.encode(told))
 
         self.channel = Channel(cluster, engine)
+        self.gates = Gates(lambda: cluster.wire.open_gate(self.agent_name), self.digesting, cluster.clock)
         self.side: EngineSide = assemble(
             self.agent,
             cluster.clock,
@@ -256,8 +283,10 @@ class Worker:
                 self.digesting,
                 engine.settings.verify_fraction,
             ),
+            self.host,
             offer,
             self.staging,
+            self.gates,
         )
         self.side.identify(engine.kind.weights)
         self.side.thread._side.posting._budget = engine.kind.posting
@@ -270,6 +299,7 @@ class Worker:
         """Whether something has come, or ended, that it has not looked at."""
         return bool(
             self.agent.inbox
+            or any(gate.inner.inbox for gate in self.gates)
             or self.side.thread._inbox
             or (self.copier is not None and (self.copier.asked or self.copier.ended))
             or self.digesting.asked

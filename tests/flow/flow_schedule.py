@@ -171,7 +171,7 @@ class Schedule:
 
     def _network(self) -> None:
         wire, dice = self.cluster.wire, self.dice
-        pending = [one for one in wire.pending if not wire.vanished & {one.sender, one.receiver}]
+        pending = [one for one in wire.pending if not wire.is_stuck(one)]
         kind = dice.choice(
             [*["deliver"] * 8, "double", "again", "again", *([] if self.calm else ["drop", "fail", "land"])]
         )

@@ -24,9 +24,10 @@ from kvcached_nixl.wire.lease import is_beat
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode, encode
 from kvcached_nixl.worker.handover.pairing import GRACE_SECONDS
-from kvcached_nixl.worker.handover.peers import HANDSHAKE_TRIES, REFUSED_SECONDS
+from kvcached_nixl.worker.handover.peers import HANDSHAKE_TRIES
 from kvcached_nixl.worker.handover.posting import Budget
-from kvcached_nixl.worker.handover.receiving import GONE_SECONDS, REPEAT_SECONDS
+from kvcached_nixl.worker.handover.receiving import REPEAT_SECONDS
+from kvcached_nixl.worker.handover.writers import GONE_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.staging.slots import Use
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
@@ -654,18 +655,39 @@ def test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_a
     push.clock.advance(REPEAT_SECONDS)
     push.until(found, Status.STOPPED)
     assert push.causes() == {"lost": 1}
-    for _ in range(int(REFUSED_SECONDS / REPEAT_SECONDS)):
+    for _ in range(int(UNHEARD_SECONDS / REPEAT_SECONDS) - 1):
         push.clock.advance(REPEAT_SECONDS)
         for _ in range(6):
             push.round()
-    push.clock.advance(GONE_SECONDS - 0.5)
-    for _ in range(6):
-        push.round()
     assert push.decode.quarantined == 5
     push.wire.deliver(write)
     push.cluster.kill(push.prefill)
+    push.pass_time(2 * REPEAT_SECONDS)
+    assert push.decode.quarantined == 0
+    push.nothing_is_left()
+
+
+def test_workers_whose_engine_was_replaced_write_into_blocks_that_are_held(push: Pair) -> None:
+    """Review row A8: the core was killed and started again, and its workers have not noticed; a WRITE is under way."""
+    found = in_flight(push)
+    (write,) = push.transfers
+    workers, before = list(push.prefill.workers), push.prefill
+    push.cluster.stop_listening(push.prefill)
+    push.prefill = push.cluster.engine("p", push.prefill.kind)
+    push.clock.advance(LOOK_SECONDS + 1)
+    push.until(found, Status.STOPPED)
+    assert push.causes() == {"lost": 1}
+    # Nobody can ask them any more: what they write through is closed, and only then are the blocks free.
+    assert push.decode.quarantined == 5 or write not in push.wire.pending
+    push.round()
+    if write in push.wire.pending:
+        push.wire.deliver(write)
+    push.settle()
     push.pass_time(1)
     assert push.decode.quarantined == 0
+    for worker in workers:
+        assert worker.agent_name in push.wire.agents, "it lives"
+    push.cluster.kill(before)
     push.nothing_is_left()
 
 
@@ -688,8 +710,10 @@ def test_prefill_whose_host_is_gone_without_a_word(pair: Pair, end: str) -> None
     assert pair.causes() in ({"deadline": 1}, {"unreachable": 1})
     if pair.cluster.pushes:
         assert pair.decode.quarantined == 5 and not pair.decode.has_requests
-        pair.pass_time(300)
+        pair.pass_time(UNHEARD_SECONDS - REPEAT_SECONDS - 4)
         assert pair.decode.quarantined == 5
+        pair.pass_time(2 * REPEAT_SECONDS + 4)
+        assert pair.decode.quarantined == 0, "it is fenced"
     if end == "it comes back":
         pair.cluster.come_back(pair.prefill)
         # Blocks are used again meanwhile; the late WRITEs must not find them.
@@ -704,7 +728,7 @@ def test_prefill_whose_host_is_gone_without_a_word(pair: Pair, end: str) -> None
         pair.prefill = pair.cluster.restart(pair.prefill)
     else:
         pair.cluster.kill(pair.prefill)
-    pair.pass_time(REFUSED_SECONDS + REPEAT_SECONDS * 3)
+    pair.pass_time(REPEAT_SECONDS * 3)
     assert pair.decode.quarantined == 0
     pair.nothing_is_left()
 
@@ -1094,8 +1118,10 @@ def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: st
 
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) -> None:
-    """A host vanishes that may write most of decode's pool: what does not fit in the rest fails, what does goes on."""
+    """A process of this host stands still that may write most of decode's pool: what does not fit in the rest fails,
+    what does goes on."""
     pair = Pair(PUSH, kind(num_blocks=40), kind(num_blocks=20))
+    pair.cluster.sharing |= {"host-p", "host-d"}
     large = tuple(range(1, 46))
     found = pair.ask_decode(pair.meet(transfer_id="t"), large)
     for _ in range(10):
@@ -1110,6 +1136,33 @@ def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) 
     plain = pair.ask_decode(None, (5, 6, 7))
     pair.settle()
     assert plain.status is Status.STOPPED and pair.decode.quarantined == 12
+    # When it ends the kernel says so, and when it goes on it does.
+    pair.cluster.kill(pair.prefill)
+    pair.pass_time(LOOK_SECONDS + 2 * GONE_SECONDS + 5)
+    assert pair.decode.quarantined == 0
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["another host", "one host"])
+def test_one_that_stood_still_changes_no_byte_of_what_others_got_meanwhile(sharing: bool, push: Pair) -> None:
+    """R13: fenced where it can be, held where it cannot; the watch on every byte would see it (see `Cluster.allow`)."""
+    if sharing:
+        push.cluster.sharing |= {"host-p", "host-d"}
+    found = in_flight(push)
+    (write,) = push.transfers
+    push.cluster.vanish(push.prefill)
+    push.pass_time(TIMEOUT_SECONDS + UNHEARD_SECONDS + 2 * REPEAT_SECONDS)
+    assert found.status is Status.STOPPED and push.decode.quarantined == (5 if sharing else 0)
+    again = push.ask_decode(None, tuple(range(25, 43)))
+    push.settle()
+    assert again.status is Status.STOPPED
+    push.cluster.come_back(push.prefill)
+    if write in push.wire.pending:
+        push.wire.deliver(write)
+    push.pass_time(3 * REPEAT_SECONDS)
+    assert push.decode.quarantined == 0
+    assert is_right(push.hand_over(tuple(reversed(PROMPT))))
+    push.nothing_is_left()
 
 
 def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:

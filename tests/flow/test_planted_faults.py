@@ -100,14 +100,23 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.other_ranks_are_not_told_of_a_failure: case(
             cases.test_a_rank_that_fails_ends_the_attempt_on_all_of_them
         ),
-        faults.a_withdrawal_is_forgotten: schedules,
-        faults.a_peer_that_is_gone_is_quiet_at_once: case(
-            cases.test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_are_held, PUSH
+        faults.a_withdrawal_is_forgotten: case(cases.test_a_withdrawal_that_overtakes_its_registration_wins, PUSH),
+        faults.another_engine_in_its_place_is_taken_for_the_end: case(
+            cases.test_workers_whose_engine_was_replaced_write_into_blocks_that_are_held, PUSH
         ),
         faults.nobody_listens_is_taken_for_the_end: case(
             cases.test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_are_held, PUSH
         ),
-        faults.a_peer_that_is_gone_is_not_noticed: schedules,
+        faults.who_is_not_heard_of_is_not_fenced: schedules,
+        faults.a_gate_is_not_closed_and_counts_as_closed: case(
+            cases.test_one_that_stood_still_changes_no_byte_of_what_others_got_meanwhile, False, PUSH
+        ),
+        faults.who_could_write_past_a_gate_is_fenced_by_it: case(
+            cases.test_one_that_stood_still_changes_no_byte_of_what_others_got_meanwhile, True, PUSH
+        ),
+        faults.the_end_of_a_process_is_not_seen: case(
+            cases.test_who_waits_for_blocks_that_are_in_quarantine_is_told_so, True
+        ),
         faults.handles_are_kept: schedules,
         # Tokens and ranks.
         faults.a_token_too_few: schedules,

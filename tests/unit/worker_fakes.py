@@ -15,13 +15,16 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.transport.base import State
 from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
-from kvcached_nixl.wire.handshake import Answer, RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Message, Peer, Registration, decode, encode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Wanted
 from kvcached_nixl.worker.handover.attempt import Side
+from kvcached_nixl.worker.handover.entrances import Entrances
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place, Routes, fits
 from kvcached_nixl.worker.handover.meeting import Meeting
 from kvcached_nixl.worker.handover.peers import Peers
@@ -91,6 +94,28 @@ class Asking:
         self.is_closed = True
 
 
+class KnownHost(Host):
+    """Processes are where a test says that they are.
+
+    Attributes:
+        living: processes of this host, which are seen.
+        local: those that have a way past every network.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Process("here", "", 1, 1), "DRAM")
+        self.__dict__["living"], self.__dict__["local"] = set[Process](), set[Process]()
+
+    def sees(self, process: Process) -> bool:
+        return process in self.__dict__["living"]
+
+    def is_gone(self, process: Process) -> bool:
+        return process not in self.__dict__["living"]
+
+    def is_behind_network(self, process: Process) -> bool:
+        return process not in self.__dict__["local"]
+
+
 @dataclass
 class Remote:
     """A rank of another engine, as far as one rank sees it: an address, an agent, memory, words."""
@@ -99,6 +124,7 @@ class Remote:
     transport: MemoryTransport
     memory: Memory = field(default_factory=Memory)
     start: str = START
+    process: Process = Process()
     kernel_blocks_per_block: int = 1
     words: Words = field(default_factory=lambda: np.zeros((BUCKETS, WORDS_PER_BUCKET), dtype=np.uint64))
 
@@ -122,6 +148,7 @@ class Remote:
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
+            process=self.process,
         )
         return msgspec.structs.replace(rank, **changed)
 
@@ -174,20 +201,27 @@ class Local:
         meeting = Meeting(self.transport, TAG, lambda rank: fits(place, rank))
         self.peers = Peers(meeting, self.clock, self.asking.ask, self._wake)
         self.peers.gone, self.peers.unreachable = self.gone.append, self.unreachable.append
+        entrances = Entrances(self.transport, self.peers)
+        self.peers.forgotten = entrances.forget
         self.posting = Posting(
             self.transport,
             self.clock,
-            self.peers.lost,
+            entrances.lost,
             lambda *moved: self.moved.append(moved),
             budget,
-            self.peers.connection,
+            entrances.connection,
         )
         self.landing_words = np.zeros((landings, WORDS_PER_BUCKET), dtype=np.uint64)
         own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
         self.digesting = InTurn()
         digests = digests_over(self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.digesting)
         words = Landings(self.landing_words)
-        self.side = Side(place, self.transport, self.peers, self.posting, Routes(place), words, digests, own=own)
+        self.host = KnownHost()
+        self.gates = Gates(lambda: self.network.open_gate("local"), self.digesting, self.clock)
+        self.side = Side(
+            place, self.transport, self.peers, self.posting, Routes(place), words, digests, self.host, entrances,
+            gates=self.gates, own=own,
+        )  # fmt: skip
         self.side.start, self.side.weights = START, WEIGHTS
 
     def _wake(self) -> None:
@@ -210,7 +244,7 @@ class Local:
     def deliver(self) -> None:
         """Until nothing moves any more."""
         self.turn()
-        while [one for one in self.network.pending if not self.network.vanished & {one.sender, one.receiver}]:
+        while [one for one in self.network.pending if not self.network.is_stuck(one)]:
             self.network.deliver_all()
             self.turn()
         self.turn()

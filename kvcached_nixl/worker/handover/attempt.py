@@ -27,6 +27,9 @@ from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Wanted
 from kvcached_nixl.worker.handover.digests import Digests
+from kvcached_nixl.worker.handover.entrances import Entrances
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place, Routes
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.offer import Memory
@@ -49,7 +52,10 @@ class Side:
         own: this rank's address, which a registration names; None until the first step has told it.
         start: of this engine; "" until then.
         weights: what this rank computes with; None until that is known.
+        host: what is known here of other processes.
+        entrances: gates of decode's ranks, which this rank writes through.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
+        gates: what this rank is written through; None where that is its own agent, which nobody can close.
         waiting_for_landing: shares that look at their word when a landing is free.
         distrusted: host, port and start of engines whose bytes were others than they said.
     """
@@ -61,7 +67,10 @@ class Side:
     routes: Routes
     landings: Landings
     digests: Digests
+    host: Host
+    entrances: Entrances
     staging: Staging | None = None
+    gates: Gates | None = None
     own: Peer | None = None
     start: str = ""
     weights: Weights | None = None

@@ -33,8 +33,6 @@ Ask: TypeAlias = Callable[[str, int, int], "Future[tuple[str, bytes]]"]
 
 HANDSHAKE_TRIES = 5
 """In a row, of a peer that listens and does not answer: one that stands still for seconds has not gone."""
-REFUSED_SECONDS = 10.0
-"""For so long nobody listens where a peer did, before it counts as gone and blocks that it may write as free."""
 FORGOTTEN_SECONDS = 600.0
 """A peer that nothing names for so long is forgotten; to meet it again costs one handshake."""
 
@@ -54,9 +52,14 @@ class _Link:
     known: Known | None = None
     last_agent: str | None = None
     is_asked: bool = False
+    is_failing: bool = False
     tries: int = 0
-    refused_at_seconds: float | None = None
     waiting: list[_Waiting] = field(default_factory=list)
+
+    @property
+    def level(self) -> int:
+        """Of what is said about it: one that may still write is asked until it answers or is fenced."""
+        return logging.INFO if self.is_failing else logging.WARNING
 
 
 class Peers:
@@ -68,9 +71,11 @@ class Peers:
 
     Attributes:
         is_used: whether somebody still counts on an agent that has not been named for long.
-        gone: called with an agent that is gone for good: another one answers in its place, or nobody has listened there
-            for REFUSED_SECONDS.
+        may_write: whether an agent may be writing here: its connection is kept without its side channel, for it is to
+            be told to stop, and to say that it has.
+        gone: called with an agent that is known by no address any more: another one answers in its place. It may live.
         unreachable: called with an agent where nobody listens: its process may have ended, or its listener only.
+        forgotten: called with an agent whose connection is taken down.
     """
 
     def __init__(
@@ -93,6 +98,8 @@ class Peers:
         self._ended: deque[tuple[_Link, Future[tuple[str, bytes]]]] = deque()
         self._unused = Deadlines[Peer]()
         self.is_used: Callable[[str], bool] = lambda agent: False
+        self.may_write: Callable[[str], bool] = lambda agent: False
+        self.forgotten: Callable[[str], None] = lambda agent: None
         self.gone: Callable[[str], None] = lambda agent: None
         self.unreachable: Callable[[str], None] = lambda agent: None
         self.dropped: Counter[str] = Counter()
@@ -117,15 +124,20 @@ class Peers:
             is_doubted: whoever is known there may have ended; a handshake tells.
         """
         link = self._link(address)
-        if link.known is not None and start in ("", link.known.start) and not is_doubted:
+        if link.known is not None and start in ("", link.known.start) and not (is_doubted or link.is_failing):
             known(link.known)
             return
         link.waiting.append(_Waiting(start, known, failed))
         self._begin(link)
 
     def probe(self, address: Peer) -> None:
-        """Find out whether a rank still lives; `gone` is called if not."""
+        """Find out whether a rank's engine still answers."""
         self._begin(self._link(address))
+
+    def doubt(self, agent: str) -> None:
+        """Something of an agent has failed: find out whether its engine still answers."""
+        for link in self._links_of(agent):
+            self._begin(link)
 
     def send(self, address: Peer, notification: bytes, *, only: str | None = None, is_repeated: bool = True) -> None:
         """Tell a rank something, after a handshake if need be, and once more over another connection where one is lost.
@@ -157,7 +169,12 @@ class Peers:
         def untold(_: HandOverFailed) -> None:
             self.dropped["not sent"] += 1
 
-        self.need(address, "", tell, untold)
+        link = self._link(address)
+        if link.known is not None:
+            # Over the connection that there is, whether its side channel answers or not.
+            tell(link.known)
+        else:
+            self.need(address, "", tell, untold)
 
     def is_known(self, agent: str) -> bool:
         """Whether there is a connection to an agent."""
@@ -182,7 +199,7 @@ class Peers:
             self._take(*self._ended.popleft())
         for address in self._unused.take_due(self._clock.now_seconds()):
             link = self._links[address]
-            if link.is_asked or (link.known is not None and self.is_used(link.known.agent)):
+            if link.is_asked or (link.last_agent is not None and self.is_used(link.last_agent)):
                 self._unused[address] = self._clock.now_seconds() + FORGOTTEN_SECONDS
             else:
                 self._drop(link)
@@ -212,10 +229,14 @@ class Peers:
         try:
             known = self._meeting.meet(link.address, *future.result())
         except ConnectionRefusedError:
-            self._refused(link)
+            agent, words = link.last_agent, f"nobody listens at {link.address.host}:{link.address.port}"
+            self._fail(link, Cause.UNREACHABLE, words, is_gone=False)
+            if agent is not None:
+                # Its listener may start again, and its workers outlive it: that it is gone is for others to say.
+                self.unreachable(agent)
         except OSError as cause:
             if link.tries < HANDSHAKE_TRIES:
-                logger.warning("No handshake with %s yet, it is asked again: %s", link.address, cause)
+                logger.log(link.level, "No handshake with %s yet, it is asked again: %s", link.address, cause)
                 self._begin(link)
             else:
                 self._fail(link, Cause.UNREACHABLE, f"no handshake with {link.address}: {cause}", is_gone=False)
@@ -230,29 +251,22 @@ class Peers:
         else:
             self._know(link, known)
 
-    def _refused(self, link: _Link) -> None:
-        """One refusal may be a listener's that starts again; workers may also outlive their engine for a moment."""
-        now, agent = self._clock.now_seconds(), link.last_agent
-        if link.refused_at_seconds is None:
-            link.refused_at_seconds = now
-        is_gone = now - link.refused_at_seconds >= REFUSED_SECONDS
-        words = f"nobody listens at {link.address.host}:{link.address.port}"
-        self._fail(link, Cause.UNREACHABLE, words, is_gone=is_gone)
-        if agent is not None and not is_gone:
-            self.unreachable(agent)
-
     def _know(self, link: _Link, known: Known) -> None:
         place = (link.address.host, link.address.port, link.address.tp_rank)
         before = self._places.get(place)
         if before is not None and before != link.address and before in self._links:
-            self._drop(self._links[before])
+            if self._links[before].is_asked:
+                # Its own answer is on its way, and may be another one: one address may answer as two engines.
+                self._let_go(self._links[before])
+            else:
+                self._drop(self._links[before])
         if link.last_agent not in (None, known.agent):
             others = [other for other in self._links_of(link.last_agent) if other is not link]
             self._let_go(link)
             for other in others:
                 # It was known by other names, too: whether it is still there is asked under all of them.
                 self._begin(other)
-        link.known, link.last_agent, link.tries, link.refused_at_seconds = known, known.agent, 0, None
+        link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
         self._places[place] = link.address
         self._addresses.setdefault(known.agent, {})[link.address] = None
         self._connections.setdefault(known.agent, object())
@@ -271,11 +285,11 @@ class Peers:
             one.failed(HandOverFailed(Cause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
     def _fail(self, link: _Link, cause: Cause, words: str, *, is_gone: bool) -> None:
-        logger.warning("%s", words)
-        link.tries = 0
+        logger.log(link.level, "%s", words)
+        link.tries, link.is_failing = 0, True
         if is_gone:
             self._let_go(link)
-        else:
+        elif link.known is None or not self.may_write(link.known.agent):
             # What is in flight to somebody who does not answer ends with the connection.
             self._forget(link)
         waiting, link.waiting = link.waiting, []
@@ -301,6 +315,7 @@ class Peers:
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
             self._connections.pop(known.agent, None)
+            self.forgotten(known.agent)
             self._transport.remove_peer(known.agent)
 
     def _links_of(self, agent: str) -> list[_Link]:

@@ -6,26 +6,25 @@ A turn costs what is due in it, not what waits.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.messages import Peer, Ready, Release, Stopped, Written, encode
+from kvcached_nixl.wire.messages import Ready, Release, Stopped, Written, encode
 from kvcached_nixl.wire.step import Released, Wanted
 from kvcached_nixl.worker.handover.attempt import Attempt, Share, Side
 from kvcached_nixl.worker.handover.local import contributors, peers_of
 from kvcached_nixl.worker.handover.reading import ReadShare
 from kvcached_nixl.worker.handover.registering import WriteShare
+from kvcached_nixl.worker.handover.writers import Writers
 
 __all__ = ["Receiving"]
 
 REPEAT_SECONDS = 5.0
-"""Between two askings of who may still write whether it has stopped, or lives."""
-GONE_SECONDS = 2.0
-"""After a peer's engine is found to be gone: its workers may outlive it for a moment, and what they write arrives."""
+"""Between two askings of who may still write whether it has stopped."""
 
 
 class Receiving:
@@ -52,14 +51,18 @@ class Receiving:
         self._attempts: dict[int, Attempt] = {}
         self._reported: set[int] = set()
         self._asked_again = Deadlines[int]()
-        self._writers: defaultdict[Peer, dict[int, None]] = defaultdict(dict)
-        self._probed = Deadlines[Peer]()
-        self._ended_at = Deadlines[tuple[str, int]]()
+        self._unanswered: set[int] = set()
+        self._writers = Writers(side, clock, self._attempts)
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Attempts that are not over."""
         return len(self._attempts)
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether something may come at any moment that somebody waits for."""
+        return len(self._attempts) > len(self._unanswered)
 
     def want(self, wanted: Wanted) -> None:
         """A request was given blocks. Nothing is moved before `begin`."""
@@ -96,7 +99,7 @@ class Receiving:
             return
         for share in attempt.shares:
             if isinstance(share, WriteShare):
-                self._expect(share, number)
+                self._writers.expect(share, number)
         for share in list(attempt.shares):
             # One that cannot be told ends the attempt at once.
             if attempt.failed is None:
@@ -141,13 +144,19 @@ class Receiving:
         shares = (share for attempt in self._attempts.values() for share in attempt.shares)
         return any(share.agent == agent and not share.is_quiet for share in shares)
 
+    def may_be_written_by(self, agent: str) -> bool:
+        """Whether an agent was told of blocks, and has not said that it has stopped."""
+        return self._writers.may_write(agent)
+
     def gone(self, agent: str) -> None:
-        """An agent is gone for good. What it may have under way arrives soon, or never."""
-        for number, attempt in list(self._attempts.items()):
+        """Another engine answers where an agent's was. Its process may live on, but nobody can ask it any more."""
+        for attempt in list(self._attempts.values()):
             for share in attempt.shares:
                 if share.agent == agent and not share.is_quiet:
-                    self._ended_at[agent, number] = self._clock.now_seconds() + GONE_SECONDS
+                    if isinstance(share, WriteShare):
+                        share.is_abandoned = True
                     attempt.fail(HandOverFailed(Cause.LOST, f"rank {share.address.tp_rank} of prefill is gone"))
+            self._writers.look_after(attempt)
 
     def unreachable(self, agent: str) -> None:
         """Nobody listens where an agent was. The clients of what waits for it hear of it; its blocks are held."""
@@ -156,41 +165,31 @@ class Receiving:
                 if share.agent == agent and not share.is_quiet:
                     words = f"nobody listens any more where rank {share.address.tp_rank} of prefill was"
                     attempt.fail(HandOverFailed(Cause.LOST, words))
+                    self._writers.look_after(attempt)
 
     def turn(self) -> float | None:
         """What is due now; returns when to call again, in the clock's seconds, None if nothing will be."""
         now = self._clock.now_seconds()
-        for agent, number in self._ended_at.take_due(now):
-            attempt = self._attempts.get(number)
-            for share in attempt.shares if attempt is not None else ():
-                if isinstance(share, WriteShare) and share.agent == agent:
-                    share.gone()
+        due_at = self._writers.turn()
         for number in self._asked_again.take_due(now):
             attempt = self._attempts.get(number)
             if attempt is not None:
                 self._asked_again[number] = now + REPEAT_SECONDS
+                self._unanswered.add(number)
+                self._writers.look_after(attempt)
                 for share in attempt.shares:
                     if not share.is_quiet:
                         share.stop()
                         # A READ from somebody who is not there ends when the connection does.
                         self._side.peers.probe(share.address)
-        for address in self._probed.take_due(now):
-            if self._writers.get(address):
-                self._probed[address] = now + REPEAT_SECONDS
-                self._side.peers.probe(address)
-        due = (self._asked_again.first_seconds, self._probed.first_seconds, self._ended_at.first_seconds)
+        due = (self._asked_again.first_seconds, due_at)
         return min((one for one in due if one is not None), default=None)
-
-    def _expect(self, share: WriteShare, number: int) -> None:
-        """From now on a rank of prefill may write, and is asked now and then whether it lives."""
-        self._writers[share.address][number] = None
-        self._probed.setdefault(share.address, self._clock.now_seconds() + REPEAT_SECONDS)
 
     def _be_written(self, attempt: Attempt, share: ReadShare, is_read: bool) -> None:
         """Prefill writes what it stages, which cannot be read at any time; or says what it was that was read."""
         other = WriteShare(self._side, lambda: attempt, share.address, is_read=is_read)
         attempt.shares[attempt.shares.index(share)] = other
-        self._expect(other, attempt.number)
+        self._writers.expect(other, attempt.number)
         other.begin()
 
     def _release(self, wanted: Wanted, others: tuple[int, ...]) -> None:
@@ -209,16 +208,12 @@ class Receiving:
         if attempt.failed is not None and number not in self._reported:
             self._reported.add(number)
             self._asked_again[number] = self._clock.now_seconds() + REPEAT_SECONDS
+            self._writers.failed(number)
             self._failed(attempt.wanted, attempt.failed)
         if attempt.is_over:
             del self._attempts[number]
             self._reported.discard(number)
             self._asked_again.pop(number, None)
-            for share in attempt.shares:
-                waiting = self._writers.get(share.address)
-                if waiting is not None:
-                    waiting.pop(number, None)
-                    if not waiting:
-                        del self._writers[share.address]
-                        self._probed.pop(share.address, None)
+            self._unanswered.discard(number)
+            self._writers.over(attempt)
             self._over(attempt.wanted)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer, Ready, Registration, Room, Stopped, Withdrawal, Written, encode
 from kvcached_nixl.worker.handover.attempt import Attempt, Side
 from kvcached_nixl.worker.handover.comparing import compare
 from kvcached_nixl.worker.handover.digests import Asked
+from kvcached_nixl.worker.handover.gates import Gates, Passage
 from kvcached_nixl.worker.handover.local import kernel_blocks
 from kvcached_nixl.worker.handover.meeting import Known
 from kvcached_nixl.worker.handover.rooms import Rooms
@@ -27,7 +29,8 @@ class WriteShare:
         is_read: it has been read already, and prefill says what it was.
 
     Attributes:
-        agent: who was told of the blocks, and may write until it has stopped or is gone.
+        agent: who was told of the blocks, and may write until it has stopped, is gone or is fenced.
+        is_abandoned: its engine is not at its address any more, so nobody can ask it.
     """
 
     def __init__(self, side: Side, attempt: Callable[[], Attempt], address: Peer, *, is_read: bool = False) -> None:
@@ -49,6 +52,10 @@ class WriteShare:
         self._is_comparing = self._is_compared = False
         self._following = 0
         self._has_stopped = False
+        self.is_abandoned = False
+        self._passage: Passage | None = None
+        self._process: Process | None = None
+        self._is_behind_network = False
 
     def begin(self) -> None:
         manifest = self._attempt().wanted.manifest
@@ -66,11 +73,46 @@ class WriteShare:
             withdrawal = Withdrawal(self._attempt().number, self._side.own)
             self._side.peers.send(self.address, encode(withdrawal))
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether whoever was told of the blocks is a process of this host that has ended."""
+        return self._process is not None and self._side.host.is_gone(self._process)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether somebody was told of blocks, and may write them still."""
+        return self.agent is not None and not self._is_read and not self.is_quiet
+
+    def fence(self) -> bool:
+        """Whoever was told of the blocks is not heard of: `fenced` is called when it cannot write any more.
+
+        Returns: whether it can be kept from it.
+        """
+        if self._passage is None or not self._is_behind_network:
+            return False
+        Gates.fence(self, self._passage)
+        return True
+
+    def fenced(self) -> None:
+        self._be_over("is not heard of, and cannot write here any more")
+
     def gone(self) -> None:
         """Whoever was told of the blocks is gone for good."""
+        self._be_over("is gone")
+
+    def cut_off(self) -> None:
+        words = f"rank {self.address.tp_rank} of prefill has taken too long, and what it writes through is closed"
+        self._fail(HandOverFailed(Cause.LOST, words))
+
+    def over(self) -> None:
+        """Its attempt is."""
+        if self._passage is not None:
+            Gates.leave(self, self._passage)
+
+    def _be_over(self, what: str) -> None:
         if not self.is_quiet:
             self._end()
-            self._fail(HandOverFailed(Cause.LOST, f"rank {self.address.tp_rank} of prefill is gone"))
+            self._fail(HandOverFailed(Cause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
 
     def take(self, message: Ready | Written | Stopped) -> None:
         """What the rank says of this attempt."""
@@ -213,6 +255,11 @@ class WriteShare:
             self._rooms.join(self.address.tp_rank, self._give_room, self._copied)
         if staging is not None or self._is_read:
             groups = tuple(BlockRange(group.first_token, ()) for group in groups)
+        try:
+            gate = self._enter(known)
+        except TransportError as cause:
+            self._fail(HandOverFailed(Cause.LOST, f"this rank cannot be written: {cause}"))
+            return
         registration = Registration(
             attempt=wanted.attempt,
             decode_request_id=wanted.request_id,
@@ -229,11 +276,13 @@ class WriteShare:
             by_rooms=staging is not None,
             is_verified=side.digests.are_compared(wanted.attempt),
             is_read=self._is_read,
+            gate=gate,
         )
         try:
             side.transport.send(known.agent, encode(registration))
         except TransportError as cause:
             # It was not told, so it will not write.
+            self.over()
             side.peers.lost(known.agent)
             if self._is_begun_again:
                 words = f"rank {self.address.tp_rank} of prefill was not reached: {cause}"
@@ -244,6 +293,17 @@ class WriteShare:
                 self.begin()
             return
         self.agent = known.agent
+
+    def _enter(self, known: Known) -> bytes:
+        """What it is to be written through."""
+        side = self._side
+        if self._is_read or side.gates is None:
+            return b""
+        process = known.rank.process
+        self._process = process if side.host.sees(process) else None
+        self._is_behind_network = side.host.is_behind_network(process)
+        self._passage = side.gates.join(self)
+        return self._passage.metadata
 
     def _fail(self, cause: HandOverFailed) -> None:
         if self.agent is None:

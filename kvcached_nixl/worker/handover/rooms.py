@@ -100,6 +100,8 @@ class Rooms:
     def stop(self) -> None:
         """Nothing more is wanted: no slots are given, and what comes is not copied."""
         self._is_closed = True
+        for held in self._given:
+            self._staging.mark_stuck(held)
         self._staging.forget(Use.RECEIVING, self, self._engine_id)
 
     def close(self, rank: int) -> None:

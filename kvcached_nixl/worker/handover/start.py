@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,8 +16,8 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.current_device import select
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import Settings, TransferMode
-from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
-from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
+from kvcached_nixl.transport.base import Gate, Transport
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.content import Content
@@ -24,6 +25,9 @@ from kvcached_nixl.worker.handover.attempt import Side
 from kvcached_nixl.worker.handover.commands import IsReached, Known
 from kvcached_nixl.worker.handover.digests import Digests
 from kvcached_nixl.worker.handover.engine_side import EngineSide
+from kvcached_nixl.worker.handover.entrances import Entrances
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place, Routes, fits
 from kvcached_nixl.worker.handover.meeting import Meeting
 from kvcached_nixl.worker.handover.peers import Ask, Peers
@@ -117,6 +121,7 @@ def start(
         arrangement=layout.arrangement.value,
         planes=tuple((len(kind.bases), kind.cell_bytes) for kind in memory),
     )
+    host = Host.here(memory_type, os.environ)
     handshake = RankHandshake(
         engine_id=place.engine_id,
         tp_size=place.tp_size,
@@ -125,6 +130,7 @@ def start(
         device_id=worker.device_id,
         memory_type=memory_type,
         is_staged=slab is not None,
+        process=host.own,
         memory=memory,
         kernel_blocks_per_block=place.kernel_blocks_per_block,
         words_address=int(words.ctypes.data),
@@ -148,12 +154,19 @@ def start(
         copier = Copier(slab, device, wake)
         staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, place.kernel_block_size)
     blocks = Content(own_memory, layout.areas())
+    background = Background("kvcached-nixl-digests", device, wake)
     digests = Digests(
-        blocks if slab is None else Content(memory, slab.areas),
-        blocks,
-        Background("kvcached-nixl-digests", device, wake),
-        settings.verify_fraction,
+        blocks if slab is None else Content(memory, slab.areas), blocks, background, settings.verify_fraction
     )
+    backends = tuple(worker.backends)
+
+    def make() -> Gate:
+        return open_gate(backends, registered.extents, memory_type, registered.device_id)
+
+    gates = Gates(make, background, clock)
+    if settings.transfer_mode is TransferMode.PUSH or slab is not None:
+        # In a pull it is written by a prefill that stages, if it ever meets one.
+        gates.begin()
     # What is written waits for the device by itself.
     is_early = worker.answers_before_drafts and settings.transfer_mode is TransferMode.PULL
     side = assemble(
@@ -166,8 +179,10 @@ def start(
         channel,
         lambda: record_event(device),
         digests,
+        host,
         offer_handshake,
         staging,
+        gates,
         (lambda: wait_for(device)) if is_early else nothing,
         lambda: select(device.type, device.index or 0),
     )
@@ -186,8 +201,10 @@ def assemble(
     channel: Channel,
     record: Callable[[], IsReached],
     digests: Digests,
+    host: Host,
     offer_handshake: Callable[[Weights], None],
     staging: Staging | None = None,
+    gates: Gates | None = None,
     before_answer: Callable[[], None] = nothing,
     select_device: Callable[[], None] = nothing,
 ) -> EngineSide:
@@ -197,6 +214,7 @@ def assemble(
         offer_handshake, before_answer: see `EngineSide`.
         select_device: see `TransferThread`.
         place: its memory is the slab's where KV is staged.
+        gates: to its memory; without any, what it is written through cannot be closed.
         words: registered host memory, (BUCKETS + LANDINGS, WORDS_PER_BUCKET), all 0.
     """
     thread: list[TransferThread] = []
@@ -208,8 +226,11 @@ def assemble(
         ask,
         lambda: thread[0].wake() if thread else None,
     )
-    posting = Posting(transport, clock, peers.lost, reported.moved, connection=peers.connection)
-    side = Side(place, transport, peers, posting, Routes(place), Landings(words[BUCKETS:]), digests, staging)
+    entrances = Entrances(transport, peers)
+    peers.forgotten = entrances.forget
+    posting = Posting(transport, clock, entrances.lost, reported.moved, connection=entrances.connection)
+    landings = Landings(words[BUCKETS:])
+    side = Side(place, transport, peers, posting, Routes(place), landings, digests, host, entrances, staging, gates)
     receiving = Receiving(side, clock, settings.transfer_mode, reported.failed, reported.over)
     table = WordTable(words[:BUCKETS])
     serving = Serving(
@@ -237,12 +258,15 @@ def assemble(
         serving.gone(agent)
 
     peers.gone, peers.unreachable = gone, unreachable
+    peers.may_write = receiving.may_be_written_by
     peers.is_used = lambda agent: serving.is_writing_to(agent) or receiving.is_waiting_for(agent)
 
     def closed() -> None:
         if staging is not None:
             staging.copier.close()
         digests.close()
+        if gates is not None:
+            gates.close()
         channel.close()
 
     thread.append(TransferThread(side, clock, receiving, serving, reported, wake_engine, closed, select_device))

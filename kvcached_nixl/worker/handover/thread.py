@@ -2,7 +2,8 @@
 """The transfer thread: everything of a hand-over that touches the NIXL agent happens on it. One per worker.
 
     begins with   the device that it is to use: `kvcached_nixl.current_device`
-    owns          the transport (notifications, READs, WRITEs), both halves of the hand-over, peers, leases
+    owns          the transport (notifications, READs, WRITEs), both halves of the hand-over, peers, leases; and gates,
+                  which are opened and closed elsewhere, but for the first one
     inbox         `TransferThread.submit`: what the engine's thread wants, in order; handshakes that have ended
     wakes on      both; the next deadline; and, because NIXL has no event for what arrives or ends, after POLL_SECONDS
                   while something is in flight or awaited, COMPUTING_POLL_SECONDS while the engine's thread computes
@@ -204,9 +205,11 @@ class TransferThread:
         self._side.digests.turn()
         self._side.posting.turn()
         deadlines = [self._serving.turn(), self._receiving.turn(), self._renew()]
+        if self._side.gates is not None:
+            deadlines.append(self._side.gates.turn())
         if self._reported.take_news() and self._known is not None:
             self._wake_engine(self._known)
-        if self._side.posting.is_busy or self._computing or len(self._receiving) or self._serving.is_awaiting:
+        if self._side.posting.is_busy or self._computing or self._receiving.is_awaiting or self._serving.is_awaiting:
             return self._poll_seconds()
         now = self._clock.now_seconds()
         longest = COMPUTING_POLL_SECONDS if len(self._serving) else IDLE_POLL_SECONDS
@@ -294,13 +297,14 @@ class TransferThread:
             )
 
     def _hear(self) -> None:
-        try:
-            heard = self._transport.received()
-        except TransportError as cause:
-            logger.warning("%s", cause)
-            return
-        for agent, notification in heard:
-            self._contain(None, self._take_notification, agent, notification)
+        for one in (self._transport, *(self._side.gates or ())):
+            try:
+                heard = one.received()
+            except TransportError as cause:
+                logger.warning("%s", cause)
+                continue
+            for agent, notification in heard:
+                self._contain(None, self._take_notification, agent, notification)
 
     def _take_notification(self, agent: str, notification: bytes) -> None:
         try:

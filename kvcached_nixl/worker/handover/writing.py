@@ -77,7 +77,8 @@ class Writer:
             while self._advance(writing, offer):
                 pass
         except (ValueError, HandOverFailed) as cause:
-            self.stop(writing, Cause.RANGE, f"no WRITE was made: {cause}")
+            what = cause.cause if isinstance(cause, HandOverFailed) else Cause.RANGE
+            self.stop(writing, what, f"no WRITE was made: {cause}")
         except Exception as defect:
             logger.exception("A registration fails by a defect of kvcached_nixl")
             self.stop(writing, Cause.DEFECT, f"{type(defect).__name__}: {defect}")
@@ -178,7 +179,9 @@ class Writer:
             lambda failed: self._written(writing, job, source.held, failed),
             lambda cause: self.stop(writing, cause.cause, str(cause)),
         )
-        job = Job("WRITE", known.agent, found.local, found.remote, ended, notify)
+        # Where nothing is written there is no gate; what is said then goes to the rank itself.
+        target = side.entrances.use(known, registration.gate) if registration.gate else known.agent
+        job = Job("WRITE", target, found.local, found.remote, ended, notify)
         if source.held is not None:
             source.held.jobs += 1
         if not registration.is_verified:
@@ -221,6 +224,8 @@ class Writer:
     def _written(self, writing: Writing, job: Job, held: Held | None, failed: str) -> None:
         self.num_final -= writing.jobs.pop(job)
         self.source.written(writing, held)
+        if writing.registration.gate:
+            self._side.entrances.used(job.peer)
         if failed:
             self.stop(writing, Cause.LOST, failed)
         self._end_if_quiet(writing, True)

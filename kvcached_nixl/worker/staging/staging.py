@@ -42,6 +42,7 @@ class Held:
         asked_token: of a whole offer's, the tokens before this one are in the slots or being copied there.
         copies: under way, into the slots or out of them.
         jobs: WRITEs from the slots that have not ended.
+        is_stuck: nobody wants what comes into the slots, and somebody may still write it.
     """
 
     use: Use
@@ -53,6 +54,7 @@ class Held:
     asked_token: int = 0
     copies: int = 0
     jobs: int = 0
+    is_stuck: bool = False
 
     @property
     def slots(self) -> list[int]:
@@ -73,6 +75,7 @@ class Staging:
     _waiting: dict[tuple[Use, str], dict[object, Callable[[], bool]]] = field(default_factory=dict)
     _owned: Counter[str] = field(default_factory=Counter)
     _freed: bool = False
+    _stuck: int = 0
 
     def take(
         self,
@@ -103,7 +106,9 @@ class Staging:
         def count(end: int) -> int:
             return self._count(first_tokens, first_token, min(end, end_token))
 
-        share = max(self.slots.most(use) // _SHARES, count(ends[0]))
+        # Of what is left by those that are not heard of: however many there are, there is something for the next one.
+        left = self.slots.most(use) - (self._stuck if use is Use.RECEIVING else 0)
+        share = max(left // _SHARES, count(ends[0]))
         most = min(self.slots.available(use), max(min(WINDOW_BLOCKS, share), count(ends[0])))
         if owner:
             most = min(most, share - self._owned[owner])
@@ -141,8 +146,17 @@ class Staging:
         """Whether it waits for slots."""
         return who in self._waiting.get((use, ""), ())
 
+    def mark_stuck(self, held: Held) -> None:
+        """What comes into its slots is not wanted any more; they are kept until nobody writes them."""
+        if not held.is_stuck:
+            held.is_stuck = True
+            self._stuck += len(held.slots)
+
     def give_back(self, held: Held) -> None:
         """Nothing touches its slots any more."""
+        if held.is_stuck:
+            held.is_stuck = False
+            self._stuck -= len(held.slots)
         self.slots.give_back(held.slots, held.use)
         self._owned -= Counter({held.owner: len(held.slots)})
         self._freed = True

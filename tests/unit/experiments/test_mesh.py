@@ -186,8 +186,8 @@ def test_tables_are_found_however_deep_and_counted_in_bytes() -> None:
     small = mesh(TransferMode.PULL)
     empty, empty_bytes = sizes(small.roots), num_bytes(small.roots)
     side = small.members[0].engine.side
-    side.thread._receiving._probed[object()] = 1.0  # type: ignore[index]
+    side.thread._receiving._asked_again[object()] = 1.0  # type: ignore[index]
     side.thread._side.peers._places["somewhere", 1, 0] = "x" * 10_000  # type: ignore[assignment]
     found = sizes(small.roots)
-    assert found - empty == {"Receiving._probed": 1, "Peers._places": 1}
+    assert found - empty == {"Receiving._asked_again": 1, "Peers._places": 1}
     assert 10_000 < num_bytes(small.roots) - empty_bytes < 12_000

@@ -13,6 +13,7 @@ from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import (
     Answer,
+    Process,
     RankHandshake,
     Tag,
     Weights,
@@ -27,7 +28,8 @@ from kvcached_nixl.wire.planes import Planes
 TAG = Tag("pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), "contiguous", ((16, 128), (2, 64)))
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
 WEIGHTS = Weights("1" * 32, "2" * 32, "")
-RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40, "VRAM", True, WEIGHTS)
+PROCESS = Process("a-boot", "pid:[1]", 7, 2**40)
+RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40, "VRAM", True, WEIGHTS, PROCESS)
 OTHER: dict[str, list[Any]] = {
     "direction": ["push"],
     "facts": [
@@ -95,6 +97,11 @@ def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
         {"words_address": 2**62},
         {"words_address": None},
         {"engine_id": None},
+        {"process": None},
+        {"process": {"pid": -1}},
+        {"process": {"started": 2**62}},
+        {"process": {"boot_id": "b" * 129}},
+        {"process": {"namespaces": "n" * 129}},
     ],
     ids=lambda changed: str(changed)[:50],
 )

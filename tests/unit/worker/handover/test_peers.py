@@ -15,16 +15,16 @@ from kvcached_nixl.wire.causes import Cause, HandOverFailed
 from kvcached_nixl.wire.handshake import Answer
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.handover.meeting import Known
-from kvcached_nixl.worker.handover.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES, REFUSED_SECONDS
+from kvcached_nixl.worker.handover.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES
 
 
 class Needing:
     """Callbacks of one that needs a peer."""
 
-    def __init__(self, local: Local, where: Peer, start: str = "") -> None:
+    def __init__(self, local: Local, where: Peer, start: str = "", *, is_doubted: bool = False) -> None:
         self.known: list[Known] = []
         self.failed: list[HandOverFailed] = []
-        local.peers.need(where, start, self.known.append, self.failed.append)
+        local.peers.need(where, start, self.known.append, self.failed.append, is_doubted=is_doubted)
 
     @property
     def cause(self) -> Cause:
@@ -249,8 +249,8 @@ def test_a_lost_peer_is_met_again_at_once_whatever_else_is_in_flight(local: Loca
 
 
 @pytest.mark.parametrize("how", ["lost", "probe"])
-def test_who_does_not_listen_for_a_while_is_gone(local: Local, how: str) -> None:
-    """Once is not enough: a listener may start again, and workers may outlive their engine for a moment."""
+def test_who_does_not_listen_is_unreachable_and_never_gone(local: Local, how: str) -> None:
+    """A8: a firewall, a Service that is not ready, an engine's core that was killed while its workers live on."""
     remote = met(local)
     local.peers.probe(remote.address)
     local.turn()
@@ -261,16 +261,33 @@ def test_who_does_not_listen_for_a_while_is_gone(local: Local, how: str) -> None
     else:
         local.peers.probe(remote.address)
     local.turn()
-    assert (local.unreachable, local.gone) == (["remote-0"], [])
+    for _ in range(5):
+        local.clock.advance(60.0)
+        local.peers.probe(remote.address)
+        local.turn()
+    assert set(local.unreachable) == {"remote-0"} and local.gone == []
     assert not local.peers.is_known("remote-0")
-    local.clock.advance(REFUSED_SECONDS - 0.1)
+
+
+def test_who_may_write_keeps_its_connection_without_its_side_channel(local: Local) -> None:
+    """It is to be told to stop, and to say so. Whoever needs it for something new hears that nobody listens."""
+    remote = met(local)
+    local.peers.may_write = lambda agent: agent == "remote-0"
+    local.asking.answers[remote.place] = ConnectionRefusedError()
+    for _ in range(3):
+        local.peers.probe(remote.address)
+        local.turn()
+    assert local.unreachable == ["remote-0"] * 3 and local.peers.is_known("remote-0")
+    local.peers.send(remote.address, b"stop", only="remote-0")
+    local.network.deliver_all()
+    assert remote.transport.received() == [("local", b"stop")]
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is Cause.UNREACHABLE and not needing.known
+    local.peers.may_write = lambda agent: False
     local.peers.probe(remote.address)
     local.turn()
-    assert local.gone == []
-    local.clock.advance(0.1)
-    local.peers.probe(remote.address)
-    local.turn()
-    assert local.gone == ["remote-0"] and len(local.peers) == 0
+    assert not local.peers.is_known("remote-0")
 
 
 def test_a_listener_that_starts_again_is_one_that_was_never_gone(local: Local) -> None:
@@ -282,8 +299,33 @@ def test_a_listener_that_starts_again_is_one_that_was_never_gone(local: Local) -
         local.asking.answers[remote.place] = remote.answer()
         local.peers.probe(remote.address)
         local.turn()
-        local.clock.advance(REFUSED_SECONDS)
+        local.clock.advance(60.0)
     assert local.gone == [] and local.peers.is_known("remote-0")
+
+
+def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(local: Local) -> None:
+    """B8: the first one's handshake runs while the second one is met; its end ended the transfer thread."""
+    one = local.remote("one", is_answering=False)
+    other = local.remote("other", is_answering=False)
+    assert one.place == other.place
+    first, second = Needing(local, one.address), Needing(local, other.address)
+    local.asking.open[0].set_result(one.answer())
+    local.turn()
+    assert first.known
+    # Behind one address are two engines: whoever is asked for is asked again, and either may answer.
+    again = Needing(local, one.address, is_doubted=True)
+    local.asking.open[1].set_result(other.answer())
+    local.turn()
+    assert second.known and local.gone == ["one-0"]
+    local.asking.open[2].set_result(one.answer())
+    local.turn()
+    assert again.known and local.gone == ["one-0", "other-0"]
+    local.asking.answers[one.place] = one.answer()
+    local.peers.lost("one-0")
+    local.turn()
+    local.peers.send(one.address, b"on")
+    local.turn()
+    assert len(local.peers) == 1
 
 
 def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:

@@ -25,12 +25,15 @@ from unit.worker_fakes import (
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Released, Wanted
-from kvcached_nixl.worker.handover.peers import REFUSED_SECONDS
-from kvcached_nixl.worker.handover.receiving import GONE_SECONDS, REPEAT_SECONDS, Receiving
+from kvcached_nixl.worker.handover.gates import AGAIN_SECONDS, DRAIN_SECONDS
+from kvcached_nixl.worker.handover.peers import HANDSHAKE_TRIES
+from kvcached_nixl.worker.handover.receiving import REPEAT_SECONDS, Receiving
+from kvcached_nixl.worker.handover.writers import GONE_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 
 MANIFEST = manifest(17, 13, 19)
 ALL_WRITTEN = manifest()
@@ -46,6 +49,7 @@ class Decode(Local):
         self.over: list[int] = []
         self.receiving = Receiving(self.side, self.clock, mode, self._failed, self._over)
         self.peers.gone, self.peers.unreachable = self.receiving.gone, self.receiving.unreachable
+        self.peers.may_write = self.receiving.may_be_written_by
 
     def _failed(self, wanted: Wanted, cause: HandOverFailed) -> None:
         assert wanted.attempt not in self.failed, "reported twice"
@@ -60,7 +64,7 @@ class Decode(Local):
         self.receiving.begin(one.attempt)
 
     def hear(self) -> None:
-        for agent, said in self.transport.received():
+        for agent, said in [one for each in (self.transport, *self.gates) for one in each.received()]:
             message = decode(said)
             assert isinstance(message, (Written, Stopped))
             self.receiving.handle(agent, message)
@@ -72,8 +76,10 @@ class Decode(Local):
 
     def is_clean(self) -> bool:
         receiving = self.receiving
-        tables = [receiving._attempts, receiving._reported, receiving._asked_again, receiving._writers]
-        tables += [receiving._probed, receiving._ended_at, self.side.waiting_for_landing]
+        tables = [receiving._attempts, receiving._reported, receiving._asked_again, receiving._unanswered]
+        writers = receiving._writers
+        tables += [writers._at, writers._looked_at, writers._ended_at, writers._failed_at]
+        tables += [self.side.waiting_for_landing]
         return not any(map(len, tables)) and not self.unreleased() and not self.posting.is_busy
 
 
@@ -643,52 +649,203 @@ def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
 # ---------------------------------------------------------------------------------------------------------- who is gone
 
 
-def test_a_writer_that_does_not_listen_fails_at_once_and_is_over_when_it_is_gone(push: Decode) -> None:
-    """Its workers may outlive its engine for a moment, and what they write arrives."""
-    remote = registered(push, wanted(1, None))
-    push.asking.answers[remote.place] = ConnectionRefusedError()
-    push.clock.advance(REPEAT_SECONDS)
-    push.receiving.turn()
-    push.deliver()
-    assert (push.over, push.failed) == ([], {1: Cause.LOST})
-    waited = 0.0
-    while not push.receiving._ended_at:
-        push.clock.advance(REPEAT_SECONDS)
-        waited += REPEAT_SECONDS
+THERE, HERE = Process("there", "", 2, 2), Process("here", "", 3, 3)
+
+
+def pass_time(push: Decode, seconds: float, *, most: float = 1.0) -> None:
+    """With everything that happens meanwhile."""
+    until = push.clock.now_seconds() + seconds
+    while push.clock.now_seconds() < until:
+        push.clock.advance(min(most, until - push.clock.now_seconds()))
         push.receiving.turn()
+        push.gates.turn()
         push.deliver()
-        assert push.over == [] and waited < 60
-    assert waited >= REFUSED_SECONDS
-    push.clock.advance(GONE_SECONDS)
-    push.receiving.turn()
+
+
+def registered_with(push: Decode, engine_id: str, attempt: int) -> Remote:
+    """At a port of its own."""
+    port = 6000 + attempt
+    one = wanted(attempt, None, engine_id=engine_id)
+    one = msgspec.structs.replace(one, prefill=RemotePrefill(engine_id, "10.0.0.2", port, 1))
+    return registered(push, one, name=engine_id, address=address(engine_id, port=port), process=THERE)
+
+
+def gate_of(remote: Remote) -> bytes:
+    (said,) = remote.heard()
+    assert isinstance(said, Registration)
+    return said.gate
+
+
+SIDE_CHANNELS: dict[str, Exception] = {
+    "times out for ever": TimeoutError("no connection"),
+    "accepts everything": TimeoutError("does not answer"),
+    "no route": OSError("no route to host"),
+    "refuses": ConnectionRefusedError(),
+}
+
+
+@pytest.mark.parametrize("how", SIDE_CHANNELS)
+def test_a_writer_of_another_host_that_is_not_heard_of_is_fenced(how: str, push: Decode) -> None:
+    """B6: a pod that was deleted, an address that times out, a sidecar that accepts everything. A8: none is a death."""
+    remote = registered(push, wanted(1, None), process=THERE)
+    push.network.vanish(remote.transport.name)
+    push.asking.answers[remote.place] = SIDE_CHANNELS[how]
+    push.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
+    pass_time(push, UNHEARD_SECONDS - 1)
+    assert not push.over and len(push.gates) == 1, "it may still write"
+    pass_time(push, 2 * REPEAT_SECONDS)
+    assert push.over == [1] and push.failed == {1: Cause.DEADLINE}
+    assert list(push.network.gates) == ["local#2"] and "local#1" not in push.network.agents
+    assert len(push.gates) == 1 and push.is_clean()
+
+
+def test_a_side_channel_that_refuses_and_is_then_unreachable_is_no_death(push: Decode) -> None:
+    """B6: less than 10 s of refusals, then nothing: it was never gone. A8: refused for ever, and it lives."""
+    remote = registered(push, wanted(1, None), process=THERE)
+    push.asking.answers[remote.place] = ConnectionRefusedError()
+    pass_time(push, LOOK_SECONDS + 1)
+    assert (push.over, push.failed) == ([], {1: Cause.LOST}), "the client hears at once"
+    # Over NIXL it was told to stop.
+    assert Withdrawal(1, push.side.own) in remote.heard()  # type: ignore[arg-type]
+    push.asking.answers[remote.place] = TimeoutError("unreachable")
+    pass_time(push, UNHEARD_SECONDS - 5)
+    assert push.over == []
+    pass_time(push, 3 * REPEAT_SECONDS)
     assert push.over == [1] and push.is_clean()
 
 
-def test_a_writer_that_is_silent_is_not_gone(push: Decode) -> None:
-    """B3: the client hears of it at the deadline; the blocks stay in quarantine, for it may still write."""
-    remote = registered(push, wanted(1, None))
-    push.network.vanish(remote.transport.name)
-    push.asking.answers[remote.place] = TimeoutError("silent")
-    for _ in range(10):
-        push.clock.advance(REPEAT_SECONDS)
-        push.receiving.turn()
-        push.deliver()
-    assert not push.over and not push.failed
+@pytest.mark.parametrize("how", SIDE_CHANNELS)
+@pytest.mark.parametrize("said", ["stopped", "written"])
+def test_a_writer_that_lost_its_side_channel_alone_says_when_it_has_stopped(said: str, how: str, push: Decode) -> None:
+    """A8: over the NIXL connection that there is; nothing is fenced, and a gate is not spent on it."""
+    remote = registered(push, wanted(1, None), process=THERE)
+    push.asking.answers[remote.place] = SIDE_CHANNELS[how]
+    pass_time(push, LOOK_SECONDS * (1 if how == "refuses" else HANDSHAKE_TRIES + 1) + 1)
+    if how != "refuses":
+        assert not push.failed, "it may still finish"
     push.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
-    for _ in range(10):
-        push.clock.advance(REPEAT_SECONDS)
-        push.receiving.turn()
-        push.deliver()
-    assert not push.over and push.failed == {1: Cause.DEADLINE}
-    # Its host has come back, with another engine behind the address.
+    pass_time(push, 1)
+    assert Withdrawal(1, push.side.own) in remote.heard()  # type: ignore[arg-type]
+    remote.say("local", Stopped(1, 0, 1, "withdrawn") if said == "stopped" else Written(1, 0, 0, ALL_WRITTEN))
+    pass_time(push, 1)
+    assert push.over == [1] and push.is_clean() and push.network.num_opened == 1
+
+
+def test_a_process_of_this_host_is_waited_for_as_long_as_it_lives(
+    push: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could write past everything that is closed: stopped, its blocks are nobody's. It is told so once."""
+    push.host.living.add(HERE)
+    push.host.local.add(HERE)
+    remote = registered(push, wanted(1, None), process=HERE)
+    push.asking.answers[remote.place] = ConnectionRefusedError()
+    pass_time(push, 600)
+    assert push.over == [] and push.network.num_opened == 1
+    assert caplog.text.count("shared memory") == 1
+    remote.heard()
+    push.host.living.remove(HERE)
+    pass_time(push, LOOK_SECONDS + GONE_SECONDS + 1)
+    assert push.over == [1] and push.is_clean()
+
+
+def test_a_process_of_this_host_that_has_ended_is_found_though_its_address_answers(push: Decode) -> None:
+    """Whatever listens there: an engine's core whose worker was killed, or a sidecar."""
+    push.host.living.add(HERE)
+    push.host.local.add(HERE)
+    registered(push, wanted(1, None), process=HERE)
+    push.host.living.remove(HERE)
+    pass_time(push, LOOK_SECONDS)
+    assert (push.over, push.failed) == ([], {1: Cause.LOST})
+    pass_time(push, GONE_SECONDS + 1)
+    assert push.over == [1] and push.is_clean() and push.network.num_opened == 1
+
+
+def test_what_a_process_of_this_host_has_left_is_taken_in_before_it_is_over(push: Decode) -> None:
+    """This process stood still meanwhile, NIXL's thread with it: its time counts from when it goes on."""
+    push.host.living.add(HERE)
+    registered(push, wanted(1, None), process=HERE)
+    push.host.living.remove(HERE)
+    pass_time(push, LOOK_SECONDS)
+    assert push.failed == {1: Cause.LOST}
+    push.clock.advance(100.0)
+    push.receiving.turn()
+    assert push.over == []
+    pass_time(push, GONE_SECONDS + 0.1)
+    assert push.over == [1]
+
+
+@pytest.mark.parametrize("place", ["there", "here, and it lives", "here, and it has ended"])
+def test_another_engine_in_its_place_does_not_mean_that_a_writer_has_ended(place: str, push: Decode) -> None:
+    """A8: an engine's core is started again while its workers live on. Nobody can ask them any more."""
+    process = THERE if place == "there" else HERE
+    if process is HERE:
+        push.host.living.add(HERE)
+        push.host.local.add(HERE)
+    remote = registered(push, wanted(1, None), process=process)
     again = Remote(address("another"), push.network.agent("another agent"))
     push.asking.answers[remote.place] = again.answer()
-    push.clock.advance(REPEAT_SECONDS)
-    push.receiving.turn()
-    push.deliver()
-    push.clock.advance(GONE_SECONDS)
-    push.receiving.turn()
-    assert push.over == [1]
+    if place == "here, and it has ended":
+        push.host.living.remove(HERE)
+    pass_time(push, LOOK_SECONDS + 1)
+    assert (push.over, push.failed) == ([], {1: Cause.LOST})
+    pass_time(push, GONE_SECONDS + 1)
+    assert push.over == ([] if place == "here, and it lives" else [1])
+    assert push.network.num_opened == (2 if place == "there" else 1)
+
+
+def test_who_is_not_heard_of_costs_no_polling(push: Decode) -> None:
+    """B6: the transfer thread looked every millisecond, for ever."""
+    push.host.local.add(HERE)
+    push.host.living.add(HERE)
+    registered(push, wanted(1, None), process=HERE)
+    assert push.receiving.is_awaiting
+    push.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
+    assert push.receiving.is_awaiting, "it is about to say that it has stopped"
+    pass_time(push, REPEAT_SECONDS)
+    assert not push.receiving.is_awaiting and not push.over
+    registered(push, wanted(2, None))
+    assert push.receiving.is_awaiting
+
+
+def test_others_are_written_through_the_gate_that_is_to_be_closed_until_they_are_done(push: Decode) -> None:
+    """A writer that vanishes costs nobody else anything; what takes too long fails in the end."""
+    remote = registered(push, wanted(1, None), process=THERE)
+    other, slow = registered_with(push, "other", 2), registered_with(push, "slow", 3)
+    push.network.vanish(remote.transport.name)
+    push.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
+    pass_time(push, UNHEARD_SECONDS + REPEAT_SECONDS)
+    assert push.over == [] and len(push.gates) == 2
+    later = registered_with(push, "later", 4)
+    assert [gate_of(one) for one in (other, slow, later)] == [b"local#1", b"local#1", b"local#2"]
+    other.say("local#1", Written(2, 0, 0, ALL_WRITTEN))
+    pass_time(push, 1)
+    assert push.over == [2] and push.failed == {1: Cause.DEADLINE}
+    pass_time(push, DRAIN_SECONDS)
+    assert push.over == [2, 1, 3] and push.failed == {1: Cause.DEADLINE, 3: Cause.LOST}
+    assert len(push.gates) == 1
+    later.say("local#2", Written(4, 0, 0, ALL_WRITTEN))
+    pass_time(push, 1)
+    assert push.over == [2, 1, 3, 4] and push.is_clean()
+
+
+@pytest.mark.parametrize("what", ["opened", "closed"])
+def test_a_gate_that_cannot_be_opened_or_closed_keeps_what_may_be_written(
+    what: str, push: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is given away on the hope that it worked; it is tried again."""
+    remote = registered(push, wanted(1, None), process=THERE)
+    push.network.vanish(remote.transport.name)
+    first = push.network.gates["local#1"]
+    if what == "opened":
+        push.digesting.fails = 10**6
+    else:
+        first.is_held = True
+    push.receiving.fail(1, HandOverFailed(Cause.DEADLINE, "late"))
+    pass_time(push, UNHEARD_SECONDS + 5 * AGAIN_SECONDS)
+    assert push.over == [] and "stay in quarantine; it is tried again" in caplog.text
+    push.digesting.fails, first.is_held = 0, False
+    pass_time(push, 2 * AGAIN_SECONDS)
+    assert push.over == [1] and push.is_clean() and len(push.gates) == 1
 
 
 def test_who_is_probed_is_who_is_waited_for(push: Decode) -> None:

@@ -13,6 +13,7 @@ from kvcached_memory import Geometry
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
 from kvcached_nixl.worker.handover.engine_side import EngineSide
 from kvcached_nixl.worker.handover.start import record_event, start
@@ -94,6 +95,20 @@ def laid_out(geometry: Geometry) -> Layout:
     )
 
 
+@pytest.fixture(autouse=True)
+def gates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was opened, in the order of `open_gate`'s arguments."""
+    opened: list[tuple[Any, ...]] = []
+    network = Network()
+
+    def open_gate(*arguments: Any) -> Any:
+        opened.append(arguments)
+        return network.open_gate("e")
+
+    monkeypatch.setattr("kvcached_nixl.worker.handover.start.open_gate", open_gate)
+    return opened
+
+
 def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[EngineSide, Channel]:
     channel = Channel()
     side = start(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
@@ -115,6 +130,16 @@ def test_the_device_is_waited_for_where_an_answer_comes_too_early(
     side, _ = started(Stock(answers_before_drafts=answers_before_drafts), Geometry(num_pools=2), mode)
     side._before_answer()
     assert waited == (["cpu"] if waits else [])
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tuple[Any, ...]]) -> None:
+    """To the memory that they write and to no other; what is read needs none."""
+    geometry = Geometry(num_pools=2)
+    found = Registered(laid_out(geometry), extents=((4096, 8192),), device_id=3)
+    start(Stock(), found, Settings(mode), Channel(), MonotonicClock()).close()
+    expected = (("UCX",), ((4096, 8192),), "DRAM", 3)
+    assert gates == ([expected] if mode is TransferMode.PUSH else [])
 
 
 def test_peers_are_told_where_this_rank_keeps_what() -> None:

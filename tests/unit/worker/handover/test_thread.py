@@ -32,7 +32,7 @@ from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.wire.handshake import Weights
+from kvcached_nixl.wire.handshake import Process, Weights
 from kvcached_nixl.wire.lease import beats
 from kvcached_nixl.wire.messages import (
     PREFIX,
@@ -48,6 +48,7 @@ from kvcached_nixl.wire.messages import (
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Released, Renewed
 from kvcached_nixl.worker.handover import commands, thread
+from kvcached_nixl.worker.handover.host import Host
 from kvcached_nixl.worker.handover.local import Place
 from kvcached_nixl.worker.handover.start import assemble
 from kvcached_nixl.worker.handover.thread import (
@@ -89,7 +90,8 @@ class Worker:
         made = Settings(mode, **settings)
         self.side = assemble(
             self.transport, self.clock if clock is None else clock, place, self.words, made, TAG, self.asking,
-            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)), self.offered.append,
+            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)), Host(Process(), "DRAM"),
+            self.offered.append,
         )  # fmt: skip
         self.thread: TransferThread = self.side.thread
         self.thread.submit(commands.Known(OWN, "key", START))
@@ -510,3 +512,18 @@ def test_a_thread_that_was_not_started_can_be_closed() -> None:
     worker = Worker()
     worker.thread.close()
     assert worker.asking.is_closed
+
+
+def test_a_writer_that_says_nothing_does_not_keep_the_thread_awake(push: Worker) -> None:
+    """Review row B6: it looked every millisecond for as long as the quarantine lasted, which had no end."""
+    remote = push.remote()
+    push.thread.submit(commands.Want(wanted(1, None)), commands.Begin((1,), always))
+    push.deliver()
+    push.network.vanish(remote.transport.name)
+    assert push.thread.turn() < IDLE_POLL_SECONDS
+    push.thread.submit(commands.Withdraw(1, "gone"))
+    assert push.thread.turn() < IDLE_POLL_SECONDS, "it is about to say that it has stopped"
+    for _ in range(20):
+        push.clock.advance(5.0)
+        push.thread.turn()
+    assert push.thread.turn() == IDLE_POLL_SECONDS

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of an engine as a process: the worker's half of a push over real NIXL, without vLLM.
+
+    python fencing_rank.py prefill FOLDER
+    python fencing_rank.py decode FOLDER ENDING FAULT
+
+Prefill writes into decode's memory, decode stops it in the middle (SIGSTOP) and, from then on, hears nothing of it: its
+side channel accepts everything and says nothing. Decode's request fails; when its blocks are free they are given to
+others, who write OTHERS into them, and prefill goes on (SIGCONT) or is ended (SIGKILL). What decode has found is
+printed as JSON, behind "FOUND ".
+
+ENDING: "fenced" (the blocks are free while it stands still), "goes on" or "killed" (they are free afterwards).
+FAULT: "none"; "reused" (the blocks are given to others when the request has failed); "left open" (what is written
+through counts as closed, and is not).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from experiments.common.server_side.few_cores import wait_for_events
+from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate, register_host_memory
+from kvcached_nixl.wire.handshake import Answer, RankHandshake
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.step import Wanted
+from kvcached_nixl.worker.background import Background
+from kvcached_nixl.worker.content import Content
+from kvcached_nixl.worker.handover import commands, gates, receiving, writers
+from kvcached_nixl.worker.handover.digests import Digests
+from kvcached_nixl.worker.handover.gates import Gates
+from kvcached_nixl.worker.handover.host import Host
+from kvcached_nixl.worker.handover.local import Place
+from kvcached_nixl.worker.handover.start import assemble
+from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET
+
+BACKENDS = ["UCX"]
+BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 1 << 16, 8192
+TOKENS = BLOCK_SIZE * NUM_BLOCKS
+BEFORE, WRITTEN, OTHERS = 1, 7, 99
+DIGEST, START, TAG, NAME = "0" * 32, "0" * 15 + "a", "fencing", "t"
+ATTEMPT = 17
+ARRIVING_SECONDS, FREE_SECONDS, HELD_SECONDS, LATE_SECONDS = 60.0, 30.0, 4.0, 4.0
+
+
+class Channel:
+    """What the other rank has left in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_silent = False
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        future: Future[tuple[str, bytes]] = Future()
+        if self.is_silent:
+            future.set_exception(TimeoutError("it accepts, and says nothing"))
+        else:
+            future.set_result((TAG, (self.folder / host).read_bytes()))
+        return future
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        """Nobody sleeps."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Rank:
+    """See the module."""
+
+    def __init__(self, role: str, folder: Path) -> None:
+        self.role = role
+        self.memory = np.full((NUM_BLOCKS, BLOCK_BYTES), WRITTEN if role == "prefill" else BEFORE, dtype=np.uint8)
+        self.words = np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
+        self.agent = make_agent(BACKENDS)
+        self.registered = [register_host_memory(self.agent, one, BACKENDS) for one in (self.memory, self.words)]
+        address, cell = self.memory.ctypes.data, BLOCK_BYTES // BLOCK_SIZE
+        planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
+        transport, clock = NixlTransport(self.agent, "DRAM"), MonotonicClock()
+        host = Host.here("DRAM", os.environ)
+        place = Place(EngineId(role), 1, 0, (planes,), 1, is_latent=False)
+        metadata, words = transport.metadata(), int(self.words.ctypes.data)
+        rank = RankHandshake(
+            place.engine_id, 1, 0, metadata, 0, place.memory, 1, words, "DRAM", is_staged=False, process=host.own
+        )
+        background = Background("gates", torch.device("cpu"), lambda: None)
+        self.channel = Channel(folder)
+        self.gates = Gates(lambda: open_gate(BACKENDS, [(address, self.memory.nbytes)], "DRAM"), background, clock)
+        nothing = Content((), ())
+        settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
+        self.side = assemble(
+            transport, clock, place, self.words, settings, TAG, self.channel, lambda: lambda: True,
+            Digests(nothing, nothing, background, 0.0), host, None, self.gates,
+        )  # fmt: skip
+        self.thread = self.side.thread
+        self.own = Peer(place.engine_id, role, 1, 1, 0)
+        self.thread.submit(commands.Known(self.own, "key"))
+        self.thread.start()
+        made = msgspec.msgpack.encode(Answer(START, msgspec.msgpack.encode(rank)))
+        unfinished = folder / f"{role}.unfinished"
+        unfinished.write_bytes(made)
+        unfinished.rename(folder / role)
+
+    def is_over(self) -> bool:
+        self.over = getattr(self, "over", False) or bool(self.thread.take_outcome().over)
+        return self.over
+
+
+def until(found: Callable[[], Any], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found():
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def prefill(folder: Path) -> None:
+    rank = Rank("prefill", folder)
+    manifest = Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, BLOCK_SIZE, (1, 1), (), 300.0)
+    # Backwards, so that each block is a descriptor of its own.
+    blocks = list(reversed(range(NUM_BLOCKS)))
+    rank.thread.submit(
+        commands.Offer(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (blocks,), TOKENS, manifest, False, lambda: True)
+    )
+    time.sleep(600)
+
+
+def decode(folder: Path, ending: str, fault: str) -> None:
+    for module, name, value in (
+        (writers, "UNHEARD_SECONDS", 1.0),
+        (writers, "LOOK_SECONDS", 0.5),
+        (writers, "GONE_SECONDS", 0.5),
+        (receiving, "REPEAT_SECONDS", 0.5),
+        (gates, "DRAIN_SECONDS", 1.0),
+    ):
+        setattr(module, name, value)
+    rank = Rank("decode", folder)
+    if fault == "left open":
+        NixlGate.close = lambda self: True  # type: ignore[method-assign]
+        Host.is_behind_network = lambda self, process: True  # type: ignore[method-assign]
+    pid = int((folder / "pid").read_text())
+    target = rank.memory[:, 0]
+    groups = (BlockRange(0, tuple(range(NUM_BLOCKS))),)
+    where = RemotePrefill("prefill", "prefill", 1, 1)
+    wanted = Wanted(ATTEMPT, DecodeRequestId("d"), where, None, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
+    rank.thread.submit(commands.Want(wanted), commands.Begin((ATTEMPT,), lambda: True))
+    end = time.monotonic() + ARRIVING_SECONDS
+    sampled = target[:: NUM_BLOCKS // 64]
+    while (sampled == BEFORE).all() and time.monotonic() < end:
+        pass
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    rank.channel.is_silent = True
+    arrived = int((target == WRITTEN).sum())
+    begun = time.monotonic()
+    rank.thread.submit(commands.Withdraw(ATTEMPT, "late"))
+    if fault == "reused":
+        time.sleep(0.3)
+        is_free = True
+    else:
+        is_free = until(rank.is_over, FREE_SECONDS if ending == "fenced" else HELD_SECONDS)
+    found = {"arrived": arrived, "freed_while_it_stood_still": is_free, "seconds": time.monotonic() - begun}
+    if ending != "fenced":
+        os.kill(pid, signal.SIGCONT if ending == "goes on" else signal.SIGKILL)
+        found["freed_afterwards"] = is_free or until(rank.is_over, FREE_SECONDS)
+    rank.memory[:] = OTHERS
+    if ending == "fenced":
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(LATE_SECONDS)
+    found["changed"] = int((rank.memory != OTHERS).any(axis=1).sum())
+    found["gates"] = len(rank.gates)
+    print("FOUND " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    import nixl._bindings
+
+    wait_for_events(nixl._bindings)
+    if sys.argv[1] == "prefill":
+        prefill(Path(sys.argv[2]))
+    else:
+        decode(Path(sys.argv[2]), *sys.argv[3:])
+    os._exit(0)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule R13: a writer that was stopped in the middle, is fenced and wakes up later changes no byte of what others got.
+
+With real NIXL and processes that are stopped by signals, over TCP and over what UCX chooses on one host, shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nixl", reason="needs an environment: bash experiments/env.sh")
+
+import numpy as np
+from fencing_rank import NUM_BLOCKS
+from test_transport import until
+
+from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate
+from kvcached_nixl.transport.base import State
+
+SECONDS = 120.0
+TRIES = 3
+"""A machine that is busy may stop a writer too late: when it has written everything."""
+
+Run = Callable[[str, str, str], dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """What decode has found: (transports, ending, fault)."""
+
+    def once(folder: Path, transports: str, ending: str, fault: str) -> dict[str, Any]:
+        folder.mkdir()
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+        if transports == "tcp":
+            environ["UCX_TLS"] = "tcp"
+        root = Path(__file__).parents[2]
+        environ["PYTHONPATH"] = os.pathsep.join([str(root), environ.get("PYTHONPATH", "")])
+        program = [sys.executable, str(Path(__file__).with_name("fencing_rank.py"))]
+        with subprocess.Popen([*program, "prefill", str(folder)], env=environ, stdout=subprocess.DEVNULL) as prefill:
+            try:
+                (folder / "pid").write_text(str(prefill.pid))
+                until(lambda: (folder / "prefill").exists() or prefill.poll() is not None)
+                assert prefill.poll() is None
+                done = subprocess.run(
+                    [*program, "decode", str(folder), ending, fault],
+                    env=environ, capture_output=True, text=True, timeout=SECONDS, check=False,
+                )  # fmt: skip
+            finally:
+                prefill.kill()
+        lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+        assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+        return found
+
+    def tried(transports: str, ending: str, fault: str) -> dict[str, Any]:
+        for number in range(TRIES):
+            found = once(tmp_path / str(number), transports, ending, fault)
+            if 0 < found["arrived"] < NUM_BLOCKS:
+                return found
+        raise AssertionError(f"the writer was never stopped in the middle: {found}")
+
+    return tried
+
+
+def test_over_tcp_a_writer_that_stands_still_is_fenced(run: Run) -> None:
+    """Within a bounded time, though nobody answers for it; when it wakes up it writes nothing."""
+    found = run("tcp", "fenced", "none")
+    assert found["freed_while_it_stood_still"] and found["seconds"] < 20
+    assert found["changed"] == 0 and found["gates"] == 1
+
+
+@pytest.mark.parametrize("ending", ["goes on", "killed"])
+def test_over_shared_memory_a_writer_is_held_until_it_answers_or_has_ended(ending: str, run: Run) -> None:
+    """Nothing that is closed here keeps it from writing: as long as it exists its blocks are nobody's."""
+    found = run("", ending, "none")
+    assert not found["freed_while_it_stood_still"] and found["freed_afterwards"]
+    assert found["changed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("transports", "fault"), [("tcp", "reused"), ("tcp", "left open"), ("", "reused"), ("", "left open")]
+)
+def test_without_a_fence_it_writes_into_what_others_got(transports: str, fault: str, run: Run) -> None:
+    """The same with a planted fault: if this finds nothing, the cases above show nothing."""
+    found = run(transports, "fenced", fault)
+    assert found["freed_while_it_stood_still"] and found["changed"] > 0
+
+
+def test_what_comes_through_a_gate_is_heard_there_and_nothing_comes_when_it_is_closed() -> None:
+    """Another agent's name is told with it, though the gate has never met it."""
+    source, target = (np.full(1 << 20, value, dtype=np.uint8) for value in (7, 1))
+    agent = make_agent(["UCX"])
+    agent.register_memory(agent.get_reg_descs([(source.ctypes.data, source.nbytes, 0, "")], "DRAM"), backends=["UCX"])
+    transport = NixlTransport(agent, "DRAM")
+    gate = open_gate(["UCX"], [(target.ctypes.data, target.nbytes)], "DRAM")
+    assert isinstance(gate, NixlGate)
+    peer = transport.add_peer(gate.metadata())
+    assert peer == gate.name
+    here, there = (np.array([(one.ctypes.data, one.nbytes)], dtype=np.int64) for one in (source, target))
+    handle = transport.post("WRITE", peer, here, there, b"written")
+    heard: list[tuple[str, bytes]] = []
+
+    def arrived() -> bool:
+        transport.state(handle)
+        heard.extend(gate.received())
+        return bool(heard)
+
+    until(arrived)
+    assert heard == [(agent.name, b"written")] and bool((target == 7).all())
+    until(lambda: transport.state(handle) is State.DONE)
+    transport.release(handle)
+    assert gate.close() and gate.close()
+
+
+def test_a_gate_that_somebody_still_holds_is_not_closed() -> None:
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    gate = open_gate(["UCX"], [(memory.ctypes.data, memory.nbytes)], "DRAM")
+    held = gate._agent
+    assert not gate.close() and not gate.close()
+    del held
+    assert gate.close()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/handover/entrances.py: gates that prefill writes through are met once, and let go of when they are over."""
+
+from __future__ import annotations
+
+import pytest
+from unit.worker_fakes import Local, Remote
+
+from kvcached_nixl.transport.memory import MemoryGate
+from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.worker.handover.entrances import Entrances
+from kvcached_nixl.worker.handover.meeting import Known
+
+
+@pytest.fixture
+def local() -> Local:
+    return Local()
+
+
+@pytest.fixture
+def remote(local: Local) -> Remote:
+    return local.remote()
+
+
+@pytest.fixture
+def entrances(local: Local) -> Entrances:
+    return local.side.entrances
+
+
+def known(remote: Remote) -> Known:
+    return Known("remote-0", remote.start, remote.handshake())
+
+
+def gate_of(local: Local, name: str = "remote-0") -> MemoryGate:
+    return local.network.open_gate(name)
+
+
+def test_a_gate_is_met_once(local: Local, remote: Remote, entrances: Entrances) -> None:
+    gate = gate_of(local)
+    assert [entrances.use(known(remote), gate.metadata()) for _ in range(2)] == [gate.name] * 2
+    assert len(entrances) == 1 and gate.name in entrances
+    connection = entrances.connection(gate.name)
+    assert connection is not None
+    entrances.used(gate.name)
+    entrances.used(gate.name)
+    assert entrances.connection(gate.name) is connection, "the next registration names it, too"
+
+
+def test_an_earlier_gate_is_let_go_of_when_nothing_is_under_way_to_it(
+    local: Local, remote: Remote, entrances: Entrances
+) -> None:
+    first, second, third = (gate_of(local) for _ in range(3))
+    entrances.use(known(remote), first.metadata())
+    entrances.use(known(remote), second.metadata())
+    assert first.name in entrances
+    entrances.used(first.name)
+    assert first.name not in entrances and first.name not in local.transport._peers
+    entrances.used(second.name)
+    entrances.use(known(remote), third.metadata())
+    assert second.name not in entrances and len(entrances) == 1
+
+
+def test_a_gate_that_fails_is_removed_and_its_engine_asked_whether_it_answers(
+    local: Local, remote: Remote, entrances: Entrances
+) -> None:
+    """Decode has closed it, or is not there; the connection to it is another one."""
+    local.peers.probe(remote.address)
+    local.turn()
+    gate = gate_of(local)
+    entrances.use(known(remote), gate.metadata())
+    asked = len(local.asking.asked)
+    entrances.lost(gate.name)
+    assert gate.name not in entrances and len(local.asking.asked) == asked + 1
+    assert local.peers.is_known("remote-0")
+    entrances.lost(gate.name)
+    entrances.used(gate.name)
+
+
+def test_whatever_is_no_gate_is_a_rank_s_own_agent(local: Local, remote: Remote, entrances: Entrances) -> None:
+    local.peers.probe(remote.address)
+    local.turn()
+    assert entrances.connection("remote-0") is local.peers.connection("remote-0") is not None
+    entrances.lost("remote-0")
+    assert not local.peers.is_known("remote-0")
+
+
+def test_what_is_in_flight_to_a_gate_ends_with_the_connection_to_its_rank(
+    local: Local, remote: Remote, entrances: Entrances
+) -> None:
+    local.peers.probe(remote.address)
+    local.turn()
+    gates = [gate_of(local) for _ in range(2)]
+    for gate in gates:
+        entrances.use(known(remote), gate.metadata())
+    local.peers.lost("remote-0")
+    assert len(entrances) == 0 and not {gate.name for gate in gates} & local.transport._peers
+
+
+def test_a_gate_that_cannot_be_reached_is_told_so(local: Local, remote: Remote, entrances: Entrances) -> None:
+    with pytest.raises(HandOverFailed) as caught:
+        entrances.use(known(remote), b"nobody")
+    assert caught.value.cause is Cause.LOST and len(entrances) == 0
+
+
+def test_a_rank_cannot_name_a_gate_of_another_one(local: Local, remote: Remote, entrances: Entrances) -> None:
+    gate = gate_of(local)
+    entrances.use(known(remote), gate.metadata())
+    with pytest.raises(HandOverFailed) as caught:
+        entrances.use(Known("other-0", remote.start, remote.handshake()), gate.metadata())
+    assert caught.value.cause is Cause.PROTOCOL and len(entrances) == 1

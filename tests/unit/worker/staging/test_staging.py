@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/staging/staging.py: what one peer, and those that are not heard of, may have of a slab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.staging import Held, Staging
+
+
+class NoCopies:
+    def submit(self, copy: Any) -> None:
+        raise AssertionError("nothing is copied")
+
+    def turn(self) -> None:
+        """Nothing has ended."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.fixture
+def staging() -> Staging:
+    """72 slots, 64 of which are for what is received."""
+    return Staging(Slots(72, 8), NoCopies(), 16)
+
+
+def take(staging: Staging, owner: str) -> list[Held]:
+    """As many slots as one engine is given to write into."""
+    found = []
+    while (held := staging.take(Use.RECEIVING, [0], 0, 16 * 1000, 16, owner=owner)) is not None:
+        found.append(held)
+    return found
+
+
+def test_those_that_are_not_heard_of_leave_something_for_the_next_one(staging: Staging) -> None:
+    """Review row B6: each had a quarter of the slab for good, and four of them all of it."""
+    taken = []
+    for number in range(12):
+        mine = take(staging, f"engine {number}")
+        assert mine, f"nothing is left after {number} engines have vanished"
+        for held in mine:
+            staging.mark_stuck(held)
+            staging.mark_stuck(held)
+        taken += mine
+    assert len(take(staging, "one that lives")) > 0
+    for held in taken:
+        staging.give_back(held)
+    assert staging._stuck == 0
+    assert sum(len(held.slots) for held in take(staging, "another")) == 64 // 4
+
+
+def test_one_that_is_heard_of_has_a_quarter(staging: Staging) -> None:
+    assert [sum(len(held.slots) for held in take(staging, name)) for name in "abcd"] == [16] * 4
+    assert take(staging, "e") == []
