@@ -42,6 +42,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "pythons": (None, 10.0),
     "contract": (3.5, 9.5),
     "e2e/test_fuzzed_parameters.py": (None, 1.5),
+    "e2e/test_identity.py": (None, 4.0),
     "e2e/test_leases.py": (None, 4.0),
     "e2e/test_models.py": (None, 2.5),
     "e2e/test_names.py": (None, 5.5),

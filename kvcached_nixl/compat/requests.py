@@ -16,12 +16,11 @@ import numpy as np
 from kvcached_nixl.compat.arrival import is_stand_in
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.identity.adapters import Adapters
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.digest import digest_of
 
 __all__ = ["RequestReader", "RequestView"]
 
-logger = logging.getLogger(SERVER_LOGGER)
+logger = logging.getLogger("vllm.kvcached_nixl")
 
 _PLACEHOLDERS = tuple(
     f"{kind}_{name}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ WHOLE_BYTES = 256 << 20
 """Weights that are larger together are sampled."""
 SAMPLED = 2048
 """Elements of each tensor, evenly spread."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 class InMemory(NamedTuple):

@@ -84,9 +84,6 @@ class Request:
     request_id: str
     prompt: tuple[int, ...]
     params: Mapping[str, Any] | None = None
-    adapter: int = 0
-    num_media: int = 0
-    lacks_media: bool = False
     max_tokens: int = 1
     stops_at: int | None = None
     status: Status = Status.WAITING
@@ -99,6 +96,9 @@ class Request:
     computes_prompt: bool = False
     is_session: bool = False
     is_stand_in: bool = False
+    adapter: int = 0
+    num_media: int = 0
+    lacks_media: bool = False
     sequence: Sequence64 = field(init=False)
 
     def __post_init__(self) -> None:

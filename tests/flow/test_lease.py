@@ -31,7 +31,7 @@ class Lease:
         self._renewals = Renewals(self._clocks[1])
         self._under_way: list[bytes] = []
         self._leases.grant(THEIRS)
-        self._renewals.begin(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS)
+        self._renewals.begin(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS, 1e9)
 
     def pass_time(self, seconds: float) -> None:
         for clock in self._clocks:

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("compat", "seams", "hostvmm"),
     "kvcached": ("compat", "seams", "hostvmm", "proof"),
-    "torch": ("compat", "seams", "worker", "hostvmm", "proof", "current_device.py"),
+    "torch": ("compat", "identity/memory.py", "seams", "worker", "hostvmm", "proof", "current_device.py"),
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "starlette": ("proxy",),

@@ -22,6 +22,7 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.proof import member
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.handover import start as starting
 from kvcached_nixl.worker.layout import Layout, plan
@@ -217,9 +218,10 @@ def test_host_memory_is_no_device(platform: Platform) -> None:
 
 
 def test_every_thread_of_a_worker_selects_its_device_first(
-    platform: Platform, layout: Layout, new_threads: Callable[[], set[str]]
+    platform: Platform, layout: Layout, new_threads: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transfer thread, which NIXL and events are asked on; those that copy and that digest, with their streams."""
+    monkeypatch.setattr(starting, "open_gate", lambda *_: Network().open_gate("e"))
     slab = Slab(layout, 4, torch.device("cpu"))
     stock: Any = Stock(Agent(platform))
     side = starting.start(
