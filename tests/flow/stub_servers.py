@@ -279,7 +279,13 @@ class Stub:
                     "request_id": request_id,
                     "digest": digest,
                 },
-                **{"num_tokens": 1, "block_size": 16, "context_parallel": [1, 1], "lease_seconds": 30.0},
+                **{
+                    "num_tokens": 1,
+                    "block_size": 16,
+                    "context_parallel": [1, 1],
+                    "lease_seconds": 30.0,
+                    "num_media": 0,
+                },
                 "groups": [{"first_token": 0, "block_ids": [7]}],
             },
         }
