@@ -457,7 +457,11 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
     def begin_step(self: Any, step: Any) -> None:
         for request_id in step.unrenewed:
             if any(one.request_id == request_id for one in step.renewed):
-                step = msgspec.structs.replace(step, unrenewed=[one for one in step.unrenewed if one != request_id])
+                step = msgspec.structs.replace(
+                    step,
+                    unrenewed=[one for one in step.unrenewed if one != request_id],
+                    renewed=[msgspec.structs.replace(one, longest_seconds=1e9) for one in step.renewed],
+                )
         original(self, step)
 
     original = EngineSide.begin_step

@@ -121,7 +121,6 @@ READS = (
             "failed_recving_kv_req_ids",
             "recompute_kv_load_failures",
             "finish_requests",
-            "get_num_unfinished_requests",
         ),
     ),
     Reads(

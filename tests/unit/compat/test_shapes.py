@@ -60,7 +60,7 @@ def test_every_name_that_is_read_is_there(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_fixture_is_small(version: str) -> None:
     """A few KB: names and parameters, nothing of what vLLM does."""
-    assert (SERIES / f"{version}.json").stat().st_size < 20_000
+    assert (SERIES / f"{version}.json").stat().st_size < 24_000
 
 
 # ------------------------------------------------------------------------------------------------- what it has to find
@@ -105,7 +105,7 @@ def test_a_class_that_has_gone_is_found(shape: dict[str, Any]) -> None:
     """All of its patches, by name."""
     del shape["places"][SCHEDULER]
     expected = {patch.name for patch in VLLM_PATCHES if patch.target.name == "engine scheduler"}
-    assert len(expected) == 5
+    assert len(expected) == 6
     assert troubles(shape) == dict.fromkeys(expected, "gone")
 
 
