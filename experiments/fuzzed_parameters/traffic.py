@@ -127,7 +127,8 @@ class Fuzz:
             drawn = draw(self.random, [answer, answer, answer, *others], ports)
             params, n, changes = drawn.params, drawn.n, drawn.change.split("+")
         # Mostly the prompt that the parameters were made for.
-        prompt = self.prompts[which] if self.random.random() < 0.7 else self.random.choice(self.prompts)
+        is_another = is_wrong and self.random.random() < 0.3
+        prompt = self.random.choice(self.prompts) if is_another else self.prompts[which]
         endpoint = self.random.choice(self.endpoints)
         body = endpoint.ask(prompt, salt, params, n if endpoint.takes_n else 1)
         if endpoint.can_stream and self.random.random() < 0.4:

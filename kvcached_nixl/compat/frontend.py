@@ -38,8 +38,11 @@ def numbers_media(renderer: Any) -> bool:
 
 
 def require_readable(core_request: Any) -> None:
-    """Refuse a request that the engine's process could not read: the thread that reads there ends, and all requests
-    wait for ever. ``/v1/chat/completions/batch`` hands on any ``priority`` up to vLLM 0.24.
+    """Refuse a request that the engine's process could not read, or that cannot be sent to it.
+
+    The thread that reads there ends at the first, and all requests wait for ever: ``/v1/chat/completions/batch`` hands
+    on any ``priority`` up to vLLM 0.24. Of the second, numbers above 64 bits and text that is no Unicode, vLLM keeps
+    the state for ever.
 
     Args:
         core_request: an ``EngineCoreRequest`` that is about to be sent.
@@ -51,8 +54,23 @@ def require_readable(core_request: Any) -> None:
         try:
             msgspec.convert(private(core_request, name), kind)
         except msgspec.ValidationError as cause:
-            refusal = first_bound(("vllm.exceptions",), "VLLMValidationError")
-            raise refusal(f"{name}: {cause}. Send a value of that kind, or leave it out.") from cause
+            raise _refusal(f"{name}: {cause}. Send a value of that kind, or leave it out.") from cause
+    sampling = private(core_request, "sampling_params")
+    if sampling is None or not private(sampling, "extra_args"):
+        return
+    try:
+        msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling.extra_args))
+    except (OverflowError, UnicodeError, RecursionError) as cause:
+        words = "expected numbers of 64 bits, Unicode text, and nothing nested hundreds deep"
+        raise _refusal(f"request_id, cache_salt or kv_transfer_params: {cause}; {words}.") from cause
+    except TypeError:
+        # A program of one's own may hand on what vLLM's own encoder knows, as tensors.
+        return
+
+
+def _refusal(words: str) -> Exception:
+    found: Exception = first_bound(("vllm.exceptions",), "VLLMValidationError")(words)
+    return found
 
 
 def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:

@@ -159,6 +159,28 @@ def test_an_engine_cannot_read_what_is_refused(value: object) -> None:
         MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
 
 
+UNSENDABLE: list[Any] = [2**70, "\ud800", {"a": ["\udfff"]}]
+
+
+@pytest.mark.parametrize("value", UNSENDABLE, ids=repr)
+def test_what_cannot_be_sent_to_an_engine_is_refused_before_anything_is_kept_of_it(value: object) -> None:
+    """vLLM notices when it has noted the request among those that run."""
+    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None)
+    request.sampling_params.extra_args = {"kv_transfer_params": {"remote_port": value}}
+    with pytest.raises(VLLMValidationError, match="kv_transfer_params"):
+        InputProcessor.assign_request_id(request)
+    with pytest.raises((OverflowError, UnicodeError)):
+        MsgpackEncoder().encode(request)
+
+
+@pytest.mark.parametrize("value", [{"remote_port": 1}, None, object()], ids=["a mapping", "nothing", "a thing"])
+def test_what_a_program_hands_on_is_left_to_vllm(value: object) -> None:
+    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None)
+    request.sampling_params.extra_args = {"kv_transfer_params": value}
+    InputProcessor.assign_request_id(request)
+    assert request.external_req_id == "inner"
+
+
 def test_what_it_can_read_gets_its_id() -> None:
     request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, priority=-(2**63), cache_salt="s")
     InputProcessor.assign_request_id(request)
