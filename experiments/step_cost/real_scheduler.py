@@ -242,6 +242,7 @@ class RealScheduler:
             context_parallel=(1, 1),
             groups=(BlockRange(0, (1,)),),
             lease_seconds=30.0,
+            num_media=0,
         )
         return prefill_params(FAR, made, transfer_id=None, transfer_mode="pull")
 

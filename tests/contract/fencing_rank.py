@@ -35,7 +35,7 @@ from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate, register_host_memory
-from kvcached_nixl.wire.handshake import Answer, RankHandshake
+from kvcached_nixl.wire.handshake import Answer, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
@@ -57,6 +57,7 @@ TOKENS = BLOCK_SIZE * NUM_BLOCKS
 BEFORE, WRITTEN, OTHERS = 1, 7, 99
 DIGEST, START, TAG, NAME = "0" * 32, "0" * 15 + "a", "fencing", "t"
 ATTEMPT = 17
+WEIGHTS = Weights("1" * 32, "2" * 32, "")
 ARRIVING_SECONDS, FREE_SECONDS, HELD_SECONDS, LATE_SECONDS = 60.0, 30.0, 4.0, 4.0
 
 
@@ -98,7 +99,18 @@ class Rank:
         place = Place(EngineId(role), 1, 0, (planes,), 1, is_latent=False)
         metadata, words = transport.metadata(), int(self.words.ctypes.data)
         rank = RankHandshake(
-            place.engine_id, 1, 0, metadata, 0, place.memory, 1, words, "DRAM", is_staged=False, process=host.own
+            place.engine_id,
+            1,
+            0,
+            metadata,
+            0,
+            place.memory,
+            1,
+            words,
+            "DRAM",
+            is_staged=False,
+            weights=WEIGHTS,
+            process=host.own,
         )
         background = Background("gates", torch.device("cpu"), lambda: None)
         self.channel = Channel(folder)
@@ -107,11 +119,12 @@ class Rank:
         settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
         self.side = assemble(
             transport, clock, place, self.words, settings, TAG, self.channel, lambda: lambda: True,
-            Digests(nothing, nothing, background, 0.0), host, None, self.gates,
+            Digests(nothing, nothing, background, 0.0), host, lambda weights: None, None, self.gates,
         )  # fmt: skip
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
-        self.thread.submit(commands.Known(self.own, "key"))
+        self.thread.submit(commands.Known(self.own, "key", START))
+        self.side.identify(WEIGHTS)
         self.thread.start()
         made = msgspec.msgpack.encode(Answer(START, msgspec.msgpack.encode(rank)))
         unfinished = folder / f"{role}.unfinished"

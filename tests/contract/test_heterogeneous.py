@@ -35,7 +35,7 @@ from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport, TransportError
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, ranges_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Offered, Step, Wanted, failure_of, overs_of
@@ -61,6 +61,7 @@ NUM_BLOCKS = 36
 HOST, PORTS = "127.0.0.1", (5600, 5700)
 START, DIGEST, ATTEMPT = "0" * 16, "d" * 32, 17
 TAG = "one and the same"
+WEIGHTS = Weights("1" * 32, "2" * 32, "")
 REQUEST, WANTED = PrefillRequestId("p1"), DecodeRequestId("d1")
 MOST_RANKS = 6
 DIRECTIONS = ["pull", "push"]
@@ -261,6 +262,7 @@ class Rank:
             words_address=self.words.ctypes.data,
             memory_type="DRAM",
             is_staged=False,
+            weights=WEIGHTS,
             process=Process(),
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
@@ -276,7 +278,9 @@ class Rank:
             lambda: lambda: True,
             digests,
             Host(Process(), "DRAM"),
+            lambda weights: None,
         )
+        self.worker.identify(WEIGHTS)
         self.thread = self.worker.thread
         self.done: list[str] = []
         self.over: list[int] = []
