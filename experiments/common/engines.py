@@ -47,6 +47,9 @@ class _Reads:
     def __call__(self, request: Any) -> Any:
         return request
 
+    def take_renamed(self) -> bool:
+        return False
+
     def forget(self, adapter: int | None) -> None:
         """No adapter is known."""
 
@@ -94,6 +97,9 @@ class Pool:
     def free(self, request_id: str) -> None:
         """What it still has."""
         self.free_blocks += self.tables.pop(request_id, ())
+
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        return None
 
     def forget_prefixes(self) -> bool:
         return True

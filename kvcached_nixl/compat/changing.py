@@ -7,12 +7,15 @@ Sources: ``v1/engine/core.py``, ``v1/engine/async_llm.py`` (``update_weights`` a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from kvcached_nixl.compat.attached import sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.versions import installed_row
+
+logger = logging.getLogger("vllm.kvcached_nixl")
 
 __all__ = ["changes_adapters", "changes_weights", "identify_again", "worker_sides"]
 
@@ -58,8 +61,14 @@ def identify_again(core: Any, *, has_changed: bool) -> None:
         # What sleeps cannot be read; it is when everything is awake.
         return
     content: dict[Any, Any] = {}
-    for one in core.model_executor.get_kv_connector_handshake_metadata() or ():
-        content.update(one or {})
+    try:
+        for one in core.model_executor.get_kv_connector_handshake_metadata() or ():
+            content.update(one or {})
+    except Exception:
+        logger.exception("What the workers compute with cannot be found out, so nothing is handed over until it can.")
+        for side in found:
+            side.hide()
+        return
     if not content:
         return
     if installed_row().shape.side_channel_names_stage:

@@ -76,8 +76,26 @@ class EngineBlocks:
         """Free what was taken."""
         private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool").free_blocks(blocks)
 
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        """A request whose KV has come, and of which nothing is computed yet, has lost it between two steps."""
+        request = private(self.engine_scheduler, "requests").get(request_id)
+        if request is None or not _waits(request):
+            return None
+        request.num_computed_tokens = 0
+        if recomputes:
+            private(self.engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+            return None
+        from vllm.v1.request import RequestStatus
+
+        _count_cached(request)
+        self.engine_scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+        return int(request.client_index)
+
     def forget_prefixes(self) -> bool:
         """Let no request begin with what others have computed. Returns whether nothing is left of it."""
+        # Whoever has blocks goes on caching them. kvcached says that all is clear whatever is in use, below vLLM 0.26.
+        if any(private(manager, "req_to_blocks") for manager in self._managers()):
+            return False
         return bool(private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache())
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
@@ -168,6 +186,12 @@ def _waits(request: Any) -> bool:
     return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
 
+def _count_cached(request: Any) -> None:
+    """vLLM <= 0.19 counts cached tokens, -1 until a request is scheduled, and its metrics raise on that."""
+    if vars(request).get("num_cached_tokens", 0) < 0:
+        request.num_cached_tokens = 0
+
+
 def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
     """Have requests whose KV has not come fail or be computed anew, as ``kv_load_failure_policy`` says.
 
@@ -183,10 +207,7 @@ def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
         private(engine_scheduler, "failed_recving_kv_req_ids").update(ours)
         return set()
     for request_id in ours:
-        # vLLM <= 0.19 counts cached tokens, -1 until a request is scheduled, and its metrics raise on that.
-        counted = vars(requests[request_id]).get("num_cached_tokens", 0)
-        if counted < 0:
-            requests[request_id].num_cached_tokens = 0
+        _count_cached(requests[request_id])
     return ours
 
 

@@ -40,11 +40,19 @@ class RequestReader:
     def __init__(self, config: Any) -> None:
         model = config.model_config
         self.placeholders: list[int] = []
+        self._is_unknown = False
         if private(model, "is_multimodal_model"):
-            values = (getattr(model.hf_config, name, None) for name in _PLACEHOLDERS)
-            self.placeholders = sorted({value for value in values if isinstance(value, int)})
+            self.placeholders = sorted(_placeholders_in(model.hf_config.to_dict()))
+            self._is_unknown = not self.placeholders
         self._lora_dtype = str(getattr(config.lora_config, "lora_dtype", ""))
         self._adapters = Adapters(_folder, self._unknown)
+        self._contents: dict[str, str] = {}
+        self._is_renamed = False
+
+    @property
+    def are_placeholders_unknown(self) -> bool:
+        """The model knows more than text, and not by a name of ours what stands for it."""
+        return self._is_unknown
 
     def __call__(self, request: Any) -> RequestView:
         return RequestView(request, self)
@@ -54,7 +62,16 @@ class RequestReader:
         if lora_request is None:
             return ""
         content = self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
+        name = str(lora_request.lora_name)
+        self._is_renamed |= self._contents.setdefault(name, content) != content
+        self._contents[name] = content
         return f"{content} {self._lora_dtype}"
+
+    def take_renamed(self) -> bool:
+        """Whether, since the last call, a name of an adapter has come to mean another one: vLLM knows blocks of its
+        prefix cache by the name."""
+        found, self._is_renamed = self._is_renamed, False
+        return found
 
     def forget(self, adapter: int | None) -> None:
         """An adapter is loaded anew, or gone; None: that may be so of any."""
@@ -62,6 +79,15 @@ class RequestReader:
 
     def _unknown(self, words: str) -> None:
         logger.warning("Nothing that is computed with an adapter is handed over until it is loaded anew: %s", words)
+
+
+def _placeholders_in(values: Mapping[str, Any]) -> set[int]:
+    """Also in the parts of a configuration (``thinker_config``, ``text_config``)."""
+    found = {value for name, value in values.items() if name in _PLACEHOLDERS and isinstance(value, int)}
+    for value in values.values():
+        if isinstance(value, Mapping):
+            found |= _placeholders_in(value)
+    return found
 
 
 def _folder(path: str) -> str:
@@ -121,6 +147,8 @@ class RequestView:
     def lacks_media(self) -> bool:
         """Whether its prompt has a placeholder that is in no image, sound, ... of it."""
         token_ids = self.request.prompt_token_ids
+        if self._reader.are_placeholders_unknown:
+            return not self.request.mm_features
         if not self._reader.placeholders or token_ids is None:
             return False
         found = np.isin(np.asarray(token_ids, np.int64), self._reader.placeholders)

@@ -37,13 +37,15 @@ def weights_of(worker: Any) -> Weights:
     found = in_memory(_parameters(worker), place=_place(config))
     checkpoint = vars(config.load_config).get(_CHECKPOINT)
     if checkpoint is None:
-        return Weights(found.layout, found.content, "")
+        # What is kept elsewhere could be anything.
+        return Weights(found.layout, found.content if found.is_whole else "", "")
     draft = _draft_of(config)
     ignored = "" if draft is None or keeps_draft_kv(config.speculative_config) else str(draft.model)
     # An engine may draft with the very model that it serves.
-    return Weights(
-        found.layout, found.content, checkpoint.content(str(config.model_config.model), ignored, found.content)
-    )
+    present, origin = checkpoint.content(str(config.model_config.model), ignored, found.content)
+    if found.is_whole:
+        return Weights(found.layout, found.content, present, present)
+    return Weights(found.layout, found.content if origin else "", present, origin)
 
 
 def model_facts(config: Any) -> dict[str, object]:
@@ -79,6 +81,10 @@ def _parameters(worker: Any) -> Iterator[tuple[str, Any]]:
         for name, parameter in model.named_parameters():
             if not (moves and ".experts." in name):
                 yield f"{prefix}{name}", parameter
+        # By which the bytes of an 8-bit cache are read.
+        for name, buffer in model.named_buffers():
+            if name.endswith("_scale"):
+                yield f"{prefix}{name}", buffer
 
 
 def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:

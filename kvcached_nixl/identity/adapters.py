@@ -74,6 +74,11 @@ class Adapters:
             found = signature(files)
             if known is None:
                 known = self._known[number] = _Known(path, folder, found, _content(files))
+        except FileNotFoundError as cause:
+            # Nobody can read it again: it is what it was.
+            if known is not None and known.path == path:
+                return known.content
+            return self._none(number, f"the adapter at {path} cannot be read: {cause}")
         except (OSError, ValueError) as cause:
             return self._none(number, f"the adapter at {path} cannot be read: {cause}")
         if (known.path, known.signature) != (path, found):

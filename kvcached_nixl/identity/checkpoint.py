@@ -66,8 +66,10 @@ class Checkpoint:
         source = self._sources.get(name)
         return None if source is None else source.folder
 
-    def content(self, primary: str, ignored: str, in_memory: str) -> str:
-        """Of the files that the weights in memory come from; "" if that is not known, or not what they are any more.
+    def content(self, primary: str, ignored: str, in_memory: str) -> tuple[str, str]:
+        """Of the files that the weights in memory come from: as long as nothing else has changed them, and in any case.
+
+        Either is "" if it is not known.
 
         Args:
             primary: what the model is called; what was called so before is not looked at.
@@ -83,9 +85,10 @@ class Checkpoint:
         for name in self._primaries - {primary}:
             self._sources.pop(name, None)
         self._primaries = {primary}
-        if self._is_changed or primary not in self._sources:
-            return ""
+        if primary not in self._sources:
+            return "", ""
         found = [source.content() for name, source in self._sources.items() if name == primary or name != ignored]
         if "" in found:
-            return ""
-        return hashlib.blake2b("".join(sorted(found)).encode(), digest_size=16).hexdigest()
+            return "", ""
+        origin = hashlib.blake2b("".join(sorted(found)).encode(), digest_size=16).hexdigest()
+        return ("" if self._is_changed else origin), origin

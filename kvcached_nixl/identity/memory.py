@@ -24,10 +24,17 @@ _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8:
 
 
 class InMemory(NamedTuple):
-    """``layout``: names, types, shapes. ``content``: of what they hold; "" if that cannot be read."""
+    """What is known of weights.
+
+    Attributes:
+        layout: names, types, shapes.
+        content: of what they hold; "" if that cannot be read.
+        is_whole: nothing of them is known to be kept elsewhere, as vLLM's kernels for CPUs keep linear layers.
+    """
 
     layout: str
     content: str
+    is_whole: bool = True
 
 
 def in_memory(tensors: Iterable[tuple[str, torch.Tensor]], *, place: str) -> InMemory:
@@ -50,8 +57,8 @@ def in_memory(tensors: Iterable[tuple[str, torch.Tensor]], *, place: str) -> InM
                 hasher.update(part.cpu().numpy().tobytes())
     except (NotImplementedError, RuntimeError, TypeError, KeyError):
         # A kind of tensor whose elements cannot be picked out: the files it came from are compared instead.
-        return InMemory(layout, "")
-    return InMemory(layout, hasher.hexdigest())
+        return InMemory(layout, "", False)
+    return InMemory(layout, hasher.hexdigest(), all(one.numel() for _, one in named))
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:

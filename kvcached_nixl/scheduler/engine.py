@@ -65,6 +65,10 @@ class Reader(Protocol):
         """Of vLLM's own request."""
         ...
 
+    def take_renamed(self) -> bool:
+        """Whether, since the last call, a name of an adapter has come to mean another one."""
+        ...
+
     def forget(self, adapter: int | None) -> None:
         """A LoRA adapter is loaded anew, or gone; None: that may be so of any."""
         ...
@@ -100,6 +104,16 @@ class Blocks(Protocol):
 
     def give_back(self, blocks: list[Any]) -> None:
         """Free what was taken."""
+        ...
+
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        """A request whose KV has come, and of which nothing is computed yet, has lost it between two steps.
+
+        Args:
+            recomputes: it is computed anew; else it ends with an error.
+
+        Returns: its client, which has to be told of its end.
+        """
         ...
 
     def forget_prefixes(self) -> bool:

@@ -50,6 +50,7 @@ class Fetching:
 
     Attributes:
         counts: hand-overs that brought no KV, by `Cause`; whoever takes them clears them.
+        ended: requests that have been ended between steps, and whose clients have to be told; the same.
         num_quarantined_blocks: held for requests which have ended without KV.
     """
 
@@ -65,6 +66,9 @@ class Fetching:
         self._deadlines = Deadlines[int]()
         self._failing: dict[DecodeRequestId, HandOverFailed] = {}
         self._ending: set[DecodeRequestId] = set()
+        # vLLM lets them go on in a later step, which may not come for long: it is paused, or full.
+        self._received: dict[DecodeRequestId, int] = {}
+        self.ended: list[tuple[str, int]] = []
         self._aborted: set[DecodeRequestId] = set()
         self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
         self.counts: Counter[int] = Counter()
@@ -84,7 +88,7 @@ class Fetching:
     @property
     def has_news(self) -> bool:
         """Whether vLLM has to be told something in the next step."""
-        return bool(self._failing or self._aborted or self._ending)
+        return bool(self._failing or self._aborted or self._ending or self.ended)
 
     # ------------------------------------------------------------------------------------------------- what vLLM asks
 
@@ -120,8 +124,14 @@ class Fetching:
                 fetch.lease_name,
             )
 
-    def matched(self, request: Request, num_computed_tokens: int, step: Step) -> tuple[int, bool]:
-        """Tokens that prefill has beyond those decode has, and whether they come between steps."""
+    def matched(
+        self, request: Request, num_computed_tokens: int, step: Step, *, is_stale: bool = False
+    ) -> tuple[int, bool]:
+        """Tokens that prefill has beyond those decode has, and whether they come between steps.
+
+        Args:
+            is_stale: what decode has may be of other weights.
+        """
         request_id = DecodeRequestId(request.request_id)
         wish = self._wishes.get(request_id)
         if wish is None or wish.is_tried:
@@ -130,6 +140,9 @@ class Fetching:
         if wish.refused is None and num_computed_tokens % self._terms.block_size:
             words = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
             wish.refused = HandOverFailed(Cause.RANGE, words)
+        if wish.refused is None and is_stale and num_computed_tokens:
+            words = "its first tokens are in the prefix cache, which may hold what other weights have computed"
+            wish.refused = HandOverFailed(Cause.REVOKED, f"{words}. Clear it, or wait until nothing runs")
         if wish.refused is None and request.computes_prompt:
             logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request_id)
             self._release(wish, step)
@@ -204,6 +217,7 @@ class Fetching:
         if wish is None:
             return
         self._queued.pop(request_id, None)
+        self._received.pop(request_id, None)
         self._ending.discard(request_id)
         step.unrenewed.append(request_id)
         attempt = self._attempt_of.pop(request_id, None)
@@ -267,6 +281,7 @@ class Fetching:
                 del self._attempt_of[attempt.request_id]
                 step.unrenewed.append(attempt.request_id)
                 received.add(attempt.request_id)
+                self._received[attempt.request_id] = attempt.adapter
             elif attempt.is_held and number not in self._kept_by_others.get(attempt.request_id, ()):
                 self._give_back(number, blocks)
         failed, self._failing = set(self._failing), {}
@@ -282,6 +297,28 @@ class Fetching:
         for number, attempt in list(self._attempts.items()):
             if attempt.is_waiting and is_meant(adapter, attempt.adapter):
                 self._take_away(number, attempt, HandOverFailed(Cause.REVOKED, reason), blocks, step)
+        for request_id in [one for one, used in self._received.items() if is_meant(adapter, used)]:
+            del self._received[request_id]
+            self._refuse(request_id, HandOverFailed(Cause.REVOKED, reason))
+            wish = self._wishes.get(request_id)
+            # Nothing is in flight into them any more.
+            blocks.give_back(blocks.take(request_id))
+            # In the next step vLLM would let it go on, before it heard anything of a failure.
+            client = blocks.let_go(
+                request_id, recomputes=self._terms.recomputes and bool(wish and wish.may_be_computed)
+            )
+            if client is not None:
+                self.ended.append((request_id, client))
+
+    def progressed(self, request_ids: Iterable[str]) -> None:
+        """These are computed in a step, so they have what they waited for."""
+        for request_id in request_ids:
+            self._received.pop(DecodeRequestId(request_id), None)
+
+    @property
+    def num_received(self) -> int:
+        """Requests whose KV is there, and of which nothing is computed yet."""
+        return len(self._received)
 
     def take_ending(self) -> set[DecodeRequestId]:
         """Requests that end with an error whatever ``kv_load_failure_policy`` says, since the last call."""

@@ -103,6 +103,12 @@ class HandOver:
         if self._wake is not None:
             self._wake()
 
+    def hide(self) -> None:
+        """Whoever asks is told of no rank, until the workers are introduced again."""
+        self.weights_changed()
+        if self._listener is not None:
+            self._listener.answer({})
+
     # ------------------------------------------------------------------------------------------------------ revocation
 
     def weights_changed(self, adapter: int | None = None) -> None:
@@ -112,10 +118,11 @@ class HandOver:
             adapter: only that of a LoRA adapter has changed; None for the model's.
         """
         reason = "the weights were changed" if adapter is None else "an adapter was loaded anew"
+        # Blocks of the prefix cache are known by an adapter's name.
+        self._offering.is_cache_stale = True
         if adapter is None:
             self.start = self._step.start = self._offering.start = secrets.token_hex(8)
             self._weights = None
-            self._offering.is_cache_stale = True
         self._offering.revoke(f"prefill: {reason}", self._step, adapter=adapter)
         if self._blocks is not None:
             self._fetching.revoke(f"decode: {reason}", self._blocks, self._step, adapter=adapter)
@@ -157,7 +164,8 @@ class HandOver:
     @property
     def has_blocks(self) -> bool:
         """Whether blocks are kept, or waited into, that no running request has."""
-        return bool(self._holds.num_blocks or self._offering.num_kept or self._fetching.num_waiting)
+        waits = self._fetching.num_waiting or self._fetching.num_received
+        return bool(self._holds.num_blocks or self._offering.num_kept or waits)
 
     @property
     def quiet_in_seconds(self) -> float:
@@ -200,6 +208,8 @@ class HandOver:
 
     def arrived(self, request: Request) -> None:
         """A request has entered the engine."""
+        if self.read.take_renamed():
+            self._offering.is_cache_stale = True
         self._fetching.arrived(request, self._step)
         self._offering.arrived(request, self._step)
 
@@ -214,13 +224,15 @@ class HandOver:
         )
 
     def take_refused(self) -> list[tuple[str, int]]:
-        """(id, client) of each request that was refused since the last call."""
-        refused, self._refused = self._refused, []
+        """(id, client) of each request that was refused, or ended between steps, since the last call."""
+        refused, self._refused = self._refused + self._fetching.ended, []
+        self._fetching.ended = []
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that prefill has beyond those decode has, and whether they come between steps."""
-        return self._fetching.matched(request, num_computed_tokens, self._step)
+        is_stale = self._offering.is_cache_stale
+        return self._fetching.matched(request, num_computed_tokens, self._step, is_stale=is_stale)
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks: all of its prompt's for decode."""
@@ -228,6 +240,8 @@ class HandOver:
 
     def take_step(self, progress: Iterable[Progress]) -> Step:
         """What the workers have to know, once, with what is computed in the step that is being built."""
+        progress = list(progress)
+        self._fetching.progressed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._bound(), self._step)
         self._offering.turn(self._step)
         self._has_news = False

@@ -79,18 +79,23 @@ class Weights(msgspec.Struct, frozen=True):
         content: of what is there. Two ranks of one layout are compared by it.
         checkpoint: of the files that they were loaded from, if that is what they are. Ranks of other layouts, as of
             other tensor-parallel sizes, are compared by it.
+        origin: of the files that they were loaded from, also where what can be read of them has changed since and not
+            all of them can; "" where that is not known, or ``content`` is of all of them and they have changed.
     """
 
     layout: Checksum
     content: Checksum
     checkpoint: Checksum
+    origin: Checksum = ""
 
     def misfit(self, theirs: Weights) -> str:
         """Why KV that was computed with these is not for those, in words; "" if it is."""
         if self.layout == theirs.layout and self.content and theirs.content:
-            if self.content == theirs.content:
+            if self.content != theirs.content:
+                return f"found weights whose content is {theirs.content}; expected {self.content}, as here"
+            if self.origin == theirs.origin or not (self.origin and theirs.origin):
                 return ""
-            return f"found weights whose content is {theirs.content}; expected {self.content}, as here"
+            return f"found weights that were loaded from files whose content is {theirs.origin}; expected {self.origin}"
         if not (self.checkpoint and theirs.checkpoint):
             return (
                 "the weights lie otherwise in memory there (another tensor-parallel size, device or way of loading), "

@@ -66,6 +66,9 @@ class Reads:
     def __call__(self, request: Any) -> Any:
         return request
 
+    def take_renamed(self) -> bool:
+        return False
+
     def forget(self, adapter: int | None) -> None:
         """No adapter is known."""
 
@@ -397,7 +400,7 @@ class Engine:
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
         self.handover.bind(self.pool)
-        self.pool.next_up = self._next_up
+        self.pool.next_up, self.pool.lose = self._next_up, self._lose
         self.handover.arrived(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
@@ -642,6 +645,15 @@ class Engine:
             assert self.requests[name].status.is_finished, f"{name} is still computed and was sent"
             self._free_blocks(self.requests[name])
         self._finish([self.requests[name] for name in starved if name in self.requests], Status.ERROR)
+
+    def _lose(self, request_id: str, recomputes: bool) -> int | None:
+        request = self.requests[request_id]
+        request.num_computed = 0
+        if recomputes:
+            self._failed_receiving.add(request_id)
+            return None
+        self._finish([request], Status.ERROR)
+        return 0
 
     def _next_up(self) -> str | None:
         waiting = (one for one in (*self.waiting, *self.skipped) if one.status is Status.WAITING)

@@ -149,6 +149,7 @@ class Pool:
         newest_first: use the block again that was freed last (kvcached), not the one that was freed first (vLLM).
         are_shared: another connector may load KV into them, which may turn out to be no good.
         next_up: the request that its engine would begin next, if it runs none.
+        lose: called with a request that has received its KV and lost it, and whether it recomputes.
     """
 
     shape: Shape
@@ -162,6 +163,7 @@ class Pool:
     sum_of: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     next_up: Callable[[], str | None] = lambda: None
+    lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
     @property
     def stalled(self) -> str | None:
@@ -253,6 +255,9 @@ class Pool:
 
     def give_back(self, blocks: list[Any]) -> None:
         self._give(blocks)
+
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        return self.lose(request_id, recomputes)
 
     def forget_prefixes(self) -> bool:
         self.cached.clear()

@@ -135,6 +135,59 @@ def test_an_adapter_that_is_loaded_anew_takes_back_what_was_computed_with_it_and
     pair.nothing_is_left(LEASE_SECONDS + 10)
 
 
+def test_a_rank_that_has_ended_says_so_once() -> None:
+    """Else what one rank says twice would stand for another one, which still reads the blocks."""
+    pair = Pair(PUSH, kind(tp_size=2, caches_prefixes=False), kind(tp_size=2, caches_prefixes=False))
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.ask_decode(upstream.answer)
+    for _ in range(10):
+        pair.round()
+    for posted in [one for one in pair.transfers if one.sender.endswith("/0")]:
+        pair.wire.deliver(posted)
+    for _ in range(6):
+        pair.round()
+    assert pair.transfers and upstream.request_id in pair.prefill.requests
+    pair.prefill.handover.paused(grace_seconds=0.0, clears=True)
+    for _ in range(6):
+        pair.round()
+    assert pair.transfers and upstream.request_id in pair.prefill.requests, "rank 1 is still writing"
+    pair.settle()
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("change", ["weights", "cache"])
+def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode, change: str) -> None:
+    """A paused or a full engine lets it go on much later: with other weights, or into a cache that was cleared."""
+    pair = Pair(mode, None, kind())
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.until(found, Status.REMOTE)
+    decode, admit = pair.decode, pair.decode._admit
+    decode._admit = lambda *_: None  # type: ignore[method-assign]
+    for _ in range(40):
+        for posted in list(pair.transfers):
+            pair.wire.deliver(posted)
+        pair.round()
+    assert found.request_id in decode._finished_receiving and decode.handover.has_blocks
+    if change == "weights":
+        for engine in (pair.prefill, decode):
+            engine.update(OTHER)
+    else:
+        decode.handover.clear()
+        for _ in range(4):
+            pair.round()
+        assert not decode.handover.has_blocks
+    decode._admit = admit  # type: ignore[method-assign]
+    pair.settle()
+    assert fails_alone(found) and pair.causes() == {"revoked": 1}
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
 # -------------------------------------------------------------------------------------------------------------- pauses
 
 

@@ -60,6 +60,9 @@ class Reads:
     def __call__(self, request: Any) -> Any:
         return request
 
+    def take_renamed(self) -> bool:
+        return False
+
     def forget(self, adapter: int | None) -> None:
         self.forgotten.append(adapter)
 
@@ -74,6 +77,7 @@ class Pool:
         self.windows = windows or (0,)
         self.stalled: str | None = None
         self.asked_for: list[int] = []
+        self.let_go_of: list[tuple[str, bool]] = []
 
     def take(self, request_id: str) -> list[Any]:
         return self.of.pop(request_id, [])
@@ -82,6 +86,10 @@ class Pool:
         self.freed += blocks
         twice = [block for block, times in Counter(self.freed).items() if times > 1]
         assert not twice, f"given back twice: {twice}"
+
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        self.let_go_of.append((request_id, recomputes))
+        return None if recomputes else 0
 
     def forget_prefixes(self) -> bool:
         return True

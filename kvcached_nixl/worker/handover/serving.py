@@ -67,7 +67,9 @@ class Serving:
         self._words = words
         self._is_writing = is_writing
         self._unmatched_seconds = unmatched_seconds
-        self._done, self._quiet, self._expired = done, quiet, expired
+        self._tell_done, self._quiet, self._expired = done, quiet, expired
+        # vLLM counts what ranks say: one that says it twice would stand for another one, which still reads.
+        self._told = Memory[PrefillRequestId]()
         self._pairing = Pairing(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._writings: dict[WritingKey, Writing] = {}
         self._of_agent: dict[str, dict[WritingKey, Writing]] = {}
@@ -358,6 +360,11 @@ class Serving:
         self._writer.source.gone(offer)
         if offer.is_kept:
             self._done(offer.request_id)
+
+    def _done(self, request_id: PrefillRequestId) -> None:
+        if request_id not in self._told:
+            self._told.add(request_id)
+            self._tell_done(request_id)
 
     def _not_copied(self, writing: Writing, failed: str) -> None:
         self._writer.stop(writing, Cause.DEFECT, failed)

@@ -20,7 +20,7 @@ IMAGE_TOKEN = 7
 
 
 def reader(*, is_multimodal: bool = True, **hf_config: Any) -> RequestReader:
-    model = SimpleNamespace(is_multimodal_model=is_multimodal, hf_config=SimpleNamespace(**hf_config))
+    model = SimpleNamespace(is_multimodal_model=is_multimodal, hf_config=SimpleNamespace(to_dict=lambda: hf_config))
     return RequestReader(SimpleNamespace(model_config=model, lora_config=None))
 
 
@@ -190,11 +190,14 @@ def test_an_adapter_that_cannot_be_read_is_like_no_other(tmp_path: Path, what: s
 
 def test_placeholders_without_media_are_found() -> None:
     """Finding A10: Dynamo 1.5 gives decode the expanded tokens of images, and no images."""
-    reads = reader(image_token_id=IMAGE_TOKEN, video_token_index="none")
+    reads = reader(thinker_config={"image_token_id": IMAGE_TOKEN}, video_token_index="none")
     expanded = [1, 2, IMAGE_TOKEN, IMAGE_TOKEN, 3]
     assert view(reads, prompt_token_ids=expanded).lacks_media
     assert not view(reads, prompt_token_ids=expanded, mm_features=[image(offset=2, length=2)]).lacks_media
     assert view(reads, prompt_token_ids=expanded, mm_features=[image(offset=2, length=1)]).lacks_media
     assert not view(reads, prompt_token_ids=[1, 2, 3]).lacks_media
     assert not view(reads, prompt_token_ids=None).lacks_media
+    unknown = reader(what_stands_for_images=IMAGE_TOKEN)
+    assert view(unknown, prompt_token_ids=[1]).lacks_media, "nobody knows"
+    assert not view(unknown, prompt_token_ids=[1], mm_features=[image()]).lacks_media
     assert not view(reader(is_multimodal=False, image_token_id=1), prompt_token_ids=expanded).lacks_media

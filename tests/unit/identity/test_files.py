@@ -128,15 +128,15 @@ def test_a_signature_follows_links_and_is_another_one_for_another_file(tmp_path:
 def test_a_checkpoint_counts_as_long_as_nothing_else_was_done_to_it(tmp_path: Path) -> None:
     path = safetensors(tmp_path / "model.safetensors", WEIGHTS)
     one = Checkpoint()
-    assert one.content("m", "", "w1") == "", "nothing was loaded"
+    assert one.content("m", "", "w1") == ("", ""), "nothing was loaded"
     one.load("m", tmp_path, [path])
-    loaded = one.content("m", "", "w1")
-    assert len(loaded) == 32 and one.content("m", "", "w1") == loaded
-    assert one.content("m", "", "w2") == "", "somebody has changed what is in memory"
-    assert one.content("m", "", "w1") == "", "and back, as far as is known"
+    loaded, origin = one.content("m", "", "w1")
+    assert len(loaded) == 32 and loaded == origin and one.content("m", "", "w1") == (loaded, origin)
+    assert one.content("m", "", "w2") == ("", origin), "somebody has changed what is in memory"
+    assert one.content("m", "", "w1") == ("", origin), "and back, as far as is known"
     one.load("m", tmp_path, [path])
-    assert one.content("m", "", "w1") == loaded, "it was loaded anew"
-    assert one.content("m", "", "") == "", "what is in memory cannot be read any more"
+    assert one.content("m", "", "w1") == (loaded, origin), "it was loaded anew"
+    assert one.content("m", "", "") == ("", origin), "what is in memory cannot be read any more"
 
 
 def test_files_that_were_replaced_since_they_were_loaded_are_not_known(tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ def test_files_that_were_replaced_since_they_were_loaded_are_not_known(tmp_path:
     one = Checkpoint()
     one.load("m", tmp_path, [path])
     safetensors(path, WEIGHTS | {"a": b"2" * 1000})
-    assert one.content("m", "", "w") == ""
+    assert one.content("m", "", "w") == ("", "")
     path.unlink()
-    assert one.content("m", "", "w") == ""
+    assert one.content("m", "", "w") == ("", "")
     one.load("m", tmp_path, [path])
-    assert one.content("m", "", "w") == "" and one.folder("m") is None
+    assert one.content("m", "", "w") == ("", "") and one.folder("m") is None
 
 
 def test_whose_files_count(tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_whose_files_count(tmp_path: Path) -> None:
         one = Checkpoint()
         for name in names:
             one.load(name, tmp_path, [paths[int(name)]])
-        return one.content(primary, ignored, "w")
+        return one.content(primary, ignored, "w")[0]
 
     assert content("0", "", "0") == content("0", "1", "0", "1") != content("0", "", "0", "1")
     one = Checkpoint()
     one.load("0", tmp_path, [paths[0]])
     one.content("0", "", "w")
     one.load("2", tmp_path, [paths[2]])
-    assert one.content("2", "", "v") == content("2", "", "2"), "reload_weights(weights_path=...)"
+    assert one.content("2", "", "v")[0] == content("2", "", "2"), "reload_weights(weights_path=...)"
 
 
 # ------------------------------------------------------------------------------------------------------- configuration

@@ -47,6 +47,12 @@ def test_every_tensor_is_sampled_also_as_a_view(monkeypatch: pytest.MonkeyPatch)
     assert in_memory([("w", large)], place="").content != before.content, "the last element is always looked at"
 
 
+def test_weights_that_are_kept_elsewhere_are_noticed() -> None:
+    """vLLM's CPU kernels leave ``Parameter(torch.empty(0))`` behind (``dispatch_cpu_unquantized_gemm``)."""
+    assert in_memory(weights(), place="").is_whole
+    assert not in_memory(weights(**{"a.weight": torch.empty(0)}), place="").is_whole
+
+
 def test_what_cannot_be_read_has_no_content() -> None:
     odd = torch.empty(3, device="meta")
     found = in_memory([("w", odd)], place="")

@@ -364,6 +364,9 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.free.isdisjoint(blocks), "given back twice"
         self.free |= set(blocks)
 
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        return None
+
     def forget_prefixes(self) -> bool:
         return True
 

@@ -146,8 +146,8 @@ def test_twenty_thousand_mutated_handshakes_raise_nothing_but_malformed() -> Non
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-def weights(layout: str = "1", content: str = "2", checkpoint: str = "3") -> Weights:
-    return Weights(*(one * 32 for one in (layout, content, checkpoint)))
+def weights(layout: str = "1", content: str = "2", checkpoint: str = "3", origin: str = "") -> Weights:
+    return Weights(*(one * 32 for one in (layout, content, checkpoint, origin)))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,7 @@ def weights(layout: str = "1", content: str = "2", checkpoint: str = "3") -> Wei
         (weights(layout="4", checkpoint=""), "nothing can be compared"),
         (weights(content=""), ""),
         (weights(content="", checkpoint=""), "nothing can be compared"),
+        (weights(origin="4"), ""),
     ],
 )
 def test_weights_are_compared_by_what_they_hold_and_else_by_where_they_come_from(other: Weights, expected: str) -> None:
@@ -176,3 +177,12 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
     assert differences("abc", str(TAG)) == f"found 'abc'; expected {str(TAG)!r}"
     assert differences(str(TAG), str(TAG)).startswith("found 'kvcached_nixl/")
+
+
+def test_weights_that_cannot_be_read_whole_are_compared_by_where_they_come_from_as_well() -> None:
+    """On a CPU embeddings and norms alone can be read: a fine-tune that left those as they were is another model."""
+    assert weights(origin="5").misfit(weights(origin="5")) == ""
+    assert "loaded from files whose content is 6666" in weights(origin="5").misfit(weights(origin="6"))
+    # After an update that is no file's.
+    assert weights(checkpoint="", origin="5").misfit(weights(checkpoint="", origin="5")) == ""
+    assert weights(checkpoint="", origin="5").misfit(weights(checkpoint="", origin="6"))
