@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 MOST_GROWTH = 1.25
 """Of the last tenth over the first: what else the machine does shows in both."""
 STALE_KEPT = 16
-REMEMBERED = "Serving._over"
-"""The last registrations that were over, as many as are remembered at most."""
-NEVER_EMPTY = frozenset({"Landings._free", REMEMBERED})
+REMEMBERED = ("Serving._over", "Serving._told")
+"""The last registrations, and requests of prefill, that were over, as many as are remembered at most."""
+NEVER_EMPTY = frozenset({"Landings._free", *REMEMBERED})
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,10 @@ def left_over(tables: Mapping[str, int], blocks: int, words: int, remembered: in
     Args:
         blocks: that are not free.
         words: engines that keep some.
-        remembered: registrations that all engines remember at most.
+        remembered: registrations, and requests that have ended, that all engines remember at most.
     """
     found = [f"{name} has {count}" for name, count in tables.items() if count and not _may_hold(name)]
-    if tables.get(REMEMBERED, 0) > remembered:
-        found.append(f"{REMEMBERED} has {tables[REMEMBERED]}")
+    found += [f"{name} has {tables[name]}" for name in REMEMBERED if tables.get(name, 0) > remembered]
     if blocks:
         found.append(f"{blocks} blocks are not free")
     if words:
