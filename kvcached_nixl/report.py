@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from kvcached_nixl.compat.compared import COMPARED
 from kvcached_nixl.compat.runner import RunnerFound, outlook
 from kvcached_nixl.compat.runner_asked import ask
 from kvcached_nixl.compat.series import Capability, Provision
@@ -111,6 +112,8 @@ def render(report: Report, *, colour: bool = False) -> str:
         lines.append(f"  {capability.value:<12} {origin:<16} {provision.note}")
     if not report.capabilities:
         lines.append("  none: this vLLM is not supported")
+    lines += ["", "compared with every peer"]
+    lines += [f"  {what}: {how}" for what, how in COMPARED.items()]
     lines += ["", "runner"]
     for one in report.runners:
         place = f"{one.device}, {'here' if one.is_here else 'not here'}: " if one.device else ""
@@ -137,6 +140,7 @@ def to_json(report: Report) -> dict[str, Any]:
             capability.value: {**asdict(provision), "origin": provision.origin.value}
             for capability, provision in report.capabilities.items()
         },
+        "compared": dict(COMPARED),
         "runner": [
             {
                 "device": one.device or None,

@@ -74,11 +74,12 @@ def offered_blocks(params: Mapping[str, Any]) -> list[list[int]]:
 
 
 class Client:
-    """An asynchronous client of one server."""
+    """An asynchronous client of one server, whose model (or adapter) it asks for by one name."""
 
-    def __init__(self, base_url: str, http: httpx.AsyncClient) -> None:
+    def __init__(self, base_url: str, http: httpx.AsyncClient, model: str = "model") -> None:
         self.base_url = base_url
         self.http = http
+        self.model = model
 
     async def complete(
         self,
@@ -126,7 +127,7 @@ class Client:
     ) -> dict[str, Any]:
         """What a greedy completion is asked with, for httpx."""
         body: dict[str, Any] = {
-            "model": "model",
+            "model": self.model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,

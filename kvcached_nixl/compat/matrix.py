@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support matrix, as Markdown, from the tables of `series`. ``python -m kvcached_nixl.compat.matrix`` prints it."""
+"""The support matrix, as Markdown, of the tables in `series` and `compared`.
+
+``python -m kvcached_nixl.compat.matrix`` prints it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
+from kvcached_nixl.compat.compared import COMPARED
 from kvcached_nixl.compat.series import CHANGES, PROVIDES, ROWS, Era, Row
 from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED
 
@@ -45,7 +49,7 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
 
 
 def markdown() -> str:
-    """Four tables: what was run with each series, what it provides, what geometry, and what changed when."""
+    """Tables: what was run with each series, what it provides, what geometry, what is compared, what changed when."""
     return "\n\n".join(
         [
             f"With kvcached {KVCACHED_SUPPORTED.removeprefix('==')}. Anything else is refused at start.",
@@ -58,6 +62,7 @@ def markdown() -> str:
                 ["geometry", *(f"vLLM {_span(row for row in ROWS if row.shape.era is era)}" for era in Era)],
                 [[what, *(cells[era] for era in Era)] for what, cells in _GEOMETRY.items()],
             ),
+            _table(["of two engines", "what is compared; if it differs, the hand-over fails"], COMPARED.items()),
             _table(["since vLLM", "what this package has to know"], [[one.since, one.what] for one in CHANGES]),
         ]
     )

@@ -5,16 +5,18 @@ and what is kept is revoked by pauses, on both sides, in any order."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
@@ -31,6 +33,7 @@ CONNECTOR: dict[str, Any] = {
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "1"}
 PROMPT = [3 + place % 500 for place in range(100)]
 TOKENS = 8
+LAYERS = "base_model.model.model.layers"
 INSTALLED = Version(version("vllm"))
 PAUSED_SECONDS = 5.0
 """A pause returns within a second or two; this machine may have others on it."""
@@ -228,3 +231,68 @@ async def _pauses(prefill: Server, decode: Server) -> None:
         outcome = (await asyncio.gather(fetching, return_exceptions=True))[0]
         assert isinstance(outcome, AnswerError) or outcome == expected
         assert await asking.fetched() == expected
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_adapters_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
+    """Finding A2: one name and other adapters, other names and the same, one that is loaded anew under its name."""
+    model = models.make_model()
+    folders = [adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2)]
+    copied = tmp_path / "copied"
+    shutil.copytree(folders[0], copied)
+    arguments = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
+    specs = [spec(name, model, mode, *arguments) for name in ("prefill", "decode")]
+    allowed = {**KVCACHED, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}
+    with running([replace(one, environment=allowed) for one in specs], tmp_path) as (prefill, decode):
+        asyncio.run(_adapters(prefill, decode, *folders, copied))
+        for one in (prefill, decode):
+            one.check_alive()
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of what computes K and V, drawn from ``seed``."""
+    shape, rank = models.GQA, 8
+    drawn = torch.Generator().manual_seed(seed)
+    sizes = {"lora_A": (rank, shape.hidden), "lora_B": (shape.kv_heads * shape.head_dim, rank)}
+    weights = {
+        f"{LAYERS}.{layer}.self_attn.{name}.{part}.weight": torch.randn(size, generator=drawn) * 0.3
+        for layer in range(shape.layers)
+        for name in ("k_proj", "v_proj")
+        for part, size in sizes.items()
+    }
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["k_proj", "v_proj"]}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, copied: Path) -> None:
+    async with http_client(8) as http:
+
+        async def load(server: Server, name: str, folder: Path, load_inplace: bool = False) -> Client:
+            client = Client(server.base_url, http, name)
+            body = {"lora_name": name, "lora_path": str(folder), "load_inplace": load_inplace}
+            await asking._call(client, "/v1/load_lora_adapter", body)
+            return client
+
+        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
+        base = (await asking.alone(asking.prefill)).token_ids
+        asking.prefill = await load(prefill, "a", first)
+        expected = (await asking.alone(asking.prefill)).token_ids
+        assert expected != base, "the adapter must change something for this to show anything"
+        # Of the model alone, and of another adapter that has the same name.
+        await asking.refused()
+        other = await load(decode, "a", second)
+        assert expected != (await asking.alone(other)).token_ids
+        await asking.refused(decode=other)
+        same = await load(decode, "another-name", copied)
+        assert await asking.fetched(decode=same) == expected, "the same adapter under another name"
+        # Prefill's is replaced: what it has cached under that name was computed by its predecessor.
+        kept = await asking.offered()
+        asking.prefill = await load(prefill, "a", second, load_inplace=True)
+        updated = (await asking.alone(asking.prefill)).token_ids
+        assert updated != expected
+        again = await asking.offered(kept.salt)
+        await asking.refused(again, decode=same)
+        assert await asking.fetched(decode=other) == updated
