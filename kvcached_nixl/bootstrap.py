@@ -16,6 +16,7 @@ cannot be imported any more.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -115,6 +116,9 @@ def _start() -> Installation:
     from kvcached_nixl.patching import Registry
 
     installation = Installation(Registry(_judge, _announce))
+    # As early as this, so that it runs as late: after what ends the engines that this process starts. No finalizer of
+    # weakref's: the first one decides when all of them run, and multiprocessing waits before that for engines to end.
+    atexit.register(_clear_left)
     for root in ROOTS:
         wrapt.register_post_import_hook(installation.on_root_import, root)
     try:
@@ -133,6 +137,12 @@ def _host_memory() -> Activation | None:
     from kvcached_nixl.hostvmm.activation import activate
 
     return activate()
+
+
+def _clear_left() -> None:
+    from kvcached_nixl.compat.engine_name import clear_left
+
+    clear_left()
 
 
 def _judge(patch: Patch) -> str | None:

@@ -25,7 +25,7 @@ from kvcached_nixl.compat.private import private
 from kvcached_nixl.errors import ContractChanged, NameRefused
 from kvcached_nixl.naming.claim import Claim, Places, clear_abandoned, join, take
 
-__all__ = ["give_up_name", "join_engine", "own_engine", "withdraw_name"]
+__all__ = ["clear_left", "give_up_name", "join_engine", "own_engine", "withdraw_name"]
 
 _RIDES = "kvcached_nixl_name"
 """What an engine's own name is called on vLLM's configuration, which vLLM hands to every worker, wherever that runs."""
@@ -45,7 +45,6 @@ class _Held:
 
 class _Holder:
     held: _Held | None = None
-    clearing: Any = None
 
 
 def withdraw_name() -> tuple[str, ...]:
@@ -64,9 +63,6 @@ def withdraw_name() -> tuple[str, ...]:
         return ("kvcached is not installed",)
     wish = _read(utils, "_obtain_default_ipc_name")()
     _set(f"{wish[:40]}-none-{os.getpid()}")
-    if _Holder.clearing is None:
-        # A finalizer and not atexit: they run newest first, so after those that end the engines this process starts.
-        _Holder.clearing = weakref.finalize(_Holder, clear_abandoned, _places(utils), DYING_SECONDS)
     return (f"every engine makes a kvcached name of its own from {wish!r}",)
 
 
@@ -122,6 +118,13 @@ def give_up_name() -> None:
     if held is not None:
         held.claim.release()
         withdraw_name()
+
+
+def clear_left() -> None:
+    """Remove what engines that this process started, and others, have left; for the end of a process."""
+    utils = sys.modules.get("kvcached.utils")
+    if utils is not None:
+        clear_abandoned(_places(utils), DYING_SECONDS)
 
 
 def _refuse_second() -> None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -162,8 +162,7 @@ def activate(environment: Mapping[str, str] = os.environ) -> Activation:
         return Activation("the installed kvcached is not the build on host memory", active=False)
     activation = Activation("kvcached on host memory", active=True)
     # vLLM's engines leave by os._exit, so nobody else takes away the account of the last one that this process started.
-    # A finalizer and not atexit: they run newest first, so after those that end engines.
-    weakref.finalize(activate, clear_abandoned)
+    atexit.register(clear_abandoned)
     pins = pinning.REGISTRATION_VARIABLE in environment
     for hook in (*HOOKS, *(PINNING_HOOKS if pins else ())):
         wrapt.when_imported(hook.module)(partial(_apply, activation, hook))

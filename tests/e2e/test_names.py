@@ -32,6 +32,7 @@ from experiments.common.servers import (
     ENVIRONMENT,
     GIVES_BACK,
     INHERITED_PREFIXES_DROPPED,
+    REPOSITORY,
     SERVER_SIDE,
     Server,
     ServerSpec,
@@ -164,7 +165,12 @@ def test_two_decode_servers_with_one_name(tmp_path: Path, expected: list[list[in
 def run_script(what: str, name: str = "") -> dict[str, Any]:
     """One script whose engines have nothing but its environment; without a name that is none at all."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
-    environment |= {**ENVIRONMENT, "PYTHONPATH": str(SERVER_SIDE), "KVCACHED_HOSTVMM_DEVICE": f"kvx{uuid.uuid4().hex}"}
+    own_device = f"kvx{uuid.uuid4().hex}"
+    environment |= {
+        **ENVIRONMENT,
+        "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{REPOSITORY}",
+        "KVCACHED_HOSTVMM_DEVICE": own_device,
+    }
     environment |= device.environment(KVCACHED, 1, forks=False) | ({"KVCACHED_IPC_NAME": name} if name else {})
     model = str(make_model(MODEL))
     done = subprocess.run(
@@ -177,6 +183,7 @@ def run_script(what: str, name: str = "") -> dict[str, Any]:
         start_new_session=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert left_by(own_device) == []
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,3 +118,25 @@ def test_on_host_memory_a_broken_emulator_stops_the_start(own: Environment, on_h
     broken = own.probe("vllm", "create=NixlConnector", path=(on_host_memory,), **ON)
     assert whole["created"] == ["NixlPullConnector"]
     assert broken["created"][0].startswith("StartRefused") and "hooks are broken" in broken["created"][0]
+
+
+ENDS = """
+import time, weakref
+import vllm
+import multiprocessing
+class Client: pass
+client, engine = Client(), multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+engine.start()
+weakref.finalize(client, engine.terminate)
+print(int(time.time()))
+"""
+
+
+@pytest.mark.parametrize("where", ["tree", "on_host_memory"])
+def test_a_script_ends_whose_engine_ends_with_it(
+    with_wheel: Environment, tree: Callable[..., Path], on_host_memory: Path, where: str
+) -> None:
+    """vLLM's engines end in finalizers, before multiprocessing waits for them: unless somebody makes one too early."""
+    path = tree("0.28.0") if where == "tree" else on_host_memory
+    done = with_wheel.run("-c", ENDS, path=(path,), **ON)
+    assert time.time() - int(done.stdout) < 30

@@ -53,7 +53,6 @@ def kvcached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
         modules[name].DEFAULT_IPC_NAME = "wish"
     modules["tp_ipc_util"].SOCKET_DIR = utils.get_tp_socket_dir()
     monkeypatch.setattr(engine_name._Holder, "held", None)
-    monkeypatch.setattr(engine_name._Holder, "clearing", object())
     yield modules
     engine_name.give_up_name()
 
