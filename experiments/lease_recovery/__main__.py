@@ -27,8 +27,10 @@ What do clients get when servers die, stand still or come late, and how soon is 
 
 Starts a prefill and a decode server with a pool of 96 blocks and leases of 3 s, and asks them without a pause while, in
 an order that is drawn: either is killed at a random moment and another started on its ports; either stands still
-(SIGSTOP) for less and for more than a lease; clients go away in every phase, among them while decode has no room for
-them; decode comes with the parameters of a lease that has ended and whose blocks others have had. Over kvcached pulling
+(SIGSTOP) for less and for more than a lease; prefill stays away until decode has its memory back; clients go away in
+every phase, among them while decode has no room for them; decode comes with the parameters of a lease that has ended
+and whose blocks others have had; an operator pauses either or both, in every mode, resets caches with running requests,
+and changes the weights of one after the other. Over kvcached pulling
 and pushing, directly and staged, over registrations that follow its pages and that do not, and the stock connector
 beside it. Every answer is compared with what a server gives alone."""
 
@@ -36,6 +38,7 @@ EPILOG = """\
 targets, for the arms over kvcached:
   at least 300 requests; none answered HTTP 200 with a wrong token; none without an end
   after every fault requests are answered rightly again, without anything else being restarted
+  a pause or a reset of an engine that serves returns within 5 s
   blocks and kvcached's mapped pages are back at their idle level within a lease and two heartbeats, on both sides
 
 exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
@@ -100,6 +103,7 @@ def main(options: argparse.Namespace) -> int:
             "arms": [
                 {
                     "arm": one.arm,
+                    "told": [dataclasses.asdict(told) for told in one.told],
                     "recoveries": [dataclasses.asdict(recovery) for recovery in one.recoveries],
                     "requests": [
                         {"fault": fault, "verdict": verdict, "count": count}
@@ -124,9 +128,12 @@ def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrat
     async def put_through_it(running: Running) -> Outcome:
         traffic = Traffic(running.servers, arm.mode, prompts(12))
         await traffic.learn()
-        chaos = Chaos(running, traffic, narrator.update)
+        if arm.kvcached:
+            await traffic.learn_other()
+        # What others compute with other weights, or have cached of them, would only be shown to be wrong.
+        chaos = Chaos(running, traffic, narrator.update, is_operated=arm.kvcached)
         await chaos.run(options.rounds, LEAST_REQUESTS)
-        return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries)
+        return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)
 
     with Running(arm.specs(options.policy), RESULTS / stamp, narrator.update) as running:
         narrator.say(f"{arm.name}: starting")

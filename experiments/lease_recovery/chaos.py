@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,10 +19,11 @@ from typing import NamedTuple
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from experiments.common.client import Client, http_client
 from experiments.common.pages import PageWatch
 from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.traffic import HANG_SECONDS, Ended, Traffic
+from experiments.lease_recovery.traffic import FIRST_WEIGHTS, HANG_SECONDS, OTHER_WEIGHTS, Ended, Traffic
 
 CLIENTS = 4
 PAUSE_SECONDS = 0.1
@@ -32,6 +34,8 @@ STALE_REQUESTS = 50
 # A lease outlives a heartbeat that is late by half of it.
 _SHORTER_SECONDS, _LONGER_SECONDS = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
 SHORTER, LONGER = f"{_SHORTER_SECONDS:.2f} s", f"{_LONGER_SECONDS:.0f} s"
+GONE = "prefill is killed and stays away"
+MEANWHILE = "decode, while prefill stays away"
 _USAGE = "vllm:kv_cache_usage_perc"
 _LEASES_ENDED = "vllm:nixl_num_kv_expired_reqs_total"
 
@@ -55,6 +59,14 @@ class Recovery:
     leases_ended: int | None = None
 
 
+@dataclass(frozen=True)
+class Told:
+    """What an operator asked a server for while it served, and how long that took."""
+
+    what: str
+    seconds: float
+
+
 class Held(NamedTuple):
     """What a server holds: a share of its blocks, and bytes that kvcached has mapped."""
 
@@ -67,15 +79,20 @@ class Chaos:
 
     Args:
         running: the pair, P and D.
+        is_operated: whether an operator pauses them, resets their caches and changes their weights, too.
         seed: of everything that is drawn.
     """
 
-    def __init__(self, running: Running, traffic: Traffic, say: Callable[[str], None], seed: int = 11) -> None:
+    def __init__(
+        self, running: Running, traffic: Traffic, say: Callable[[str], None], *, is_operated: bool, seed: int = 11
+    ) -> None:
         self.running = running
         self.traffic = traffic
         self.say = say
+        self.is_operated = is_operated
         self.draw = random.Random(seed)
         self.recoveries: list[Recovery] = []
+        self.told: list[Told] = []
         self._asking = asyncio.Event()
         self._idle: list[Held] = []
 
@@ -91,6 +108,16 @@ class Chaos:
             "clients go away": self._clients_go_away,
             "clients go away while they wait": self._clients_of_a_burst_go_away,
             "stale parameters": self._stale,
+            GONE: self._prefill_is_gone,
+        } | (self._operations() if self.is_operated else {})
+
+    def _operations(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {
+            "prefill is paused": lambda: self._pause(0),
+            "decode is paused": lambda: self._pause(1),
+            "both are paused": lambda: self._pause(*self.draw.sample([0, 1], 2)),
+            "caches are reset": self._reset,
+            "weights change": self._change_weights,
         }
 
     async def run(self, rounds: int, least_requests: int) -> None:
@@ -98,7 +125,7 @@ class Chaos:
         # A pool's first page stays mapped once it was used, and its null block counts as used.
         await self.traffic.one()
         await asyncio.sleep(GIVE_UP_SECONDS)
-        self._idle = await self._held()
+        self._idle = [held for _, held in await self._held()]
         async with self._clients():
             for turn in range(rounds):
                 kinds = list(self.faults().items())
@@ -166,23 +193,23 @@ class Chaos:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _memory_seconds(self) -> float | None:
-        """How long both sides take to hold no block of a request, and no page beyond what they hold at rest."""
+    async def _memory_seconds(self, *sides: int) -> float | None:
+        """How long these, or both, take to hold no block of a request, and no page beyond what they hold at rest."""
         began = time.monotonic()
         while time.monotonic() - began < GIVE_UP_SECONDS:
-            held = await self._held()
-            if all(
-                now.blocks <= idle.blocks and now.bytes <= idle.bytes
-                for now, idle in zip(held, self._idle, strict=True)
-            ):
+            held = await self._held(*sides)
+            if all(now.blocks <= self._idle[side].blocks and now.bytes <= self._idle[side].bytes for side, now in held):
                 return time.monotonic() - began
             await asyncio.sleep(LOOK_SECONDS)
         return None
 
-    async def _held(self) -> list[Held]:
+    async def _held(self, *sides: int) -> list[tuple[int, Held]]:
+        """(side, what it holds)."""
+        servers = self.running.servers
         async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
             return [
-                Held(max(await _metric(http, server, _USAGE)), mapped_bytes(server)) for server in self.running.servers
+                (side, Held(max(await _metric(http, servers[side], _USAGE)), mapped_bytes(servers[side])))
+                for side in sides or range(len(servers))
             ]
 
     # ------------------------------------------------------------------------------------------------------ the faults
@@ -207,6 +234,49 @@ class Chaos:
     async def _clients_of_a_burst_go_away(self) -> None:
         """More than decode has room for: some wait, and of those, half do not wait long."""
         await asyncio.gather(*(self.traffic.one(self.draw.uniform(0.3, 2.0) if n % 2 else None) for n in range(20)))
+
+    async def _prefill_is_gone(self) -> None:
+        """Nobody comes back at its address until decode has all of its memory."""
+        self.running.servers[0].kill()
+        began = time.monotonic()
+        memory = await self._memory_seconds(1)
+        self.recoveries.append(Recovery(MEANWHILE, time.monotonic() - began, 0.0, memory))
+        self.running.replace(0)
+        await asyncio.to_thread(self.running.ready)
+
+    async def _pause(self, *sides: int) -> None:
+        """With clients that ask on."""
+        for side in sides:
+            mode, clears = self.draw.choice(["keep", "wait", "abort"]), self.draw.choice(["true", "false"])
+            await self._tell(side, "pause", mode=mode, clear_cache=clears)
+            await asyncio.sleep(self.draw.uniform(0.0, 1.0))
+        for side in self.draw.sample(sides, len(sides)):
+            await self._tell(side, "resume")
+
+    async def _reset(self) -> None:
+        for side in self.draw.choices([0, 1], k=6):
+            await self._tell(side, "reset_prefix_cache", reset_running_requests="true")
+            await asyncio.sleep(self.draw.uniform(0.0, 0.5))
+
+    async def _change_weights(self) -> None:
+        """One side after the other, and back: as an operator does who wants no answer of two weights."""
+        self.traffic.other_until_seconds = math.inf
+        for seed in (OTHER_WEIGHTS, FIRST_WEIGHTS):
+            for side in self.draw.sample([0, 1], 2):
+                await self._tell(side, "pause", mode=self.draw.choice(["wait", "abort"]), clear_cache="true")
+                async with http_client(1) as http:
+                    await Client(self.running.servers[side].base_url, http).probe("other_weights", seed)
+                await self._tell(side, "resume")
+                await asyncio.sleep(self.draw.uniform(0.0, 1.5))
+        self.traffic.other_until_seconds = time.monotonic()
+
+    async def _tell(self, side: int, what: str, **query: str) -> None:
+        server = self.running.servers[side]
+        began = time.monotonic()
+        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
+            reply = await http.post(f"{server.base_url}/{what}", params=query)
+        reply.raise_for_status()
+        self.told.append(Told(f"{what} {query.get('mode', '')}".strip(), time.monotonic() - began))
 
     async def _stale(self) -> None:
         await self.traffic.stale(STALE_REQUESTS, LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)

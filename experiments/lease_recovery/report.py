@@ -13,11 +13,13 @@ from rich.table import Table
 
 from experiments.common.targets import Verdict
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.chaos import SHORTER, Recovery
+from experiments.lease_recovery.chaos import SHORTER, Recovery, Told
 from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended
 
 LEAST_REQUESTS = 300
 MEMORY_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS
+TOLD_SECONDS = 5.0
+"""A second or two beside what else these cores do."""
 VERDICTS = ("right", "wrong", "error", "no connection", "went away", "hangs")
 
 
@@ -29,6 +31,7 @@ class Outcome:
     ours: bool
     ended: Sequence[Ended]
     recoveries: Sequence[Recovery]
+    told: Sequence[Told]
 
 
 def judge(outcome: Outcome) -> list[Verdict]:
@@ -38,6 +41,7 @@ def judge(outcome: Outcome) -> list[Verdict]:
     memory = max((_seconds(one.memory_seconds) for one in outcome.recoveries), default=math.inf)
     outlived = [one for one in outcome.recoveries if one.fault.endswith(SHORTER)]
     ended = sum(one.leases_ended or 0 for one in outlived)
+    told = max((one.seconds for one in outcome.told), default=math.inf)
     stale = Counter(one.verdict for one in outcome.ended if one.fault == OUT_OF_DATE)
     return [
         Verdict(
@@ -55,6 +59,9 @@ def judge(outcome: Outcome) -> list[Verdict]:
             f"{outcome.arm}: memory is back within {MEMORY_BACK_SECONDS:.1f} s (a lease and two heartbeats)",
             _said([memory]),
             memory <= MEMORY_BACK_SECONDS,
+        ),
+        Verdict(
+            f"{outcome.arm}: pauses and resets return within {TOLD_SECONDS:.0f} s", _said([told]), told <= TOLD_SECONDS
         ),
         Verdict(
             f"{outcome.arm}: no lease ends while a server stands still for {SHORTER}",

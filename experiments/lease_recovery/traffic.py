@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from experiments.lease_recovery.arms import TOKENS
 Verdict = Literal["right", "wrong", "error", "no connection", "went away", "hangs"]
 OUT_OF_DATE = "parameters out of date"
 """What was going on for a request whose decode comes too late; others are asked meanwhile."""
+FIRST_WEIGHTS, OTHER_WEIGHTS = "0", "5"
+"""Of the KV probe: those that a server starts with, and some that differ."""
 HANG_SECONDS = 90.0
 """Longer than anything here may take, a handshake that is tried again among it, on a busy machine."""
 
@@ -39,13 +42,18 @@ class Ended:
 class Traffic:
     """Requests through both servers, and what became of them.
 
-    ``expected``: what each prompt's answer is.
+    Attributes:
+        expected: what each prompt's answer is.
+        other: what it is with the weights that ``OTHER_WEIGHTS`` stands for.
+        other_until_seconds: a request that began before may have been computed with either weights, but not with both.
     """
 
     pair: Sequence[Server]
     mode: str
     prompts: Sequence[list[int]]
     expected: list[list[int]] = field(default_factory=list)
+    other: list[list[int]] = field(default_factory=list)
+    other_until_seconds: float = -math.inf
     ended: list[Ended] = field(default_factory=list)
     fault: str = "none"
 
@@ -58,11 +66,24 @@ class Traffic:
 
     async def learn(self) -> None:
         """Let prefill answer every prompt by itself."""
+        self.expected = await self._alone("alone")
+
+    async def learn_other(self) -> None:
+        """The same with the other weights, which prefill has for that time."""
+        async with http_client(1) as http:
+            prefill = Client(self.pair[0].base_url, http)
+            await prefill.probe("other_weights", OTHER_WEIGHTS)
+            self.other = await self._alone("other")
+            await prefill.probe("other_weights", FIRST_WEIGHTS)
+
+    async def _alone(self, name: str) -> list[list[int]]:
         async with http_client(1) as http:
             client = Client(self.pair[0].base_url, http)
-            for number, prompt in enumerate(self.prompts):
-                names = {"salt": f"alone-{number}", "request_id": f"alone-{number}"}
-                self.expected.append((await client.answer(prompt, max_tokens=TOKENS, **names)).token_ids)
+            names = [f"{name}-{number}" for number in range(len(self.prompts))]
+            return [
+                (await client.answer(prompt, max_tokens=TOKENS, salt=one, request_id=one)).token_ids
+                for one, prompt in zip(names, self.prompts, strict=True)
+            ]
 
     async def one(self, leaves_after_seconds: float | None = None) -> Ended:
         """One request, P first, then D; its client goes away after that time."""
@@ -70,7 +91,7 @@ class Traffic:
         fault, began = self.fault, time.monotonic()
         try:
             async with asyncio.timeout(leaves_after_seconds or HANG_SECONDS):
-                verdict, detail = await self._ask(number)
+                verdict, detail = await self._ask(number, began)
         except TimeoutError:
             verdict, detail = ("went away", "") if leaves_after_seconds else ("hangs", f"request {number}")
         self.ended.append(Ended(verdict, fault, began, time.monotonic(), detail))
@@ -89,11 +110,11 @@ class Traffic:
                 await prefill.answer(prompt, max_tokens=1, salt=f"after-{names[0]}-{number}", request_id="after")
             for name, n, params in zip(names, which, held, strict=True):
                 began = time.monotonic()
-                verdict, detail = await self._decode(decode, name, n, params)
+                verdict, detail = await self._decode(decode, name, n, params, began)
                 self.ended.append(Ended(verdict, OUT_OF_DATE, began, time.monotonic(), detail))
         return self.ended[first:]
 
-    async def _ask(self, number: int) -> tuple[Verdict, str]:
+    async def _ask(self, number: int, began: float) -> tuple[Verdict, str]:
         which, name = number % len(self.prompts), f"r-{number}"
         async with http_client(1) as http:
             prefill, decode = (Client(server.base_url, http) for server in self.pair)
@@ -103,7 +124,7 @@ class Traffic:
                 return "error", str(error)
             except httpx.HTTPError as error:
                 return "no connection", repr(error)
-            return await self._decode(decode, name, which, params)
+            return await self._decode(decode, name, which, params, began)
 
     async def _prefill(self, prefill: Client, name: str, prompt: list[int]) -> dict[str, Any]:
         params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -115,7 +136,9 @@ class Traffic:
             raise AnswerError(f"prefill answered {name} without kv_transfer_params")
         return offered
 
-    async def _decode(self, decode: Client, name: str, which: int, params: dict[str, Any]) -> tuple[Verdict, str]:
+    async def _decode(
+        self, decode: Client, name: str, which: int, params: dict[str, Any], began: float
+    ) -> tuple[Verdict, str]:
         try:
             answer = await decode.complete(
                 self.prompts[which], max_tokens=TOKENS, salt=name, request_id=name, kv_transfer_params=params
@@ -125,6 +148,7 @@ class Traffic:
             return "error", str(error)
         except httpx.HTTPError as error:
             return "no connection", repr(error)
-        if found == self.expected[which]:
+        right = [self.expected[which], *([self.other[which]] if began < self.other_until_seconds else [])]
+        if found in right:
             return "right", ""
-        return "wrong", f"{name}: found {found}; expected {self.expected[which]}"
+        return "wrong", f"{name}: found {found}; expected {' or '.join(map(str, right))}"

@@ -147,7 +147,7 @@ def until(found: Callable[[], Any], seconds: float) -> bool:
 
 def prefill(folder: Path) -> None:
     rank = Rank("prefill", folder)
-    manifest = Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, BLOCK_SIZE, (1, 1), (), 300.0)
+    manifest = Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, BLOCK_SIZE, (1, 1), (), 300.0, 0)
     # Backwards, so that each block is a descriptor of its own.
     blocks = list(reversed(range(NUM_BLOCKS)))
     rank.thread.submit(

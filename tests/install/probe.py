@@ -79,14 +79,15 @@ def state(created: list[str]) -> dict[str, Any]:
 
 
 def layers() -> tuple[dict[str, int], list[str]]:
-    """Wrappers around each attribute of vLLM's connector classes, and traces that kvcached's own patch leaves."""
+    """Wrappers around each attribute of vLLM's classes, and traces that kvcached's own patch leaves."""
     wrapped: dict[str, int] = {}
     traces: list[str] = []
-    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith((KV, "vllm.v1."))]
+    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("vllm.")]
     for module in modules:
         for cls in (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__):
             for attribute, entry in vars(cls).items():
                 depth = 0
+                entry = entry.fget if isinstance(entry, property) else entry
                 while type(entry).__name__ == "FunctionWrapper":
                     depth, entry = depth + 1, entry.__wrapped__
                 if depth:

@@ -365,9 +365,16 @@ class KvProbe:
         return {"planted": kind, "index": int(index)}
 
     def kv_probe_other_weights(self, seed: str) -> dict[str, Any]:
-        """Change the weights in place, as a trainer does that sends some; equal on all servers for one seed."""
+        """Change the weights in place, as a trainer does that sends some; equal on all servers for one seed.
+
+        0 stands for the weights of the start.
+        """
         generator = torch.Generator().manual_seed(int(seed))
+        parameters = sorted(self.model_runner.get_model().named_parameters())
+        if not hasattr(self, "_kv_probe_weights"):
+            self._kv_probe_weights = [parameter.detach().clone() for _, parameter in parameters]
         with torch.no_grad():
-            for _, parameter in sorted(self.model_runner.get_model().named_parameters()):
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            for (_, parameter), first in zip(parameters, self._kv_probe_weights, strict=True):
+                change = 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.copy_(first + change if int(seed) else first)
         return {}

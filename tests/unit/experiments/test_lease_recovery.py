@@ -15,10 +15,11 @@ from rich.console import Console
 from experiments.common.client import AnswerError, Client
 from experiments.common.targets import table_of_targets
 from experiments.lease_recovery.arms import PULL, PUSH, STOCK, prompts
-from experiments.lease_recovery.chaos import SHORTER, Recovery
+from experiments.lease_recovery.chaos import SHORTER, Recovery, Told
 from experiments.lease_recovery.report import (
     LEAST_REQUESTS,
     MEMORY_BACK_SECONDS,
+    TOLD_SECONDS,
     Outcome,
     judge,
     table_of_faults,
@@ -32,12 +33,15 @@ FINE = KILLED, OUTLIVED
 RIGHT = Ended("right", "none", 0.0, 1.0)
 
 
-def reached(ended: Sequence[Ended], *recoveries: Recovery) -> list[bool]:
-    return [verdict for _, _, verdict in judge(Outcome("pull", True, ended, recoveries))]
+PAUSED = (Told("pause keep", TOLD_SECONDS),)
+
+
+def reached(ended: Sequence[Ended], *recoveries: Recovery, told: Sequence[Told] = PAUSED) -> list[bool]:
+    return [verdict for _, _, verdict in judge(Outcome("pull", True, ended, recoveries, told))]
 
 
 def test_everything_as_promised_is_reached() -> None:
-    assert reached([RIGHT] * LEAST_REQUESTS, *FINE) == [True] * 7
+    assert reached([RIGHT] * LEAST_REQUESTS, *FINE) == [True] * 8
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def test_everything_as_promised_is_reached() -> None:
         ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, None, 1.0), 4),
         ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, 1.0, MEMORY_BACK_SECONDS + 0.01), 5),
         ([RIGHT] * LEAST_REQUESTS, Recovery("x", 1.0, 1.0, None), 5),
-        ([RIGHT] * LEAST_REQUESTS, Recovery(STOOD, 1.0, 1.0, 0.1, 1), 6),
+        ([RIGHT] * LEAST_REQUESTS, Recovery(STOOD, 1.0, 1.0, 0.1, 1), 7),
     ],
     ids=["too few", "wrong", "hangs", "no answer any more", "memory late", "memory never", "a lease ends"],
 )
@@ -58,7 +62,13 @@ def test_each_target_can_be_missed(ended: list[Ended], recovery: Recovery, misse
 
 
 def test_a_target_that_was_not_tried_is_missed() -> None:
-    assert [number for number, one in enumerate(reached([RIGHT] * LEAST_REQUESTS, KILLED)) if not one] == [6]
+    assert [number for number, one in enumerate(reached([RIGHT] * LEAST_REQUESTS, KILLED)) if not one] == [7]
+
+
+@pytest.mark.parametrize("told", [(), (*PAUSED, Told("pause wait", TOLD_SECONDS + 0.01))], ids=["none", "late"])
+def test_an_operator_who_waits_or_did_not_come_is_a_miss(told: Sequence[Told]) -> None:
+    found = reached([RIGHT] * LEAST_REQUESTS, *FINE, told=told)
+    assert [number for number, one in enumerate(found) if not one] == [6]
 
 
 def test_a_wrong_stale_answer_is_counted_as_both() -> None:
@@ -69,7 +79,7 @@ def test_a_wrong_stale_answer_is_counted_as_both() -> None:
 def test_the_tables_say_it() -> None:
     console = Console(width=220, record=True, file=io.StringIO())
     recoveries = [*FINE, Recovery("decode is killed", 21.0, 3.0, None)]
-    outcome = Outcome("pull", True, [RIGHT, Ended("error", "decode is killed", 0.0, 1.0)], recoveries)
+    outcome = Outcome("pull", True, [RIGHT, Ended("error", "decode is killed", 0.0, 1.0)], recoveries, PAUSED)
     console.print(table_of_faults([outcome], "faults"))
     console.print(table_of_targets(judge(outcome)))
     said = console.export_text()
@@ -96,8 +106,13 @@ def test_what_an_answer_counts_as(answer: Any, verdict: Verdict, monkeypatch: py
             return {"choices": [{"token_ids": answer, "logprobs": logprobs}]}
 
     traffic = Traffic((), "pull", [[3]], [[1, 2]])
-    found, detail = asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}))
+    found, detail = asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}, 5.0))
     assert found == verdict and bool(detail) is (verdict != "right")
+    # While weights change, what one of both makes is right; it is not for who asks later.
+    traffic.other, traffic.other_until_seconds = [[1, 3]], 4.0
+    assert asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}, 5.0))[0] == verdict
+    if answer == [1, 3]:
+        assert asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}, 3.0))[0] == "right"
 
 
 def test_the_stock_arm_differs_in_nothing_but_the_memory() -> None:
