@@ -444,7 +444,7 @@ def test_an_engine_of_another_arrangement_is_refused_in_words(node: Callable[...
     decode = node(DECODE_FILLING, dataclasses.replace(RESERVED, contiguous=True))
     decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
     ends_by_policy("fail", decode, prefill)
-    assert "found non-contiguous; expected contiguous" in decode.log.text and prefill.tag != decode.tag
+    assert "non-contiguous; expected contiguous" in decode.log.text and prefill.tag != decode.tag
     assert "KVCACHED_CONTIGUOUS_LAYOUT" in decode.log.text
     assert decode.account["kvcached_nixl_failures"] == [Cause.REFUSED]
     computed_alone(prefill)
