@@ -73,8 +73,8 @@ class RequestReader:
         found, self._is_renamed = self._is_renamed, False
         return found
 
-    def forget(self, adapter: int | None) -> None:
-        """An adapter is loaded anew, or gone; None: that may be so of any."""
+    def forget(self, adapter: int) -> None:
+        """An adapter is loaded anew, or gone."""
         self._adapters.forget(adapter)
 
     def _unknown(self, words: str) -> None:

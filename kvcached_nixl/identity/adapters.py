@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What LoRA adapters hold: an engine's own numbers of them -> their content. Once per engine, on its thread.
 
-vLLM's workers read an adapter when it is first used, again after it had to make room, and whenever a request says
-``load_inplace``; nobody says when. So what is known of an adapter counts as long as its files are those that were there
-when it was first seen. An adapter whose files have been replaced since is like no other one, until it is loaded anew.
+vLLM's workers read an adapter when it is added or first used, again after it had to make room, and whenever a request
+says ``load_inplace``; nobody says when. So what is known of an adapter counts as long as its files are those that were
+there when it was first seen, before any worker reads them. An adapter whose files have been replaced since is like no
+other one, until it is loaded anew.
 """
 
 from __future__ import annotations
@@ -85,11 +86,10 @@ class Adapters:
             return self._none(number, f"the files of the adapter at {path} have been replaced since it was loaded")
         return known.content
 
-    def forget(self, number: int | None) -> None:
-        """It is loaded anew, or gone; None: that may be so of any."""
-        for one in [number] if number is not None else [*self._known, *self._said]:
-            self._known.pop(one, None)
-            self._said.discard(one)
+    def forget(self, number: int) -> None:
+        """It is loaded anew, or gone."""
+        self._known.pop(number, None)
+        self._said.discard(number)
 
     def _none(self, number: int, words: str) -> str:
         if number not in self._said:

@@ -69,8 +69,12 @@ class Reader(Protocol):
         """Whether, since the last call, a name of an adapter has come to mean another one."""
         ...
 
-    def forget(self, adapter: int | None) -> None:
-        """A LoRA adapter is loaded anew, or gone; None: that may be so of any."""
+    def adapter_of(self, lora_request: Any) -> str:
+        """What the LoRA adapter of a request holds, known from the first time on; asked before it is loaded."""
+        ...
+
+    def forget(self, adapter: int) -> None:
+        """A LoRA adapter is loaded anew, or gone."""
         ...
 
 

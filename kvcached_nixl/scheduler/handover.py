@@ -129,8 +129,10 @@ class HandOver:
             self._freshen()
 
     def adapters_changed(self, adapter: int | None = None) -> None:
-        """A LoRA adapter was loaded in place of what had its number, or is gone; None: that may be so of any."""
-        self.read.forget(adapter)
+        """A LoRA adapter is loaded in place of what had its number, or is gone; None: that may be so of any."""
+        # Of any nobody says what was loaded: it counts only if its files are still those that were known before.
+        if adapter is not None:
+            self.read.forget(adapter)
         self.weights_changed(adapter or ANY_ADAPTER)
 
     def paused(self, *, grace_seconds: float, clears: bool) -> None:

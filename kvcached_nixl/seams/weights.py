@@ -121,12 +121,12 @@ ADD_LORA = _of_engine("add_lora", ("lora_request",), _ADAPTER, "load_inplace")
 @ADD_LORA.around
 def add_lora(call: Call) -> Any:
     request = call.argument("lora_request")
-    try:
-        return call.proceed()
-    finally:
+    for side in bound_sides(call.instance.scheduler):
         if request.load_inplace:
-            for side in bound_sides(call.instance.scheduler):
-                side.adapters_changed(request.lora_int_id)
+            side.adapters_changed(request.lora_int_id)
+        # Files that are replaced after the workers have read them are not what computes.
+        side.read.adapter_of(request)
+    return call.proceed()
 
 
 REMOVE_LORA = _of_engine("remove_lora", ("lora_id",), _ADAPTER, "unload_lora_adapter")

@@ -296,3 +296,12 @@ async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, 
         again = await asking.offered(kept.salt)
         await asking.refused(again, decode=same)
         assert await asking.fetched(decode=other) == updated
+        # Its files are replaced after it was loaded and before anybody has asked: they are not what computes.
+        late = copied.parent / "late"
+        shutil.copytree(first, late)
+        asking.prefill = await load(prefill, "late", late)
+        shutil.copytree(second, late, dirs_exist_ok=True)
+        assert await asking.fetched(decode=other) == updated, "decode computes it with its own"
+        # Whoever does something to adapters past vLLM's own calls does not say to which, nor what.
+        await asking._call(asking.prefill, "/collective_rpc", {"method": "list_loras"})
+        assert await asking.fetched(decode=other) == updated

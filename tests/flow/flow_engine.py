@@ -69,7 +69,10 @@ class Reads:
     def take_renamed(self) -> bool:
         return False
 
-    def forget(self, adapter: int | None) -> None:
+    def adapter_of(self, lora_request: Any) -> str:
+        return ""
+
+    def forget(self, adapter: int) -> None:
         """No adapter is known."""
 
 

@@ -55,7 +55,7 @@ class Reads:
     """How requests are read: they are ours already."""
 
     def __init__(self) -> None:
-        self.forgotten: list[int | None] = []
+        self.forgotten: list[int] = []
 
     def __call__(self, request: Any) -> Any:
         return request
@@ -63,7 +63,10 @@ class Reads:
     def take_renamed(self) -> bool:
         return False
 
-    def forget(self, adapter: int | None) -> None:
+    def adapter_of(self, lora_request: Any) -> str:
+        return str(lora_request)
+
+    def forget(self, adapter: int) -> None:
         self.forgotten.append(adapter)
 
 

@@ -77,6 +77,16 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, "key", OWN_START)
 
 
+def test_only_what_is_loaded_under_a_number_makes_an_adapters_files_count_anew(engine: Engine) -> None:
+    """Of a collective RPC nobody says what was loaded: files that were replaced since may not be it."""
+    reads = engine.handover.read
+    assert isinstance(reads, Reads)
+    engine.handover.adapters_changed()
+    assert reads.forgotten == []
+    engine.handover.adapters_changed(3)
+    assert reads.forgotten == [3]
+
+
 def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """Row B1. The engine steps for it, if it has nothing else to do."""
     engine.handover.refuse("p1", 3)
