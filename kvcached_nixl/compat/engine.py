@@ -23,11 +23,14 @@ __all__ = [
     "core_of",
     "is_whole",
     "let_load_fail",
+    "queued",
     "remember",
     "reports_of",
     "scheduled",
     "tell_finished",
+    "wait_for_input",
     "wake_of",
+    "wants_blocks",
     "with_ended",
     "with_refused",
     "with_reports",
@@ -56,10 +59,7 @@ class EngineBlocks:
         # A scheduler that is paused begins nothing, whatever is free.
         if private(scheduler, "running") or private(scheduler, "pause_state"):
             return None
-        # vLLM 0.28 keeps those that it has passed over in a queue of their own.
-        queues = (private(scheduler, "waiting"), vars(scheduler).get("skipped_waiting", ()))
-        waiting = (one for queue in queues for one in queue if one.status.name in ("WAITING", "PREEMPTED"))
-        return next((str(one.request_id) for one in waiting), None)
+        return next((str(one.request_id) for one in queued(scheduler) if wants_blocks(one)), None)
 
     def take(self, request_id: str) -> list[Any]:
         """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request.
@@ -107,6 +107,18 @@ class EngineBlocks:
 
     def _managers(self) -> Any:
         return private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers
+
+
+def queued(engine_scheduler: Any) -> Iterator[Any]:
+    """The requests that do not run, in vLLM's order."""
+    # vLLM 0.28 keeps those that it has passed over in a queue of their own.
+    for queue in (private(engine_scheduler, "waiting"), vars(engine_scheduler).get("skipped_waiting", ())):
+        yield from queue
+
+
+def wants_blocks(request: Any) -> bool:
+    """Whether a request that does not run waits for its turn and for blocks, and for nothing else."""
+    return request.status.name in ("WAITING", "PREEMPTED")
 
 
 def bound_sides(engine_scheduler: Any) -> Iterator[Any]:
@@ -245,8 +257,20 @@ def core_of(engine_scheduler: Any) -> Any:
     return vars(engine_scheduler).get(_CORE)
 
 
+def wait_for_input(core: Any, seconds: float) -> bool:
+    """Wait, on the engine's thread, for whatever enters the engine, a word of a worker among it.
+
+    Returns: whether something has.
+    """
+    queue = core.input_queue
+    with queue.not_empty:
+        if not queue._qsize():
+            queue.not_empty.wait(seconds)
+        return bool(queue._qsize())
+
+
 def wake_of(core: Any) -> Any:
-    """What ends `rest`, and vLLM's own wait for requests; any thread may call it."""
+    """What ends `wait_for_input`, and vLLM's own wait for requests; any thread may call it."""
     from vllm.v1.engine import EngineCoreRequestType
 
     return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

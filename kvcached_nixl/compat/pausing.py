@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.attached import sides
-from kvcached_nixl.compat.engine import bound_sides, core_of, wake_of
+from kvcached_nixl.compat.engine import bound_sides, core_of, wait_for_input, wake_of
 from kvcached_nixl.compat.private import private
 
 __all__ = ["cleared", "ends_at_once", "held_back", "tell_who_waits"]
-
 
 _LOOK_SECONDS = 0.01
 """While requests wait in the queue, words of workers are found behind them."""
@@ -41,7 +40,7 @@ def held_back(core: Any) -> bool:
     if seconds <= 0:
         return False
     due = [due for side in found if (due := side.due_in_seconds) is not None]
-    if _waited(core, min([seconds, *due])):
+    if wait_for_input(core, min([seconds, *due])):
         return True
     if _quiet_in_seconds(core) <= 0:
         return False
@@ -83,7 +82,7 @@ def _drained(core: Any) -> bool:
             if (seconds := _quiet_in_seconds(core)) > 0 and not any(
                 side.pending for side in sides(scheduler.connector)
             ):
-                _waited(core, min(seconds, _LOOK_SECONDS))
+                wait_for_input(core, min(seconds, _LOOK_SECONDS))
     finally:
         scheduler.set_pause_state(before)
     return not any(side.has_blocks for side in sides(scheduler.connector))
@@ -91,15 +90,6 @@ def _drained(core: Any) -> bool:
 
 def _quiet_in_seconds(core: Any) -> float:
     return max((side.quiet_in_seconds for side in sides(private(core.scheduler, "connector"))), default=0.0)
-
-
-def _waited(core: Any, seconds: float) -> bool:
-    """Wait for whatever enters the engine, a word of a worker among it. Returns whether something has."""
-    queue = core.input_queue
-    with queue.not_empty:
-        if not queue._qsize():
-            queue.not_empty.wait(seconds)
-        return bool(queue._qsize())
 
 
 def tell_who_waits(core: Any, logger: logging.Logger) -> None:

@@ -11,11 +11,11 @@ Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvcached_nixl.compat.attached import side_of, sides
-from kvcached_nixl.compat.engine import reports_of
+from kvcached_nixl.compat.engine import queued, reports_of, wait_for_input, wants_blocks
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.step import Reports
 
@@ -60,24 +60,15 @@ def rest(core: Any, longest_seconds: float) -> None:
     if _waits_for_blocks(core.scheduler):
         _wait_for_blocks(core, seconds)
     else:
-        _wait(core, seconds)
+        wait_for_input(core, seconds)
 
 
 def _wait_for_blocks(core: Any, seconds: float) -> None:
     pool = private(private(core.scheduler, "kv_cache_manager"), "block_pool")
     before = pool.get_num_free_blocks()
     for _ in range(math.ceil(round(seconds / _LOOK_SECONDS, 3))):
-        if _wait(core, min(_LOOK_SECONDS, seconds)) or pool.get_num_free_blocks() > before:
+        if wait_for_input(core, min(_LOOK_SECONDS, seconds)) or pool.get_num_free_blocks() > before:
             return
-
-
-def _wait(core: Any, seconds: float) -> bool:
-    """Returns whether something has entered the engine."""
-    queue = core.input_queue
-    with queue.not_empty:
-        if not queue._qsize():
-            queue.not_empty.wait(seconds)
-        return bool(queue._qsize())
 
 
 def _stands_still(core: Any, found: Sequence[Any]) -> bool:
@@ -89,7 +80,7 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
         return False
     if scheduler.finished_req_ids or vars(scheduler).get("deferred_frees"):
         return False
-    statuses = [one.status.name for one in _queued(scheduler)]
+    statuses = [one.status.name for one in queued(scheduler)]
     # A grammar that is compiled, and what another connector loads, tell nobody when they are there.
     if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses or "WAITING_FOR_FSM" in statuses:
         return False
@@ -102,13 +93,7 @@ def _waits_for_blocks(scheduler: Any) -> bool:
     # A scheduler that is paused begins nothing, whatever is free.
     if private(scheduler, "pause_state"):
         return False
-    return any(one.status.name in ("WAITING", "PREEMPTED") for one in _queued(scheduler))
-
-
-def _queued(scheduler: Any) -> Iterator[Any]:
-    # vLLM 0.28 keeps those that it has passed over in a queue of their own.
-    for queue in (private(scheduler, "waiting"), vars(scheduler).get("skipped_waiting", ())):
-        yield from queue
+    return any(map(wants_blocks, queued(scheduler)))
 
 
 def _bring_nothing(batches: Collection[Any]) -> bool:
