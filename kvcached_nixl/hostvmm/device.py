@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcached_nixl.processes import start_ticks
+
 from .errors import HostvmmError
 
 SIZE_VARIABLE = "KVCACHED_HOSTVMM_GIB"
@@ -187,7 +189,7 @@ def _clear(path: Path) -> bool:
 
 def _living(content: bytes) -> Iterator[tuple[int, ...]]:
     slots = _SLOT.iter_unpack(content[_HEADER.size : _HEADER.size + _SLOTS * _SLOT.size])
-    return (slot for slot in slots if slot[0] and _start_ticks(slot[0]) == slot[1])
+    return (slot for slot in slots if slot[0] and start_ticks(slot[0]) == slot[1])
 
 
 def _own_namespace() -> int:
@@ -205,13 +207,3 @@ def _refuse_foreign(path: Path, header: bytes) -> int:
             remedy=f"Name another device in {NAME_VARIABLE}, or delete that file if its processes have ended.",
         )
     return int(found)
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot: tells a reused pid from its first owner."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])

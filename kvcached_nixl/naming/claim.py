@@ -28,6 +28,7 @@ from pathlib import Path
 
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.naming.name import is_name, own_name
+from kvcached_nixl.processes import start_ticks
 
 __all__ = ["Claim", "Places", "clear_abandoned", "join", "take"]
 
@@ -182,7 +183,7 @@ def _publish(name: str, folder: Path) -> int:
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     pid = os.getpid()
-    os.write(descriptor, json.dumps({"name": name, "pid": pid, "start_ticks": _start_ticks(pid)}).encode())
+    os.write(descriptor, json.dumps({"name": name, "pid": pid, "start_ticks": start_ticks(pid)}).encode())
     new.rename(folder / RECORD)
     return descriptor
 
@@ -221,17 +222,7 @@ def _owner_lives(descriptor: int) -> bool:
     """As far as its pid can be seen from here. Decides only how long to wait, never what to remove."""
     record = _record(descriptor)
     pid = record.get("pid")
-    return isinstance(pid, int) and _start_ticks(pid) == record.get("start_ticks")
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot: tells a reused pid from its first owner."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    return isinstance(pid, int) and start_ticks(pid) == record.get("start_ticks")
 
 
 def _no_place(folder: Path, cause: object) -> NameRefused:

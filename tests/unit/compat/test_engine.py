@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from unit.engine_fakes import TOKENS, prompt
+from unit.engine_fakes import TOKENS
 
 from kvcached_nixl.compat.attached import attach
 from kvcached_nixl.compat.engine import (
@@ -24,28 +24,6 @@ from kvcached_nixl.compat.engine import (
 )
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.wire.step import Reports
-
-# ------------------------------------------------------------------------------------------------------------- requests
-
-
-def request(**fields: Any) -> SimpleNamespace:
-    made: dict[str, Any] = {
-        "request_id": "r",
-        "num_prompt_tokens": TOKENS,
-        "kv_transfer_params": None,
-        "prompt_token_ids": prompt(),
-        "prompt_embeds": None,
-        "mm_features": [],
-        "lora_request": None,
-        "cache_salt": None,
-        "skip_reading_prefix_cache": False,
-        "resumable": False,
-    }
-    return SimpleNamespace(**made | fields)
-
-
-def image(name: str = "i", offset: int = 2, length: int = 3) -> SimpleNamespace:
-    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
 def of_status(*names: str) -> list[SimpleNamespace]:
@@ -91,7 +69,9 @@ def test_who_is_next_where_nothing_runs(
 def test_a_request_is_whole_if_it_ended_by_itself_with_its_prompt_computed(
     status: str, num_computed: int, expected: bool
 ) -> None:
-    made = request(status=SimpleNamespace(name=status), num_computed_tokens=num_computed)
+    made = SimpleNamespace(
+        status=SimpleNamespace(name=status), num_computed_tokens=num_computed, num_prompt_tokens=TOKENS
+    )
     assert is_whole(made) is expected
 
 
@@ -260,7 +240,7 @@ def test_a_connector_is_told_of_an_end_with_every_block(
 
     manager = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2], [3]) if request_id == "r" else None)
     engine = SimpleNamespace(connector=Connector(), kv_cache_manager=manager)
-    one = request()
+    one = SimpleNamespace(request_id="r")
     assert tell_finished(engine, one) == "answer"
     assert told == [("all groups", one, ([1, 2], [3])) if knows_groups else ("one group", one, [1, 2])]
 

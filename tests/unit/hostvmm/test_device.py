@@ -10,8 +10,9 @@ import pytest
 
 from kvcached_nixl.hostvmm import HostvmmError, capacity_bytes, device, device_info
 from kvcached_nixl.hostvmm.device import account_path, clear_abandoned, refuse_foreign_account, sign_account
+from kvcached_nixl.processes import start_ticks
 
-OWN_START = device._start_ticks(os.getpid())
+OWN_START = start_ticks(os.getpid())
 
 
 def account(*slots: tuple[int, int | None], namespace: int | None = None) -> bytes:
