@@ -114,7 +114,7 @@ if [[ $kind == cpu ]]; then
     while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
 fi
 want_packages="packages $kind $(digest "${used_locks[@]}" experiments/common/vllm_metadata.py)"
-# A GPU's kvcached is built with the torch that is installed, whoever installed it.
+# kvcached for a GPU is compiled against the installed torch, so it is built again when that changes.
 wanted_kvcached() {
     local torch=
     if [[ $kind == cuda ]]; then

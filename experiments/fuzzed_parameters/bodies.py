@@ -125,7 +125,7 @@ def _fewer_tokens(random_: random.Random, asked: Asked, *_: Any) -> None:
 
 
 def _prompt(random_: random.Random, asked: Asked, _: Sequence[Any], prompts: Sequence[Prompt]) -> None:
-    """Of a completion another form, or several; elsewhere something that is none."""
+    """Completions: the prompt in another form, or several prompts. Other endpoints: something that is no prompt."""
     if asked.body.get("n", 1) != 1 or "prompt" not in asked.body:
         keys = [key for key in ("prompt", "messages", "input", "token_ids") if key in asked.body]
         asked.body[random_.choice(keys)] = copy.deepcopy(random_.choice((*HOSTILE, [-1], [10**9], [[]], "")))

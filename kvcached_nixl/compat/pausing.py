@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that is paused, cleared or shut down, and whoever waits for that.
+"""Pausing an engine, clearing its prefix cache and shutting it down, and whoever called for it.
 
 Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``, ``v1/core/sched/interface.py``.
 """

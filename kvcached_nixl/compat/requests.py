@@ -68,8 +68,7 @@ class RequestReader:
         return f"{content} {self._lora_dtype}"
 
     def take_renamed(self) -> bool:
-        """Whether, since the last call, a name of an adapter has come to mean another one: vLLM knows blocks of its
-        prefix cache by the name."""
+        """Whether a name has come to mean another adapter since the last call; vLLM's prefix cache is keyed by names."""
         found, self._is_renamed = self._is_renamed, False
         return found
 
