@@ -68,7 +68,7 @@ class RequestReader:
         return f"{content} {self._lora_dtype}"
 
     def take_renamed(self) -> bool:
-        """Whether a name has come to mean another adapter since the last call; vLLM's prefix cache is keyed by names."""
+        """Whether a name has come to mean another adapter since the last call: vLLM keys its prefix cache by names."""
         found, self._is_renamed = self._is_renamed, False
         return found
 
