@@ -30,6 +30,7 @@ _CHANGING = frozenset(
     }
 )
 """Collective RPCs of vLLM's after which weights are other ones, even where a sample of them would not show it."""
+_LOOKING = frozenset({"list_loras", "pin_lora"})
 
 
 def changes_weights(method: object) -> bool:
@@ -39,7 +40,7 @@ def changes_weights(method: object) -> bool:
 
 def changes_adapters(method: object) -> bool:
     """Whether a collective RPC may have loaded or removed a LoRA adapter."""
-    return isinstance(method, str) and "lora" in method
+    return isinstance(method, str) and "lora" in method and method not in _LOOKING
 
 
 def identify_again(core: Any, *, has_changed: bool) -> None:

@@ -72,12 +72,17 @@ class RequestReader:
         found, self._is_renamed = self._is_renamed, False
         return found
 
-    def forget(self, adapter: int) -> None:
-        """An adapter is loaded anew, or gone."""
-        self._adapters.forget(adapter)
+    def forget(self, adapter: int | None) -> None:
+        """An adapter is loaded anew, or gone; None: that may be so of any, and nobody says of which."""
+        if adapter is None:
+            self._adapters.forget_all()
+        else:
+            self._adapters.forget(adapter)
 
     def _unknown(self, words: str) -> None:
-        logger.warning("Nothing that is computed with an adapter is handed over until it is loaded anew: %s", words)
+        logger.warning(
+            "Nothing that is computed with an adapter is handed over until it is loaded anew (load_inplace): %s", words
+        )
 
 
 def _placeholders_in(values: Mapping[str, Any]) -> set[int]:

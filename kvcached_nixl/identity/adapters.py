@@ -4,7 +4,7 @@
 vLLM's workers read an adapter when it is added or first used, again after it had to make room, and whenever a request
 says ``load_inplace``; nobody says when. So what is known of an adapter counts as long as its files are those that were
 there when it was first seen, before any worker reads them. An adapter whose files have been replaced since is like no
-other one, until it is loaded anew.
+other one, until it is loaded anew. Neither is one that may have been loaded past vLLM's own calls.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Adapters:
         self._unknown = unknown
         self._known: dict[int, _Known] = {}
         self._said: set[int] = set()
+        self._are_seen = True
+        self._loaded_anew: set[int] = set()
 
     def content(self, number: int, path: str) -> str:
         """What an adapter holds; a text that is never equal to another one where that is not known.
@@ -67,6 +69,8 @@ class Adapters:
             number: vLLM's ``lora_int_id``.
         """
         known = self._known.get(number)
+        if known is None and not self._are_seen and number not in self._loaded_anew:
+            return self._none(number, f"the adapter at {path} may have been loaded or replaced by a collective RPC")
         try:
             # A name in a hub would be asked for there with each request.
             is_same = known is not None and known.path == path
@@ -90,6 +94,13 @@ class Adapters:
         """It is loaded anew, or gone."""
         self._known.pop(number, None)
         self._said.discard(number)
+        self._loaded_anew.add(number)
+
+    def forget_all(self) -> None:
+        """Any may have been loaded, and its files replaced since: none is known until it is loaded anew."""
+        self._known.clear()
+        self._loaded_anew.clear()
+        self._are_seen = False
 
     def _none(self, number: int, words: str) -> str:
         if number not in self._said:

@@ -73,8 +73,8 @@ class Reader(Protocol):
         """What the LoRA adapter of a request holds, known from the first time on; asked before it is loaded."""
         ...
 
-    def forget(self, adapter: int) -> None:
-        """A LoRA adapter is loaded anew, or gone."""
+    def forget(self, adapter: int | None) -> None:
+        """A LoRA adapter is loaded anew, or gone; None: that may be so of any, and nobody says of which."""
         ...
 
 

@@ -130,9 +130,7 @@ class HandOver:
 
     def adapters_changed(self, adapter: int | None = None) -> None:
         """A LoRA adapter is loaded in place of what had its number, or is gone; None: that may be so of any."""
-        # Of any nobody says what was loaded: it counts only if its files are still those that were known before.
-        if adapter is not None:
-            self.read.forget(adapter)
+        self.read.forget(adapter)
         self.weights_changed(adapter or ANY_ADAPTER)
 
     def paused(self, *, grace_seconds: float, clears: bool) -> None:

@@ -302,6 +302,12 @@ async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, 
         asking.prefill = await load(prefill, "late", late)
         shutil.copytree(second, late, dirs_exist_ok=True)
         assert await asking.fetched(decode=other) == updated, "decode computes it with its own"
-        # Whoever does something to adapters past vLLM's own calls does not say to which, nor what.
+        asking.prefill = Client(prefill.base_url, http, "a")
         await asking._call(asking.prefill, "/collective_rpc", {"method": "list_loras"})
+        assert await asking.fetched(decode=other) == updated
+        # Whoever does something to adapters past vLLM's own calls does not say to which, nor what.
+        await asking._call(asking.prefill, "/collective_rpc", {"method": "remove_lora", "args": [99]})
+        assert (await asking.offered()).params is None
+        asking.prefill = await load(prefill, "a", second, load_inplace=True)
+        assert (await asking.offered()).params is not None
         assert await asking.fetched(decode=other) == updated

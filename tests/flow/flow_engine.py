@@ -72,7 +72,7 @@ class Reads:
     def adapter_of(self, lora_request: Any) -> str:
         return ""
 
-    def forget(self, adapter: int) -> None:
+    def forget(self, adapter: int | None) -> None:
         """No adapter is known."""
 
 

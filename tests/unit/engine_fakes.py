@@ -66,7 +66,7 @@ class Reads:
     def adapter_of(self, lora_request: Any) -> str:
         return str(lora_request)
 
-    def forget(self, adapter: int) -> None:
+    def forget(self, adapter: int | None) -> None:
         self.forgotten.append(adapter)
 
 

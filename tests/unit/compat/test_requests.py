@@ -172,6 +172,21 @@ def test_an_adapter_whose_files_were_replaced_is_like_no_other_until_it_is_loade
     assert after == view(reader(), lora_request=lora(path)).digest(8) != before
 
 
+def test_an_adapter_that_may_have_been_loaded_by_others_is_like_no_other_until_it_is_loaded_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A collective RPC: whatever it has loaded under whatever number, its files may be other ones since."""
+    path, reads = adapter(tmp_path / "one"), reader()
+    before = view(reads, lora_request=lora(path)).digest(8)
+    reads.forget(None)
+    with caplog.at_level(logging.WARNING):
+        found = {view(reads, lora_request=lora(path, number)).digest(8) for number in (1, 2, 1, 2)}
+    assert len(found) == 4 and before not in found and caplog.text.count("by a collective RPC") == 2
+    reads.forget(2)
+    assert view(reads, lora_request=lora(path, 2)).digest(8) == before
+    assert view(reads, lora_request=lora(path, 1)).digest(8) != before
+
+
 @pytest.mark.parametrize("what", ["nothing", "weights", "configuration"])
 def test_an_adapter_that_cannot_be_read_is_like_no_other(tmp_path: Path, what: str) -> None:
     path = adapter(tmp_path / "one")

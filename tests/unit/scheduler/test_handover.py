@@ -77,14 +77,12 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, "key", OWN_START)
 
 
-def test_only_what_is_loaded_under_a_number_makes_an_adapters_files_count_anew(engine: Engine) -> None:
-    """Of a collective RPC nobody says what was loaded: files that were replaced since may not be it."""
+def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine) -> None:
     reads = engine.handover.read
     assert isinstance(reads, Reads)
     engine.handover.adapters_changed()
-    assert reads.forgotten == []
     engine.handover.adapters_changed(3)
-    assert reads.forgotten == [3]
+    assert reads.forgotten == [None, 3]
 
 
 def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
