@@ -77,13 +77,20 @@ class EngineBlocks:
         private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool").free_blocks(blocks)
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
-        """A request whose KV has come, and of which nothing is computed yet, has lost it between two steps."""
+        """A request whose KV has come, and of which nothing is computed yet, loses it and its blocks between two steps.
+
+        vLLM may have found already that it has come, and not have scheduled it since (other adapters run, or there is
+        no room): it counts those tokens as computed then, whatever blocks it has.
+        """
         request = private(self.engine_scheduler, "requests").get(request_id)
-        if request is None or not _waits(request):
+        if request is None or request.is_finished() or request in private(self.engine_scheduler, "running"):
             return None
+        # Nothing is in flight into them any more.
+        self.give_back(self.take(request_id))
         request.num_computed_tokens = 0
         if recomputes:
-            private(self.engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+            if _waits(request):
+                private(self.engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
             return None
         from vllm.v1.request import RequestStatus
 
@@ -96,7 +103,10 @@ class EngineBlocks:
         # Whoever has blocks goes on caching them. kvcached says that all is clear whatever is in use, below vLLM 0.26.
         if any(private(manager, "req_to_blocks") for manager in self._managers()):
             return False
-        return bool(private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache())
+        if not private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache():
+            return False
+        # What other connectors keep elsewhere, as far as they can forget it.
+        return bool(self.engine_scheduler.reset_connector_cache())
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         """Per KV-cache group, the first token whose block is kept when so many are computed; it starts a block."""

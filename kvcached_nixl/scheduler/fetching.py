@@ -169,8 +169,13 @@ class Fetching:
         wish.is_tried = True
         self._queued.pop(request_id, None)
         if not num_external_tokens:
+            # Another connector has loaded its beginning, and the rest is computed here.
             step.unrenewed.append(request_id)
             self._release(wish, step)
+            if wish.refused is not None:
+                self._refuse(request_id, wish.refused)
+            if not wish.may_be_computed:
+                self._ending.add(request_id)
             return
         refused = wish.refused
         first_token = wish.end_token - num_external_tokens
@@ -301,8 +306,6 @@ class Fetching:
             del self._received[request_id]
             self._refuse(request_id, HandOverFailed(Cause.REVOKED, reason))
             wish = self._wishes.get(request_id)
-            # Nothing is in flight into them any more.
-            blocks.give_back(blocks.take(request_id))
             # In the next step vLLM would let it go on, before it heard anything of a failure.
             client = blocks.let_go(
                 request_id, recomputes=self._terms.recomputes and bool(wish and wish.may_be_computed)

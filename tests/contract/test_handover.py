@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -256,6 +257,23 @@ def test_a_transfer_that_fails_ends_the_hand_over_by_policy_and_blocks_come_free
         ends_by_policy(policy, decode, prefill)
     assert PREFILL_ID in prefill.sent and " was not received: " in decode.log.text
     served(prefill, decode, 8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_has_come_and_is_revoked_before_it_is_scheduled_counts_as_computed_no_longer(
+    policy: str, node: Callable[..., Node]
+) -> None:
+    """vLLM finds that it has come, and has no room for it, or no place for its adapter: it may wait for long then."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
+    blocks = asked(decode, prefilled(prefill, PREFILL_ID))
+    with mock.patch.object(decode.scheduler.kv_cache_manager, "allocate_slots", return_value=None):
+        until_both(prefill, decode, lambda: decode.status(DECODE_ID) == RequestStatus.WAITING)
+    assert decode.scheduler.requests[DECODE_ID].num_computed_tokens
+    decode.side_of_engine.clear()
+    assert decode.scheduler.kv_cache_manager.reset_prefix_cache()
+    # What was given back is others'.
+    decode.fill(blocks, DECODE_FILLING)
+    ends_by_policy(policy, decode, prefill)
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
