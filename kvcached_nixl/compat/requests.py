@@ -7,6 +7,8 @@ Sources: ``v1/request.py``, ``lora/request.py``, ``lora/utils.py``, ``multimodal
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from kvcached_nixl.compat.arrival import is_stand_in
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.private import envs, private
 from kvcached_nixl.identity.adapters import Adapters
+from kvcached_nixl.identity.configuration import checksum_of
 from kvcached_nixl.wire.digest import digest_of
 
 __all__ = ["RequestReader", "RequestView"]
@@ -44,9 +47,9 @@ class RequestReader:
         if private(model, "is_multimodal_model"):
             self.placeholders = sorted(_placeholders_in(model.hf_config.to_dict()))
             self._is_unknown = not self.placeholders
-        self._lora_dtype = str(getattr(config.lora_config, "lora_dtype", ""))
+        self._lora_settings = _lora_settings(config.lora_config)
         self._adapters = Adapters(_folder, self._unknown)
-        self._contents: dict[str, str] = {}
+        self._contents: dict[str, str | None] = {}
         self._is_renamed = False
 
     @property
@@ -58,14 +61,22 @@ class RequestReader:
         return RequestView(request, self)
 
     def adapter_of(self, lora_request: Any) -> str:
-        """What a request's adapter holds; "" of one that has none."""
+        """What a request's adapter does; "" of one that has none; never equal to another one where it is not known."""
         if lora_request is None:
             return ""
         content = self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
         name = str(lora_request.lora_name)
         self._is_renamed |= self._contents.setdefault(name, content) != content
         self._contents[name] = content
-        return f"{content} {self._lora_dtype}"
+        if content is None:
+            return f"unknown {secrets.token_hex(8)}"
+        # Whether the weights of experts come as one tensor.
+        is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
+        return f"{content} {self._lora_settings} {is_fused}"
+
+    def doubt(self, adapter: int) -> None:
+        """It could not be loaded, on one worker at least."""
+        self._adapters.doubt(adapter, f"the adapter of number {adapter} could not be loaded")
 
     def take_renamed(self) -> bool:
         """Whether a name has come to mean another adapter since the last call: vLLM keys its prefix cache by names."""
@@ -94,10 +105,28 @@ def _placeholders_in(values: Mapping[str, Any]) -> set[int]:
     return found
 
 
-def _folder(path: str) -> str:
+def _folder(path: str, is_new: bool) -> str:
     from vllm.lora.utils import get_adapter_absolute_path
 
-    return str(get_adapter_absolute_path(path))
+    is_local = os.path.isabs(path) or path.startswith("~") or os.path.exists(path)
+    if is_new or is_local or envs().VLLM_USE_MODELSCOPE:
+        return str(get_adapter_absolute_path(path))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # A worker that reads it again has the hub's newest, which is then what lies here.
+        return str(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError as cause:
+        raise OSError(f"{path} is not in the hub's cache any more") from cause
+
+
+def _lora_settings(config: Any) -> str:
+    """What of an engine's configuration decides how adapters are applied."""
+    names = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
+    found = {name: getattr(config, name, None) for name in names}
+    found["target_modules"] = sorted(found["target_modules"] or ())
+    return checksum_of({name: str(value) for name, value in found.items()})
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 
 vLLM's workers read an adapter when it is added or first used, again after it had to make room, and whenever a request
 says ``load_inplace``; nobody says when. So what is known of an adapter counts as long as its files are those that were
-there when it was first seen, before any worker reads them. An adapter whose files have been replaced since is like no
-other one, until it is loaded anew. Neither is one that may have been loaded past vLLM's own calls.
+there when it was first seen, before any worker reads them. An adapter whose files have once been replaced since is like
+no other one, until it is loaded anew: what replaced them may have been read. Neither is one that could not be loaded,
+nor one that may have been loaded past vLLM's own calls.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,6 @@ def files_of(folder: Path) -> list[Path]:
 @dataclass(frozen=True)
 class _Known:
     path: str
-    folder: Path
     signature: Signature
     content: str
 
@@ -50,50 +49,61 @@ class Adapters:
     """See the module.
 
     Args:
-        resolve: a path as vLLM takes it (a folder, or a name in a hub's cache) -> the folder.
+        resolve: a path as vLLM takes it (a folder, or a name in a hub), and whether it was never seen before -> the
+            folder that a worker would read now. A hub is asked only for what was never seen.
         unknown: called with what is said of an adapter whose content is not known.
     """
 
-    def __init__(self, resolve: Callable[[str], str], unknown: Callable[[str], None]) -> None:
+    def __init__(self, resolve: Callable[[str, bool], str], unknown: Callable[[str], None]) -> None:
         self._resolve = resolve
         self._unknown = unknown
         self._known: dict[int, _Known] = {}
-        self._said: set[int] = set()
+        self._doubted: set[int] = set()
         self._are_seen = True
         self._loaded_anew: set[int] = set()
 
-    def content(self, number: int, path: str) -> str:
-        """What an adapter holds; a text that is never equal to another one where that is not known.
+    def content(self, number: int, path: str) -> str | None:
+        """What an adapter holds; None where that is not known.
 
         Args:
             number: vLLM's ``lora_int_id``.
         """
+        if number not in self._doubted:
+            try:
+                return self._content(number, path)
+            except (OSError, ValueError) as cause:
+                self.doubt(number, f"the adapter at {path}: {cause}")
+        return None
+
+    def _content(self, number: int, path: str) -> str:
+        """Raises OSError, ValueError: it is not known; the words say why."""
         known = self._known.get(number)
         if known is None and not self._are_seen and number not in self._loaded_anew:
-            return self._none(number, f"the adapter at {path} may have been loaded or replaced by a collective RPC")
+            raise ValueError("a collective RPC may have loaded or replaced it")
         try:
-            # A name in a hub would be asked for there with each request.
-            is_same = known is not None and known.path == path
-            folder = known.folder if known is not None and is_same else Path(self._resolve(path))
-            files = files_of(folder)
+            files = files_of(Path(self._resolve(path, known is None)))
             found = signature(files)
-            if known is None:
-                known = self._known[number] = _Known(path, folder, found, _content(files))
-        except FileNotFoundError as cause:
+        except FileNotFoundError:
+            if known is None or known.path != path:
+                raise
             # Nobody can read it again: it is what it was.
-            if known is not None and known.path == path:
-                return known.content
-            return self._none(number, f"the adapter at {path} cannot be read: {cause}")
-        except (OSError, ValueError) as cause:
-            return self._none(number, f"the adapter at {path} cannot be read: {cause}")
+            return known.content
+        if known is None:
+            known = self._known[number] = _Known(path, found, _read(files))
         if (known.path, known.signature) != (path, found):
-            return self._none(number, f"the files of the adapter at {path} have been replaced since it was loaded")
+            raise ValueError("its files have been replaced since it was loaded")
         return known.content
+
+    def doubt(self, number: int, words: str) -> None:
+        """What was loaded under this number cannot be known until it is loaded anew."""
+        if number not in self._doubted:
+            self._doubted.add(number)
+            self._unknown(words)
 
     def forget(self, number: int) -> None:
         """It is loaded anew, or gone."""
         self._known.pop(number, None)
-        self._said.discard(number)
+        self._doubted.discard(number)
         self._loaded_anew.add(number)
 
     def forget_all(self) -> None:
@@ -102,14 +112,8 @@ class Adapters:
         self._loaded_anew.clear()
         self._are_seen = False
 
-    def _none(self, number: int, words: str) -> str:
-        if number not in self._said:
-            self._said.add(number)
-            self._unknown(words)
-        return f"unknown {secrets.token_hex(8)}"
 
-
-def _content(files: Sequence[Path]) -> str:
+def _read(files: Sequence[Path]) -> str:
     configuration = json.loads(files[0].read_bytes())
     if not isinstance(configuration, dict):
         raise ValueError(f"{files[0].name} holds a {type(configuration).__name__}; expected an object")

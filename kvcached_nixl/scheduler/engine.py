@@ -73,6 +73,10 @@ class Reader(Protocol):
         """What the LoRA adapter of a request holds, known from the first time on; asked before it is loaded."""
         ...
 
+    def doubt(self, adapter: int) -> None:
+        """A LoRA adapter could not be loaded, on one worker at least: what is loaded is not known."""
+        ...
+
     def forget(self, adapter: int | None) -> None:
         """A LoRA adapter is loaded anew, or gone; None: that may be so of any, and nobody says of which."""
         ...

@@ -119,7 +119,9 @@ class HandOver:
         """
         reason = "the weights were changed" if adapter is None else "an adapter was loaded anew"
         # Blocks of the prefix cache are known by an adapter's name.
-        self._offering.is_cache_stale = True
+        self._offering.stale.add(adapter)
+        # An engine that is idle says so, too.
+        self._has_news = True
         if adapter is None:
             self.start = self._step.start = self._offering.start = secrets.token_hex(8)
             self._weights = None
@@ -209,7 +211,7 @@ class HandOver:
     def arrived(self, request: Request) -> None:
         """A request has entered the engine."""
         if self.read.take_renamed():
-            self._offering.is_cache_stale = True
+            self._offering.stale.add(ANY_ADAPTER)
         self._fetching.arrived(request, self._step)
         self._offering.arrived(request, self._step)
 
@@ -231,7 +233,7 @@ class HandOver:
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that prefill has beyond those decode has, and whether they come between steps."""
-        is_stale = self._offering.is_cache_stale
+        is_stale = self._offering.is_stale(request.adapter)
         return self._fetching.matched(request, num_computed_tokens, self._step, is_stale=is_stale)
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
@@ -298,8 +300,8 @@ class HandOver:
 
     def _freshen(self) -> None:
         """Clear the prefix cache of what other weights have computed, as soon as no block of it is in use."""
-        if self._offering.is_cache_stale and self._bound().forget_prefixes():
-            self._offering.is_cache_stale = False
+        if self._offering.stale and self._bound().forget_prefixes():
+            self._offering.stale.clear()
 
     def take_ending(self) -> set[str]:
         """Requests that end with an error now, whatever they wait for (rule R4)."""

@@ -71,7 +71,8 @@ class Offering:
 
     Attributes:
         start: as above; drawn anew when the engine's weights have changed.
-        is_cache_stale: there may be blocks of other weights in the prefix cache, which requests may begin with.
+        stale: there may be blocks in the prefix cache, which requests may begin with, that others than these have
+            computed: the model's weights (None), a LoRA adapter, any LoRA adapter.
         is_read_early: the workers read what a step has computed before its request has ended: to write it (push), or to
             copy it into a slab.
     """
@@ -87,7 +88,7 @@ class Offering:
         self._kept: dict[PrefillRequestId, int] = {}
         self._taken_back: set[PrefillRequestId] = set()
         self._closed: str | None = None
-        self.is_cache_stale = False
+        self.stale: set[int | None] = set()
         self._revoked_at = Deadlines[PrefillRequestId]()
         self._draining: set[int] = set()
         self.counts: Counter[int] = Counter()
@@ -102,6 +103,10 @@ class Offering:
     def due_at_seconds(self) -> float | None:
         """When the next one is taken back."""
         return self._revoked_at.first_seconds
+
+    def is_stale(self, used: int) -> bool:
+        """Whether what the prefix cache has for an adapter (0 for none) may be of other weights."""
+        return any(is_meant(one, used) for one in self.stale)
 
     # --------------------------------------------------------------------------------------------------- taking it back
 
@@ -277,7 +282,7 @@ class Offering:
         is_done = sending.manifest is not None and not one.replaces and one.num_computed_tokens >= sending.num_tokens
         if one.replaces or not sending.block_ids:
             sending.block_ids = one.block_ids
-            if one.begin_token and self.is_cache_stale:
+            if one.begin_token and self.is_stale(sending.request.adapter):
                 self._withdraw(request_id, sending, "it begins with what other weights have computed", step)
         elif one.block_ids and not is_done:
             sending.block_ids = tuple([*old, *new] for old, new in zip(sending.block_ids, one.block_ids, strict=True))

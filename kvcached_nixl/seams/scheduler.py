@@ -55,6 +55,8 @@ def add_request(call: Call) -> None:
             side.refuse(request.request_id, request.client_index)
             return
         if arrival is Arrival.FIRST:
+            # A worker may read an adapter again for any request that asks for it, handed over or not.
+            side.read.adapter_of(request.lora_request)
             side.arrived(side.read(request))
     call.proceed()
 

@@ -126,7 +126,13 @@ def add_lora(call: Call) -> Any:
             side.adapters_changed(request.lora_int_id)
         # Files that are replaced after the workers have read them are not what computes.
         side.read.adapter_of(request)
-    return call.proceed()
+    try:
+        return call.proceed()
+    except BaseException:
+        # What was there before may be what computes, on some worker at least.
+        for side in bound_sides(call.instance.scheduler):
+            side.read.doubt(request.lora_int_id)
+        raise
 
 
 REMOVE_LORA = _of_engine("remove_lora", ("lora_id",), _ADAPTER, "unload_lora_adapter")

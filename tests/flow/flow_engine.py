@@ -72,6 +72,9 @@ class Reads:
     def adapter_of(self, lora_request: Any) -> str:
         return ""
 
+    def doubt(self, adapter: int) -> None:
+        """No adapter is known."""
+
     def forget(self, adapter: int | None) -> None:
         """No adapter is known."""
 

@@ -55,7 +55,8 @@ class Reads:
     """How requests are read: they are ours already."""
 
     def __init__(self) -> None:
-        self.forgotten: list[int] = []
+        self.forgotten: list[int | None] = []
+        self.doubted: list[int] = []
 
     def __call__(self, request: Any) -> Any:
         return request
@@ -65,6 +66,9 @@ class Reads:
 
     def adapter_of(self, lora_request: Any) -> str:
         return str(lora_request)
+
+    def doubt(self, adapter: int) -> None:
+        self.doubted.append(adapter)
 
     def forget(self, adapter: int | None) -> None:
         self.forgotten.append(adapter)

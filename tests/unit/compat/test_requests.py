@@ -19,9 +19,9 @@ from kvcached_nixl.wire.digest import digest_of
 IMAGE_TOKEN = 7
 
 
-def reader(*, is_multimodal: bool = True, **hf_config: Any) -> RequestReader:
+def reader(*, is_multimodal: bool = True, lora_config: Any = None, **hf_config: Any) -> RequestReader:
     model = SimpleNamespace(is_multimodal_model=is_multimodal, hf_config=SimpleNamespace(to_dict=lambda: hf_config))
-    return RequestReader(SimpleNamespace(model_config=model, lora_config=None))
+    return RequestReader(SimpleNamespace(model_config=model, lora_config=lora_config))
 
 
 def view(reads: RequestReader | None = None, **fields: Any) -> RequestView:
@@ -47,7 +47,7 @@ def image(name: str = "i", offset: int = 2, length: int = 3, mm_hash: str | None
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_folder", str)
+    monkeypatch.setattr(requests, "_folder", lambda path, _: path)
 
 
 def adapter(folder: Path, weights: bytes = b"a" * 100, **configuration: Any) -> Path:
@@ -163,13 +163,77 @@ def test_an_adapter_whose_files_were_replaced_is_like_no_other_until_it_is_loade
     """vLLM's workers may have read either."""
     path, reads = adapter(tmp_path / "one"), reader()
     before = view(reads, lora_request=lora(path)).digest(8)
+    path.rename(tmp_path / "first")
     adapter(path, b"c" * 101)
     with caplog.at_level(logging.WARNING):
         found = {view(reads, lora_request=lora(path)).digest(8) for _ in range(3)}
     assert len(found) == 3 and before not in found and caplog.text.count("have been replaced") == 1
+    # A worker may have read the others meanwhile, and reads these no more.
+    path.rename(tmp_path / "second")
+    (tmp_path / "first").rename(path)
+    assert view(reads, lora_request=lora(path)).digest(8) != before
+    adapter(path, b"c" * 101)
     reads.forget(1)
     after = view(reads, lora_request=lora(path)).digest(8)
     assert after == view(reader(), lora_request=lora(path)).digest(8) != before
+
+
+def test_a_hub_s_newer_revision_is_another_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that reads an adapter again asks the hub, which has a newer one; what was seen before asks none."""
+    folders = {"now": adapter(tmp_path / "first")}
+    asked = []
+
+    def folder(path: str, is_new: bool) -> str:
+        asked.append(is_new)
+        return str(folders["now"])
+
+    monkeypatch.setattr(requests, "_folder", folder)
+    reads = reader()
+    before = view(reads, lora_request=lora(Path("org/a"))).digest(8)
+    assert view(reads, lora_request=lora(Path("org/a"))).digest(8) == before and asked == [True, False]
+    folders["now"] = adapter(tmp_path / "second")
+    assert view(reads, lora_request=lora(Path("org/a"))).digest(8) != before
+
+
+def test_an_adapter_that_could_not_be_loaded_anew_is_like_no_other(tmp_path: Path) -> None:
+    """Whatever lies in its folder, its predecessor may be what computes."""
+    path, reads = adapter(tmp_path / "one"), reader()
+    view(reads, lora_request=lora(path)).digest(8)
+    adapter(path, b"c" * 101)
+    reads.forget(1)
+    reads.adapter_of(lora(path))
+    reads.doubt(1)
+    assert view(reads, lora_request=lora(path)).digest(8) != view(reads, lora_request=lora(path)).digest(8)
+    reads.forget(1)
+    assert view(reads, lora_request=lora(path)).digest(8) == view(reader(), lora_request=lora(path)).digest(8)
+
+
+def test_adapters_that_are_applied_in_other_ways_are_others(tmp_path: Path) -> None:
+    path, found = adapter(tmp_path / "one"), []
+    for changed in (
+        {},
+        {"target_modules": ["q_proj"]},
+        {"lora_dtype": "float32"},
+        {"enable_tower_connector_lora": True},
+    ):
+        settings = {"lora_dtype": "auto", "target_modules": None, "enable_tower_connector_lora": False} | changed
+        found.append(view(reader(lora_config=SimpleNamespace(**settings)), lora_request=lora(path)).digest(8))
+    fused = lora(path)
+    fused.is_3d_lora_weight = True
+    found.append(view(lora_request=fused).digest(8))
+    assert len(set(found)) == len(found)
+
+
+def test_a_name_that_means_an_unknown_adapter_is_told_once(tmp_path: Path) -> None:
+    """Else each of its requests would make the whole prefix cache doubtful again."""
+    reads, path = reader(), adapter(tmp_path / "one")
+    reads.adapter_of(lora(path))
+    reads.doubt(1)
+    found = []
+    for _ in range(3):
+        reads.adapter_of(lora(path))
+        found.append(reads.take_renamed())
+    assert found == [True, False, False]
 
 
 def test_an_adapter_that_may_have_been_loaded_by_others_is_like_no_other_until_it_is_loaded_anew(
@@ -181,7 +245,7 @@ def test_an_adapter_that_may_have_been_loaded_by_others_is_like_no_other_until_i
     reads.forget(None)
     with caplog.at_level(logging.WARNING):
         found = {view(reads, lora_request=lora(path, number)).digest(8) for number in (1, 2, 1, 2)}
-    assert len(found) == 4 and before not in found and caplog.text.count("by a collective RPC") == 2
+    assert len(found) == 4 and before not in found and caplog.text.count("a collective RPC may have") == 2
     reads.forget(2)
     assert view(reads, lora_request=lora(path, 2)).digest(8) == before
     assert view(reads, lora_request=lora(path, 1)).digest(8) != before
