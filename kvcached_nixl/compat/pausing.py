@@ -17,7 +17,7 @@ from kvcached_nixl.compat.attached import sides
 from kvcached_nixl.compat.engine import bound_sides, core_of, wait_for_input, wake_of
 from kvcached_nixl.compat.private import private
 
-__all__ = ["cleared", "ends_at_once", "held_back", "tell_who_waits"]
+__all__ = ["cleared", "drains", "ends_at_once", "go_on_unless_paused", "held_back", "tell_who_waits", "wait_until_due"]
 
 _LOOK_SECONDS = 0.01
 """While requests wait in the queue, words of workers are found behind them."""
@@ -26,6 +26,33 @@ _LOOK_SECONDS = 0.01
 def ends_at_once(core: Any) -> bool:
     """Whether an engine is asked to shut down now, and has no time to let others fetch what it keeps."""
     return bool(private(core, "shutdown_state").name == "REQUESTED" and not core.vllm_config.shutdown_timeout)
+
+
+def drains(engine_scheduler: Any) -> bool:
+    """Whether an engine shuts down, and has time to let others fetch what it keeps."""
+    core = core_of(engine_scheduler)
+    if core is None or not core.vllm_config.shutdown_timeout:
+        return False
+    return bool(private(core, "shutdown_state").name == "SHUTTING_DOWN")
+
+
+def go_on_unless_paused(core: Any) -> None:
+    """A pause that vLLM refuses, as one in no mode that it knows, pauses nothing."""
+    if not private(core.scheduler, "pause_state"):
+        for side in bound_sides(core.scheduler):
+            side.resumed()
+
+
+def wait_until_due(core: Any) -> None:
+    """Wait, on the engine's thread, until something enters an engine that is idle, or the next thing is due in it.
+
+    vLLM is about to wait for whatever enters the engine, without an end: where it is paused, hand-overs wait that have
+    deadlines, and for the queue it is idle.
+    """
+    found = sides(private(core.scheduler, "connector"))
+    due = min((due for side in found if (due := side.due_in_seconds) is not None), default=None)
+    if due is not None and not wait_for_input(core, due):
+        wake_of(core)()
 
 
 def held_back(core: Any) -> bool:
@@ -63,12 +90,15 @@ def cleared(engine_scheduler: Any, reset: Callable[[], bool], *, is_forced: bool
     for side in found:
         side.clear()
     try:
-        return reset()
+        is_clear = reset()
     except RuntimeError:
         core = core_of(engine_scheduler)
         if not found or core is None or not _drained(core):
             raise
-    return reset()
+        is_clear = reset()
+    for side in found:
+        side.freshen()
+    return is_clear
 
 
 def _drained(core: Any) -> bool:

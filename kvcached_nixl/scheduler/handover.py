@@ -128,7 +128,7 @@ class HandOver:
         self._offering.revoke(f"prefill: {reason}", self._step, adapter=adapter)
         if self._blocks is not None:
             self._fetching.revoke(f"decode: {reason}", self._blocks, self._step, adapter=adapter)
-            self._freshen()
+            self.freshen()
 
     def adapters_changed(self, adapter: int | None = None) -> None:
         """A LoRA adapter is loaded in place of what had its number, or is gone; None: that may be so of any."""
@@ -277,6 +277,10 @@ class HandOver:
         self._fetching.finished(request, self._bound(), self._step)
         return self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
 
+    def keeps(self, request_id: str) -> bool:
+        """Whether a request has ended, and something of it is kept for decode; vLLM may have freed it."""
+        return self._offering.keeps(request_id)
+
     def kept(self, request_id: str) -> None:
         """A request has ended whose blocks some connector keeps."""
         if not self._offering.keeps(request_id):
@@ -296,9 +300,10 @@ class HandOver:
             reports.invalid.add(FAILING)
         quiet = quiets_of(reports.sent)
         self._offering.ended(reports.sent, quiet, blocks)
-        self._freshen()
+        reports.sent |= self._offering.let_go(blocks)
+        self.freshen()
 
-    def _freshen(self) -> None:
+    def freshen(self) -> None:
         """Clear the prefix cache of what other weights have computed, as soon as no block of it is in use."""
         if self._offering.stale and self._bound().forget_prefixes():
             self._offering.stale.clear()

@@ -87,6 +87,8 @@ class Offering:
         # Those that have ended -> the adapter that they were computed with.
         self._kept: dict[PrefillRequestId, int] = {}
         self._taken_back: set[PrefillRequestId] = set()
+        # Of those, what vLLM has freed already -> its hold.
+        self._let_go: dict[PrefillRequestId, int] = {}
         self._closed: str | None = None
         self.stale: set[int | None] = set()
         self._revoked_at = Deadlines[PrefillRequestId]()
@@ -263,6 +265,17 @@ class Offering:
             step.unkept.add(request_id)
         return False, None
 
+    def let_go(self, blocks: Blocks) -> set[str]:
+        """Requests that vLLM may free, since the last call; their blocks are held until `ended` names them.
+
+        A pause waits for all requests, and what decode vanished with is in flight for long.
+        """
+        if self._closed is None:
+            return set()
+        found = {one for one in self._taken_back if one in self._kept and one not in self._let_go}
+        self._let_go |= {one: self._holds.take(blocks, one) for one in found}
+        return set(found)
+
     def ended(self, sent: Iterable[str], quiet: Iterable[int], blocks: Blocks) -> None:
         """What all ranks have reported: requests whose blocks vLLM frees now, and holds, which are given back."""
         for hold in quiet:
@@ -270,6 +283,9 @@ class Offering:
                 self._draining.remove(hold)
                 self._holds.give_back(blocks, hold)
         for request_id in map(PrefillRequestId, sent):
+            held = self._let_go.pop(request_id, None)
+            if held is not None:
+                self._holds.give_back(blocks, held)
             self._kept.pop(request_id, None)
             self._taken_back.discard(request_id)
             self._revoked_at.pop(request_id, None)

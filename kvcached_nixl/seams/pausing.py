@@ -11,7 +11,14 @@ from typing import Any
 
 from kvcached_nixl.compat.engine import bound_sides
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
-from kvcached_nixl.compat.pausing import cleared, ends_at_once, held_back, tell_who_waits
+from kvcached_nixl.compat.pausing import (
+    cleared,
+    ends_at_once,
+    go_on_unless_paused,
+    held_back,
+    tell_who_waits,
+    wait_until_due,
+)
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.offering import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -37,7 +44,11 @@ def pause_scheduler(call: Call) -> Any:
     grace_seconds = GRACE_SECONDS if call.argument("mode") == "wait" else 0.0
     for side in bound_sides(call.instance.scheduler):
         side.paused(grace_seconds=grace_seconds, clears=call.argument("clear_cache"))
-    return call.proceed()
+    try:
+        return call.proceed()
+    except Exception:
+        go_on_unless_paused(call.instance)
+        raise
 
 
 RESUME_SCHEDULER = Patch(
@@ -96,6 +107,7 @@ def notify_idle_state_callbacks(call: Call) -> None:
     tell_who_waits(call.instance, logger)
     if not held_back(call.instance):
         call.proceed()
+        wait_until_due(call.instance)
 
 
 HANDLE_SHUTDOWN = Patch(

@@ -22,6 +22,7 @@ from kvcached_nixl.compat.engine import (
     with_reports,
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
+from kvcached_nixl.compat.pausing import drains
 from kvcached_nixl.compat.resting import note_step, rest
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.patching import Call, Patch
@@ -51,7 +52,7 @@ def add_request(call: Call) -> None:
     request = call.argument("request")
     arrival = arrival_of(call.instance, request)
     for side in bound_sides(call.instance):
-        if arrival is Arrival.REPEATED:
+        if arrival is Arrival.REPEATED or side.keeps(request.request_id):
             side.refuse(request.request_id, request.client_index)
             return
         if arrival is Arrival.FIRST:
@@ -189,7 +190,11 @@ HAS_REQUESTS = Patch(
 
 @HAS_REQUESTS.around
 def has_requests(call: Call) -> bool:
-    return call.proceed() or any(side.pending for side in sides(call.instance.connector))
+    found = list(sides(call.instance.connector))
+    if call.proceed() or any(side.pending for side in found):
+        return True
+    # What is kept counts as work from vLLM 0.22 on.
+    return drains(call.instance) and any(side.num_kept for side in found)
 
 
 PROCESS_INPUT_QUEUE = Patch(

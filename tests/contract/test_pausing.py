@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-from vllm.v1.engine import UtilityOutput
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType, UtilityOutput
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
+from kvcached_nixl.compat import pausing as compat_pausing
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import pausing
@@ -56,3 +60,75 @@ def test_without_this_package_the_engine_ends(patched: Registry) -> None:
     patched.uninstall()
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         idle_engine(Future())._notify_idle_state_callbacks()
+
+
+@dataclass
+class Side:
+    """What this package is in an engine."""
+
+    due_in_seconds: float | None = None
+    quiet_in_seconds: float = 0.0
+    num_kept: int = 0
+    told: list[str] = field(default_factory=list)
+
+    def paused(self, *, grace_seconds: float, clears: bool) -> None:
+        self.told.append("paused")
+
+    def resumed(self) -> None:
+        self.told.append("resumed")
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> Side:
+    found = Side()
+    for module, name in (
+        (pausing, "bound_sides"),
+        (compat_pausing, "bound_sides"),
+        (compat_pausing, "sides"),
+    ):
+        monkeypatch.setattr(module, name, lambda _: [found])
+    return found
+
+
+@pytest.mark.parametrize("mode", ["typo", ""])
+def test_a_pause_that_vllm_refuses_closes_nothing(mode: str, side: Side) -> None:
+    """/sleep hands on any mode. Else an engine that serves would take back all that it offers, until it is resumed."""
+    engine = object.__new__(EngineCoreProc)
+    engine.scheduler = SimpleNamespace(connector=None, pause_state=PauseState.UNPAUSED)
+    with pytest.raises(ValueError, match="mode"):
+        engine.pause_scheduler(mode)
+    assert side.told == ["paused", "resumed"]
+    engine.scheduler.pause_state = PauseState.PAUSED_NEW
+    with pytest.raises(ValueError, match="mode"):
+        engine.pause_scheduler(mode)
+    assert side.told[2:] == ["paused"], "it was paused before"
+
+
+def test_an_engine_that_is_paused_looks_at_what_is_due(side: Side) -> None:
+    """vLLM waits for whatever enters it, without an end: hand-overs that wait would have no deadline."""
+    engine = object.__new__(EngineCoreProc)
+    engine.scheduler = SimpleNamespace(connector=None)
+    engine._idle_state_callbacks, engine.input_queue = [], queue.Queue[Any]()
+    engine._notify_idle_state_callbacks()
+    assert engine.input_queue.empty()
+    side.due_in_seconds = 0.05
+    engine._notify_idle_state_callbacks()
+    assert engine.input_queue.get_nowait()[0] is EngineCoreRequestType.WAKEUP
+    side.due_in_seconds = 3600.0
+    engine.input_queue.put("a request")
+    engine._notify_idle_state_callbacks()
+    assert engine.input_queue.get_nowait() == "a request" and engine.input_queue.empty()
+
+
+@pytest.mark.parametrize("timeout_seconds", [0, 60])
+def test_an_engine_that_shuts_down_in_peace_lets_what_it_keeps_be_fetched(
+    timeout_seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.19 counts no request that has ended as work."""
+    engine = object.__new__(EngineCoreProc)
+    monkeypatch.setattr(compat_pausing, "core_of", lambda _: engine)
+    engine.vllm_config = SimpleNamespace(shutdown_timeout=timeout_seconds)
+    engine.shutdown_state = EngineShutdownState.RUNNING
+    assert not compat_pausing.drains(None)
+    engine.shutdown_state = EngineShutdownState.SHUTTING_DOWN
+    assert compat_pausing.drains(None) is bool(timeout_seconds)
