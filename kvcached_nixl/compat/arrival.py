@@ -2,18 +2,21 @@
 """What vLLM lets into its engine beside requests: stand-ins for requests that it has rejected, and later input of some.
 
 Sources: ``entrypoints/generate/base/serving.py`` (``_with_kv_transfer_rejection_cleanup``), ``v1/engine/core.py``,
-``Scheduler.add_request``.
+``Scheduler.add_request``, ``v1/sample/logits_processor/builtin.py``, ``lora/worker_manager.py``.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from kvcached_nixl.compat.private import private
 
-__all__ = ["Arrival", "arrival_of", "give_own_id", "is_stand_in"]
+__all__ = ["Arrival", "arrival_of", "drop_unknown_stops", "give_own_id", "is_stand_in", "load_once"]
 
 _FLAG = "abort_immediately"
 
@@ -55,3 +58,37 @@ def give_own_id(core_request: Any) -> None:
     """
     if _FLAG in core_request.__struct_fields__ and getattr(core_request, _FLAG):
         core_request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
+
+
+def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
+    """Take out stop tokens that the model does not have: no sequence ends with them.
+
+    vLLM checks that they are integers. With ``min_tokens`` it masks their logits, and the engine ends where there are
+    none.
+
+    Args:
+        core_request: as above.
+        vocab_size: of the model; 0 if nobody knows it.
+    """
+    sampling = private(core_request, "sampling_params")
+    if sampling is None or not vocab_size:
+        return
+    known = {one for one in sampling.all_stop_token_ids if 0 <= one < vocab_size}
+    if len(known) != len(sampling.all_stop_token_ids):
+        sampling.all_stop_token_ids.intersection_update(known)
+        sampling.stop_token_ids = [one for one in sampling.stop_token_ids or () if one in known]
+
+
+def load_once(core_request: Any, was_loaded: Callable[[int], bool]) -> None:
+    """Have an adapter that was loaded anew not be loaded anew by each step of each of its requests.
+
+    vLLM's API server sends ``load_inplace`` with all requests from then on, so that its workers read the adapter's
+    files again at every step: files that are being replaced would end the engine, or change what it computes.
+
+    Args:
+        core_request: as above.
+        was_loaded: whether the adapter of a number was loaded anew by itself.
+    """
+    lora = private(core_request, "lora_request")
+    if lora is not None and lora.load_inplace and was_loaded(int(lora.lora_int_id)):
+        core_request.lora_request = msgspec.structs.replace(lora, load_inplace=False)

@@ -20,13 +20,13 @@ COMPARED: Mapping[str, str] = MappingProxyType(
             "linear layers), KV is refused"
         ),
         "configuration": (
-            "the model's, with overrides (rope, windows), its dtype, quantization, implementation and own code, and "
-            "how media are processed"
+            "the model's, with overrides (rope, windows), its dtype, quantization and its settings, implementation and "
+            "own code, and how media are processed (options, and the model's own files)"
         ),
         "draft models": "as the model, where their KV is in the cache; drafts without a model (ngram) are not compared",
         "LoRA": (
-            "what an adapter's files held when the engine first saw them, not its name. If they are replaced without "
-            "load_inplace, its KV is refused"
+            "what an adapter's files held when the engine first saw them, and which modules it is applied to, not its "
+            "name. If they are replaced without load_inplace, or it cannot be loaded, its KV is refused"
         ),
         "prompts": "token ids, cache salt, the content of media and which positions are theirs, embeddings",
     }

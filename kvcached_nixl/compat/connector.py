@@ -83,6 +83,11 @@ class WorkerView:
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in private(self.worker, "attn_backends")}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
             refused.append((f"{what}, which keeps tokens of a block one inside the other", "another attention backend"))
+        model = private(self.worker, "model_config")
+        pruned = getattr(model.multimodal_config, "video_pruning_rate", None)
+        if pruned and private(model, "uses_mrope"):
+            # The encoder, which decode does not run for what prefill has computed, finds out where tokens stand.
+            refused.append((f"--video-pruning-rate {pruned} of a model whose tokens stand in space", "no pruning"))
         # Scales of an fp8 cache that each engine computes for itself; vLLM 0.28 does not have them any more.
         if getattr(self._config.cache_config, "calculate_kv_scales", False):
             refused.append(("--calculate-kv-scales", "scales that come with the model"))

@@ -56,13 +56,13 @@ def require_readable(core_request: Any) -> None:
         except msgspec.ValidationError as cause:
             raise _refusal(f"{name}: {cause}. Send a value of that kind, or leave it out.") from cause
     sampling = private(core_request, "sampling_params")
-    if sampling is None or not private(sampling, "extra_args"):
+    if sampling is None:
         return
     try:
-        msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling.extra_args))
+        msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
     except (OverflowError, UnicodeError, RecursionError) as cause:
         words = "expected numbers of 64 bits, Unicode text, and nothing nested hundreds deep"
-        raise _refusal(f"request_id, cache_salt or kv_transfer_params: {cause}; {words}.") from cause
+        raise _refusal(f"request_id, cache_salt, kv_transfer_params or another field: {cause}; {words}.") from cause
     except TypeError:
         # A program of one's own may hand on what vLLM's own encoder knows, as tensors.
         return

@@ -44,6 +44,7 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "peer without this package": dict.fromkeys(Era, _REFUSED),
         "pipeline and context parallelism": dict.fromkeys(Era, _REFUSED),
         "fp8 scales that an engine computes": dict.fromkeys(Era, _REFUSED),
+        "pruned videos where tokens stand in space (M-RoPE)": dict.fromkeys(Era, _REFUSED),
     }
 )
 

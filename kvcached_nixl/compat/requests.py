@@ -74,6 +74,10 @@ class RequestReader:
         is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
         return f"{content} {self._lora_settings} {is_fused}"
 
+    def was_loaded(self, adapter: int) -> bool:
+        """Whether it was loaded anew by itself, and not with a request."""
+        return self._adapters.was_loaded(adapter)
+
     def doubt(self, adapter: int) -> None:
         """It could not be loaded, on one worker at least."""
         self._adapters.doubt(adapter, f"the adapter of number {adapter} could not be loaded")

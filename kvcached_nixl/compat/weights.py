@@ -14,7 +14,7 @@ from typing import Any
 from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.identity.checkpoint import Checkpoint
-from kvcached_nixl.identity.configuration import checksum_of, code_checksum
+from kvcached_nixl.identity.configuration import checksum_of, code_checksum, processor_checksum
 from kvcached_nixl.identity.memory import in_memory
 from kvcached_nixl.wire.handshake import Weights
 
@@ -23,12 +23,16 @@ __all__ = ["model_facts", "note_files", "weights_of"]
 _CHECKPOINT = "_kvcached_nixl_checkpoint"
 
 
-def note_files(loader: Any, name: str, folder: str, files: list[str]) -> None:
-    """vLLM loads weights from these files, for the engine whose loader it is."""
+def note_files(loader: Any, name: str, subfolder: str | None, folder: str, files: list[str]) -> None:
+    """vLLM loads weights from these files, for the engine whose loader it is.
+
+    Args:
+        subfolder: of the model, where it has weights of several parts.
+    """
     load_config = private(loader, "load_config")
     if _CHECKPOINT not in vars(load_config):
         setattr(load_config, _CHECKPOINT, Checkpoint())
-    vars(load_config)[_CHECKPOINT].load(name, Path(folder), [Path(file) for file in files])
+    vars(load_config)[_CHECKPOINT].load(name, subfolder or "", Path(folder), [Path(file) for file in files])
 
 
 def weights_of(worker: Any) -> Weights:
@@ -54,7 +58,7 @@ def model_facts(config: Any) -> dict[str, object]:
     facts: dict[str, object] = {
         "configuration": checksum_of(model.hf_config.to_dict()),
         "dtype": model.dtype,
-        "quantization": model.quantization or "-",
+        "quantization": _quantization(model),
         "implementation": getattr(model, "model_impl", "-"),
         "window": "off" if getattr(model, "disable_sliding_window", False) else "-",
         "rope": _long_rope(model),
@@ -62,9 +66,9 @@ def model_facts(config: Any) -> dict[str, object]:
     }
     if private(model, "is_multimodal_model"):
         media = model.multimodal_config
-        facts["media"] = checksum_of(
-            {name: getattr(media, name, None) for name in ("mm_processor_kwargs", "video_pruning_rate")}
-        )
+        names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
+        settings = checksum_of({name: getattr(media, name, None) for name in names})
+        facts["media"] = f"{settings} {_processor(config) or '-'}"
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
         draft = _draft_of(config)
@@ -113,6 +117,13 @@ def _draft_of(config: Any) -> Any:
     return None if speculative is None else speculative.draft_model_config
 
 
+def _quantization(model: Any) -> str:
+    """vLLM 0.22 and later take settings of it beside those that come with the model."""
+    settings = getattr(model, "quantization_config", None)
+    name = model.quantization or "-"
+    return name if settings is None else f"{name} {checksum_of({'settings': settings})}"
+
+
 def _long_rope(model: Any) -> str:
     """Some models turn by other angles where the engine takes longer prompts than the model was made for."""
     text = model.hf_text_config
@@ -127,9 +138,23 @@ def _long_rope(model: Any) -> str:
 
 def _code(config: Any) -> str:
     """Of what a model brings along in Python, where vLLM is allowed to run it."""
-    model, checkpoint = config.model_config, vars(config.load_config).get(_CHECKPOINT)
-    folder = None if checkpoint is None or not model.trust_remote_code else checkpoint.folder(str(model.model))
+    folder = _folder(config) if config.model_config.trust_remote_code else None
     try:
         return "" if folder is None else code_checksum(folder)
     except OSError:
         return ""
+
+
+def _processor(config: Any) -> str:
+    """Of what a model brings along of how images, sounds, ... become what it computes with."""
+    folder = _folder(config)
+    try:
+        return "" if folder is None else processor_checksum(folder)
+    except (OSError, ValueError):
+        return ""
+
+
+def _folder(config: Any) -> Path | None:
+    checkpoint = vars(config.load_config).get(_CHECKPOINT)
+    found: Path | None = None if checkpoint is None else checkpoint.folder(str(config.model_config.model))
+    return found

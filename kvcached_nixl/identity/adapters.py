@@ -100,6 +100,10 @@ class Adapters:
             self._doubted.add(number)
             self._unknown(words)
 
+    def was_loaded(self, number: int) -> bool:
+        """Whether it was forgotten, because it was loaded anew."""
+        return number in self._loaded_anew
+
     def forget(self, number: int) -> None:
         """It is loaded anew, or gone."""
         self._known.pop(number, None)

@@ -38,20 +38,21 @@ class Checkpoint:
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(1, "kvcached-nixl-checkpoint")
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[tuple[str, str], _Source] = {}
         self._primaries: set[str] = set()
         self._loads = 0
         self._seen: tuple[int, str] | None = None
         self._is_changed = False
 
-    def load(self, name: str, folder: Path, files: Sequence[Path]) -> None:
+    def load(self, name: str, part: str, folder: Path, files: Sequence[Path]) -> None:
         """vLLM begins to load these.
 
         Args:
-            name: what they are called there; loaded again under the same name, they replace what was.
+            name: what the model is called there.
+            part: of the model, "" where it is one; loaded again under the same names, they replace what was.
         """
         self._loads += 1
-        self._sources.pop(name, None)
+        self._sources.pop((name, part), None)
         try:
             found = signature(files)
             # What a link leads to now: it may lead elsewhere when it is read.
@@ -59,11 +60,11 @@ class Checkpoint:
         except OSError:
             return
         reading = self._readers.submit(checksum, resolved)
-        self._sources[name] = _Source(folder, resolved, found, reading)
+        self._sources[name, part] = _Source(folder, resolved, found, reading)
 
     def folder(self, name: str) -> Path | None:
         """Where the files of this name lie."""
-        source = self._sources.get(name)
+        source = self._sources.get((name, ""))
         return None if source is None else source.folder
 
     def content(self, primary: str, ignored: str, in_memory: str) -> tuple[str, str]:
@@ -82,12 +83,12 @@ class Checkpoint:
         elif self._seen != seen or not in_memory:
             self._is_changed = True
         self._seen = seen
-        for name in self._primaries - {primary}:
-            self._sources.pop(name, None)
+        for before in self._primaries - {primary}:
+            self._sources = {key: source for key, source in self._sources.items() if key[0] != before}
         self._primaries = {primary}
-        if primary not in self._sources:
+        if not any(name == primary for name, _ in self._sources):
             return "", ""
-        found = [source.content() for name, source in self._sources.items() if name == primary or name != ignored]
+        found = [source.content() for (name, _), source in self._sources.items() if name == primary or name != ignored]
         if "" in found:
             return "", ""
         origin = hashlib.blake2b("".join(sorted(found)).encode(), digest_size=16).hexdigest()

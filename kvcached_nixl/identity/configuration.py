@@ -52,6 +52,16 @@ def code_checksum(folder: Path) -> str:
     return hasher.hexdigest()
 
 
+def processor_checksum(folder: Path) -> str:
+    """Of what a model's folder says of how images, sounds, ... are prepared; "" if it says nothing.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    files = sorted(folder.glob("*processor*.json"))
+    return checksum_of({path.name: json.loads(path.read_bytes()) for path in files}) if files else ""
+
+
 def _without_names(value: Any) -> Any:
     if isinstance(value, Mapping):
         # Keys may be numbers (labels): as text they can be sorted.

@@ -73,6 +73,10 @@ class Reader(Protocol):
         """What the LoRA adapter of a request holds, known from the first time on; asked before it is loaded."""
         ...
 
+    def was_loaded(self, adapter: int) -> bool:
+        """Whether a LoRA adapter was loaded anew by itself, and not with a request."""
+        ...
+
     def doubt(self, adapter: int) -> None:
         """A LoRA adapter could not be loaded, on one worker at least: what is loaded is not known."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.arrival import Arrival, arrival_of, give_own_id
+from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
 from kvcached_nixl.compat.attached import sides
 from kvcached_nixl.compat.engine import (
     bound_sides,
@@ -69,15 +69,20 @@ PREPROCESS_ADD_REQUEST = Patch(
     parameters=("self", "request"),
     needs="lease",
     why="what vLLM adds for a request that it has rejected has an id of a client's choice: that of a request that is "
-    "kept ends the engine.",
-    upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected",
-    remove_when="vLLM gives such a request an id of its own",
+    "kept ends the engine, as stop tokens do that the model has not, and an adapter's files that are half written.",
+    upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected; "
+    "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace",
+    remove_when="vLLM gives such a request an id of its own, checks stop tokens, and loads an adapter once",
 )
 
 
 @PREPROCESS_ADD_REQUEST.around
 def preprocess_add_request(call: Call) -> Any:
-    give_own_id(call.argument("request"))
+    request = call.argument("request")
+    give_own_id(request)
+    drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
+    for side in bound_sides(call.instance.scheduler):
+        load_once(request, side.read.was_loaded)
     return call.proceed()
 
 

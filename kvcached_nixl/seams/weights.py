@@ -38,7 +38,7 @@ PREPARE_WEIGHTS = Patch(
 @PREPARE_WEIGHTS.around
 def prepare_weights(call: Call) -> Any:
     folder, files, use_safetensors = call.proceed()
-    note_files(call.instance, call.argument("model_name_or_path"), folder, files)
+    note_files(call.instance, call.argument("model_name_or_path"), call.argument("subfolder"), folder, files)
     return folder, files, use_safetensors
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from handover_node import (
     until_both,
 )
 from test_transport import until
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -66,12 +68,41 @@ def enter(node: Node, request: EngineCoreRequest) -> None:
     core = EngineCore.__new__(EngineCore)
     core.scheduler, core.mm_receiver_cache, core.request_block_hasher = node.scheduler, None, None
     core.structured_output_manager = node.scheduler.structured_output_manager
+    core.vllm_config = node.scheduler.vllm_config
     core.add_request(*core.preprocess_add_request(request))
 
 
 def reject(node: Node, request_id: str, params: dict[str, Any]) -> None:
     """What an API server sends for a request that it has rejected (``notify_kv_transfer_request_rejected``)."""
     enter(node, core_request(request_id, params, abort_immediately=True))
+
+
+def test_stop_tokens_that_the_model_does_not_have_stop_nothing(pair: tuple[Node, Node]) -> None:
+    """With min_tokens vLLM masks their logits, and there are none: the engine would end."""
+    node, _ = pair
+    size = node.scheduler.vllm_config.model_config.get_vocab_size()
+    request = core_request(PREFILL_ID)
+    stops = [size - 1, size, 1_000_000, 2**40, -1]
+    request.sampling_params = SamplingParams(max_tokens=4, min_tokens=1, stop_token_ids=stops)
+    enter(node, request)
+    found = node.scheduler.requests[PREFILL_ID].sampling_params
+    assert found.stop_token_ids == [size - 1] and found.all_stop_token_ids == {size - 1}
+
+
+def test_an_adapter_that_was_loaded_anew_is_not_loaded_by_each_of_its_requests(
+    pair: tuple[Node, Node], tmp_path: Path
+) -> None:
+    """vLLM's API server goes on saying load_inplace, and its workers would read the files at every step."""
+    node, _ = pair
+    for number, forget in ((1, True), (2, False)):
+        adapter = LoRARequest(f"a{number}", number, str(tmp_path / "none"), load_inplace=True)
+        if forget:
+            node.side_of_engine.adapters_changed(number)
+        request = core_request(f"cmpl-lora-0-{number}aaaaaaa")
+        request.lora_request = adapter
+        enter(node, request)
+        found = node.scheduler.requests[request.request_id].lora_request
+        assert (found.load_inplace, adapter.load_inplace) == (not forget, True)
 
 
 ELSEWHERE = {

@@ -173,6 +173,16 @@ def test_what_cannot_be_sent_to_an_engine_is_refused_before_anything_is_kept_of_
         MsgpackEncoder().encode(request)
 
 
+@pytest.mark.parametrize("field", ["stop_token_ids", "bad_words"])
+def test_neither_is_any_other_field_that_cannot_be_sent(field: str) -> None:
+    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None)
+    setattr(request.sampling_params, field, [2**64] if field == "stop_token_ids" else ["\ud800"])
+    with pytest.raises(VLLMValidationError, match="another field"):
+        InputProcessor.assign_request_id(request)
+    with pytest.raises((OverflowError, UnicodeError)):
+        MsgpackEncoder().encode(request)
+
+
 @pytest.mark.parametrize("value", [{"remote_port": 1}, None, object()], ids=["a mapping", "nothing", "a thing"])
 def test_what_a_program_hands_on_is_left_to_vllm(value: object) -> None:
     request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None)

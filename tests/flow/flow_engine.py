@@ -72,6 +72,9 @@ class Reads:
     def adapter_of(self, lora_request: Any) -> str:
         return ""
 
+    def was_loaded(self, adapter: int) -> bool:
+        return False
+
     def doubt(self, adapter: int) -> None:
         """No adapter is known."""
 

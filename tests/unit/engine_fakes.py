@@ -67,6 +67,9 @@ class Reads:
     def adapter_of(self, lora_request: Any) -> str:
         return str(lora_request)
 
+    def was_loaded(self, adapter: int) -> bool:
+        return False
+
     def doubt(self, adapter: int) -> None:
         self.doubted.append(adapter)
 

@@ -147,7 +147,7 @@ def worker(**changed: Any) -> WorkerView:
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
     )  # fmt: skip
     for owner in (parallel, cache, model):
-        optional = {"calculate_kv_scales"} if owner is cache else {"model_impl", "disable_sliding_window"}
+        optional = {"calculate_kv_scales"} if owner is cache else {"model_impl", "disable_sliding_window", "uses_mrope"}
         for name in [name for name in changed if name in {*vars(owner), *(optional if owner is not parallel else ())}]:
             setattr(owner, name, changed.pop(name))
     half = SimpleNamespace(
@@ -200,6 +200,10 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
         ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
         (
+            {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5), "uses_mrope": True},
+            "--video-pruning-rate 0.5 of a model whose tokens stand in space",
+        ),
+        (
             {"attn_backends": [backend("FLASH_ATTN"), backend("ROCM_ATTN")]},
             "the attention backend ROCM_ATTN, which keeps tokens of a block one inside the other",
         ),
@@ -209,6 +213,8 @@ def test_what_no_peer_could_make_sense_of_is_named(changed: dict[str, Any], foun
     """A5."""
     assert [one for one, _ in worker(**changed).unserved] == [found]
     assert worker(calculate_kv_scales=False).unserved == []
+    pruning = SimpleNamespace(video_pruning_rate=0.5)
+    assert worker(multimodal_config=pruning, uses_mrope=False).unserved == []
 
 
 def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvcached_nixl.identity import files
 from kvcached_nixl.identity.checkpoint import Checkpoint
-from kvcached_nixl.identity.configuration import checksum_of, code_checksum
+from kvcached_nixl.identity.configuration import checksum_of, code_checksum, processor_checksum
 from kvcached_nixl.identity.files import PIECE_BYTES, checksum, signature
 
 Tensors = Mapping[str, bytes]
@@ -129,12 +129,12 @@ def test_a_checkpoint_counts_as_long_as_nothing_else_was_done_to_it(tmp_path: Pa
     path = safetensors(tmp_path / "model.safetensors", WEIGHTS)
     one = Checkpoint()
     assert one.content("m", "", "w1") == ("", ""), "nothing was loaded"
-    one.load("m", tmp_path, [path])
+    one.load("m", "", tmp_path, [path])
     loaded, origin = one.content("m", "", "w1")
     assert len(loaded) == 32 and loaded == origin and one.content("m", "", "w1") == (loaded, origin)
     assert one.content("m", "", "w2") == ("", origin), "somebody has changed what is in memory"
     assert one.content("m", "", "w1") == ("", origin), "and back, as far as is known"
-    one.load("m", tmp_path, [path])
+    one.load("m", "", tmp_path, [path])
     assert one.content("m", "", "w1") == (loaded, origin), "it was loaded anew"
     assert one.content("m", "", "") == ("", origin), "what is in memory cannot be read any more"
 
@@ -143,12 +143,12 @@ def test_files_that_were_replaced_since_they_were_loaded_are_not_known(tmp_path:
     """A checkpoint that is overwritten while a server starts, or a link that is moved."""
     path = safetensors(tmp_path / "model.safetensors", WEIGHTS)
     one = Checkpoint()
-    one.load("m", tmp_path, [path])
+    one.load("m", "", tmp_path, [path])
     safetensors(path, WEIGHTS | {"a": b"2" * 1000})
     assert one.content("m", "", "w") == ("", "")
     path.unlink()
     assert one.content("m", "", "w") == ("", "")
-    one.load("m", tmp_path, [path])
+    one.load("m", "", tmp_path, [path])
     assert one.content("m", "", "w") == ("", "") and one.folder("m") is None
 
 
@@ -159,18 +159,36 @@ def test_whose_files_count(tmp_path: Path) -> None:
     def content(primary: str, ignored: str, *names: str) -> str:
         one = Checkpoint()
         for name in names:
-            one.load(name, tmp_path, [paths[int(name)]])
+            one.load(name, "", tmp_path, [paths[int(name)]])
         return one.content(primary, ignored, "w")[0]
 
     assert content("0", "", "0") == content("0", "1", "0", "1") != content("0", "", "0", "1")
     one = Checkpoint()
-    one.load("0", tmp_path, [paths[0]])
+    one.load("0", "", tmp_path, [paths[0]])
+    one.load("0", "encoder", tmp_path / "encoder", [paths[1]])
+    assert one.content("0", "", "w")[0] == content("0", "", "0", "1") and one.folder("0") == tmp_path, "two parts"
     one.content("0", "", "w")
-    one.load("2", tmp_path, [paths[2]])
+    one.load("2", "", tmp_path, [paths[2]])
     assert one.content("2", "", "v")[0] == content("2", "", "2"), "reload_weights(weights_path=...)"
 
 
 # ------------------------------------------------------------------------------------------------------- configuration
+
+
+def test_how_media_are_prepared_is_known_by_its_content(tmp_path: Path) -> None:
+    """Other means and deviations make other images of as many tokens."""
+    found = []
+    for name, mean in (("a", 0.5), ("b", 0.5), ("c", 0.6)):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert processor_checksum(folder) == ""
+        settings = {"image_mean": [mean], "_name_or_path": str(folder)}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        found.append(processor_checksum(folder))
+    assert found[0] == found[1] != found[2]
+    (tmp_path / "a" / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ValueError):
+        processor_checksum(tmp_path / "a")
 
 
 def test_a_configuration_is_what_it_says_without_what_it_is_called() -> None:

@@ -700,3 +700,17 @@ def test_what_is_told_is_plain_data() -> None:
     decode.arrive(request)
     decode.allocate(request, BLOCKS, decode.match(request)[0])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(decode.step), type=Step) == decode.step
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded_its_beginning(
+    recomputes: bool,
+) -> None:
+    """MultiConnector: the first one that has tokens loads them, and the rest would be computed here."""
+    decode = Decode(recomputes=recomputes)
+    request = of_decode(manifest=manifest_of(prompt(1)))
+    request.lacks_media = True
+    decode.arrive(request)
+    assert decode.match(request) == ALL
+    decode.allocate(request, BLOCKS, 0)
+    assert decode.fetching.take_ending() == {request.request_id} and decode.fetching.num_waiting == 0

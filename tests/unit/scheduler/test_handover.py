@@ -30,6 +30,7 @@ from unit.engine_fakes import (
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.handover import HandOver
+from kvcached_nixl.scheduler.wish import ANY_ADAPTER
 from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.step import FAILING, Step, failed_mark, over_id, quiet_id
 
@@ -83,6 +84,15 @@ def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine
     engine.handover.adapters_changed()
     engine.handover.adapters_changed(3)
     assert reads.forgotten == [None, 3]
+
+
+def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> None:
+    """Else one adapter that was loaded anew would have everybody's prefixes refused, for as long as requests run."""
+    offering, found = engine.handover._offering, []
+    for stale in (3, ANY_ADAPTER, None):
+        offering.stale.add(stale)
+        found.append([offering.is_stale(used) for used in (0, 3, 4)])
+    assert found == [[False, True, False], [False, True, True], [True, True, True]]
 
 
 def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
