@@ -79,7 +79,7 @@ def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
         sampling.stop_token_ids = [one for one in sampling.stop_token_ids or () if one in known]
 
 
-def load_once(core_request: Any, was_loaded: Callable[[int], bool]) -> None:
+def load_once(core_request: Any, is_loaded: Callable[[Any], bool]) -> None:
     """Have an adapter that was loaded anew not be loaded anew by each step of each of its requests.
 
     vLLM's API server sends ``load_inplace`` with all requests from then on, so that its workers read the adapter's
@@ -87,8 +87,8 @@ def load_once(core_request: Any, was_loaded: Callable[[int], bool]) -> None:
 
     Args:
         core_request: as above.
-        was_loaded: whether the adapter of a number was loaded anew by itself.
+        is_loaded: whether what an adapter's files hold was loaded anew, with no request.
     """
     lora = private(core_request, "lora_request")
-    if lora is not None and lora.load_inplace and was_loaded(int(lora.lora_int_id)):
+    if lora is not None and lora.load_inplace and is_loaded(lora):
         core_request.lora_request = msgspec.structs.replace(lora, load_inplace=False)

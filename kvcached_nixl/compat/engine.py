@@ -85,8 +85,12 @@ class EngineBlocks:
         request = private(self.engine_scheduler, "requests").get(request_id)
         if request is None or request.is_finished() or request in private(self.engine_scheduler, "running"):
             return None
-        # Nothing is in flight into them any more.
-        self.give_back(self.take(request_id))
+        # Nothing is in flight into them any more. Those that vLLM has cached would be found again.
+        taken = self.take(request_id)
+        if not _waits(request):
+            manager = private(self.engine_scheduler, "kv_cache_manager")
+            manager.evict_blocks({block.block_id for block in taken})
+        self.give_back(taken)
         request.num_computed_tokens = 0
         if recomputes:
             if _waits(request):
@@ -103,10 +107,7 @@ class EngineBlocks:
         # Whoever has blocks goes on caching them. kvcached says that all is clear whatever is in use, below vLLM 0.26.
         if any(private(manager, "req_to_blocks") for manager in self._managers()):
             return False
-        if not private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache():
-            return False
-        # What other connectors keep elsewhere, as far as they can forget it.
-        return bool(self.engine_scheduler.reset_connector_cache())
+        return bool(private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache())
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         """Per KV-cache group, the first token whose block is kept when so many are computed; it starts a block."""

@@ -49,6 +49,9 @@ def wait_until_due(core: Any) -> None:
     vLLM is about to wait for whatever enters the engine, without an end: where it is paused, hand-overs wait that have
     deadlines, and for the queue it is idle.
     """
+    if not private(core, "process_input_queue_block"):
+        # Elastic expert parallelism: it does not wait while ranks come or go.
+        return
     found = sides(private(core.scheduler, "connector"))
     due = min((due for side in found if (due := side.due_in_seconds) is not None), default=None)
     if due is not None and not wait_for_input(core, due):

@@ -74,9 +74,13 @@ class RequestReader:
         is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
         return f"{content} {self._lora_settings} {is_fused}"
 
-    def was_loaded(self, adapter: int) -> bool:
-        """Whether it was loaded anew by itself, and not with a request."""
-        return self._adapters.was_loaded(adapter)
+    def loaded(self, adapter: int) -> None:
+        """All workers have loaded it anew, with no request."""
+        self._adapters.loaded(adapter)
+
+    def is_loaded(self, lora_request: Any) -> bool:
+        """Whether what its files hold was loaded anew, so that its requests need not load it again."""
+        return self._adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
     def doubt(self, adapter: int) -> None:
         """It could not be loaded, on one worker at least."""
@@ -95,9 +99,7 @@ class RequestReader:
             self._adapters.forget(adapter)
 
     def _unknown(self, words: str) -> None:
-        logger.warning(
-            "Nothing that is computed with an adapter is handed over until it is loaded anew (load_inplace): %s", words
-        )
+        logger.warning("Nothing that is computed with an adapter is handed over: %s.", words)
 
 
 def _placeholders_in(values: Mapping[str, Any]) -> set[int]:

@@ -38,9 +38,14 @@ def files_of(folder: Path) -> list[Path]:
     return [folder / _CONFIGURATION, *found]
 
 
+class _Replaced(Exception):
+    """What the workers have read cannot be known."""
+
+
 @dataclass(frozen=True)
 class _Known:
     path: str
+    folder: Path
     signature: Signature
     content: str
 
@@ -59,8 +64,10 @@ class Adapters:
         self._unknown = unknown
         self._known: dict[int, _Known] = {}
         self._doubted: set[int] = set()
+        self._unread: set[int] = set()
         self._are_seen = True
-        self._loaded_anew: set[int] = set()
+        self._seen_since: set[int] = set()
+        self._loaded: set[int] = set()
 
     def content(self, number: int, path: str) -> str | None:
         """What an adapter holds; None where that is not known.
@@ -70,18 +77,26 @@ class Adapters:
         """
         if number not in self._doubted:
             try:
-                return self._content(number, path)
-            except (OSError, ValueError) as cause:
+                found = self._content(number, path)
+                self._unread.discard(number)
+                return found
+            except _Replaced as cause:
                 self.doubt(number, f"the adapter at {path}: {cause}")
+            except (OSError, ValueError) as cause:
+                if number not in self._unread:
+                    self._unread.add(number)
+                    self._unknown(f"the adapter at {path} cannot be read: {cause}. It is tried again with each request")
         return None
 
     def _content(self, number: int, path: str) -> str:
-        """Raises OSError, ValueError: it is not known; the words say why."""
+        """Raises OSError, ValueError: it cannot be read; _Replaced: nobody knows what was read. The words say why."""
         known = self._known.get(number)
-        if known is None and not self._are_seen and number not in self._loaded_anew:
-            raise ValueError("a collective RPC may have loaded or replaced it")
+        if known is None and not self._are_seen and number not in self._seen_since:
+            raise _Replaced("a collective RPC may have loaded or replaced it")
         try:
-            files = files_of(Path(self._resolve(path, known is None)))
+            is_local = known is not None and known.folder == Path(path).absolute()
+            folder = known.folder if known is not None and is_local else Path(self._resolve(path, known is None))
+            files = files_of(folder)
             found = signature(files)
         except FileNotFoundError:
             if known is None or known.path != path:
@@ -89,31 +104,37 @@ class Adapters:
             # Nobody can read it again: it is what it was.
             return known.content
         if known is None:
-            known = self._known[number] = _Known(path, found, _read(files))
+            known = self._known[number] = _Known(path, folder, found, _read(files))
         if (known.path, known.signature) != (path, found):
-            raise ValueError("its files have been replaced since it was loaded")
+            raise _Replaced("its files have been replaced since it was loaded")
         return known.content
 
     def doubt(self, number: int, words: str) -> None:
         """What was loaded under this number cannot be known until it is loaded anew."""
         if number not in self._doubted:
             self._doubted.add(number)
-            self._unknown(words)
+            self._unknown(f"{words}. Load it anew (load_inplace)")
 
-    def was_loaded(self, number: int) -> bool:
-        """Whether it was forgotten, because it was loaded anew."""
-        return number in self._loaded_anew
+    def loaded(self, number: int) -> None:
+        """It was loaded anew, by all workers."""
+        self._loaded.add(number)
+
+    def is_loaded(self, number: int, path: str) -> bool:
+        """Whether what lies there was loaded anew, so that nobody need load it again."""
+        return number in self._loaded and self.content(number, path) is not None
 
     def forget(self, number: int) -> None:
-        """It is loaded anew, or gone."""
+        """It is about to be loaded anew, or gone."""
         self._known.pop(number, None)
         self._doubted.discard(number)
-        self._loaded_anew.add(number)
+        self._loaded.discard(number)
+        self._seen_since.add(number)
 
     def forget_all(self) -> None:
         """Any may have been loaded, and its files replaced since: none is known until it is loaded anew."""
         self._known.clear()
-        self._loaded_anew.clear()
+        self._loaded.clear()
+        self._seen_since.clear()
         self._are_seen = False
 
 

@@ -31,6 +31,9 @@ NAMES = frozenset(
 """Fields that name something, at any depth: two names of one thing are equal here."""
 
 
+_PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+
+
 def checksum_of(values: Mapping[str, Any]) -> str:
     """32 hexadecimal digits of plain values, as ``PretrainedConfig.to_dict`` makes them; their order does not count."""
     text = json.dumps(_without_names(values), sort_keys=True, separators=(",", ":"), default=_plain)
@@ -53,13 +56,20 @@ def code_checksum(folder: Path) -> str:
 
 
 def processor_checksum(folder: Path) -> str:
-    """Of what a model's folder says of how images, sounds, ... are prepared; "" if it says nothing.
+    """Of what a model's folder says of how images, sounds, ... are prepared; "" if it says nothing. What names classes,
+    or makes text of a chat, is not compared: the prompt's tokens are.
 
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    files = sorted(folder.glob("*processor*.json"))
-    return checksum_of({path.name: json.loads(path.read_bytes()) for path in files}) if files else ""
+    files = [path for name in _PROCESSORS if (path := folder / name).exists()]
+    found = {path.name: json.loads(path.read_bytes()) for path in files}
+    kept = {name: {key: one for key, one in values.items() if not _names_code(key)} for name, values in found.items()}
+    return checksum_of(kept) if kept else ""
+
+
+def _names_code(key: str) -> bool:
+    return key in ("chat_template", "processor_class", "auto_map") or key.endswith("_processor_type")
 
 
 def _without_names(value: Any) -> Any:

@@ -73,8 +73,12 @@ class Reader(Protocol):
         """What the LoRA adapter of a request holds, known from the first time on; asked before it is loaded."""
         ...
 
-    def was_loaded(self, adapter: int) -> bool:
-        """Whether a LoRA adapter was loaded anew by itself, and not with a request."""
+    def loaded(self, adapter: int) -> None:
+        """All workers have loaded a LoRA adapter anew, with no request."""
+        ...
+
+    def is_loaded(self, lora_request: Any) -> bool:
+        """Whether what its files hold was loaded anew, so that its requests need not load it again."""
         ...
 
     def doubt(self, adapter: int) -> None:

@@ -82,7 +82,7 @@ def preprocess_add_request(call: Call) -> Any:
     give_own_id(request)
     drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
     for side in bound_sides(call.instance.scheduler):
-        load_once(request, side.read.was_loaded)
+        load_once(request, side.read.is_loaded)
     return call.proceed()
 
 

@@ -127,12 +127,15 @@ def add_lora(call: Call) -> Any:
         # Files that are replaced after the workers have read them are not what computes.
         side.read.adapter_of(request)
     try:
-        return call.proceed()
+        found = call.proceed()
     except BaseException:
         # What was there before may be what computes, on some worker at least.
         for side in bound_sides(call.instance.scheduler):
             side.read.doubt(request.lora_int_id)
         raise
+    for side in bound_sides(call.instance.scheduler) if request.load_inplace else ():
+        side.read.loaded(request.lora_int_id)
+    return found
 
 
 REMOVE_LORA = _of_engine("remove_lora", ("lora_id",), _ADAPTER, "unload_lora_adapter")

@@ -93,16 +93,33 @@ def test_an_adapter_that_was_loaded_anew_is_not_loaded_by_each_of_its_requests(
     pair: tuple[Node, Node], tmp_path: Path
 ) -> None:
     """vLLM's API server goes on saying load_inplace, and its workers would read the files at every step."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"1" * 100)
     node, _ = pair
-    for number, forget in ((1, True), (2, False)):
-        adapter = LoRARequest(f"a{number}", number, str(tmp_path / "none"), load_inplace=True)
-        if forget:
-            node.side_of_engine.adapters_changed(number)
-        request = core_request(f"cmpl-lora-0-{number}aaaaaaa")
+    side, adapter, found = node.side_of_engine, LoRARequest("a", 1, str(tmp_path), load_inplace=True), []
+
+    def ask() -> None:
+        request = core_request(f"cmpl-lora-0-{len(found)}aaaaaaa")
         request.lora_request = adapter
         enter(node, request)
-        found = node.scheduler.requests[request.request_id].lora_request
-        assert (found.load_inplace, adapter.load_inplace) == (not forget, True)
+        found.append(node.scheduler.requests[request.request_id].lora_request.load_inplace)
+
+    def load() -> None:
+        side.adapters_changed(1)
+        side.read.adapter_of(adapter)
+        side.read.loaded(1)
+
+    ask()
+    load()
+    ask()
+    # A program that writes another one there, and asks for it, means it.
+    (tmp_path / "adapter_model.bin").write_bytes(b"2" * 101)
+    ask()
+    load()
+    ask()
+    side.adapters_changed(1)
+    ask()
+    assert found == [True, False, True, False, True] and adapter.load_inplace
 
 
 ELSEWHERE = {

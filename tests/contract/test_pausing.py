@@ -43,6 +43,7 @@ def idle_engine(future: Future[None]) -> Any:
     engine = object.__new__(EngineCoreProc)
     engine.scheduler = SimpleNamespace(connector=None)
     engine._idle_state_callbacks = [partial(clear, future=future)]
+    engine.process_input_queue_block = True
     return engine
 
 
@@ -109,11 +110,16 @@ def test_an_engine_that_is_paused_looks_at_what_is_due(side: Side) -> None:
     engine = object.__new__(EngineCoreProc)
     engine.scheduler = SimpleNamespace(connector=None)
     engine._idle_state_callbacks, engine.input_queue = [], queue.Queue[Any]()
+    engine.process_input_queue_block = True
     engine._notify_idle_state_callbacks()
     assert engine.input_queue.empty()
     side.due_in_seconds = 0.05
     engine._notify_idle_state_callbacks()
     assert engine.input_queue.get_nowait()[0] is EngineCoreRequestType.WAKEUP
+    engine.process_input_queue_block = False
+    engine._notify_idle_state_callbacks()
+    assert engine.input_queue.empty(), "elastic expert parallelism: ranks come or go meanwhile"
+    engine.process_input_queue_block = True
     side.due_in_seconds = 3600.0
     engine.input_queue.put("a request")
     engine._notify_idle_state_callbacks()

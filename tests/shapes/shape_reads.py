@@ -133,6 +133,7 @@ READS = (
             "engines_running",
             "shutdown_state",
             "_idle_state_callbacks",
+            "process_input_queue_block",
             "_process_engine_step",
             "has_work",
         ),
@@ -150,7 +151,9 @@ READS = (
     _of("vllm.lora.utils", "", "get_adapter_absolute_path"),
     # What the API server prepares prompts with.
     Reads(RENDERER, ("model_config", "config")),
-    _of("vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", "coordinator", "get_block_ids"),
+    _of(
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", "coordinator", "get_block_ids", "evict_blocks"
+    ),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"),
     _of("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
     _of(

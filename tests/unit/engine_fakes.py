@@ -67,7 +67,10 @@ class Reads:
     def adapter_of(self, lora_request: Any) -> str:
         return str(lora_request)
 
-    def was_loaded(self, adapter: int) -> bool:
+    def loaded(self, adapter: int) -> None:
+        """No adapter is known."""
+
+    def is_loaded(self, lora_request: Any) -> bool:
         return False
 
     def doubt(self, adapter: int) -> None:

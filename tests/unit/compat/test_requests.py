@@ -203,6 +203,7 @@ def test_an_adapter_that_could_not_be_loaded_anew_is_like_no_other(tmp_path: Pat
     reads.forget(1)
     reads.adapter_of(lora(path))
     reads.doubt(1)
+    assert not reads.is_loaded(lora(path))
     assert view(reads, lora_request=lora(path)).digest(8) != view(reads, lora_request=lora(path)).digest(8)
     reads.forget(1)
     assert view(reads, lora_request=lora(path)).digest(8) == view(reader(), lora_request=lora(path)).digest(8)
