@@ -118,7 +118,7 @@ def _draft_of(config: Any) -> Any:
 
 
 def _quantization(model: Any) -> str:
-    """vLLM 0.22 and later take settings of it beside those that come with the model."""
+    """Later vLLMs take settings of it beside those that come with the model."""
     settings = getattr(model, "quantization_config", None)
     name = model.quantization or "-"
     return name if settings is None else f"{name} {checksum_of({'settings': settings})}"

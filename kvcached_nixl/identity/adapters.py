@@ -83,7 +83,10 @@ class Adapters:
             except _Replaced as cause:
                 self.doubt(number, f"the adapter at {path}: {cause}")
             except (OSError, ValueError) as cause:
-                if number not in self._unread:
+                # A worker may read what cannot be read here, and be given something else to read later.
+                if number not in self._known:
+                    self.doubt(number, f"the adapter at {path} cannot be read: {cause}")
+                elif number not in self._unread:
                     self._unread.add(number)
                     self._unknown(f"the adapter at {path} cannot be read: {cause}. It is tried again with each request")
         return None

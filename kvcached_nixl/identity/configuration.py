@@ -62,9 +62,12 @@ def processor_checksum(folder: Path) -> str:
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    files = [path for name in _PROCESSORS if (path := folder / name).exists()]
-    found = {path.name: json.loads(path.read_bytes()) for path in files}
-    kept = {name: {key: one for key, one in values.items() if not _names_code(key)} for name, values in found.items()}
+    kept = {}
+    for path in [path for name in _PROCESSORS if (path := folder / name).exists()]:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError(f"{path.name} holds a {type(found).__name__}; expected an object")
+        kept[path.name] = {key: one for key, one in found.items() if not _names_code(key)}
     return checksum_of(kept) if kept else ""
 
 

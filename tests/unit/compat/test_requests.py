@@ -209,6 +209,32 @@ def test_an_adapter_that_could_not_be_loaded_anew_is_like_no_other(tmp_path: Pat
     assert view(reads, lora_request=lora(path)).digest(8) == view(reader(), lora_request=lora(path)).digest(8)
 
 
+def test_an_adapter_that_cannot_be_read_for_a_moment_is_doubted_only_if_it_was_never_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system that fails once: what was known before is compared with what is there afterwards."""
+    path, fails = adapter(tmp_path / "one"), [False]
+
+    def folder(found: str, _: bool) -> str:
+        if fails[0]:
+            raise OSError("stale file handle")
+        return found
+
+    monkeypatch.setattr(requests, "_folder", folder)
+    reads, known = reader(), Path("org/known")
+    monkeypatch.chdir(tmp_path)
+    known.parent.mkdir()
+    known.symlink_to(path)
+    before = view(reads, lora_request=lora(known, 1)).digest(8)
+    fails[0] = True
+    found = {view(reads, lora_request=lora(known, 1)).digest(8) for _ in range(2)}
+    assert before not in found and len(found) == 2 and caplog.text.count("stale file handle") == 1
+    view(reads, lora_request=lora(path, 2)).digest(8)
+    fails[0] = False
+    assert view(reads, lora_request=lora(known, 1)).digest(8) == before
+    assert view(reads, lora_request=lora(path, 2)).digest(8) != before
+
+
 def test_adapters_that_are_applied_in_other_ways_are_others(tmp_path: Path) -> None:
     path, found = adapter(tmp_path / "one"), []
     for changed in (

@@ -186,9 +186,10 @@ def test_how_media_are_prepared_is_known_by_its_content(tmp_path: Path) -> None:
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         found.append(processor_checksum(folder))
     assert found[0] == found[1] != found[2]
-    (tmp_path / "a" / "preprocessor_config.json").write_text("{")
-    with pytest.raises(ValueError):
-        processor_checksum(tmp_path / "a")
+    for text in ("{", "[1]"):
+        (tmp_path / "a" / "preprocessor_config.json").write_text(text)
+        with pytest.raises(ValueError):
+            processor_checksum(tmp_path / "a")
 
 
 def test_a_configuration_is_what_it_says_without_what_it_is_called() -> None:
