@@ -8,6 +8,7 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "blocks_of",
     "bound_sides",
     "core_of",
+    "due_in_seconds",
     "is_whole",
     "let_load_fail",
     "queued",
@@ -266,6 +268,11 @@ def remember(core: Any) -> None:
 def core_of(engine_scheduler: Any) -> Any:
     """The loop around a scheduler; None where there is none (an engine in its client's own process)."""
     return vars(engine_scheduler).get(_CORE)
+
+
+def due_in_seconds(found: Iterable[Any]) -> float:
+    """How long until these sides of an engine have something to do by themselves; infinite if they never have."""
+    return min((due for side in found if (due := side.due_in_seconds) is not None), default=math.inf)
 
 
 def wait_for_input(core: Any, seconds: float) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pausing an engine, clearing its prefix cache and shutting it down, and whoever called for it.
+"""Pausing an engine, clearing its prefix cache and shutting it down; errors are returned to the caller.
 
 Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``, ``v1/core/sched/interface.py``.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.attached import sides
-from kvcached_nixl.compat.engine import bound_sides, core_of, wait_for_input, wake_of
+from kvcached_nixl.compat.engine import bound_sides, core_of, due_in_seconds, wait_for_input, wake_of
 from kvcached_nixl.compat.private import private
 
 __all__ = ["cleared", "drains", "ends_at_once", "go_on_unless_paused", "held_back", "tell_who_waits", "wait_until_due"]
@@ -46,15 +47,14 @@ def go_on_unless_paused(core: Any) -> None:
 def wait_until_due(core: Any) -> None:
     """Wait, on the engine's thread, until something enters an engine that is idle, or the next thing is due in it.
 
-    vLLM is about to wait for whatever enters the engine, without an end: where it is paused, hand-overs wait that have
-    deadlines, and for the queue it is idle.
+    vLLM is about to block on the input queue without a timeout. A paused engine counts as idle there, though hand-overs
+    with deadlines may be waiting in it.
     """
     if not private(core, "process_input_queue_block"):
         # Elastic expert parallelism: it does not wait while ranks come or go.
         return
-    found = sides(private(core.scheduler, "connector"))
-    due = min((due for side in found if (due := side.due_in_seconds) is not None), default=None)
-    if due is not None and not wait_for_input(core, due):
+    due = due_in_seconds(sides(private(core.scheduler, "connector")))
+    if math.isfinite(due) and not wait_for_input(core, due):
         wake_of(core)()
 
 
@@ -69,8 +69,7 @@ def held_back(core: Any) -> bool:
     seconds = _quiet_in_seconds(core)
     if seconds <= 0:
         return False
-    due = [due for side in found if (due := side.due_in_seconds) is not None]
-    if wait_for_input(core, min([seconds, *due])):
+    if wait_for_input(core, min(seconds, due_in_seconds(found))):
         return True
     if _quiet_in_seconds(core) <= 0:
         return False

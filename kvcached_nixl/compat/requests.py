@@ -87,7 +87,7 @@ class RequestReader:
         self._adapters.doubt(adapter, f"the adapter of number {adapter} could not be loaded")
 
     def take_renamed(self) -> bool:
-        """Whether a name has come to mean another adapter since the last call: vLLM keys its prefix cache by names."""
+        """Whether a name stands for another adapter than at the last call. vLLM's prefix cache is keyed by the name."""
         found, self._is_renamed = self._is_renamed, False
         return found
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvcached_nixl.compat.attached import side_of, sides
-from kvcached_nixl.compat.engine import queued, reports_of, wait_for_input, wants_blocks
+from kvcached_nixl.compat.engine import due_in_seconds, queued, reports_of, wait_for_input, wants_blocks
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.step import Reports
 
@@ -53,10 +53,9 @@ def rest(core: Any, longest_seconds: float) -> None:
     # With nothing to do at all vLLM waits by itself, and whoever has paused it is told first.
     if not found or not private(core, "has_work")() or not _stands_still(core, found):
         return
-    due = [seconds for side in found if (seconds := side.due_in_seconds) is not None]
+    seconds = min(longest_seconds, due_in_seconds(found))
     if side_of(core.scheduler.connector) is None:
-        due.append(_SHARED_SECONDS)
-    seconds = min([longest_seconds, *due])
+        seconds = min(seconds, _SHARED_SECONDS)
     if _waits_for_blocks(core.scheduler):
         _wait_for_blocks(core, seconds)
     else:

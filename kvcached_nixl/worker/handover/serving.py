@@ -373,7 +373,7 @@ class Serving:
         self._words.remove(offer.request_id)
         offer.stopped = offer.stopped or reason
         for writing in list(offer.writings.values()):
-            # Whoever has vanished would be looked for when its time is over.
+            # Otherwise a decode that has vanished would be probed only at its deadline.
             self._stuck[writing.key] = self._clock.now_seconds() + PROBE_SECONDS
             self._writer.stop(writing, cause, reason)
         self._settle(offer)
