@@ -150,10 +150,9 @@ class Offering:
         if request_id in self._taken_back:
             return
         self._taken_back.add(request_id)
-        step.taken_back[request_id] = reason
+        step.revoked[request_id] = reason
         # Not computed yet, or not told: nobody shall hear of it first.
         step.offered = [one for one in step.offered if one.request_id != request_id]
-        step.finished = [one for one in step.finished if one != request_id]
 
     def _withdraw(self, request_id: PrefillRequestId, sending: _Sending, reason: str, step: Step) -> None:
         if not sending.is_revoked:

@@ -176,8 +176,8 @@ class Step(msgspec.Struct):
         preempted: prefill's requests that lost their blocks, and the number under which those are held.
         finished: prefill's requests that compute no more.
         stopped: prefill's requests that are gone, and why.
-        revoked: prefill's requests that decode may not have any more, and why; they are still computed.
-        taken_back: the same of such as have ended; their blocks are reported as those of ``stopped`` are.
+        revoked: prefill's requests that decode may not have any more, and why. They are still computed, or have ended:
+            then they are in ``finished``, of this step or of one before.
         unkept: those of ``stopped`` whose blocks vLLM has already freed: nothing is reported of them.
         counts: for the metrics, by `Cause`.
         quarantined_blocks: held for what may still be in flight; None if that has not changed.
@@ -197,7 +197,6 @@ class Step(msgspec.Struct):
     finished: list[PrefillRequestId] = msgspec.field(default_factory=list)
     stopped: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
     revoked: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
-    taken_back: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
     unkept: set[PrefillRequestId] = msgspec.field(default_factory=set)
     offered: list[Offered] = msgspec.field(default_factory=list)
     counts: dict[int, int] = msgspec.field(default_factory=dict)
@@ -217,7 +216,6 @@ class Step(msgspec.Struct):
             or self.finished
             or self.stopped
             or self.revoked
-            or self.taken_back
             or self.offered
             or self.counts
             or self.quarantined_blocks is not None

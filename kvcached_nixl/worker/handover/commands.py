@@ -120,12 +120,11 @@ class Stop:
     request_id: PrefillRequestId
     reason: str
     is_kept: bool = True
-    cause: Cause = Cause.STOPPED
 
 
 @dataclass(frozen=True)
 class Revoke:
-    """Prefill: decode may not have the request any more, which is still computed."""
+    """Prefill: decode may not have the request any more. It is still computed, or has ended: `Finish` says so."""
 
     request_id: PrefillRequestId
     reason: str

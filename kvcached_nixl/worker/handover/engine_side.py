@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import Cause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Offered, Step, failed_mark, over_id, quiet_id
@@ -123,7 +122,6 @@ class EngineSide:
             commands.append(Known(own, step.wake_key, step.start))
         # First of all: whoever comes from now on finds nothing of these.
         commands += (Revoke(request_id, reason) for request_id, reason in step.revoked.items())
-        commands += (Stop(request_id, reason, cause=Cause.REVOKED) for request_id, reason in step.taken_back.items())
         # A request may arrive and be gone before there is a step.
         commands += map(Renew, step.renewed)
         commands += map(Unrenew, step.unrenewed)

@@ -67,9 +67,7 @@ class Serving:
         self._words = words
         self._is_writing = is_writing
         self._unmatched_seconds = unmatched_seconds
-        self._tell_done, self._quiet, self._expired = done, quiet, expired
-        # vLLM counts what ranks say: one that says it twice would stand for another one, which still reads.
-        self._told = Memory[PrefillRequestId]()
+        self._done, self._quiet, self._expired = done, quiet, expired
         self._pairing = Pairing(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._writings: dict[WritingKey, Writing] = {}
         self._of_agent: dict[str, dict[WritingKey, Writing]] = {}
@@ -148,9 +146,7 @@ class Serving:
         """Decode still wants these requests."""
         self._leases.renew(one for name in names for one in self._pairing.renewed_by(name))
 
-    def stop(
-        self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True, cause: Cause = Cause.STOPPED
-    ) -> None:
+    def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
         """The request is gone: nothing more is posted, and its word is gone at once.
 
         Args:
@@ -164,10 +160,11 @@ class Serving:
                 self._done(request_id)
             return
         offer.finished, offer.is_kept = True, offer.is_kept and is_kept
-        self._let_down(offer, cause, reason)
+        self._let_down(offer, Cause.STOPPED, reason)
 
     def revoke(self, request_id: PrefillRequestId, reason: str) -> None:
-        """Decode may not have the request any more. It is still computed, so its blocks are its own."""
+        """Decode may not have the request any more. Its blocks are its own until it has ended: its `finish` has been
+        given already, or will be."""
         self._words.remove(request_id)
         offer = self._pairing.offers.get(request_id)
         if offer is not None:
@@ -360,11 +357,6 @@ class Serving:
         self._writer.source.gone(offer)
         if offer.is_kept:
             self._done(offer.request_id)
-
-    def _done(self, request_id: PrefillRequestId) -> None:
-        if request_id not in self._told:
-            self._told.add(request_id)
-            self._tell_done(request_id)
 
     def _not_copied(self, writing: Writing, failed: str) -> None:
         self._writer.stop(writing, Cause.DEFECT, failed)

@@ -266,7 +266,7 @@ class TransferThread:
         elif isinstance(command, Revoke):
             self._serving.revoke(command.request_id, command.reason)
         else:
-            self._serving.stop(command.request_id, command.reason, is_kept=command.is_kept, cause=command.cause)
+            self._serving.stop(command.request_id, command.reason, is_kept=command.is_kept)
 
     def _take_reached(self) -> None:
         """In order: a request's end is never seen before its steps."""

@@ -88,7 +88,6 @@ NEWS: dict[str, Any] = {
     "finished": [PrefillRequestId("p")],
     "stopped": {PrefillRequestId("p"): "why"},
     "revoked": {PrefillRequestId("p"): "why"},
-    "taken_back": {PrefillRequestId("p"): "why"},
     "offered": [Offered(PrefillRequestId("p"), "n", "", 4, ([1],), 4, None)],
     "counts": {1: 1},
     "quarantined_blocks": 0,
