@@ -13,8 +13,8 @@ from kvcached_nixl.version import __version__
 # As typing has it; importing typing would be most of what an interpreter start with the gate open costs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kvcached_nixl.bootstrap import Installation
-    from kvcached_nixl.report import Report
+    from kvcached_nixl.activation.bootstrap import Installation
+    from kvcached_nixl.cli.report import Report
 
 __all__ = ["__version__", "install", "status", "uninstall"]
 
@@ -27,7 +27,7 @@ def install() -> Installation | None:
 
     Returns: the installation of this process, or None if the gate is closed.
     """
-    from kvcached_nixl import bootstrap
+    from kvcached_nixl.activation import bootstrap
 
     return bootstrap.install()
 
@@ -37,14 +37,15 @@ def uninstall() -> tuple[str, ...]:
 
     Returns: dotted names that somebody else has wrapped meanwhile and that were therefore left, disabled.
     """
-    from kvcached_nixl import bootstrap
+    from kvcached_nixl.activation import bootstrap
 
     return bootstrap.uninstall()
 
 
 def status() -> Report:
     """What is in place in this process now. Imports nothing that is not imported."""
-    from kvcached_nixl import bootstrap, report
+    from kvcached_nixl.activation import bootstrap
+    from kvcached_nixl.cli import report
 
     installation = bootstrap.current()
     return report.make(installation.registry if installation is not None else None)

@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcached_nixl import install, report, status
+from kvcached_nixl import install, status
+from kvcached_nixl.cli import report
+from kvcached_nixl.cli.report import Report
 from kvcached_nixl.compat.versions import found_version, import_vllm
 from kvcached_nixl.errors import MissingDependency, Refused
-from kvcached_nixl.report import Report
 from kvcached_nixl.settings import SERVER_LOGGER, Gate, read_gate
 from kvcached_nixl.version import __version__
 
@@ -165,7 +166,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         with _only_ours_on_standard_output():
             install()
-            from kvcached_nixl import doctor
+            from kvcached_nixl.cli import doctor
 
             peer = None if options.peer is None else (*options.peer, options.rank)
             found = doctor.examine(tuple(options.backend or ("UCX",)), options.device, peer)

@@ -11,8 +11,8 @@ import torch
 
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.content import Content
-from kvcached_nixl.worker.handover.digests import Digests
+from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.transfer.checksums import Checksums
 
 
 @dataclass
@@ -68,7 +68,7 @@ def as_bytes(array: Any) -> torch.Tensor:
     return torch.from_numpy(array.reshape(-1).view("uint8"))
 
 
-def digests_over(planes: Planes, memory: torch.Tensor, fraction: float = 0.0, runs: InTurn | None = None) -> Digests:
+def digests_over(planes: Planes, memory: torch.Tensor, fraction: float = 0.0, runs: InTurn | None = None) -> Checksums:
     """Of a rank that stages nothing."""
     content = content_of(planes, memory)
-    return Digests(content, content, runs or InTurn(), fraction)
+    return Checksums(content, content, runs or InTurn(), fraction)

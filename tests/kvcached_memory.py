@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvcached_nixl.worker.axes import Axes
-from kvcached_nixl.worker.layout import Page
+from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.geometry.layout import Page
 
 
 @dataclass(frozen=True)

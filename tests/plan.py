@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kvcached_nixl.compat.runner import accepted
+from kvcached_nixl.compat.model_runner_policy import accepted
 from kvcached_nixl.compat.series import ROWS, Evidence
 
 TIERS = ("lint", "unit", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from experiments.common.transfer_config import extra_of, with_extra
-from kvcached_nixl.compat.runner import SWITCH, accepted, named
+from kvcached_nixl.compat.model_runner_policy import SWITCH, accepted, named
 from kvcached_nixl.compat.versions import found_version
 
 REGISTRATION = "KVCACHED_HOSTVMM_REGISTRATION"

@@ -7,6 +7,7 @@ Whoever drives it says what is scheduled, and turns its transfer thread or start
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ import numpy as np
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.handover import HandOver
-from kvcached_nixl.scheduler.listening import answers_of
-from kvcached_nixl.scheduler.wish import Terms
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.scheduler.side_channel_listener import answers_of
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.base import Gate, Transport
 from kvcached_nixl.wire.digest import digest_of
@@ -29,13 +30,13 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Reports
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.content import Content
-from kvcached_nixl.worker.handover.digests import Digests
-from kvcached_nixl.worker.handover.gates import Gates
-from kvcached_nixl.worker.handover.host import Host
-from kvcached_nixl.worker.handover.local import Place
-from kvcached_nixl.worker.handover.start import Channel, assemble
-from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
+from kvcached_nixl.worker.build import Channel, assemble
+from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
+from kvcached_nixl.worker.transfer.topology import LocalRank
 
 COMPATIBILITY = "kvcached_nixl/experiments"
 WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
@@ -167,7 +168,7 @@ class Engine:
         channel: Channel,
         planes: Planes,
         pool: Pool,
-        words: Words,
+        words: TokenArray,
         make_gate: Callable[[], Gate] | None = None,
     ) -> None:
         terms = Terms(
@@ -181,9 +182,9 @@ class Engine:
         self.own = own
         self.pool = pool
         self.words = words
-        self.handover = HandOver(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
+        self.handover = SchedulerFacade(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
         self.handover.bind(pool)
-        place = Place(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)
+        place = LocalRank(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)
         no_content, runs = Content((), ()), _AtOnce()
         process = Process() if make_gate is None else Process(f"{own.engine_id} {own.host}:{own.port}")
         self.side = assemble(
@@ -195,10 +196,11 @@ class Engine:
             COMPATIBILITY,
             channel,
             lambda: _reached,
-            Digests(no_content, no_content, runs, fraction=0.0),
+            Checksums(no_content, no_content, runs, fraction=0.0),
             Host(process, "DRAM"),
             lambda weights: None,
-            gates=None if make_gate is None else Gates(make_gate, runs, clock),
+            threading.Event(),
+            gates=None if make_gate is None else WriteGates(make_gate, runs, clock),
         )
         self.side.identify(WEIGHTS)
         rank = RankHandshake(
@@ -209,14 +211,14 @@ class Engine:
             device_id=0,
             memory=place.memory,
             kernel_blocks_per_block=1,
-            words_address=int(words.ctypes.data),
+            token_table_address=int(words.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
             process=process,
         )
         envelope = _Envelope(COMPATIBILITY, msgspec.msgpack.encode(rank))
-        self.answers = answers_of({0: envelope}, self.handover.start)
+        self.answers = answers_of({0: envelope}, self.handover.incarnation)
 
     def step(self, progress: Iterable[Progress] = (), compute: Callable[[], None] = lambda: None) -> Ended:
         """One step of the engine's loop, in vLLM's order."""
@@ -231,9 +233,9 @@ class Engine:
         return Ended(reports.sent, reports.received, self.handover.take_failed())
 
 
-def host_words() -> Words:
+def host_words() -> TokenArray:
     """The table of words and the rows that decode reads into."""
-    return np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
+    return np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
 
 
 def asks_prefill(name: str | None = None) -> dict[str, Any]:

@@ -104,13 +104,13 @@ def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, sa
     from experiments.mesh.report import Run, Tenth, left_over
     from experiments.mesh.tables import num_bytes, sizes
     from kvcached_nixl.settings import TransferMode
-    from kvcached_nixl.worker.handover import offer
-    from kvcached_nixl.worker.handover.peers import FORGOTTEN_SECONDS
-    from kvcached_nixl.worker.handover.verification import BUCKETS
+    from kvcached_nixl.worker.transfer import recent_set
+    from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS
+    from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS
 
     count = hand_overs // TENTHS
     # Full before the first tenth ends, so that it shows when what is remembered grows beyond it.
-    remembered = offer.REMEMBERED = max(1, count // engines // 4)
+    remembered = recent_set.CAPACITY = max(1, count // engines // 4)
     mesh = Mesh(TransferMode(mode), engines, AT_ONCE * engines, events, seed)
     empty_bytes = num_bytes(mesh.roots)
     tenths = []

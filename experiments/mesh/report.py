@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 MOST_GROWTH = 1.25
 """Of the last tenth over the first: what else the machine does shows in both."""
 STALE_KEPT = 16
-REMEMBERED = ("Serving._over", "Serving._told")
+REMEMBERED = ("OfferRegistry._finished",)
 """The last registrations, and requests of prefill, that were over, as many as are remembered at most."""
-NEVER_EMPTY = frozenset({"Landings._free", *REMEMBERED})
+NEVER_EMPTY = frozenset({"TokenBuffers._free", *REMEMBERED})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport, Network
-from kvcached_nixl.worker.handover.offer import Memory
+from kvcached_nixl.worker.transfer.recent_set import RecentSet
 
 _TABLES = (dict, set, list, collections.deque)
 STALE = ", stale"
@@ -38,7 +38,7 @@ def sizes(roots: Iterable[object]) -> Counter[str]:
             continue
         for name, value in _attributes(one):
             if isinstance(value, _TABLES):
-                found[place if isinstance(one, Memory) else f"{type(one).__name__}.{name}"] += len(value)
+                found[place if isinstance(one, RecentSet) else f"{type(one).__name__}.{name}"] += len(value)
     return found
 
 

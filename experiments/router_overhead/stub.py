@@ -19,7 +19,13 @@ TOKENS = 16
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 _MANIFEST = {
-    **{"protocol": PROTOCOL, "start": "0" * 16, "request_id": "cmpl-x-0-00000000", "digest": "0" * 32, "num_tokens": 1},
+    **{
+        "protocol": PROTOCOL,
+        "incarnation": "0" * 16,
+        "request_id": "cmpl-x-0-00000000",
+        "digest": "0" * 32,
+        "num_tokens": 1,
+    },
     **{"block_size": 16, "context_parallel": [1, 1], "lease_seconds": 30.0, "num_media": 0},
     "groups": [{"first_token": 0, "block_ids": [7]}],
 }

@@ -234,7 +234,7 @@ class RealScheduler:
         tokens = self._prompt(number + 1)
         made = Manifest(
             protocol=PROTOCOL,
-            start=FAR_START,
+            incarnation=FAR_START,
             request_id=f"far-{number}",
             digest=digest_of(tokens, len(tokens)),
             num_tokens=len(tokens),

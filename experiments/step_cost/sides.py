@@ -19,10 +19,10 @@ from kvcached_nixl.transport.memory import Network, Posted
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.lease import INTERVAL, beats, is_beat
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
-from kvcached_nixl.wire.messages import Peer, Registration, draw_attempt, encode
+from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Registration, draw_attempt, encode
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.handover.lease import MOST_DUE
+from kvcached_nixl.worker.transfer.lease import MOST_DUE
 
 BLOCK_SIZE = 16
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 480.0
@@ -163,7 +163,7 @@ class DecodeSide(Side):
         if self.mode is TransferMode.PULL:
             made = Manifest(
                 protocol=PROTOCOL,
-                start=far.handover.start,
+                incarnation=far.handover.incarnation,
                 request_id=name,
                 digest=digest_of(tokens, len(tokens)),
                 num_tokens=len(tokens),
@@ -223,7 +223,7 @@ class PrefillSide(Side):
             attempt=draw_attempt(),
             decode_request_id=DecodeRequestId(f"decode-{name}"),
             decode=Peer(EngineId("far"), "127.0.0.1", 5600, 1, 0),
-            start=self.engine.handover.start,
+            incarnation=self.engine.handover.incarnation,
             name=f"transfer:to come, {name}",
             request_id="",
             digest=digest_of([0], 1),
@@ -231,7 +231,7 @@ class PrefillSide(Side):
             first_token=0,
             end_token=BLOCK_SIZE,
             block_size=BLOCK_SIZE,
-            groups=(BlockRange(0, (1,)),),
+            groups=(KernelBlockRange(0, (1,)),),
         )
         posted = Posted("far", "near", encode(registration))
         self.network.post(posted)

@@ -39,9 +39,9 @@ from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Operation, Ranges
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.descriptors import Blocks
-from kvcached_nixl.worker.handover.local import Routes
-from kvcached_nixl.worker.handover.posting import Budget
+from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.transfer.topology import PeerRoutes
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 END_SECONDS = 120.0
 HOLDS = 20
@@ -103,8 +103,8 @@ class Node:
             Pool(order.tolist()),
             words,
         )
-        routes = self._engine.side.thread._side.routes
-        routes.ranges = self._transport.timed("descriptors", Routes.ranges)  # type: ignore[method-assign]
+        routes = self._engine.side.thread._context.routes
+        routes.ranges = self._transport.timed("descriptors", PeerRoutes.ranges)  # type: ignore[method-assign]
         self._engine.side.thread.start()
         self._engine.step()
         self._computing = Computing()
@@ -224,8 +224,10 @@ class Node:
         return statistics.median(held)
 
     def _ranges(self, local: list[int], remote: list[int]) -> tuple[Ranges, Ranges]:
-        routes = Routes(self._engine.side.thread._side.place)
-        found = Routes.ranges(routes.of("far", (self._far_planes,)), [(Blocks(local), Blocks(remote), 0)], self._tokens)
+        routes = PeerRoutes(self._engine.side.thread._context.local)
+        found = PeerRoutes.ranges(
+            routes.of("far", (self._far_planes,)), [(Blocks(local), Blocks(remote), 0)], self._tokens
+        )
         return found.local, found.remote
 
     def _prompt(self, name: str) -> list[int]:

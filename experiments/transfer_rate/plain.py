@@ -14,7 +14,7 @@ import numpy as np
 from experiments.common.server_side.few_cores import BINDINGS, wait_for_events
 from kvcached_nixl.transport.agent import descriptors, peer_name
 from kvcached_nixl.transport.base import Operation, Ranges
-from kvcached_nixl.worker.handover.posting import Budget
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 
 def agent(memory_address: int, memory_bytes: int) -> Any:
@@ -38,7 +38,7 @@ def share_cores() -> None:
 
 
 def cut(lengths: Any, budget: Budget) -> list[slice]:
-    """Rows of each transfer, as `Posting` cuts them."""
+    """Rows of each transfer, as `TransferQueue` cuts them."""
     until = np.concatenate(([0], np.cumsum(lengths)))
     found, row = [], 0
     while row < len(lengths):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from kvcached_nixl.compat.attached import sides
+from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.versions import installed_row
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.compat.attached import side_of, sides
+from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.private import private
-from kvcached_nixl.wire.step import Reports
+from kvcached_nixl.wire.step import BlockIds, Reports
 
 __all__ = [
     "EngineBlocks",
@@ -158,7 +158,7 @@ def is_whole(request: Any) -> bool:
     return request.status.name in _WHOLE and request.num_computed_tokens >= request.num_prompt_tokens
 
 
-def scheduled(scheduler_output: Any) -> Iterator[tuple[str, tuple[list[int], ...], bool, int, int]]:
+def scheduled(scheduler_output: Any) -> Iterator[tuple[str, BlockIds, bool, int, int]]:
     """Each request of a step: id, block ids per group, whether they replace the earlier ones, tokens at the end, and at
     its begin."""
     tokens = scheduler_output.num_scheduled_tokens
@@ -172,9 +172,9 @@ def scheduled(scheduler_output: Any) -> Iterator[tuple[str, tuple[list[int], ...
         yield request_id, block_ids or (), replaces, num_computed_tokens + tokens[request_id], num_computed_tokens
 
 
-def blocks_of(blocks: Any) -> tuple[list[int], ...]:
+def blocks_of(blocks: Any) -> BlockIds:
     """Block ids per group of vLLM's ``KVCacheBlocks``."""
-    found: tuple[list[int], ...] = blocks.get_block_ids()
+    found: BlockIds = blocks.get_block_ids()
     return found
 
 

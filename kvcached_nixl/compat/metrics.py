@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcached_nixl.compat.locate import STATS_MODULES
 from kvcached_nixl.compat.private import first_module, private
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 
 __all__ = ["prom_metrics", "record", "stats"]
 
@@ -35,7 +35,7 @@ def prom_metrics(*args: Any) -> Any:
 
 
 def record(account: Any, counted: Any) -> None:
-    """Add what a worker has counted (``worker.handover.engine_side.Counted``)."""
+    """Add what a worker has counted (``worker.facade.WorkerCounters``)."""
     for num_bytes, descriptors, seconds in counted.moved:
         account.record_transfer(
             SimpleNamespace(xferDuration=seconds * 1e6, postDuration=0, totalBytes=num_bytes, descCount=descriptors)
@@ -96,7 +96,7 @@ def _prom_class() -> Any:
             super().observe(transfer_stats_data, engine_idx)
             values = self._labelvalues[engine_idx]
             for cause in transfer_stats_data.get(_FAILURES, ()):
-                self._failures.labels(*values, Cause(cause).label).inc()
+                self._failures.labels(*values, FailureCause(cause).label).inc()
             for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
                 self._quarantined.labels(*values).set(blocks)
 

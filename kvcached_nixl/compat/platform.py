@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.model_runner_policy import named
 from kvcached_nixl.compat.private import first_module
-from kvcached_nixl.compat.runner import named
 
 __all__ = ["Platform", "platform"]
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from kvcached_nixl.compat.runner import KVCACHED, beyond
+from kvcached_nixl.compat.model_runner_policy import KVCACHED, beyond
 from kvcached_nixl.compat.series import ROWS, SUPPORTED, Capability, Origin, Row
 from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 from kvcached_nixl.patching import Patch

@@ -22,19 +22,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
-from kvcached_nixl.proxy.ask import Route, read
 from kvcached_nixl.proxy.auth import require_key
-from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed, Refusal, error_body
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure, error_body
 from kvcached_nixl.proxy.fleet import Fleet
-from kvcached_nixl.proxy.guard import Guard
-from kvcached_nixl.proxy.incoming import Room, draw_id, passed_on, read_body, refuse_odd_head, until_left
+from kvcached_nixl.proxy.incoming import BodyBudget, draw_id, passed_on, read_body, refuse_odd_head, until_left
 from kvcached_nixl.proxy.instance import Role
 from kvcached_nixl.proxy.instances import Administration
-from kvcached_nixl.proxy.journey import Journey
 from kvcached_nixl.proxy.models import models
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.record import Record, Recorder
+from kvcached_nixl.proxy.request_body import Route, read
+from kvcached_nixl.proxy.request_flow import Journey
 
 __all__ = ["Routed", "create_app"]
 
@@ -62,7 +62,7 @@ class Routed:
         self._options = options
         self._fleet = fleet
         self._guards: set[Guard] = set()
-        self._room = Room(options.bodies_bytes)
+        self._room = BodyBudget(options.bodies_bytes)
         self.recorder = Recorder(fleet.metrics, as_json=options.log_json)
         self.in_flight = 0
         self.is_draining = False
@@ -77,11 +77,11 @@ class Routed:
         try:
             await self._answer(scope, receive, out, record)
         except ClientLeft:
-            _note(record, Cause.CLIENT_LEFT, "")
+            _note(record, RouterFailure.CLIENT_LEFT, "")
             if (abort := state.get("abort")) is not None:
                 abort()
         except BaseException:
-            _note(record, Cause.DEFECT, "")
+            _note(record, RouterFailure.DEFECT, "")
             raise
         finally:
             self.in_flight -= 1
@@ -109,13 +109,13 @@ class Routed:
                 retry = RETRY_SECONDS if failure.status == 503 else None
                 await out.refuse(Refusal(failure.status, failure.cause, message, retry_after_seconds=retry))
         except Answered as answered:
-            _note(record, Cause.SERVER_SAID_NO, "")
+            _note(record, RouterFailure.SERVER_SAID_NO, "")
             await out.whole(answered.status, answered.content_type, answered.body)
 
     def end_all(self) -> None:
         """The time that requests had to end in is over."""
         for guard in tuple(self._guards):
-            guard.end(LegFailed(Cause.DRAINING, "router", "the router ends", status=503, is_retriable=False))
+            guard.end(LegFailed(RouterFailure.DRAINING, "router", "the router ends", status=503, is_retriable=False))
 
     async def _serve(
         self,
@@ -129,11 +129,13 @@ class Routed:
         options = self._options
         require_key(scope, options.api_key)
         if self.is_draining:
-            raise Refusal(503, Cause.DRAINING, "The router ends. Ask another.", retry_after_seconds=RETRY_SECONDS)
+            raise Refusal(
+                503, RouterFailure.DRAINING, "The router ends. Ask another.", retry_after_seconds=RETRY_SECONDS
+            )
         if self.in_flight > options.most_requests:
             raise Refusal(
                 429,
-                Cause.BUSY,
+                RouterFailure.BUSY,
                 f"{options.most_requests} requests are in flight, as many as may be. Try again.",
                 retry_after_seconds=RETRY_SECONDS,
             )
@@ -214,5 +216,5 @@ def create_app(options: Options) -> tuple[Starlette, Routed]:
     return app, routed
 
 
-def _note(record: Record, cause: Cause, words: str) -> None:
+def _note(record: Record, cause: RouterFailure, words: str) -> None:
     record.outcome, record.words = cause.value, words

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from starlette.types import Scope
 
-from kvcached_nixl.proxy.failure import Cause, Refusal
+from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 
 __all__ = ["header", "may_administer", "require_key"]
 
@@ -33,7 +33,7 @@ def require_key(scope: Scope, key: str) -> None:
         return
     kind, _, said = (header(scope, b"authorization") or b"").partition(b" ")
     if kind.lower() != b"bearer" or not _equal(said.strip(), key.encode()):
-        raise Refusal(401, Cause.KEY, "The key in Authorization: Bearer ... is missing or wrong.")
+        raise Refusal(401, RouterFailure.KEY, "The key in Authorization: Bearer ... is missing or wrong.")
 
 
 def may_administer(scope: Scope, key: str) -> None:
@@ -52,7 +52,7 @@ def may_administer(scope: Scope, key: str) -> None:
     if not is_local or any(name in _BEHIND_ANOTHER for name, _ in scope["headers"]):
         raise Refusal(
             403,
-            Cause.KEY,
+            RouterFailure.KEY,
             "Without KVCACHED_NIXL_ADMIN_KEY, /instances answers only programs on this machine, by a loopback address.",
         )
     return None

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from urllib.parse import urlsplit
 
-from kvcached_nixl.proxy.failure import Cause, LegFailed
-from kvcached_nixl.proxy.guard import Guard
-from kvcached_nixl.proxy.line import Line, LineEnded
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
+from kvcached_nixl.proxy.http_connection import Line, LineEnded
 
 __all__ = ["Connections", "Reply"]
 
@@ -69,7 +69,7 @@ class Reply:
             size += len(piece)
             if size > limit_bytes:
                 words = f"its answer is longer than {limit_bytes} bytes"
-                raise LegFailed(Cause.ANSWER, self._owner.name, words, is_retriable=False)
+                raise LegFailed(RouterFailure.ANSWER, self._owner.name, words, is_retriable=False)
             parts.append(piece)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -130,7 +130,7 @@ class Connections:
 
     def broken(self, cause: LineEnded) -> LegFailed:
         """What a connection that ended is."""
-        return LegFailed(Cause.BROKEN, self.name, f"the connection has ended: {cause}"[:200])
+        return LegFailed(RouterFailure.BROKEN, self.name, f"the connection has ended: {cause}"[:200])
 
     def take_back(self, line: Line) -> None:
         """Keep a connection whose answer was read to the end; end any other."""
@@ -162,7 +162,7 @@ class Connections:
         return None
 
     async def _connect(self) -> Line:
-        late = LegFailed(Cause.UNREACHABLE, self.name, f"no connection within {self._connect_seconds:g} s")
+        late = LegFailed(RouterFailure.UNREACHABLE, self.name, f"no connection within {self._connect_seconds:g} s")
         line = Line()
         with Guard() as guard:
             guard.limit(self._connect_seconds, late)
@@ -170,5 +170,5 @@ class Connections:
                 await asyncio.get_running_loop().create_connection(lambda: line, self._host, self._port, ssl=self._ssl)
             except OSError as cause:
                 words = f"no connection: {type(cause).__name__} {cause.errno or ''}".rstrip()
-                raise LegFailed(Cause.UNREACHABLE, self.name, words) from cause
+                raise LegFailed(RouterFailure.UNREACHABLE, self.name, words) from cause
         return line

@@ -13,10 +13,10 @@ from enum import Enum
 
 import msgspec
 
-__all__ = ["Answered", "Cause", "ClientLeft", "LegFailed", "Refusal", "error_body", "type_of"]
+__all__ = ["Answered", "RouterFailure", "ClientLeft", "LegFailed", "Refusal", "error_body", "type_of"]
 
 
-class Cause(str, Enum):
+class RouterFailure(str, Enum):
     """Why a request or a leg has failed: the label of the metrics, so a short list that never grows with traffic."""
 
     BODY = "body"
@@ -69,7 +69,7 @@ class Refusal(Exception):
     def __init__(
         self,
         status: int,
-        cause: Cause,
+        cause: RouterFailure,
         message: str,
         *,
         param: str | None = None,
@@ -93,7 +93,9 @@ class LegFailed(Exception):
         is_retriable: whether another server, or the same once more, may do better.
     """
 
-    def __init__(self, cause: Cause, server: str, words: str, *, status: int = 502, is_retriable: bool = True) -> None:
+    def __init__(
+        self, cause: RouterFailure, server: str, words: str, *, status: int = 502, is_retriable: bool = True
+    ) -> None:
         super().__init__(f"{server}: {words}")
         self.cause = cause
         self.server = server

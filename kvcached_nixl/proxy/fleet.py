@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Iterator
 
 from kvcached_nixl.proxy.address import address_of
-from kvcached_nixl.proxy.failure import Cause, Refusal
+from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.proxy.health import watch
 from kvcached_nixl.proxy.instance import Instance, Place, Role, State
 from kvcached_nixl.proxy.metrics import Metrics
@@ -64,9 +64,9 @@ class Fleet:
         """
         name = address_of(url)
         if name in self._instances:
-            raise Refusal(409, Cause.BODY, f"{name} is known already, as {self._instances[name].role.value}.")
+            raise Refusal(409, RouterFailure.BODY, f"{name} is known already, as {self._instances[name].role.value}.")
         if len(self._instances) >= MOST_INSTANCES:
-            raise Refusal(409, Cause.BODY, f"{MOST_INSTANCES} servers are known already.")
+            raise Refusal(409, RouterFailure.BODY, f"{MOST_INSTANCES} servers are known already.")
         instance = self._instances[name] = Instance(role, url, self._options.connect_seconds)
         self._watchers[name] = asyncio.create_task(watch(instance, self._options, self.metrics))
         logger.info("%s server %s: added", role.value, name)
@@ -95,7 +95,7 @@ class Fleet:
         instance = self._known(name)
         if instance.is_busy and not at_once:
             number = instance.requests + instance.keeping
-            raise Refusal(409, Cause.BODY, f"{name} works on {number} requests: drain it first.")
+            raise Refusal(409, RouterFailure.BODY, f"{name} works on {number} requests: drain it first.")
         instance.is_draining = True
         del self._instances[name]
         watcher = self._watchers.pop(name)
@@ -134,7 +134,7 @@ class Fleet:
     def _known(self, name: str) -> Instance:
         instance = self._instances.get(name)
         if instance is None:
-            raise Refusal(404, Cause.BODY, f"No server {name[:200]!r} is known.")
+            raise Refusal(404, RouterFailure.BODY, f"No server {name[:200]!r} is known.")
         return instance
 
 
@@ -154,7 +154,7 @@ def as_dict(instance: Instance) -> dict[str, object]:
         "outstanding_tokens": instance.tokens,
         "transfer_mode": None if found is None else "push" if found.pushes else "pull",
         "engine_id": None if found is None else found.where.engine_id,
-        "start": None if found is None else found.start,
+        "incarnation": None if found is None else found.incarnation,
         "ranks": [_rank_as_dict(instance, rank) for rank in ranks.named] or None,
         "last_failure": instance.last_failure if instance.state is not State.UP else "",
     }
@@ -167,5 +167,5 @@ def _rank_as_dict(instance: Instance, rank: int) -> dict[str, object]:
         "requests": load.requests,
         "outstanding_tokens": load.tokens,
         "engine_id": None if found is None else found.where.engine_id,
-        "start": None if found is None else found.start,
+        "incarnation": None if found is None else found.incarnation,
     }

@@ -7,8 +7,8 @@ import asyncio
 import logging
 import re
 
-from kvcached_nixl.proxy.failure import Cause, LegFailed
-from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance, Role, State
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
@@ -84,7 +84,7 @@ async def _pause(instance: Instance, options: Options, failures: int) -> None:
 
 
 async def _ask(instance: Instance, path: str, options: Options) -> bytes:
-    late = LegFailed(Cause.TIME, instance.name, f"{path} has not answered in time")
+    late = LegFailed(RouterFailure.TIME, instance.name, f"{path} has not answered in time")
     with Guard() as guard:
         guard.limit(max(options.health_seconds, options.connect_seconds), late)
         key = [(b"Authorization", b"Bearer " + options.upstream_key.encode())] if options.upstream_key else []
@@ -94,7 +94,7 @@ async def _ask(instance: Instance, path: str, options: Options) -> bytes:
         finally:
             reply.close()
         if reply.status != 200:
-            raise LegFailed(Cause.SERVER, instance.name, f"{path} answers {reply.status}")
+            raise LegFailed(RouterFailure.SERVER, instance.name, f"{path} answers {reply.status}")
         return body
 
 

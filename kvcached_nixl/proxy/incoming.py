@@ -12,11 +12,11 @@ from typing import Any
 from starlette.types import Scope
 
 from kvcached_nixl.proxy.auth import header
-from kvcached_nixl.proxy.failure import Cause, ClientLeft, Refusal
-from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure
 from kvcached_nixl.proxy.outgoing import Outgoing
 
-__all__ = ["Receive", "Room", "draw_id", "passed_on", "read_body", "refuse_odd_head", "until_left"]
+__all__ = ["Receive", "BodyBudget", "draw_id", "passed_on", "read_body", "refuse_odd_head", "until_left"]
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -46,18 +46,20 @@ def refuse_odd_head(scope: Scope, body_bytes: int) -> None:
         Refusal: the head is too large, or says that the body is, or is compressed, or no JSON.
     """
     if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEAD_BYTES:
-        raise Refusal(431, Cause.SIZE, f"The headers have more than {MOST_HEAD_BYTES} bytes.")
+        raise Refusal(431, RouterFailure.SIZE, f"The headers have more than {MOST_HEAD_BYTES} bytes.")
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() != b"identity":
-            raise Refusal(415, Cause.BODY, "The body is compressed; expected it as it is.")
+            raise Refusal(415, RouterFailure.BODY, "The body is compressed; expected it as it is.")
         if name == b"content-length" and (not value.isdigit() or int(value) > body_bytes):
             raise _too_large(body_bytes)
     kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
-        raise Refusal(415, Cause.BODY, "The body is said to be no JSON; expected Content-Type: application/json.")
+        raise Refusal(
+            415, RouterFailure.BODY, "The body is said to be no JSON; expected Content-Type: application/json."
+        )
 
 
-class Room:
+class BodyBudget:
     """Memory for bodies: of all requests that are in flight together, not only of each."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -76,7 +78,9 @@ class Room:
         def take(size: int) -> None:
             nonlocal own
             if self.taken_bytes + size > self._limit_bytes:
-                raise Refusal(429, Cause.BUSY, "There is no room for the body now. Try again.", retry_after_seconds=1)
+                raise Refusal(
+                    429, RouterFailure.BUSY, "There is no room for the body now. Try again.", retry_after_seconds=1
+                )
             own += size
             self.taken_bytes += size
 
@@ -98,7 +102,7 @@ async def read_body(receive: Receive, limit_bytes: int, seconds: float, take: Ca
     """
     parts: list[bytes] = []
     size = 0
-    late = Refusal(408, Cause.TIME, f"The body has not come within {seconds:g} s.")
+    late = Refusal(408, RouterFailure.TIME, f"The body has not come within {seconds:g} s.")
     with Guard() as guard:
         guard.limit(seconds, late)
         while True:
@@ -137,4 +141,6 @@ def passed_on(scope: Scope, upstream_key: str) -> list[tuple[bytes, bytes]]:
 
 
 def _too_large(limit_bytes: int) -> Refusal:
-    return Refusal(413, Cause.SIZE, f"The body has more than {limit_bytes} bytes. Send less, or raise --body-bytes.")
+    return Refusal(
+        413, RouterFailure.SIZE, f"The body has more than {limit_bytes} bytes. Send less, or raise --body-bytes."
+    )

@@ -10,9 +10,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvcached_nixl.proxy.address import address_of
+from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.connections import Connections
-from kvcached_nixl.proxy.failure import Cause, LegFailed
-from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.ranks import Ranks
 
 __all__ = ["Instance", "Load", "Place", "Role", "State"]
@@ -148,10 +148,16 @@ class Instance:
         Only a health check ends what else it works on: a server that is busy may refuse a connection, too.
         """
         self.last_failure = failure.words
-        if failure.cause in (Cause.UNREACHABLE, Cause.BROKEN, Cause.TIME, Cause.RESTARTED, Cause.LOST):
+        if failure.cause in (
+            RouterFailure.UNREACHABLE,
+            RouterFailure.BROKEN,
+            RouterFailure.TIME,
+            RouterFailure.RESTARTED,
+            RouterFailure.LOST,
+        ):
             self.ranks.forget()
             self.suspected.set()
-        if failure.cause is Cause.UNREACHABLE:
+        if failure.cause is RouterFailure.UNREACHABLE:
             self.is_doubted = True
 
     def went_down(self, words: str) -> None:
@@ -160,7 +166,7 @@ class Instance:
         self.last_failure = words
         self.ranks.forget()
         for guard in tuple(self._guards):
-            guard.end(LegFailed(Cause.LOST, self.name, "its health checks fail", status=502))
+            guard.end(LegFailed(RouterFailure.LOST, self.name, "its health checks fail", status=502))
 
     def came_up(self) -> None:
         self.state = State.UP

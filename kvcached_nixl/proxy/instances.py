@@ -18,7 +18,7 @@ from starlette.routing import Route as Path
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.proxy.auth import may_administer
-from kvcached_nixl.proxy.failure import Cause, ClientLeft, Refusal, error_body
+from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body
 from kvcached_nixl.proxy.fleet import Fleet, as_dict
 from kvcached_nixl.proxy.incoming import read_body, refuse_odd_head
 from kvcached_nixl.proxy.instance import Role
@@ -75,9 +75,11 @@ class Administration:
             instance = self._fleet.add(added.role, added.url)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
             words = f'{str(cause)[:200]}; expected {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}'
-            raise Refusal(400, Cause.BODY, words) from cause
+            raise Refusal(400, RouterFailure.BODY, words) from cause
         except SettingsError as cause:
-            raise Refusal(400, Cause.BODY, f"Found {cause.found}; expected {cause.expected}.", param="url") from cause
+            raise Refusal(
+                400, RouterFailure.BODY, f"Found {cause.found}; expected {cause.expected}.", param="url"
+            ) from cause
         return JSONResponse(as_dict(instance), 201)
 
     async def _drain(self, request: Request) -> Response:

@@ -7,9 +7,9 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from kvcached_nixl.proxy.auth import require_key
-from kvcached_nixl.proxy.failure import Answered, Cause, LegFailed, Refusal, error_body
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import Answered, LegFailed, Refusal, RouterFailure, error_body
 from kvcached_nixl.proxy.fleet import Fleet
-from kvcached_nixl.proxy.guard import Guard
 from kvcached_nixl.proxy.incoming import passed_on
 from kvcached_nixl.proxy.instance import Instance, Role
 from kvcached_nixl.proxy.options import Options
@@ -29,7 +29,7 @@ async def models(scope: Scope, options: Options, fleet: Fleet) -> Response:
         while True:
             place = fleet.choose(Role.DECODE, Wanted(b"", b"", 0, 0), tried)
             if place is None:
-                raise Refusal(503, Cause.NO_SERVER, "No decode server is up. Try again.", retry_after_seconds=2)
+                raise Refusal(503, RouterFailure.NO_SERVER, "No decode server is up. Try again.", retry_after_seconds=2)
             server = place.server
             try:
                 return await _ask(server, scope, options)
@@ -47,7 +47,7 @@ async def models(scope: Scope, options: Options, fleet: Fleet) -> Response:
 
 
 async def _ask(server: Instance, scope: Scope, options: Options) -> Response:
-    late = LegFailed(Cause.TIME, server.name, "the server has not answered in time", status=504)
+    late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
     with Guard() as guard:
         guard.limit(options.connect_seconds + options.health_seconds, late)
         reply = await server.connections.ask("GET", "/v1/models", passed_on(scope, options.upstream_key))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvcached_nixl.proxy.failure import Cause, LegFailed
-from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.ranks import Found
@@ -57,7 +57,7 @@ def read_offer(name: str, said: bytes) -> Offer:
         return Offer(raw, Found.of(params))
     except (msgspec.MsgspecError, Malformed, RecursionError) as cause:
         words = f"prefill's answer cannot be used: {str(cause)[:200]}"
-        raise LegFailed(Cause.ANSWER, name, words) from cause
+        raise LegFailed(RouterFailure.ANSWER, name, words) from cause
 
 
 class NoParameters(LegFailed):
@@ -88,8 +88,8 @@ class Beside:
 
     def _judge(self, offer: Offer) -> Exception | None:
         if offer.found is None:
-            return NoParameters(Cause.ANSWER, self._prefill.name, "prefill hands nothing over")
-        if replace(offer.found, start=self._found.start) != self._found:
+            return NoParameters(RouterFailure.ANSWER, self._prefill.name, "prefill hands nothing over")
+        if replace(offer.found, incarnation=self._found.incarnation) != self._found:
             words = "prefill was started again, and is not where it was"
-            return LegFailed(Cause.RESTARTED, self._prefill.name, words)
+            return LegFailed(RouterFailure.RESTARTED, self._prefill.name, words)
         return None

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from kvcached_nixl.proxy.ask import Asked, Route
-from kvcached_nixl.proxy.failure import Cause, LegFailed
+from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.ranks import RANK_HEADER, range_of
+from kvcached_nixl.proxy.request_body import Asked, Route
 
 __all__ = ["ask_rank_count"]
 
@@ -32,7 +32,7 @@ async def ask_rank_count(server: Instance, asked: Asked, headers: list[tuple[byt
     """
     fields: dict[str, Any] = {name: asked.fields[name] for name in ("model",) if name in asked.fields}
     body = msgspec.json.encode({**fields, "prompt": [1], "max_tokens": 1})
-    late = LegFailed(Cause.TIME, server.name, "the server has not answered in time", status=504)
+    late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
     ranks, count, has_answered = server.ranks, None, False
     ranks.asking()
     try:

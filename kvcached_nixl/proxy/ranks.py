@@ -47,7 +47,7 @@ class Found:
     """
 
     where: RemotePrefill
-    start: str
+    incarnation: str
     pushes: bool
 
     @classmethod
@@ -56,7 +56,7 @@ class Found:
         manifest = params.manifest
         # A name alone leads decode to nothing at servers without this package: theirs are asked one after the other.
         pushes = params.transfer_mode == "push" and manifest is not None
-        return cls(params.prefill, "" if manifest is None else manifest.start, pushes)
+        return cls(params.prefill, "" if manifest is None else manifest.incarnation, pushes)
 
     @property
     def may_be_one_of_several(self) -> bool:

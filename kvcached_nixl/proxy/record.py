@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from kvcached_nixl.proxy.ask import Asked
 from kvcached_nixl.proxy.metrics import Metrics
+from kvcached_nixl.proxy.request_body import Asked
 
 __all__ = ["Record", "Recorder"]
 

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import msgspec
 
-from kvcached_nixl.proxy.ask import Asked, Route
+from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.connections import Reply
-from kvcached_nixl.proxy.failure import Answered, Cause, ClientLeft, LegFailed
-from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.outgoing import GIVEN_UP, Events, Outgoing
 from kvcached_nixl.proxy.record import Record
+from kvcached_nixl.proxy.request_body import Asked, Route
 
 __all__ = ["relay", "require_success"]
 
@@ -43,12 +43,12 @@ async def relay(
     """
     streams = bytes(asked.fields["stream"]) == b"true" if "stream" in asked.fields else False
     seconds = options.first_token_seconds if streams else options.answer_seconds
-    late = LegFailed(Cause.TIME, server.name, "the server has not answered in time", status=504)
+    late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
     guard.limit(seconds, late)
     reply = await server.connections.ask("POST", asked.route.value, headers, body)
     try:
         if not reply.is_plain:
-            raise LegFailed(Cause.ANSWER, server.name, "the server's answer is compressed", is_retriable=False)
+            raise LegFailed(RouterFailure.ANSWER, server.name, "the server's answer is compressed", is_retriable=False)
         if reply.status == 200 and reply.is_stream:
             async with aclosing(reply.pieces()) as pieces:
                 await _stream(server, asked.route, reply, pieces, out, guard, options, record)
@@ -74,15 +74,15 @@ async def _stream(
     record: Record,
 ) -> None:
     events = Events()
-    pause = LegFailed(Cause.TIME, server.name, "the server has stopped in the middle of its answer", status=504)
+    pause = LegFailed(RouterFailure.TIME, server.name, "the server has stopped in the middle of its answer", status=504)
     slow = ClientLeft()
     try:
         held = await _first(events, pieces, FIRST_EVENTS if route is Route.CHAT else 1)
         if events.has_ended and not events.is_complete:
-            raise LegFailed(Cause.BROKEN, server.name, "the server's answer ended before it began")
+            raise LegFailed(RouterFailure.BROKEN, server.name, "the server's answer ended before it began")
         if events.has_error:
             # Its text may be of the prompt; the server's log has the cause.
-            raise LegFailed(Cause.HANDOVER, server.name, "the server's answer begins with an error")
+            raise LegFailed(RouterFailure.HANDOVER, server.name, "the server's answer begins with an error")
         _require_reason(events, server.name)
         guard.limit(options.client_seconds, slow)
         record.first()
@@ -97,13 +97,13 @@ async def _stream(
                 await out.piece(whole)
                 guard.limit(options.token_seconds, pause)
     except ValueError as cause:
-        raise LegFailed(Cause.ANSWER, server.name, f"the server sends {cause}") from cause
+        raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sends {cause}") from cause
     if not events.is_complete:
-        raise LegFailed(Cause.BROKEN, server.name, "the server's answer ended before its end")
+        raise LegFailed(RouterFailure.BROKEN, server.name, "the server's answer ended before its end")
     guard.limit(options.client_seconds, slow)
     await out.end()
     if events.has_error:
-        record.outcome = Cause.SERVER.value
+        record.outcome = RouterFailure.SERVER.value
         record.words = "the server ended its answer with an error"
 
 
@@ -121,7 +121,9 @@ async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> by
 def _require_reason(events: Events, server: str) -> None:
     """vLLM passes over a streamed output without tokens, also where it is the last one and says what has failed."""
     if events.is_complete and not (events.is_whole or events.has_error):
-        raise LegFailed(Cause.HANDOVER, server, "the server says [DONE] of an answer that has not come to its end")
+        raise LegFailed(
+            RouterFailure.HANDOVER, server, "the server says [DONE] of an answer that has not come to its end"
+        )
 
 
 class _Choice(msgspec.Struct):
@@ -140,9 +142,11 @@ def _require_answer(said: bytes, server: str) -> None:
     try:
         choices = _answer.decode(said).choices
     except (msgspec.MsgspecError, RecursionError) as cause:
-        raise LegFailed(Cause.ANSWER, server, "the server answers 200 and no JSON with choices that ended") from cause
+        raise LegFailed(
+            RouterFailure.ANSWER, server, "the server answers 200 and no JSON with choices that ended"
+        ) from cause
     if any(one.finish_reason in GIVEN_UP for one in choices):
-        raise LegFailed(Cause.SERVER, server, "the server has given the request up")
+        raise LegFailed(RouterFailure.SERVER, server, "the server has given the request up")
 
 
 def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool) -> None:
@@ -156,11 +160,11 @@ def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool
     if status == 200:
         return
     if status in (401, 403) and has_own_key:
-        raise LegFailed(Cause.UPSTREAM_KEY, server, "the server refuses the router's key", is_retriable=False)
+        raise LegFailed(RouterFailure.UPSTREAM_KEY, server, "the server refuses the router's key", is_retriable=False)
     if status in (408, 425, 429, 503):
-        raise LegFailed(Cause.UPSTREAM_BUSY, server, f"the server answers {status}", status=503)
+        raise LegFailed(RouterFailure.UPSTREAM_BUSY, server, f"the server answers {status}", status=503)
     if 400 <= status < 500:
         raise Answered(status, reply.content_type, said)
     if status >= 500:
-        raise LegFailed(Cause.SERVER, server, f"the server answers {status}")
-    raise LegFailed(Cause.ANSWER, server, f"the server answers {status}", is_retriable=False)
+        raise LegFailed(RouterFailure.SERVER, server, f"the server answers {status}")
+    raise LegFailed(RouterFailure.ANSWER, server, f"the server answers {status}", is_retriable=False)

@@ -15,10 +15,10 @@ from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
-from kvcached_nixl.compat.attached import attach, attach_step, begin_step, side_of, step_of
-from kvcached_nixl.compat.connector import WorkerView, transfer_results
+from kvcached_nixl.compat.attached_state import attach, attach_step, begin_step, side_of, step_of
 from kvcached_nixl.compat.engine import blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
+from kvcached_nixl.compat.nixl_worker import WorkerView, transfer_results
 from kvcached_nixl.compat.series import (
     ASKS_FOR_RESULTS,
     ASKS_FOR_STAGES,
@@ -33,10 +33,10 @@ from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
-from kvcached_nixl.worker import registration
-from kvcached_nixl.worker.handover import start
-from kvcached_nixl.worker.memory_order import required_memory_order
-from kvcached_nixl.worker.memory_path import choose
+from kvcached_nixl.worker import build as start
+from kvcached_nixl.worker import memory_registration as registration
+from kvcached_nixl.worker.geometry.memory_order import required_memory_order
+from kvcached_nixl.worker.staging.memory_path import choose
 
 REQUIRED_LAYOUT = Patch(
     target=FACADE,

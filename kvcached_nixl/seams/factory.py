@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
-from kvcached_nixl.compat.attached import attach
+from kvcached_nixl.compat.attached_state import attach
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
-from kvcached_nixl.scheduler import start
+from kvcached_nixl.scheduler import build as start
 from kvcached_nixl.settings import Server, Settings
 
 __all__ = ["GATES", "require_complete"]

@@ -20,7 +20,7 @@ from kvcached_nixl.compat.pausing import (
     wait_until_due,
 )
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.scheduler.offering import GRACE_SECONDS
+from kvcached_nixl.scheduler.prefill_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
 
 logger = logging.getLogger(SERVER_LOGGER)

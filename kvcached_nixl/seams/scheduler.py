@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
-from kvcached_nixl.compat.attached import sides
+from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.engine import (
     bound_sides,
     let_load_fail,

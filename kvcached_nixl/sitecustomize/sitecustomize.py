@@ -20,9 +20,9 @@ def _activate(here):
     if root not in sys.path:
         sys.path.append(root)
     if os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true"):
-        import kvcached_nixl.start
+        import kvcached_nixl.activation.autostart
 
-        kvcached_nixl.start.watch()
+        kvcached_nixl.activation.autostart.watch()
 
 
 def _run_next(here):

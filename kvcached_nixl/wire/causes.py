@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Cause", "HandOverFailed"]
+__all__ = ["FailureCause", "HandOverFailed"]
 
 
-class Cause(IntEnum):
+class FailureCause(IntEnum):
     """The numbers travel; add at the end. The lower-case name is the metric's label."""
 
     PARAMETERS = 0
@@ -19,8 +19,8 @@ class Cause(IntEnum):
     """Prefill computed another prompt than decode wants."""
     RANGE = 3
     """The tokens or blocks of one side are not those of the other."""
-    START = 4
-    """Prefill has been started again since it made the parameters."""
+    RESTARTED = 4
+    """Prefill has been started again, or its weights were changed, since it made the parameters."""
     REFUSED = 5
     """The handshake: another model, layout or version, or no such rank."""
     UNREACHABLE = 6
@@ -54,6 +54,6 @@ class Cause(IntEnum):
 class HandOverFailed(Exception):
     """One hand-over brings no KV. ``cause`` is counted, the text is logged with the request."""
 
-    def __init__(self, cause: Cause, words: str) -> None:
+    def __init__(self, cause: FailureCause, words: str) -> None:
         super().__init__(words)
         self.cause = cause

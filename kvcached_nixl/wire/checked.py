@@ -11,17 +11,21 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from kvcached_nixl.ids import KernelBlock, LogicalBlock
+
 __all__ = [
     "MAX_TP_SIZE",
-    "BlockId",
+    "BlockNumber",
     "Count",
     "Digest",
     "Identifier",
+    "KernelBlockNumber",
+    "LogicalBlockNumber",
     "Malformed",
     "Port",
     "Rank",
     "Seconds",
-    "Start",
+    "Incarnation",
     "TpSize",
     "convert",
     "decoder",
@@ -38,12 +42,15 @@ Identifier: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=102
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 TpSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TP_SIZE)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP_SIZE)]
-BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+BlockNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Of a block that only vLLM's own parameters name."""
+LogicalBlockNumber: TypeAlias = Annotated[LogicalBlock, msgspec.Meta(ge=0, le=2**31 - 1)]
+KernelBlockNumber: TypeAlias = Annotated[KernelBlock, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 """Tokens, or tokens in a block."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Start: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Incarnation: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """A number drawn when an engine starts. Not an int: JSON in a router may round what is above 2**53."""
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     5: each side says what memory KV is moved from and to; what a side stages is written, in pull, too.
     6: a registration may ask for a digest of the bytes that are sent, of such as were READ already, too.
     7: weights are known by their content (`Weights`), which may change; prefill may take an offer back at any time.
+    8: fields in the words of docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.wire.checked import Count, Rank, Start, TpSize, decoder, require
+from kvcached_nixl.wire.checked import Count, Incarnation, Rank, TpSize, decoder, require
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import Planes
 
@@ -134,7 +135,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
         device_id: of ``memory``, as NIXL counts devices.
         memory: the kinds of planes of this rank, in an order that both sides have.
         kernel_blocks_per_block: blocks of the attention kernel in a block of the scheduler.
-        words_address: of the table of words (`worker.handover.verification`), in registered host memory.
+        words_address: of the table of words (`worker.transfer.ownership_tokens`), in registered host memory.
         memory_type: of ``memory``, NIXL's word.
         is_staged: ``memory`` is a slab, through which KV passes; else the KV cache itself.
         weights: what it computes with.
@@ -148,7 +149,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
     device_id: Count
     memory: tuple[Planes, ...]
     kernel_blocks_per_block: Count
-    words_address: int
+    token_table_address: int
     memory_type: MemoryType
     is_staged: bool
     weights: Weights
@@ -158,13 +159,13 @@ class RankHandshake(msgspec.Struct, frozen=True):
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
         require(0 < len(self.memory) <= 64 and self.kernel_blocks_per_block > 0, "planes, and kernel blocks in a block")
         # Whoever looks a word up adds to it, in 64 bits.
-        require(0 <= self.words_address < 2**62, "an address of 62 bits")
+        require(0 <= self.token_table_address < 2**62, "an address of 62 bits")
 
 
 class Answer(msgspec.Struct, frozen=True):
     """What a side channel answers: a rank's handshake, and the start of its engine."""
 
-    start: Start
+    incarnation: Incarnation
     rank: bytes
 
 

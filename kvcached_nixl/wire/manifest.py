@@ -11,22 +11,24 @@ import hashlib
 
 import msgspec
 
-from kvcached_nixl.wire.checked import BlockId, Count, Digest, Identifier, Seconds, Start, require
+from kvcached_nixl.ids import LogicalBlock
+from kvcached_nixl.wire.checked import Count, Digest, Identifier, Incarnation, LogicalBlockNumber, Seconds, require
 
 __all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json", "ranges_of"]
 
-PROTOCOL = 7
+PROTOCOL = 8
+"""History: `wire.handshake`."""
 
 
 class BlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Blocks of one KV-cache group: ``block_ids[i]`` holds the tokens from ``first_token + i * block_size`` on.
+    """Logical blocks of one KV-cache group: ``block_ids[i]`` holds the tokens from ``first_token + i * block_size`` on.
 
     Attributes:
         first_token: starts a block. Above 0 where the group has let go of what left its window.
     """
 
     first_token: Count
-    block_ids: tuple[BlockId, ...]
+    block_ids: tuple[LogicalBlockNumber, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     protocol: int
-    start: Start
+    incarnation: Incarnation
     request_id: Identifier
     digest: Digest
     num_tokens: Count
@@ -68,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
 
     @property
-    def word(self) -> int:
+    def ownership_token(self) -> int:
         """64 bits that stand for all of it, never 0. Prefill's ranks keep them for as long as they keep the blocks."""
         digest = hashlib.blake2b(_encoder.encode(self), digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1
@@ -78,7 +80,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def ranges_of(
-    block_ids: tuple[list[int], ...], first_tokens: tuple[int, ...], num_tokens: int, block_size: int
+    block_ids: tuple[list[LogicalBlock], ...], first_tokens: tuple[int, ...], num_tokens: int, block_size: int
 ) -> tuple[BlockRange, ...]:
     """The blocks of each group that hold the tokens from its first one up to ``num_tokens``.
 

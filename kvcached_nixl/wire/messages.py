@@ -31,24 +31,26 @@ from kvcached_nixl.wire.checked import (
     Count,
     Digest,
     Identifier,
+    Incarnation,
+    KernelBlockNumber,
     Malformed,
     Port,
     Rank,
-    Start,
     TpSize,
     decoder,
     require,
 )
-from kvcached_nixl.wire.manifest import BlockRange, Manifest
+from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 
 __all__ = [
     "PREFIX",
+    "KernelBlockRange",
     "Message",
     "Peer",
-    "Ready",
     "Registration",
     "Release",
-    "Room",
+    "StagingGrant",
+    "StagingRequest",
     "Stopped",
     "Withdrawal",
     "Written",
@@ -58,7 +60,7 @@ __all__ = [
     "is_ours",
 ]
 
-PREFIX = b"KVNX7:"
+PREFIX = f"KVNX{PROTOCOL}:".encode()
 """Starts each notification; vLLM's own start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
 
 MAX_ATTEMPT = 2**62
@@ -89,6 +91,14 @@ class _OfAttempt(_Said, frozen=True):
         require(0 <= self.attempt < MAX_ATTEMPT, "an attempt from 0 to 2**62")
 
 
+class KernelBlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Kernel blocks, or slots of a staging slab, of one KV-cache group: ``block_ids[i]`` holds the tokens from
+    ``first_token + i * block_size`` on, where ``block_size`` is a kernel block's."""
+
+    first_token: Count
+    block_ids: tuple[KernelBlockNumber, ...]
+
+
 class Registration(_OfAttempt, frozen=True, tag="register"):
     """Decode's blocks for one request, to be written by prefill.
 
@@ -111,7 +121,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
 
     decode_request_id: DecodeRequestId
     decode: Peer
-    start: Start
+    incarnation: Incarnation
     name: str
     request_id: str
     digest: Digest
@@ -119,8 +129,8 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     first_token: Count
     end_token: Count
     block_size: Count
-    groups: tuple[BlockRange, ...]
-    by_rooms: bool = False
+    groups: tuple[KernelBlockRange, ...]
+    is_staged: bool = False
     is_verified: bool = False
     is_read: bool = False
     gate: bytes = b""
@@ -128,7 +138,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     @property
     def has_no_blocks(self) -> bool:
         """Nothing is written, or not yet known where."""
-        return self.by_rooms or self.is_read
+        return self.is_staged or self.is_read
 
     @property
     def begin_token(self) -> int:
@@ -141,7 +151,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         require(self.first_token < self.end_token, "a range of at least one token")
         require(self.end_token <= self.num_tokens, "no more tokens than the digest is of")
         require(self.first_token % self.block_size == 0, "a first token that starts a block")
-        require(not self.is_read or (self.is_verified and not self.by_rooms), "something to be written, or verified")
+        require(not self.is_read or (self.is_verified and not self.is_staged), "something to be written, or verified")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         for group in self.groups:
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
@@ -150,7 +160,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
             require(group.first_token >= self.first_token, "groups that begin no earlier than the request")
 
 
-class Room(_OfAttempt, frozen=True, tag="room"):
+class StagingGrant(_OfAttempt, frozen=True, tag="room"):
     """Slots of decode's, to be written by prefill; the next one comes when prefill asks for it.
 
     Attributes:
@@ -162,7 +172,7 @@ class Room(_OfAttempt, frozen=True, tag="room"):
     decode: Peer
     first_token: Count
     end_token: Count
-    groups: tuple[BlockRange, ...]
+    groups: tuple[KernelBlockRange, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,7 +222,7 @@ class Written(_OfContributor, frozen=True, tag="written"):
     Attributes:
         manifest: with the last one, of all of them.
         end_token: with the last WRITE of a range: it and those before it have every token up to this one. Else 0.
-        digest: of the range's bytes, if that was asked for (`worker.content`).
+        digest: of the range's bytes, if that was asked for (`worker.geometry.kv_checksum`).
     """
 
     index: Count
@@ -225,7 +235,7 @@ class Written(_OfContributor, frozen=True, tag="written"):
         return self.manifest is not None
 
 
-class Ready(_OfContributor, frozen=True, tag="ready"):
+class StagingRequest(_OfContributor, frozen=True, tag="ready"):
     """A contributor has these tokens, and no room for them."""
 
     first_token: Count
@@ -237,13 +247,13 @@ class Ready(_OfContributor, frozen=True, tag="ready"):
 
 
 class Stopped(_OfContributor, frozen=True, tag="stopped"):
-    """A contributor has stopped: none of its WRITEs is in flight, and none will be posted. ``cause``: a `Cause`."""
+    """A contributor has stopped: none of its WRITEs is in flight, and none will be posted. ``cause``: a `FailureCause`."""
 
     cause: Count
     reason: str
 
 
-Message: TypeAlias = Registration | Room | Withdrawal | Release | Ready | Written | Stopped
+Message: TypeAlias = Registration | StagingGrant | Withdrawal | Release | StagingRequest | Written | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = decoder(Message)

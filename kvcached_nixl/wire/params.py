@@ -28,13 +28,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from kvcached_nixl.wire.causes import Cause, HandOverFailed
-from kvcached_nixl.wire.checked import BlockId, Count, Identifier, Malformed, Port, TpSize, convert, require
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.checked import BlockNumber, Count, Identifier, Malformed, Port, TpSize, convert, require
 from kvcached_nixl.wire.manifest import Manifest, as_json
 
 __all__ = [
     "MANIFEST_KEY",
-    "Fetch",
+    "FetchParams",
     "KvTransferParams",
     "Malformed",
     "RemotePrefill",
@@ -94,7 +94,7 @@ class KvTransferParams(
     pp_size: TpSize | None = None
     dcp_size: TpSize | None = None
     remote_request_id: Identifier | None = None
-    remote_block_ids: list[list[BlockId] | BlockId] | None = None
+    remote_block_ids: list[list[BlockNumber] | BlockNumber] | None = None
     remote_num_tokens: Count | None = None
     remote_blocks_expiry_time: float | None = None
     manifest: Manifest | None = None
@@ -167,7 +167,7 @@ def _model(params: Mapping[str, Any]) -> KvTransferParams:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class FetchParams:
     """What decode's request is to get, and from whom.
 
     Attributes:
@@ -193,7 +193,7 @@ def asks(params: object, role: str) -> bool:
     return isinstance(params, Mapping) and params.get(role) not in (None, False)
 
 
-def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bool) -> Fetch:
+def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bool) -> FetchParams:
     """Read a decode request's parameters; keys that nobody knows are not looked at.
 
     Args:
@@ -209,14 +209,14 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
         prefill, manifest = found.prefill, found.manifest
         name = _name_of(found, request_id)
     except Malformed as cause:
-        raise HandOverFailed(Cause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
+        raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
     if manifest is None and not may_rendezvous:
         raise HandOverFailed(
-            Cause.NO_MANIFEST,
+            FailureCause.NO_MANIFEST,
             f"kv_transfer_params have no {MANIFEST_KEY!r}, which says what prefill has computed; expected prefill's "
             "answer as it was. Let the router pass the whole kv_transfer_params of prefill's answer on, unchanged.",
         )
-    return Fetch(prefill, name, manifest)
+    return FetchParams(prefill, name, manifest)
 
 
 def read_offer(params: Mapping[str, Any], request_id: str) -> str:
@@ -231,7 +231,7 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
     try:
         return _name_of(_model(params), request_id)
     except Malformed as cause:
-        raise HandOverFailed(Cause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
+        raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
 
 
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
@@ -286,7 +286,7 @@ def require_one_role(params: Mapping[str, Any]) -> None:
         # Only of what kind other values are: they may be of any size, and nested deeper than can be shown.
         said = {key: value if isinstance(value, bool) else type(value) for key, value in roles.items()}
         raise HandOverFailed(
-            Cause.PARAMETERS,
+            FailureCause.PARAMETERS,
             f"kv_transfer_params have {said}; expected exactly one of do_remote_prefill and do_remote_decode to be "
             "true (bidirectional transfers are not served)",
         )

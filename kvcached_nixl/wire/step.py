@@ -18,65 +18,65 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.ids import DecodeRequestId, LogicalBlock, PrefillRequestId
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 
 __all__ = [
     "FAILING",
     "BlockIds",
-    "Offered",
-    "Released",
-    "Renewed",
+    "OfferUpdate",
+    "UnneededOffer",
+    "LeaseRenewal",
     "Reports",
     "Step",
-    "Wanted",
+    "FetchSpec",
     "failed_mark",
     "failure_of",
-    "over_id",
-    "overs_of",
-    "quiet_id",
-    "quiets_of",
+    "finished_attempt_id",
+    "finished_attempts_of",
+    "idle_hold_id",
+    "idle_holds_of",
 ]
 
-BlockIds: TypeAlias = tuple[list[int], ...]
+BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 """Per KV-cache group."""
 
 FAILING = -1
 """An invalid block that there is not: vLLM then asks which requests have failed, and our patch answers."""
 _CAUSES = 64
-_QUIET, _OVER = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
+_IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
 
 
-def quiet_id(hold: int) -> str:
+def idle_hold_id(hold: int) -> str:
     """Among the requests that were sent: nothing touches the blocks of a hold any more."""
-    return f"{_QUIET}{hold}"
+    return f"{_IDLE_HOLD}{hold}"
 
 
-def over_id(attempt: int) -> str:
+def finished_attempt_id(attempt: int) -> str:
     """Among the requests that were received: nothing of an attempt is in flight any more, whether it failed or not."""
-    return f"{_OVER}{attempt}"
+    return f"{_FINISHED}{attempt}"
 
 
-def failed_mark(attempt: int, cause: Cause) -> int:
+def failed_mark(attempt: int, cause: FailureCause) -> int:
     """Among the invalid blocks: an attempt has failed. Something of it may still be in flight."""
     return -(attempt * _CAUSES + cause + 2)
 
 
-def quiets_of(names: set[str]) -> list[int]:
-    """Takes what `quiet_id` made out of a set."""
-    return _taken(names, _QUIET)
+def idle_holds_of(names: set[str]) -> list[int]:
+    """Takes what `idle_hold_id` made out of a set."""
+    return _taken(names, _IDLE_HOLD)
 
 
-def overs_of(names: set[str]) -> list[int]:
-    """Takes what `over_id` made out of a set."""
-    return _taken(names, _OVER)
+def finished_attempts_of(names: set[str]) -> list[int]:
+    """Takes what `finished_attempt_id` made out of a set."""
+    return _taken(names, _FINISHED)
 
 
-def failure_of(mark: int) -> tuple[int, Cause] | None:
+def failure_of(mark: int) -> tuple[int, FailureCause] | None:
     """(attempt, cause) of a `failed_mark`; None of a block id."""
-    return None if mark > FAILING - 1 else (((-mark - 2) // _CAUSES), Cause((-mark - 2) % _CAUSES))
+    return None if mark > FAILING - 1 else (((-mark - 2) // _CAUSES), FailureCause((-mark - 2) % _CAUSES))
 
 
 def _taken(names: set[str], prefix: str) -> list[int]:
@@ -102,12 +102,12 @@ class Reports:
     invalid: set[int]
 
 
-class Wanted(msgspec.Struct):
+class FetchSpec(msgspec.Struct):
     """Decode: a request was given blocks for tokens that prefill has or will have.
 
     Attributes:
         manifest: None where both sides were asked at once.
-        name: as in `params.Fetch`.
+        name: as in `params.FetchParams`.
         digest: of the first ``num_tokens`` tokens; decode may want one less and compute that itself.
         groups: the blocks to fill, per KV-cache group; each range ends at ``end_token``.
     """
@@ -124,7 +124,7 @@ class Wanted(msgspec.Struct):
     groups: tuple[BlockRange, ...]
 
 
-class Released(msgspec.Struct):
+class UnneededOffer(msgspec.Struct):
     """Decode: nothing is needed of a request of prefill's. ``digest`` is empty where its prompt is not known."""
 
     prefill: RemotePrefill
@@ -133,7 +133,7 @@ class Released(msgspec.Struct):
     digest: str
 
 
-class Renewed(msgspec.Struct):
+class LeaseRenewal(msgspec.Struct):
     """Decode: from now on the lease of a request of prefill's is to be renewed, for ``longest_seconds`` at most."""
 
     request_id: DecodeRequestId
@@ -143,7 +143,7 @@ class Renewed(msgspec.Struct):
     longest_seconds: float
 
 
-class Offered(msgspec.Struct):
+class OfferUpdate(msgspec.Struct):
     """Prefill: at the end of this step the first ``ready_tokens`` tokens of a request are in ``block_ids``.
 
     Attributes:
@@ -179,7 +179,7 @@ class Step(msgspec.Struct):
         revoked: prefill's requests that decode may not have any more, and why. They are still computed, or have ended:
             then they are in ``finished``, of this step or of one before.
         unkept: those of ``stopped`` whose blocks vLLM has already freed: nothing is reported of them.
-        counts: for the metrics, by `Cause`.
+        counts: for the metrics, by `FailureCause`.
         quarantined_blocks: held for what may still be in flight; None if that has not changed.
         is_idle: the step computes nothing, for no request.
     """
@@ -187,18 +187,18 @@ class Step(msgspec.Struct):
     host: str
     port: int
     wake_key: str
-    start: str
-    renewed: list[Renewed] = msgspec.field(default_factory=list)
+    incarnation: str
+    renewed: list[LeaseRenewal] = msgspec.field(default_factory=list)
     unrenewed: list[DecodeRequestId] = msgspec.field(default_factory=list)
-    wanted: list[Wanted] = msgspec.field(default_factory=list)
+    fetches: list[FetchSpec] = msgspec.field(default_factory=list)
     withdrawn: dict[int, str] = msgspec.field(default_factory=dict)
-    released: list[Released] = msgspec.field(default_factory=list)
+    released: list[UnneededOffer] = msgspec.field(default_factory=list)
     preempted: list[tuple[PrefillRequestId, int]] = msgspec.field(default_factory=list)
     finished: list[PrefillRequestId] = msgspec.field(default_factory=list)
     stopped: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
     revoked: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
     unkept: set[PrefillRequestId] = msgspec.field(default_factory=set)
-    offered: list[Offered] = msgspec.field(default_factory=list)
+    offered: list[OfferUpdate] = msgspec.field(default_factory=list)
     counts: dict[int, int] = msgspec.field(default_factory=dict)
     quarantined_blocks: int | None = None
     is_idle: bool = True
@@ -209,7 +209,7 @@ class Step(msgspec.Struct):
         return bool(
             self.renewed
             or self.unrenewed
-            or self.wanted
+            or self.fetches
             or self.withdrawn
             or self.released
             or self.preempted

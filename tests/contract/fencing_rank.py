@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,16 +41,19 @@ from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.wire.step import Wanted
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate
+from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker.background import Background
-from kvcached_nixl.worker.content import Content
-from kvcached_nixl.worker.handover import commands, gates, receiving, writers
-from kvcached_nixl.worker.handover.digests import Digests
-from kvcached_nixl.worker.handover.gates import Gates
-from kvcached_nixl.worker.handover.host import Host
-from kvcached_nixl.worker.handover.local import Place
-from kvcached_nixl.worker.handover.start import assemble
-from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET
+from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.decode import active_writers as writers
+from kvcached_nixl.worker.decode import receiver as receiver
+from kvcached_nixl.worker.decode import write_gates as gates
+from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
+from kvcached_nixl.worker.transfer.topology import LocalRank
 
 BACKENDS = ["UCX"]
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 1 << 16, 8192
@@ -89,14 +93,14 @@ class Rank:
     def __init__(self, role: str, folder: Path) -> None:
         self.role = role
         self.memory = np.full((NUM_BLOCKS, BLOCK_BYTES), WRITTEN if role == "prefill" else BEFORE, dtype=np.uint8)
-        self.words = np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
+        self.words = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         self.agent = make_agent(BACKENDS)
         self.registered = [register_host_memory(self.agent, one, BACKENDS) for one in (self.memory, self.words)]
         address, cell = self.memory.ctypes.data, BLOCK_BYTES // BLOCK_SIZE
         planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
         transport, clock = NixlTransport(self.agent, "DRAM"), MonotonicClock()
         host = Host.here("DRAM", os.environ)
-        place = Place(EngineId(role), 1, 0, (planes,), 1, is_latent=False)
+        place = LocalRank(EngineId(role), 1, 0, (planes,), 1, is_latent=False)
         metadata, words = transport.metadata(), int(self.words.ctypes.data)
         rank = RankHandshake(
             place.engine_id,
@@ -114,16 +118,17 @@ class Rank:
         )
         background = Background("gates", torch.device("cpu"), lambda: None)
         self.channel = Channel(folder)
-        self.gates = Gates(lambda: open_gate(BACKENDS, [(address, self.memory.nbytes)], "DRAM"), background, clock)
+        self.gates = WriteGates(lambda: open_gate(BACKENDS, [(address, self.memory.nbytes)], "DRAM"), background, clock)
         nothing = Content((), ())
         settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
         self.side = assemble(
             transport, clock, place, self.words, settings, TAG, self.channel, lambda: lambda: True,
-            Digests(nothing, nothing, background, 0.0), host, lambda weights: None, None, self.gates,
+            Checksums(nothing, nothing, background, 0.0), host, lambda weights: None, threading.Event(), None,
+            self.gates,
         )  # fmt: skip
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
-        self.thread.submit(commands.Known(self.own, "key", START))
+        self.thread.submit(commands.LocalIdentity(self.own, "key", START))
         self.side.identify(WEIGHTS)
         self.thread.start()
         made = msgspec.msgpack.encode(Answer(START, msgspec.msgpack.encode(rank)))
@@ -132,7 +137,7 @@ class Rank:
         unfinished.rename(folder / role)
 
     def is_over(self) -> bool:
-        self.over = getattr(self, "over", False) or bool(self.thread.take_outcome().over)
+        self.over = getattr(self, "over", False) or bool(self.thread.take_outcome().finished)
         return self.over
 
 
@@ -151,7 +156,9 @@ def prefill(folder: Path) -> None:
     # Backwards, so that each block is a descriptor of its own.
     blocks = list(reversed(range(NUM_BLOCKS)))
     rank.thread.submit(
-        commands.Offer(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (blocks,), TOKENS, manifest, False, lambda: True)
+        commands.Computed(
+            OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (blocks,), TOKENS, manifest), lambda: True
+        )
     )
     time.sleep(600)
 
@@ -160,8 +167,8 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     for module, name, value in (
         (writers, "UNHEARD_SECONDS", 1.0),
         (writers, "LOOK_SECONDS", 0.5),
-        (writers, "GONE_SECONDS", 0.5),
-        (receiving, "REPEAT_SECONDS", 0.5),
+        (writers, "DEAD_SECONDS", 0.5),
+        (receiver, "REPEAT_SECONDS", 0.5),
         (gates, "DRAIN_SECONDS", 1.0),
     ):
         setattr(module, name, value)
@@ -173,8 +180,8 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     target = rank.memory[:, 0]
     groups = (BlockRange(0, tuple(range(NUM_BLOCKS))),)
     where = RemotePrefill("prefill", "prefill", 1, 1)
-    wanted = Wanted(ATTEMPT, DecodeRequestId("d"), where, None, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
-    rank.thread.submit(commands.Want(wanted), commands.Begin((ATTEMPT,), lambda: True))
+    wanted = FetchSpec(ATTEMPT, DecodeRequestId("d"), where, None, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
+    rank.thread.submit(wanted, commands.BlocksWritable((ATTEMPT,), lambda: True))
     end = time.monotonic() + ARRIVING_SECONDS
     sampled = target[:: NUM_BLOCKS // 64]
     while (sampled == BEFORE).all() and time.monotonic() < end:

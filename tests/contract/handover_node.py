@@ -26,7 +26,7 @@ from test_geometry import ERAS
 from test_transport import until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.attached import side_of
+from kvcached_nixl.compat.attached_state import side_of
 
 # More room than was planned, as kvcached reserves it.
 RESERVED = dataclasses.replace(GEOMETRY, era=ERAS[0], reserved_blocks=29)
@@ -63,14 +63,14 @@ class Node(engine_node.Node):
         return self.side.thread
 
     @property
-    def serving(self) -> Any:
+    def registry(self) -> Any:
         """Prefill's half of it."""
-        return self.thread._serving
+        return self.thread._registry
 
     @property
-    def receiving(self) -> Any:
+    def receiver(self) -> Any:
         """Decode's half of it."""
-        return self.thread._receiving
+        return self.thread._receiver
 
     @property
     def side_of_engine(self) -> Any:
@@ -81,7 +81,7 @@ class Node(engine_node.Node):
         """The engine holds blocks for somebody, waits for some, or has something to tell or to hear."""
         side = self.side_of_engine
         waits = side.num_waiting or side.num_kept or side._holds.num_blocks
-        return bool(waits or side.pending or len(self.serving) or len(self.receiving))
+        return bool(waits or side.pending or len(self.registry) or len(self.receiver))
 
     def address(self, request_id: str = "") -> dict[str, Any]:
         """What a router that asks both sides at once knows of this prefill; without an id that it cannot know."""
@@ -98,7 +98,7 @@ class Node(engine_node.Node):
     @property
     def moved(self) -> bool:
         """Everything of an attempt has come or failed; the engine has not heard of it."""
-        return bool(self.thread._reported._outcome.over)
+        return bool(self.thread._outcomes._outcome.finished)
 
     @property
     def tag(self) -> str:
@@ -183,7 +183,7 @@ class Node(engine_node.Node):
     def die(self) -> None:
         """The process ends: whoever listened does not, and nobody finds its agent."""
         self.shutdown()
-        transport = self.thread._side.transport
+        transport = self.thread._context.transport
         transport._agent = self.worker.nixl_wrapper = None
         gc.collect()
 
@@ -270,7 +270,7 @@ def asked(decode: Node, params: dict[str, Any], request_id: str = DECODE_ID, **o
 def registered(decode: Node, prefill: Node, request_id: str = DECODE_ID, **options: Any) -> list[int]:
     """Push: a request that prefill has not begun comes to decode and is registered; returns its blocks."""
     blocks = asked(decode, {**prefill.address(), **NAME}, request_id, **options)
-    until(lambda: prefill.serving._writings)
+    until(lambda: prefill.registry._write_tasks)
     return blocks
 
 
@@ -293,7 +293,7 @@ def rest(*both: Node) -> None:
     """
 
     def waits_for_leases() -> bool:
-        busy = any(len(node.receiving) or node.serving._writings or node.side_of_engine.num_waiting for node in both)
+        busy = any(len(node.receiver) or node.registry._write_tasks or node.side_of_engine.num_waiting for node in both)
         return not busy and all(node.step() for node in both)
 
     def is_over() -> bool:
@@ -302,7 +302,7 @@ def rest(*both: Node) -> None:
     until(lambda: [node.step() for node in both] and (is_over() or waits_for_leases()))
     with ExitStack() as patches:
         for node in both:
-            leases = node.serving._leases
+            leases = node.registry._leases
             due = functools.partial(type(leases).take_due, leases, math.inf)
             patches.enter_context(mock.patch.object(leases, "take_due", lambda _, due=due: due()))
         until(lambda: [node.step() for node in both] and is_over())
@@ -329,13 +329,13 @@ def prefilled(
 @contextmanager
 def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     """No lease and no deadline of a case ends what happens meanwhile, however slow the machine is."""
-    fetching, serving, seconds = decode.side_of_engine._fetching, prefill.serving, 600.0
+    fetching, registry, seconds = decode.side_of_engine._fetching, prefill.registry, 600.0
     terms = dataclasses.replace(fetching._terms, timeout_seconds=seconds)
     with (
         mock.patch.object(fetching, "_terms", terms),
-        mock.patch.object(serving, "_unmatched_seconds", seconds),
-        mock.patch.object(serving._pairing, "_unmatched_seconds", seconds),
-        mock.patch.object(serving._leases, "_lease_seconds", seconds),
+        mock.patch.object(registry, "_unmatched_seconds", seconds),
+        mock.patch.object(registry._matcher, "_unmatched_seconds", seconds),
+        mock.patch.object(registry._leases, "_lease_seconds", seconds),
     ):
         yield
 

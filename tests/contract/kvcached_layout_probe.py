@@ -16,7 +16,7 @@ import torch
 from kvcached_memory import Geometry
 
 from kvcached_nixl.hostvmm import activate
-from kvcached_nixl.worker.layout import plan
+from kvcached_nixl.worker.geometry.layout import plan
 
 
 def main(geometry: Geometry) -> dict[str, object]:

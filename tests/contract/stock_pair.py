@@ -24,12 +24,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.compat.attached import side_of, sides
+from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import Offered, Step, Wanted
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 
@@ -67,7 +67,7 @@ class Engine:
         self.worker.register_kv_caches(dict(kv_caches))
         side = side_of(self.scheduler)
         if side is not None:
-            side.start = "0" * 16
+            side.incarnation = "0" * 16
         self.listen()
 
     def listen(self) -> None:
@@ -107,7 +107,7 @@ class Engine:
         manifest = Manifest(
             PROTOCOL, start, kept, digest, end, peer.block_size, (1, 1), ranges(remote, peer.block_size), 30.0, 0
         )
-        offered = Offered(kept, "name", digest, end, tuple(map(list, remote)), end, manifest)
+        offered = OfferUpdate(kept, "name", digest, end, tuple(map(list, remote)), end, manifest)
         theirs = side_of(peer.worker)
         if theirs is not None:
             theirs.begin_step(Step("127.0.0.1", peer.port, "key", start, offered=[offered], finished=[kept]))
@@ -115,9 +115,9 @@ class Engine:
         prefill = RemotePrefill(peer.engine_id, "127.0.0.1", peer.port, 1)
         groups = ranges(local, self.block_size)
         first = min(one.first_token for one in groups)
-        wanted = Wanted(1, request_id, prefill, manifest, "name", digest, end, first, end, groups)
+        wanted = FetchSpec(1, request_id, prefill, manifest, "name", digest, end, first, end, groups)
         side = side_of(self.worker)
-        side.begin_step(Step("127.0.0.1", self.port, "key", start, wanted=[wanted]))
+        side.begin_step(Step("127.0.0.1", self.port, "key", start, fetches=[wanted]))
         failed: set[int] = set()
         deadline = time.monotonic() + TRANSFER_TIMEOUT_SECONDS
         while time.monotonic() < deadline:

@@ -255,7 +255,7 @@ def test_a_rendezvous_that_decode_s_server_rejects_costs_no_lease(first: str, pa
     reject(decode, "whatever", {**prefill.address(), **NAME})
     decode.step()
     if first == "decode":
-        until(lambda: prefill.serving._pairing._released)
+        until(lambda: prefill.registry._matcher._released)
         prefilled(prefill, PREFILL_ID, **NAME)
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
     assert all_free(prefill) and not prefill.side_of_engine.num_kept

@@ -34,7 +34,7 @@ from handover_node import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 
 pytestmark = pytest.mark.long
 
@@ -202,7 +202,7 @@ def test_what_decode_has_cached_and_what_follows_fit_together(
         runs_rightly(prefill, decode, num_tokens + more)
         rest(prefill, decode)
         prefill.transfer_params.clear()
-    assert set(decode.account["kvcached_nixl_failures"]) <= {Cause.RANGE}
+    assert set(decode.account["kvcached_nixl_failures"]) <= {FailureCause.RANGE}
 
 
 def test_prefill_that_goes_on_computing_gives_back_what_it_had_promised(node: Callable[..., GroupsNode]) -> None:

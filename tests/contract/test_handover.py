@@ -47,11 +47,11 @@ from test_transport import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.transport import side_channel
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import EXTENSION, MOST_BEAT_BYTES
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.messages import PREFIX, Stopped, encode
-from kvcached_nixl.worker.handover import peers
+from kvcached_nixl.worker.transfer import peers
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
@@ -207,7 +207,7 @@ def test_decodes_request_aborted_while_bytes_move_keeps_its_blocks_until_they_ha
     one = mover(direction, prefill, decode)
     gate = transfers_held(one, monkeypatch)
     asked(decode, prefilled(prefill, PREFILL_ID))
-    until(lambda: len(one.thread._side.posting))
+    until(lambda: len(one.thread._context.transfer_queue))
     decode.abort(DECODE_ID)
     decode.step()
     decode.step()
@@ -252,7 +252,7 @@ def test_a_transfer_that_fails_ends_the_hand_over_by_policy_and_blocks_come_free
         params = prefilled(prefill, PREFILL_ID)
         local = asked(decode, params)
         before = decode.content(local)
-        until(lambda: prefill.step() and decode.receiving._reported or decode.thread._reported._outcome.failed)
+        until(lambda: prefill.step() and decode.receiver._reported or decode.thread._outcomes._outcome.failed)
         assert same(decode.content(local), before)
         ends_by_policy(policy, decode, prefill)
     assert PREFILL_ID in prefill.sent and " was not received: " in decode.log.text
@@ -286,7 +286,7 @@ def test_a_connection_that_nixl_has_let_go_of_is_made_anew(
     met: list[bytes] = []
     add = one.agent.add_remote_agent
     monkeypatch.setattr(one.agent, "add_remote_agent", lambda metadata: met.append(metadata) or add(metadata))
-    ((peer, _),) = one.thread._side.peers._addresses.items() or [("", None)]
+    ((peer, _),) = one.thread._context.peers._addresses.items() or [("", None)]
     one.agent.remove_remote_agent(peer)
     decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
@@ -317,7 +317,7 @@ def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     prefill.fill(blocks, ANOTHER_REQUESTS)
     decode.add(DECODE_ID, params)
     ends_by_policy(policy, decode, prefill)
-    assert decode.account["kvcached_nixl_failures"] == [Cause.LEASE]
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.LEASE]
     served(prefill, decode, 8)
 
 
@@ -341,8 +341,8 @@ def test_an_engine_steps_exactly_while_something_has_changed(node: Callable[...,
 
 def lease(prefill: Node, request_id: str = PREFILL_ID) -> float:
     """When it ends."""
-    prefill.step_until(lambda: request_id in prefill.serving._leases)
-    return float(prefill.serving._leases[request_id])
+    prefill.step_until(lambda: request_id in prefill.registry._leases)
+    return float(prefill.registry._leases[request_id])
 
 
 def test_a_request_that_waits_for_room_keeps_its_lease_and_others_end(node: Callable[..., Node]) -> None:
@@ -410,9 +410,9 @@ def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeyp
     prefill, decode = pair
     monkeypatch.setattr(peers, "FORGOTTEN_SECONDS", 0.3)
     served(prefill, decode)
-    until(lambda: not len(prefill.thread._side.peers) and not len(decode.thread._side.peers))
+    until(lambda: not len(prefill.thread._context.peers) and not len(decode.thread._context.peers))
     for one in pair:
-        assert not one.thread._side.peers._addresses and not one.thread._side.peers._places
+        assert not one.thread._context.peers._addresses and not one.thread._context.peers._places
     served(prefill, decode, 8)
 
 
@@ -452,7 +452,7 @@ def test_parameters_from_before_prefills_restart_give_no_bytes(
     decode.add(DECODE_ID, params)
     ends_by_policy(policy, decode, again)
     (cause,) = decode.account["kvcached_nixl_failures"]
-    assert cause in (Cause.START, Cause.LOST) if known else cause == Cause.START
+    assert cause in (FailureCause.RESTARTED, FailureCause.LOST) if known else cause == FailureCause.RESTARTED
     served(again, decode, 8)
 
 
@@ -463,7 +463,7 @@ def test_an_engine_of_another_arrangement_is_refused_in_words(node: Callable[...
     ends_by_policy("fail", decode, prefill)
     assert "non-contiguous; expected contiguous" in decode.log.text and prefill.tag != decode.tag
     assert "KVCACHED_CONTIGUOUS_LAYOUT" in decode.log.text
-    assert decode.account["kvcached_nixl_failures"] == [Cause.REFUSED]
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.REFUSED]
     computed_alone(prefill)
     computed_alone(decode)
 
@@ -493,7 +493,7 @@ def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
     gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
     params = prefilled(prefill, PREFILL_ID)
     local = asked(decode, params)
-    until(lambda: len(mover(direction, prefill, decode).thread._side.posting))
+    until(lambda: len(mover(direction, prefill, decode).thread._context.transfer_queue))
 
     def counted(one: Node, say: Any, to: str, notification: bytes, reason: str) -> None:
         before, all_before = one.dropped(reason), one.thread.dropped.total()
@@ -509,7 +509,7 @@ def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
         counted(prefill, by_decode, to_prefill, notification, "malformed")
         counted(decode, by_prefill, to_decode, notification, "malformed")
     counted(decode, by_prefill, to_decode, encode(Stopped(7, 0, 0, "")), "unknown attempt")
-    (attempt,) = decode.receiving._attempts
+    (attempt,) = decode.receiver._attempts
     counted(decode, by_prefill, to_decode, encode(Stopped(attempt, 1, 0, "")), "not a contributor")
     by_decode(to_prefill, notif_msg=b"HB:cmpl-unknown,")
     gate.closed = False

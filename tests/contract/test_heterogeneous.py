@@ -34,18 +34,18 @@ from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport, TransportError
 from kvcached_nixl.transport.memory import Network
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, ranges_of
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import Offered, Step, Wanted, failure_of, overs_of
-from kvcached_nixl.worker.handover import posting
-from kvcached_nixl.worker.handover.host import Host
-from kvcached_nixl.worker.handover.local import Place
-from kvcached_nixl.worker.handover.start import assemble
-from kvcached_nixl.worker.handover.thread import POLL_SECONDS
-from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Words
-from kvcached_nixl.worker.planes import planes_of
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, failure_of, finished_attempts_of
+from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.geometry.planes import planes_of
+from kvcached_nixl.worker.transfer import transfer_queue as transfer_queue
+from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
+from kvcached_nixl.worker.transfer.topology import LocalRank
+from kvcached_nixl.worker.transfer_thread import POLL_SECONDS
 
 pytestmark = pytest.mark.long
 
@@ -151,7 +151,7 @@ class Endpoint:
 
     transport: Transport
     arena: torch.Tensor
-    words: Words
+    words: TokenArray
     agent: Any = None
 
 
@@ -250,7 +250,7 @@ class Rank:
         self.words = endpoint.words
         self.words[:] = 0
         is_latent = shape.era == "mla"
-        place = Place(EngineId(engine_id), shape.tp_size, tp_rank, (self.planes,), shape.ratio, is_latent)
+        place = LocalRank(EngineId(engine_id), shape.tp_size, tp_rank, (self.planes,), shape.ratio, is_latent)
         self.handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=place.tp_size,
@@ -259,14 +259,14 @@ class Rank:
             device_id=0,
             memory=place.memory,
             kernel_blocks_per_block=shape.ratio,
-            words_address=self.words.ctypes.data,
+            token_table_address=self.words.ctypes.data,
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
             process=Process(),
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
-        digests = digests_over(self.planes, self.arena.view(-1))
+        checksums = digests_over(self.planes, self.arena.view(-1))
         self.worker = assemble(
             self.transport,
             cluster.clock,
@@ -276,7 +276,7 @@ class Rank:
             TAG,
             Channel(cluster),
             lambda: lambda: True,
-            digests,
+            checksums,
             Host(Process(), "DRAM"),
             lambda weights: None,
         )
@@ -284,21 +284,21 @@ class Rank:
         self.thread = self.worker.thread
         self.done: list[str] = []
         self.over: list[int] = []
-        self.failed: list[Cause] = []
+        self.failed: list[FailureCause] = []
         self.blocks: list[int] = []
         self.first_token = 0
         self.expected = self.arena.clone()
 
     @property
-    def serving(self) -> Any:
-        return self.thread._serving
+    def registry(self) -> Any:
+        return self.thread._registry
 
     @property
-    def receiving(self) -> Any:
-        return self.thread._receiving
+    def receiver(self) -> Any:
+        return self.thread._receiver
 
     def begin(self, **news: Any) -> None:
-        port = PORTS[self.worker._place.engine_id.startswith("d-")]
+        port = PORTS[self.worker._local.engine_id.startswith("d-")]
         self.worker.begin_step(Step(HOST, port, "key", START, **news))
         self.worker.end_step()
 
@@ -306,11 +306,11 @@ class Rank:
         """Take what was reported; whether the end of decode's attempt is part of it."""
         ended = self.worker.take_ended()
         for mark in self.worker.take_marks():
-            attempt, cause = failure_of(mark) or (None, Cause.DEFECT)
+            attempt, cause = failure_of(mark) or (None, FailureCause.DEFECT)
             assert attempt == ATTEMPT
             self.failed.append(cause)
         self.done += ended.sent
-        over = overs_of(ended.received)
+        over = finished_attempts_of(ended.received)
         self.over += over
         return bool(over)
 
@@ -425,8 +425,8 @@ class Cluster:
         first, end = self.case.cached_tokens, self.case.tokens
         for rank in self.decode if ranks is None else ranks:
             groups = (BlockRange(first, tuple(rank.blocks)),)
-            wanted = Wanted(ATTEMPT, WANTED, prefill, manifest, self.transfer, DIGEST, end, first, end, groups)
-            rank.begin(wanted=[wanted])
+            wanted = FetchSpec(ATTEMPT, WANTED, prefill, manifest, self.transfer, DIGEST, end, first, end, groups)
+            rank.begin(fetches=[wanted])
 
     def compute(self, tokens: range, ranks: Sequence[Rank] | None = None) -> None:
         """A step of prefill, which has no more blocks than the tokens need; the next one says that it was the last."""
@@ -437,7 +437,7 @@ class Cluster:
             blocks = rank.blocks[: -(-tokens.stop // case.prefill.logical_block_size)]
             manifest = self.manifest() if is_last else None
             if is_last or not self.pulls:
-                offered = Offered(REQUEST, self.transfer, DIGEST, case.tokens, (blocks,), tokens.stop, manifest)
+                offered = OfferUpdate(REQUEST, self.transfer, DIGEST, case.tokens, (blocks,), tokens.stop, manifest)
                 rank.begin(offered=[offered])
             if is_last:
                 rank.begin(finished=[REQUEST])
@@ -507,7 +507,7 @@ class Cluster:
         assert [rank.over for rank in self.decode] == [[ATTEMPT]] * len(self.decode)
         assert [rank.done for rank in self.prefill] == [[REQUEST]] * len(self.prefill)
         for rank in self.ranks:
-            assert (len(rank.serving), len(rank.receiving), rank.transport.unreleased) == (0, 0, 0)
+            assert (len(rank.registry), len(rank.receiver), rank.transport.unreleased) == (0, 0, 0)
             assert not +rank.thread.dropped
             assert not rank.words[:BUCKETS].any()
         for rank in self.prefill:
@@ -554,7 +554,7 @@ def run(cluster: Cluster) -> None:
     asks_first = bool(case.chunks) and not cluster.pulls
     if asks_first:
         cluster.want()
-        cluster.until(lambda: all(len(rank.receiving) for rank in cluster.decode))
+        cluster.until(lambda: all(len(rank.receiver) for rank in cluster.decode))
     computed = 0
     for ready in (*case.chunks, case.tokens):
         cluster.compute(range(computed, ready))
@@ -563,7 +563,7 @@ def run(cluster: Cluster) -> None:
             continue
         expected = case.writes_upto(ready) * cluster.pairs
         cluster.until(lambda expected=expected: cluster.moves >= expected)  # type: ignore[misc]
-        cluster.until(lambda: not any(len(rank.thread._side.posting) for rank in cluster.prefill))
+        cluster.until(lambda: not any(len(rank.thread._context.transfer_queue) for rank in cluster.prefill))
         assert cluster.moves == expected
         for rank in cluster.decode:
             assert not rank.over
@@ -586,8 +586,8 @@ def run(cluster: Cluster) -> None:
 @pytest.fixture(autouse=True)
 def transfers_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A WRITE a step and a READ a rank, so that they can be counted; that they are cut at a limit is another test's."""
-    budget = posting.Budget(descriptors=1_000_000)
-    monkeypatch.setattr(posting, "Budget", lambda: budget)
+    budget = transfer_queue.Budget(descriptors=1_000_000)
+    monkeypatch.setattr(transfer_queue, "Budget", lambda: budget)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -599,8 +599,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def no_words() -> Words:
-    return np.zeros((BUCKETS + LANDINGS, WORDS_PER_BUCKET), dtype=np.uint64)
+def no_words() -> TokenArray:
+    return np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
 
 
 @pytest.fixture(scope="module")
@@ -823,8 +823,8 @@ def test_sizes_of_which_neither_divides_the_other_fail_the_request(
     cluster.want()
     cluster.go_on()
     for rank in cluster.decode:
-        assert (rank.over, rank.failed) == ([ATTEMPT], [Cause.REFUSED])
-        assert len(rank.receiving) == 0
+        assert (rank.over, rank.failed) == ([ATTEMPT], [FailureCause.REFUSED])
+        assert len(rank.receiver) == 0
     assert not any(rank.transport.arrived for rank in cluster.prefill)
 
 
@@ -837,7 +837,7 @@ def test_block_sizes_of_which_neither_divides_the_other_fail_the_request(
     cluster.compute(range(cluster.case.tokens))
     cluster.want()
     cluster.until(lambda: all(rank.over for rank in cluster.decode))
-    assert [rank.failed for rank in cluster.decode] == [[Cause.REFUSED]] and cluster.moves == 0
+    assert [rank.failed for rank in cluster.decode] == [[FailureCause.REFUSED]] and cluster.moves == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
@@ -889,9 +889,9 @@ def test_a_write_that_fails_ends_the_attempt_when_all_have_stopped(
     failing, siblings, reader = cluster.prefill[share - 1], cluster.prefill[: share - 1], cluster.decode[0]
     fail(failing, how, number)
     cluster.want()
-    cluster.until(lambda: all(len(rank.receiving) for rank in cluster.decode))
+    cluster.until(lambda: all(len(rank.receiver) for rank in cluster.decode))
     # All have heard of it, the late ones too.
-    cluster.until(lambda: all(rank.serving._writings for rank in cluster.prefill))
+    cluster.until(lambda: all(rank.registry._write_tasks for rank in cluster.prefill))
     going = [rank for rank in cluster.ranks if rank not in siblings] if others == "silent" else cluster.ranks
     first, second = range(17), range(17, case.tokens)
     cluster.compute(first, siblings)
@@ -904,9 +904,9 @@ def test_a_write_that_fails_ends_the_attempt_when_all_have_stopped(
         cluster.until(lambda: all(rank.transport.moves for rank in siblings))
     cluster.compute(first, cluster.prefill[share - 1 :])
     if number == 1:
-        cluster.until(lambda: not failing.serving._writings, going)
+        cluster.until(lambda: not failing.registry._write_tasks, going)
     else:
-        cluster.until(lambda: failing.transport.moves and not len(failing.thread._side.posting), going)
+        cluster.until(lambda: failing.transport.moves and not len(failing.thread._context.transfer_queue), going)
     cluster.compute(second, cluster.prefill[share - 1 :])
     cluster.until(lambda: failing.done and reader.failed, going)
 
@@ -925,7 +925,7 @@ def test_a_write_that_fails_ends_the_attempt_when_all_have_stopped(
     cluster.go_on()
     assert torch.equal(reader.arena, at_the_report)
     assert len(failing.transport.moves) == number
-    assert [rank.failed for rank in cluster.decode] == [[Cause.LOST], *[[]] * (tp_sizes[1] - 1)]
+    assert [rank.failed for rank in cluster.decode] == [[FailureCause.LOST], *[[]] * (tp_sizes[1] - 1)]
     cluster.assert_ended()
     cluster.assert_only_its_blocks_changed(reader)
 
@@ -969,8 +969,8 @@ def test_a_read_that_fails_ends_the_attempt_when_all_others_have_ended(
     at_the_report = reader.arena.clone()
     cluster.go_on()
     assert torch.equal(reader.arena, at_the_report)
-    assert [rank.failed for rank in cluster.decode] == [[Cause.LOST], *[[]] * (tp_sizes[1] - 1)]
-    assert all(not len(rank.receiving) and not rank.transport.unreleased for rank in cluster.decode)
+    assert [rank.failed for rank in cluster.decode] == [[FailureCause.LOST], *[[]] * (tp_sizes[1] - 1)]
+    assert all(not len(rank.receiver) and not rank.transport.unreleased for rank in cluster.decode)
     cluster.assert_only_its_blocks_changed(reader)
     for rank in cluster.decode[1:]:
         cluster.assert_arrived(rank, case.tokens)

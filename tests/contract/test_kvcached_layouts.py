@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real kvcached lays its memory out as ``kvcached_memory.Geometry`` says, and as ``worker/layout.py`` reads it."""
+"""The real kvcached lays its memory out as ``kvcached_memory.Geometry`` says, and `worker.geometry.layout` reads it."""
 
 from __future__ import annotations
 

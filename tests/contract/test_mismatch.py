@@ -38,7 +38,7 @@ from test_transport import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 
 pytestmark = pytest.mark.long
 
@@ -55,8 +55,8 @@ def both(node: Callable[..., Node]) -> Callable[[str], tuple[Node, Node]]:
     return lambda policy: (node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy))
 
 
-def causes(decode: Node) -> list[Cause]:
-    return [Cause(one) for one in decode.account["kvcached_nixl_failures"]]
+def causes(decode: Node) -> list[FailureCause]:
+    return [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]]
 
 
 def runs_rightly(prefill: Node, decode: Node, num_tokens: int, first_token: int = 0) -> None:
@@ -128,7 +128,7 @@ def test_another_prompt_than_prefills_gets_none_of_its_kv(
         cache(decode, min(cached, wanted["num_tokens"] - BLOCK_SIZE), wanted["first_token"])
         decode.add(DECODE_ID, params, **wanted)
         ends_by_policy(policy, decode, prefill, **wanted)
-        assert causes(decode) == [Cause.DIGEST] * number, other
+        assert causes(decode) == [FailureCause.DIGEST] * number, other
     cache(decode, 0)
     served(prefill, decode, 8)
 
@@ -140,7 +140,7 @@ def test_the_same_tokens_of_another_salt_are_another_prompt(both: Callable[[str]
     decode.add(DECODE_ID, params)
     decode.scheduler.requests[DECODE_ID].cache_salt = "theirs"
     ends_by_policy("fail", decode, prefill)
-    assert causes(decode) == [Cause.DIGEST]
+    assert causes(decode) == [FailureCause.DIGEST]
 
 
 # ----------------------------------------------------------------------------------- A2: one name, more than one prompt
@@ -204,8 +204,8 @@ def test_a_manifest_of_one_request_with_a_part_of_anothers_gives_no_bytes(
         return
     decode.add(DECODE_ID, mixed, first_token=first_token)
     ends_by_policy(policy, decode, prefill, first_token=first_token)
-    expected = {"pull": Cause.LEASE, "push": Cause.DIGEST}[direction]
-    assert causes(decode) == [Cause.RANGE if changed == "first token" else expected]
+    expected = {"pull": FailureCause.LEASE, "push": FailureCause.DIGEST}[direction]
+    assert causes(decode) == [FailureCause.RANGE if changed == "first token" else expected]
     if direction == "push" and policy == "fail":
         # Prefill has seen it before it wrote anything.
         assert decode.are_filled(decode.all_but([]), DECODE_FILLING)
@@ -244,7 +244,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a lease without end": lambda given: changed(given, lease_seconds=1e300),
     "more than is known": lambda given: changed(given, more=1),
     "a digest that is none": lambda given: changed(given, digest="f" * 31),
-    "a start that is none": lambda given: changed(given, start="\U0001f600" * 4),
+    "a start that is none": lambda given: changed(given, incarnation="\U0001f600" * 4),
 }
 
 
@@ -263,8 +263,8 @@ def test_parameters_that_cannot_be_used_end_the_request_by_policy(
         decode.ended.pop(DECODE_ID, None)
         decode.add(DECODE_ID, make(given), first_token=3 * number)
         ends_by_policy(policy, decode, prefill, first_token=3 * number)
-        assert causes(decode) == [Cause.PARAMETERS] * number, what
-    assert not len(decode.thread._side.peers)
+        assert causes(decode) == [FailureCause.PARAMETERS] * number, what
+    assert not len(decode.thread._context.peers)
     served(prefill, decode, 8)
 
 
@@ -277,15 +277,15 @@ def test_a_wrong_number_of_ranks_costs_the_request_that_names_it(
     prefill, decode = both(policy)
     decode.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), "tp_size": tp_size})
     ends_by_policy(policy, decode, prefill)
-    assert causes(decode) == [Cause.REFUSED]
-    until(lambda: not any(link.is_asked for link in decode.thread._side.peers._links.values()))
+    assert causes(decode) == [FailureCause.REFUSED]
+    until(lambda: not any(link.is_asked for link in decode.thread._context.peers._links.values()))
     served(prefill, decode, 8)
 
 
 def test_tensor_parallel_sizes_that_do_not_divide_end_the_request_by_policy(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
-    side = decode.thread._side
-    side.place = dataclasses.replace(side.place, tp_size=2)
+    side = decode.thread._context
+    side.local = dataclasses.replace(side.local, tp_size=2)
     decode.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), "tp_size": 3})
     decode.step_until(lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == "error"
@@ -308,7 +308,7 @@ def test_parameters_that_a_router_made_itself_are_refused_with_the_remedy(
         assert decode.holds(local)
         return
     ends_by_policy(policy, decode, prefill)
-    assert causes(decode) == [Cause.NO_MANIFEST]
+    assert causes(decode) == [FailureCause.NO_MANIFEST]
     assert "Let the router pass the whole kv_transfer_params" in decode.log.text
 
 
@@ -339,7 +339,7 @@ def test_each_child_of_a_request_is_a_hand_over_of_its_own(
     ends = [decode.ended[request_id] for request_id in ids]
     assert "length" in ends and set(ends) <= {"length", "error" if policy == "fail" else "length"}
     assert held and all(held.values())
-    assert set(causes(decode)) <= {Cause.LEASE}
+    assert set(causes(decode)) <= {FailureCause.LEASE}
     rest(prefill, decode)
 
 
@@ -351,7 +351,7 @@ def test_a_prompt_list_is_a_hand_over_each_or_by_policy(both: Callable[[str], tu
     decode.add(DECODE_ID, params)
     decode.add("cmpl-x-1-dddddddd", params, first_token=200)
     until_both(prefill, decode, lambda: {DECODE_ID, "cmpl-x-1-dddddddd"} <= set(decode.ended))
-    assert set(decode.ended.values()) == {"length"} and causes(decode) == [Cause.DIGEST]
+    assert set(decode.ended.values()) == {"length"} and causes(decode) == [FailureCause.DIGEST]
     rest(prefill, decode)
 
 
@@ -374,7 +374,7 @@ def test_prefills_request_that_cannot_be_used_is_not_offered(
         assert prefill.ended[PREFILL_ID] == "length"
     assert PREFILL_ID not in prefill.transfer_params
     rest(prefill)
-    assert causes(prefill) == [Cause.PARAMETERS]
+    assert causes(prefill) == [FailureCause.PARAMETERS]
     served(prefill, decode)
 
 

@@ -34,8 +34,8 @@ from handover_node import (
 from test_transport import until
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.worker.handover.verification import BUCKETS
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 node, pair = handover_node.node, handover_node.pair
@@ -48,20 +48,22 @@ def direction() -> str:
     return "pull"
 
 
-def causes(decode: Node) -> list[Cause]:
-    return [Cause(one) for one in decode.account["kvcached_nixl_failures"]]
+def causes(decode: Node) -> list[FailureCause]:
+    return [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]]
 
 
-class Words:
+class TokenArray:
     """READs of words on a node, told from others by their one row; each waits until ``look`` says that it may go."""
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, look: Callable[[], bool]) -> None:
         self.posted = 0
-        transport = node.thread._side.transport
+        transport = node.thread._context.transport
         post, state, release = transport.post, transport.state, transport.release
         waiting: list[Any] = []
 
-        def posting(operation: str, peer: str, local: Any, remote: Any, *said: Any, is_host: bool = False) -> Any:
+        def transfer_queue(
+            operation: str, peer: str, local: Any, remote: Any, *said: Any, is_host: bool = False
+        ) -> Any:
             if not is_host:
                 return post(operation, peer, local, remote, *said)
             self.posted += 1
@@ -77,7 +79,7 @@ class Words:
                 handle[1] = handle[0]()
             return state(handle[1])
 
-        monkeypatch.setattr(transport, "post", posting)
+        monkeypatch.setattr(transport, "post", transfer_queue)
         monkeypatch.setattr(transport, "state", looking)
         monkeypatch.setattr(transport, "release", lambda one: release(one[1] if isinstance(one, list) else one))
 
@@ -88,12 +90,12 @@ def test_the_word_is_there_from_the_last_chunk_until_the_blocks_are_given_back(n
     prefill.add(PREFILL_ID, SEND, 1)
     prefill.step()
     prefill.step()
-    assert not len(prefill.side.words) and PREFILL_ID not in prefill.transfer_params
+    assert not len(prefill.side.tokens) and PREFILL_ID not in prefill.transfer_params
     prefill.step()
-    assert len(prefill.side.words) == 1 and PREFILL_ID in prefill.transfer_params
+    assert len(prefill.side.tokens) == 1 and PREFILL_ID in prefill.transfer_params
     local = asked(decode, prefill.transfer_params[PREFILL_ID])
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    assert not len(prefill.side.words) and not prefill.side.words._words.any()
+    assert not len(prefill.side.tokens) and not prefill.side.tokens._tokens.any()
     decode.step_until(lambda: DECODE_ID in decode.received)
     assert decode.holds(local)
     rest(prefill, decode)
@@ -108,7 +110,7 @@ def test_blocks_that_are_given_back_while_they_are_read_are_not_used(
     params = prefilled(prefill, PREFILL_ID)
     given_back: list[bool] = []
     with monkeypatch.context() as patching:
-        words = Words(decode, patching, lambda: bool(given_back))
+        words = TokenArray(decode, patching, lambda: bool(given_back))
         # Nor does prefill hear that decode still waits.
         patching.setattr(decode.agent, "send_notif", lambda *_, **__: None)
         local = asked(decode, params)
@@ -117,7 +119,7 @@ def test_blocks_that_are_given_back_while_they_are_read_are_not_used(
         prefill.step_until(lambda: PREFILL_ID in prefill.sent)
         given_back.append(True)
         ends_by_policy(policy, decode, prefill)
-    assert causes(decode) == [Cause.LEASE]
+    assert causes(decode) == [FailureCause.LEASE]
     served(prefill, decode, 8)
 
 
@@ -125,8 +127,8 @@ def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(nod
     """Half of them are not kept any more, and only those fail."""
     geometry = dataclasses.replace(RESERVED, num_blocks=29, reserved_blocks=40)
     prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
-    landings = decode.thread._side.landings
-    del landings._free[2:]
+    token_buffers = decode.thread._context.token_buffers
+    del token_buffers._free[2:]
     params = [prefilled(prefill, f"cmpl-{n}-0-aaaaaaaa", 60 * n, BLOCK_SIZE) for n in range(8)]
     rest(prefill)
     params[::2] = [prefilled(prefill, f"cmpl-{n}-0-bbbbbbbb", 60 * n, BLOCK_SIZE) for n in range(0, 8, 2)]
@@ -135,20 +137,20 @@ def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(nod
     until_both(prefill, decode, lambda: len(decode.ended) == 8)
     decode.step()
     ends = [decode.ended[f"cmpl-{n}-0-dddddddd"] for n in range(8)]
-    assert ends == ["length", "error"] * 4 and causes(decode) == [Cause.LEASE] * 4
-    assert len(landings._free) == 2 and not decode.thread._side.waiting_for_landing
+    assert ends == ["length", "error"] * 4 and causes(decode) == [FailureCause.LEASE] * 4
+    assert len(token_buffers._free) == 2 and not decode.thread._context.waiting_for_buffer
 
 
 def test_another_word_in_the_same_bucket_does_not_stand_for_it(node: Callable[..., Node]) -> None:
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     params = prefilled(prefill, PREFILL_ID)
-    (word,) = prefill.side.words._word_of.values()
+    (word,) = prefill.side.tokens._token_of.values()
     rest(prefill)
     for owner in range(1, 20):
-        assert prefill.side.words.publish(owner, word + owner * BUCKETS)
+        assert prefill.side.tokens.publish(owner, word + owner * BUCKETS)
     decode.add(DECODE_ID, params)
     ends_by_policy("fail", decode, prefill)
-    assert causes(decode) == [Cause.LEASE]
+    assert causes(decode) == [FailureCause.LEASE]
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -156,11 +158,11 @@ def test_a_request_whose_word_finds_no_room_is_not_used(full: bool, pair: tuple[
     """It would take sixty thousand hand-overs; then decode recomputes, and nothing is wrong."""
     prefill, decode = pair
     if full:
-        prefill.side.words._words[:] = 1
+        prefill.side.tokens._tokens[:] = 1
     decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     decode.step()
-    assert causes(decode) == ([Cause.LEASE] if full else [])
+    assert causes(decode) == ([FailureCause.LEASE] if full else [])
     assert ("No room for the word" in prefill.log.text) is full
 
 
@@ -194,7 +196,7 @@ def test_a_lost_peer_is_met_at_once_while_another_read_is_in_flight(
     decode = node(DECODE_FILLING)
     served(lost, decode)
     served(slow, decode, 6)
-    (peer,) = (agent for agent in decode.thread._side.peers._addresses if agent == lost.agent.name)
+    (peer,) = (agent for agent in decode.thread._context.peers._addresses if agent == lost.agent.name)
     with monkeypatch.context() as patching:
         gate = transfers_held(decode, patching)
         asked(decode, prefilled(slow, PREFILL_ID))

@@ -39,9 +39,9 @@ from test_transport import nixl_side, until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
-from kvcached_nixl.worker.handover import pairing
+from kvcached_nixl.worker.prefill import matching as pairing
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 node, pair = handover_node.node, handover_node.pair
@@ -71,7 +71,7 @@ def test_the_two_requests_meet_in_either_order(name: str, first: str, pair: tupl
     theirs, own, decode_id = NAMES[name]
     if first == "decode":
         asked(decode, {**prefill.address(), **own}, decode_id)
-        until(lambda: prefill.serving._writings)
+        until(lambda: prefill.registry._write_tasks)
     # Another request, which nobody asks for.
     prefill.add("cmpl-z-0-aaaaaaaa", {**SEND, **({"transfer_id": "t2"} if theirs else {})}, 1, 200)
     prefill.add(PREFILL_ID, {**SEND, **theirs}, 1)
@@ -104,7 +104,7 @@ def test_two_prompts_under_one_name_are_told_apart_by_what_was_computed(
     if when == "prefill first":
         steps = [*computes, *asks]
     elif when == "decode first":
-        steps = [*asks, lambda: until(lambda: len(prefill.serving._writings) == 2), *computes]
+        steps = [*asks, lambda: until(lambda: len(prefill.registry._write_tasks) == 2), *computes]
     else:
         steps = [asks[0], computes[0], asks[1], computes[1]]
     for step in steps:
@@ -135,7 +135,7 @@ def test_equal_prompts_under_one_name_are_one_for_each(first: str, pair: tuple[N
 
     if first == "decode":
         ask()
-        until(lambda: len(prefill.serving._writings) == 2)
+        until(lambda: len(prefill.registry._write_tasks) == 2)
     for theirs in ("cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"):
         prefilled(prefill, theirs, **NAME)
     if first == "prefill":
@@ -190,7 +190,7 @@ def test_a_router_may_try_a_name_again(before: str, first: str, node: Callable[.
                 one.abort(request_id)
         if before == "aborted on decode":
             prefill.step_until(lambda: PREFILL_ID in prefill.ended)
-    until_both(prefill, decode, lambda: not prefill.serving._writings and not len(decode.receiving))
+    until_both(prefill, decode, lambda: not prefill.registry._write_tasks and not len(decode.receiver))
     theirs, own = "cmpl-x-0-bbbbbbbb", "cmpl-x-0-eeeeeeee"
 
     def compute() -> None:
@@ -205,7 +205,7 @@ def test_a_router_may_try_a_name_again(before: str, first: str, node: Callable[.
     if first == "decode":
         compute()
     until_both(prefill, decode, lambda: own in decode.ended)
-    assert decode.ended[own] == "length" and Cause.LOST not in decode.account["kvcached_nixl_failures"]
+    assert decode.ended[own] == "length" and FailureCause.LOST not in decode.account["kvcached_nixl_failures"]
     rest(prefill, decode)
 
 
@@ -239,7 +239,7 @@ def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..
     """vLLM's own words around a model: it calls ``wait_for_save`` in a ``finally``, whatever the model has raised."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="fail")
     local = registered(decode, prefill)
-    (writing,) = prefill.serving._writings.values()
+    (writing,) = prefill.registry._write_tasks.values()
     until(lambda: writing.known)
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
     output = prefill.scheduler.schedule()
@@ -266,7 +266,7 @@ def test_a_prompt_that_goes_on_behind_what_decode_wants_is_not_written(node: Cal
     registered(decode, prefill)
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1, num_tokens=2 * BLOCKS * BLOCK_SIZE)
     ends_by_policy("recompute", decode, prefill)
-    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -327,8 +327,8 @@ def test_a_registration_that_is_not_served_in_time_fails(whose: str, policy: str
     registered(decode, prefill)
     ends_by_policy(policy, decode, prefill)
     assert ("of prefill stopped" if whose == "prefill's" else "has not come within 0.3 s") in decode.log.text
-    assert not prefill.serving._writings and not len(decode.receiving)
-    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert not prefill.registry._write_tasks and not len(decode.receiver)
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE]
     served(prefill, decode, 8)
 
 
@@ -391,7 +391,7 @@ def test_blocks_of_a_preempted_request_are_held_while_a_write_reads_them(
     assert not set(lost) & set(again) and prefill.free_blocks == USABLE - len(lost) - len(again)
 
     gate.closed = False
-    until(lambda: prefill.thread._reported._outcome.quiet)
+    until(lambda: prefill.thread._outcomes._outcome.idle_holds)
     assert prefill.free_blocks == USABLE - len(lost) - len(again)
     prefill.step()
     assert PREFILL_ID in prefill.transfer_params
@@ -486,17 +486,17 @@ def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_w
 
 
 WRITTEN_WRONGLY = {
-    "another prompt": ({"digest": "0" * 32}, Cause.DIGEST),
-    "fewer tokens": ({"num_tokens": BLOCK_SIZE, "groups": ()}, Cause.DIGEST),
-    "by another start": ({"start": "0" * 16}, Cause.START),
-    "of another request": ({"request_id": "cmpl-z-0-aaaaaaaa"}, Cause.PROTOCOL),
+    "another prompt": ({"digest": "0" * 32}, FailureCause.DIGEST),
+    "fewer tokens": ({"num_tokens": BLOCK_SIZE, "groups": ()}, FailureCause.DIGEST),
+    "by another start": ({"incarnation": "0" * 16}, FailureCause.RESTARTED),
+    "of another request": ({"request_id": "cmpl-z-0-aaaaaaaa"}, FailureCause.PROTOCOL),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("change", "cause"), list(WRITTEN_WRONGLY.values()), ids=list(WRITTEN_WRONGLY))
 def test_what_prefill_says_that_it_has_written_is_compared_with_what_was_wanted(
-    change: dict[str, Any], cause: Cause, policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], cause: FailureCause, policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Findings A1, A2: decode's own look, should prefill's have failed."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
@@ -543,7 +543,7 @@ def test_messages_that_come_twice_or_late_or_from_a_stranger_change_nothing(
     """On both sides, around a push that arrives all the same."""
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
     local = registered(decode, prefill)
-    (writing,) = prefill.serving._writings.values()
+    (writing,) = prefill.registry._write_tasks.values()
     registration, to_decode = writing.registration, decode.agent.name
     to_prefill = prefill.agent.name
     stranger = nixl_side()
@@ -568,7 +568,7 @@ def test_messages_that_come_twice_or_late_or_from_a_stranger_change_nothing(
     # A stranger's withdrawal is of its own attempts: this one goes on.
     by_stranger(to_prefill, encode(Withdrawal(registration.attempt, registration.decode)))
     until(lambda: prefill.dropped("meant for another agent") == 1)
-    assert len(prefill.serving._writings) == 1 and decode.waits(DECODE_ID)
+    assert len(prefill.registry._write_tasks) == 1 and decode.waits(DECODE_ID)
 
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
     prefill.step()

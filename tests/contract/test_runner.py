@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvcached_nixl.compat.runner` says of kvcached and vLLM, held to both; and vLLM's own answer to the command."""
+"""What `compat.model_runner_policy` says of kvcached and vLLM, held to both; and vLLM's own answer to the command."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 
 from packaging.version import Version
 
-from kvcached_nixl.compat.runner import SWITCH, accepted, outlook, stated
-from kvcached_nixl.compat.runner_asked import ask
+from kvcached_nixl.compat.model_runner_policy import SWITCH, accepted, outlook, stated
+from kvcached_nixl.compat.model_runner_query import ask
 from kvcached_nixl.compat.versions import found_version
 from kvcached_nixl.errors import Refused
 

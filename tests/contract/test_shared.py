@@ -35,7 +35,7 @@ from handover_node import (
 from shelf_connector import Shelf
 from test_transport import until
 
-from kvcached_nixl.compat.attached import side_of
+from kvcached_nixl.compat.attached_state import side_of
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
 direction, node = handover_node.direction, handover_node.node

@@ -37,7 +37,7 @@ from experiments.common.servers import free_ports
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.transport.side_channel import SideChannel
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Answer, RankHandshake, read_answer, read_rank
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
@@ -156,7 +156,7 @@ LIES: dict[str, Callable[[RankHandshake], bytes]] = {
     "no heads": lambda rank: planes(rank, num_heads=0),
     "heads from elsewhere": lambda rank: planes(rank, first_head=1000),
     "no memory": lambda rank: with_changes(rank, memory=[]),
-    "words nowhere": lambda rank: with_changes(rank, words_address=2**63),
+    "words nowhere": lambda rank: with_changes(rank, token_table_address=2**63),
     "a rank beyond its size": lambda rank: with_changes(rank, tp_rank=1),
     "another rank": lambda rank: with_changes(rank, tp_rank=1, tp_size=2),
     "another engine": lambda rank: with_changes(rank, engine_id="another"),
@@ -182,7 +182,7 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
     envelope = prefill.worker.xfer_handshake_metadata
     metadata = envelope.agent_metadata_bytes
     (answer,) = prefill.side_of_engine._listener._answers.values()
-    start = read_answer(msgspec.msgpack.decode(answer)["agent_metadata_bytes"]).start
+    start = read_answer(msgspec.msgpack.decode(answer)["agent_metadata_bytes"]).incarnation
     rank = read_rank(metadata)
 
     def told(handshake: bytes) -> bytes:
@@ -195,10 +195,10 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
         "an empty answer": b"",
         "a tag that is a number": reply(7, metadata),
         "a tag without end": reply("x" * 100_000, metadata),
-        "a start that is none": reply(prefill.tag, msgspec.msgpack.encode({"start": "x", "rank": metadata})),
+        "a start that is none": reply(prefill.tag, msgspec.msgpack.encode({"incarnation": "x", "rank": metadata})),
         "metadata without its start": reply(prefill.tag, metadata),
     }
-    expected = {Cause.PROTOCOL, Cause.REFUSED, Cause.UNREACHABLE, Cause.RANGE}
+    expected = {FailureCause.PROTOCOL, FailureCause.REFUSED, FailureCause.UNREACHABLE, FailureCause.RANGE}
     for number, (name, lie) in enumerate(replies.items(), 1):
         impostor.reply, before = lie, impostor.asked
         decode.ended.pop(DECODE_ID, None)
@@ -207,8 +207,8 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
         decode.add(DECODE_ID, wanted)
         ends_by_policy(policy, decode, prefill)
         # A beat may have begun another handshake, which would answer the next request with this lie.
-        until(lambda: not len(decode.thread._side.peers))
-        failures = [Cause(one) for one in decode.account["kvcached_nixl_failures"]]
+        until(lambda: not len(decode.thread._context.peers))
+        failures = [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]]
         assert len(failures) == number and failures[-1] in expected and impostor.asked > before, (name, failures[-1])
         decode.scheduler.reset_prefix_cache()
     assert decode.dropped("defect") == 0

@@ -38,9 +38,11 @@ from handover_node import (
 )
 from test_transport import until
 
-from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.worker.handover import receiving, thread, writers
-from kvcached_nixl.worker.handover.host import Host
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.worker import transfer_thread as thread
+from kvcached_nixl.worker.decode import active_writers as writers
+from kvcached_nixl.worker.decode import receiver as receiver
+from kvcached_nixl.worker.transfer.host import Host
 
 pytestmark = pytest.mark.long
 
@@ -86,7 +88,7 @@ def test_a_transfer_that_never_ends_fails_in_time_and_keeps_its_blocks(
     assert time.monotonic() - begun >= TIMEOUT_SECONDS
     assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
     until_both(prefill, decode, lambda: not decode.scheduler.has_requests())
-    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE]
     assert "has not come within 0.4 s" in decode.log.text
     assert quarantined(decode) == BLOCKS and decode.free_blocks == USABLE - BLOCKS
     assert sleeps(decode)
@@ -122,7 +124,7 @@ def test_a_request_that_fits_beside_no_quarantine_is_told_so(
     decode.step_until(lambda: small in decode.ended)
     assert (decode.ended[large], decode.ended[small]) == ("error", "length")
     assert f"{BLOCKS} blocks are in quarantine" in decode.log.text
-    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE, Cause.QUARANTINE]
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE, FailureCause.QUARANTINE]
     gate.closed = False
     rest(prefill, decode)
     computed_alone(decode)
@@ -147,7 +149,7 @@ def test_a_prefill_that_is_silent_fails_the_request_in_time(
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
     until_both(prefill, decode, lambda: not decode.scheduler.has_requests())
-    assert decode.account["kvcached_nixl_failures"] == [Cause.DEADLINE]
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE]
     assert sleeps(decode)
     # Nobody was told of decode's blocks if it has not met prefill.
     assert decode.free_blocks == (USABLE if direction == "pull" else USABLE - BLOCKS)
@@ -181,13 +183,13 @@ def test_a_prefill_whose_process_is_gone_ends_the_hand_over_at_once(
     The client hears of it by that; its blocks are free because the kernel says that the process has ended, or because
     what it wrote through is closed.
     """
-    monkeypatch.setattr(receiving, "REPEAT_SECONDS", 0.3)
+    monkeypatch.setattr(receiver, "REPEAT_SECONDS", 0.3)
     monkeypatch.setattr(writers, "LOOK_SECONDS", 0.3)
-    monkeypatch.setattr(writers, "GONE_SECONDS", 0.3)
+    monkeypatch.setattr(writers, "DEAD_SECONDS", 0.3)
     monkeypatch.setattr(writers, "UNHEARD_SECONDS", 1.0)
     monkeypatch.setattr(thread, "CLOSE_SECONDS", 0.2)
     if known_by == "the kernel":
-        monkeypatch.setattr(Host, "is_gone", lambda self, process: not prefill.worker.nixl_wrapper)
+        monkeypatch.setattr(Host, "is_dead", lambda self, process: not prefill.worker.nixl_wrapper)
     else:
         monkeypatch.setattr(Host, "is_behind_network", lambda self, process: True)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
@@ -207,7 +209,7 @@ def test_a_prefill_whose_process_is_gone_ends_the_hand_over_at_once(
     assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
     assert time.monotonic() - begun < 15
     (cause,) = (decode.step(), decode.account["kvcached_nixl_failures"])[1]
-    assert cause in (Cause.LOST, Cause.UNREACHABLE)
+    assert cause in (FailureCause.LOST, FailureCause.UNREACHABLE)
     rest(decode)
     assert quarantined(decode) == 0
 
@@ -338,7 +340,7 @@ def test_prefill_offers_what_its_device_has_computed(
     for _ in range(3):
         prefill.settle()
         decode.settle()
-    (writing,) = prefill.serving._writings.values()
+    (writing,) = prefill.registry._write_tasks.values()
     assert writing.next_token == 0 and decode.are_filled(local, DECODE_FILLING) and not decode.moved
     prefill.go_on()
     until(lambda: prefill.step() and decode.moved)

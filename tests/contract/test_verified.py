@@ -37,8 +37,8 @@ from test_handover import (  # noqa: F401 - run here, too
     test_the_missing_blocks_arrive_and_no_other_changes,
 )
 
-from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.worker.content import Content
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.worker.geometry.kv_checksum import Content
 
 pytestmark = pytest.mark.long
 
@@ -90,7 +90,7 @@ def test_other_bytes_end_the_request_by_policy_and_are_not_used(
 ) -> None:
     """One byte of one head of the last token that was moved has become another since it was sent."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    received = decode.thread._side.digests._received
+    received = decode.thread._context.checksums._received
     digest = received.digest
     params = prefilled(prefill, PREFILL_ID)
     local = asked(decode, params)
@@ -104,7 +104,7 @@ def test_other_bytes_end_the_request_by_policy_and_are_not_used(
     with monkeypatch.context() as patch:
         patch.setattr(received, "digest", changed)
         ends_by_policy(policy, decode, prefill)
-    assert [Cause(one) for one in decode.account["kvcached_nixl_failures"]] == [Cause.BYTES]
+    assert [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]] == [FailureCause.BYTES]
     assert "are not those that prefill sent" in decode.log.text
     computed_alone(decode)
     # That engine is not believed again.

@@ -47,7 +47,7 @@ PROMPT_TOKENS = (1200, 1600)
 TOKENS = 8
 NUM_BLOCKS = 320
 """A page group holds 16 of them. Six prompts fit."""
-GONE_SECONDS = 15.0
+DEAD_SECONDS = 15.0
 KVCACHED = {
     "ENABLE_KVCACHED": "true",
     "KVCACHED_CONTIGUOUS_LAYOUT": "true",
@@ -209,7 +209,7 @@ def left_by(wish: str) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> None:
-    deadline = time.monotonic() + GONE_SECONDS
+    deadline = time.monotonic() + DEAD_SECONDS
     while not condition():
         assert time.monotonic() < deadline, otherwise()
         time.sleep(0.05)

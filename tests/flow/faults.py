@@ -11,38 +11,42 @@ import pytest
 from flow_engine import FlowHost
 
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.scheduler import fetching
-from kvcached_nixl.scheduler.fetching import Fetching
-from kvcached_nixl.scheduler.handover import HandOver
+from kvcached_nixl.scheduler import decode_fetches
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.offering import Offering
-from kvcached_nixl.scheduler.wish import Wish
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
-from kvcached_nixl.worker.content import Content
-from kvcached_nixl.worker.descriptors import Route
-from kvcached_nixl.worker.handover import engine_side, peers, receiving, registering
-from kvcached_nixl.worker.handover.attempt import Side
-from kvcached_nixl.worker.handover.engine_side import EngineSide
-from kvcached_nixl.worker.handover.gates import Gates
-from kvcached_nixl.worker.handover.lease import Leases
-from kvcached_nixl.worker.handover.local import Routes
-from kvcached_nixl.worker.handover.offer import Memory, Offer
-from kvcached_nixl.worker.handover.pairing import Pairing
-from kvcached_nixl.worker.handover.peers import Peers
-from kvcached_nixl.worker.handover.posting import Posting
-from kvcached_nixl.worker.handover.reading import ReadShare
-from kvcached_nixl.worker.handover.receiving import Receiving
-from kvcached_nixl.worker.handover.registering import WriteShare
-from kvcached_nixl.worker.handover.rooms import Rooms
-from kvcached_nixl.worker.handover.serving import Serving
-from kvcached_nixl.worker.handover.source import Staged
-from kvcached_nixl.worker.handover.verification import Landings, WordTable
-from kvcached_nixl.worker.handover.writing import Writer
+from kvcached_nixl.worker import facade
+from kvcached_nixl.worker.decode import receiver, write_part
+from kvcached_nixl.worker.decode.read_part import ReadPart
+from kvcached_nixl.worker.decode.receiver import Receiver
+from kvcached_nixl.worker.decode.staging_window import StagingWindow
+from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.decode.write_part import WritePart
+from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.geometry.descriptors import Route
+from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.prefill import registry
+from kvcached_nixl.worker.prefill.matching import OfferMatcher
+from kvcached_nixl.worker.prefill.offer import Offer
+from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.prefill.source import Staged
+from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.staging.slots import Slots
 from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.transfer import peers
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.lease import Leases
+from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
+from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.recent_set import RecentSet
+from kvcached_nixl.worker.transfer.topology import PeerRoutes
+from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 
 Patcher = pytest.MonkeyPatch
 Fault = Callable[[Patcher], None]
@@ -73,51 +77,51 @@ def then(patch: Patcher, owner: Any, name: str, action: Callable[..., None]) -> 
 
 def decode_compares_no_digest(patch: Patcher) -> None:
     def accept(wish: Any, *_: Any) -> None:
-        if wish.refused is not None and wish.refused.cause is Cause.DIGEST:
+        if wish.refused is not None and wish.refused.cause is FailureCause.DIGEST:
             wish.refused = None
 
-    then(patch, Wish, "check", accept)
+    then(patch, FetchRequest, "check", accept)
 
 
 def prefill_pairs_by_name_alone(patch: Patcher) -> None:
     def wanted_by(self: Any, registration: Any) -> Any:
         return next(iter(self._named.get(registration.name, {}).values()), None)
 
-    patch.setattr(Pairing, "wanted_by", wanted_by)
+    patch.setattr(OfferMatcher, "wanted_by", wanted_by)
 
 
 def decode_believes_the_last_write(patch: Patcher) -> None:
-    patch.setattr(WriteShare, "_misfit", nothing)
+    patch.setattr(WritePart, "_misfit", nothing)
 
 
 def the_word_is_not_looked_for(patch: Patcher) -> None:
-    patch.setattr(Landings, "holds", always(True))
+    patch.setattr(TokenBuffers, "holds", always(True))
 
 
 def the_word_stands_for_the_request_alone(patch: Patcher) -> None:
-    patch.setattr(Manifest, "word", property(lambda self: 1 + sum(self.request_id.encode()) * 2**20))
+    patch.setattr(Manifest, "ownership_token", property(lambda self: 1 + sum(self.request_id.encode()) * 2**20))
 
 
 def the_word_is_published_with_the_lease_only(patch: Patcher) -> None:
     """Late: when the transfer thread hears that the request has ended."""
-    patch.setattr(EngineSide, "_publish", nothing)
+    patch.setattr(WorkerFacade, "_publish", nothing)
 
 
 def the_word_is_never_removed(patch: Patcher) -> None:
-    patch.setattr(WordTable, "remove", nothing)
+    patch.setattr(TokenTable, "remove", nothing)
 
 
 def a_request_that_stops_early_keeps_its_word(patch: Patcher) -> None:
     def stop(self: Any, request_id: Any, *arguments: Any, **named: Any) -> None:
-        if request_id not in self._pairing.offers:
-            remove, self._words.remove = self._words.remove, nothing
+        if request_id not in self._matcher.offers:
+            remove, self._tokens.remove = self._tokens.remove, nothing
             original(self, request_id, *arguments, **named)
-            self._words.remove = remove
+            self._tokens.remove = remove
         else:
             original(self, request_id, *arguments, **named)
 
-    original = Serving.stop
-    patch.setattr(Serving, "stop", stop)
+    original = OfferRegistry.stop
+    patch.setattr(OfferRegistry, "stop", stop)
 
 
 def the_start_is_not_compared(patch: Patcher) -> None:
@@ -132,20 +136,20 @@ def the_start_is_not_compared(patch: Patcher) -> None:
 
 
 def decode_s_blocks_are_not_fenced(patch: Patcher) -> None:
-    begin = engine_side.Begin
-    patch.setattr(engine_side, "Begin", lambda attempts, _: begin(attempts, always(True)))
+    begin = facade.BlocksWritable
+    patch.setattr(facade, "BlocksWritable", lambda attempts, _: begin(attempts, always(True)))
 
 
 def prefill_offers_what_its_device_has_not_ended(patch: Patcher) -> None:
-    offer = engine_side.Offer
-    patch.setattr(engine_side, "Offer", lambda *fields: offer(*fields[:-1], always(True)))
+    computed = facade.Computed
+    patch.setattr(facade, "Computed", lambda update, _: computed(update, always(True)))
 
 
 # ------------------------------------------------------------------------------------------------ blocks and their ends
 
 
 def blocks_are_given_back_at_the_failure(patch: Patcher) -> None:
-    patch.setattr(Fetching, "_hold", nothing)
+    patch.setattr(DecodeFetches, "_hold", nothing)
 
 
 def held_blocks_are_never_given_back(patch: Patcher) -> None:
@@ -166,7 +170,7 @@ def a_failed_transfer_is_taken_for_quiet(patch: Patcher) -> None:
     def fail(self: Any, job: Any, reason: str, *_: Any) -> None:
         job.failed = job.failed or reason
 
-    patch.setattr(Posting, "_fail", fail)
+    patch.setattr(TransferQueue, "_fail", fail)
 
 
 def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
@@ -184,30 +188,30 @@ def what_is_given_up_is_taken_for_quiet(patch: Patcher) -> None:
     def settle(self: Any, job: Any) -> None:
         self._settle(job)
 
-    then(patch, Posting, "drop", settle)
+    then(patch, TransferQueue, "drop", settle)
 
 
 def a_read_that_is_stopped_is_taken_for_quiet(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self._is_stopping = self.is_quiet = True
+        self._is_stopping = self.is_idle = True
 
-    patch.setattr(ReadShare, "stop", stop)
+    patch.setattr(ReadPart, "stop", stop)
 
 
 def a_write_that_is_stopped_is_taken_for_quiet(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self.is_quiet = True
+        self.is_idle = True
 
-    then(patch, WriteShare, "stop", stop)
+    then(patch, WritePart, "stop", stop)
 
 
 def preempted_blocks_are_not_held(patch: Patcher) -> None:
-    patch.setattr(Offering, "is_read", always(False))
+    patch.setattr(PrefillOffers, "is_read", always(False))
 
 
 def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
-    real = Offering.is_read
-    patch.setattr(Offering, "is_read", lambda self, request_id: self._terms.pushes and real(self, request_id))
+    real = PrefillOffers.is_read
+    patch.setattr(PrefillOffers, "is_read", lambda self, request_id: self._terms.pushes and real(self, request_id))
 
 
 def blocks_that_may_be_lost_are_copied(patch: Patcher) -> None:
@@ -220,18 +224,18 @@ def what_was_copied_before_a_preemption_is_used(patch: Patcher) -> None:
 
 def preempted_blocks_are_quiet_at_once(patch: Patcher) -> None:
     def preempt(self: Any, _: Any, hold: int) -> None:
-        self._quiet(hold)
+        self._hold_idle(hold)
 
-    then(patch, Serving, "preempt", preempt)
+    then(patch, OfferRegistry, "preempt", preempt)
 
 
 def draining_holds_are_forgotten(patch: Patcher) -> None:
     def preempt(self: Any, request_id: Any, _: int) -> None:
-        offer = self._pairing.offers.get(request_id)
+        offer = self._matcher.offers.get(request_id)
         if offer is not None:
-            offer.block_ids, offer.ready_tokens, offer.manifest = (), 0, None
+            offer.lose_blocks()
 
-    patch.setattr(Serving, "preempt", preempt)
+    patch.setattr(OfferRegistry, "preempt", preempt)
 
 
 def prefill_s_blocks_are_free_when_its_request_ends(patch: Patcher) -> None:
@@ -240,15 +244,15 @@ def prefill_s_blocks_are_free_when_its_request_ends(patch: Patcher) -> None:
         self._kept.clear()
         return False, params
 
-    original = Offering.finished
-    patch.setattr(Offering, "finished", finished)
+    original = PrefillOffers.finished
+    patch.setattr(PrefillOffers, "finished", finished)
 
 
 def nobody_is_told_of_a_request_that_was_aborted(patch: Patcher) -> None:
     def forget(_: Any, __: Any, ___: Any, step: Any) -> None:
         step.withdrawn.clear()
 
-    then(patch, Fetching, "finished", forget)
+    then(patch, DecodeFetches, "finished", forget)
 
 
 def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
@@ -256,31 +260,31 @@ def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
         for attempt in [one for one, why in step.withdrawn.items() if "within" not in why]:
             del step.withdrawn[attempt]
 
-    then(patch, Fetching, "collect", forget)
+    then(patch, DecodeFetches, "collect", forget)
 
 
 def a_withdrawal_is_forgotten(patch: Patcher) -> None:
     """So that the registration that it has overtaken is taken in."""
-    patch.setattr(Memory, "add", nothing)
+    patch.setattr(RecentSet, "add", nothing)
 
 
-def _takes_for_dead(self: Receiving, agent: str) -> None:
+def _takes_for_dead(self: Receiver, agent: str) -> None:
     for attempt in list(self._attempts.values()):
-        for share in attempt.shares:
-            if isinstance(share, WriteShare) and share.agent == agent:
-                share.gone()
+        for share in attempt.parts:
+            if isinstance(share, WritePart) and share.agent == agent:
+                share.dead()
 
 
 def another_engine_in_its_place_is_taken_for_the_end(patch: Patcher) -> None:
-    patch.setattr(Receiving, "gone", _takes_for_dead)
+    patch.setattr(Receiver, "dead", _takes_for_dead)
 
 
 def nobody_listens_is_taken_for_the_end(patch: Patcher) -> None:
-    patch.setattr(Receiving, "unreachable", _takes_for_dead)
+    patch.setattr(Receiver, "unreachable", _takes_for_dead)
 
 
 def who_is_not_heard_of_is_not_fenced(patch: Patcher) -> None:
-    patch.setattr(Gates, "fence", staticmethod(nothing))
+    patch.setattr(WriteGates, "fence", staticmethod(nothing))
 
 
 def a_gate_is_not_closed_and_counts_as_closed(patch: Patcher) -> None:
@@ -303,8 +307,10 @@ def handles_are_kept(patch: Patcher) -> None:
 
 
 def a_token_too_few(patch: Patcher) -> None:
-    ranges = Routes.ranges
-    patch.setattr(Routes, "ranges", staticmethod(lambda routes, groups, end: ranges(routes, groups, max(1, end - 1))))
+    ranges = PeerRoutes.ranges
+    patch.setattr(
+        PeerRoutes, "ranges", staticmethod(lambda routes, groups, end: ranges(routes, groups, max(1, end - 1)))
+    )
 
 
 def blocks_are_paired_from_the_first(patch: Patcher) -> None:
@@ -322,8 +328,8 @@ def decode_s_prefix_is_fetched_again(patch: Patcher) -> None:
     def groups(self: Any, block_ids: Any, _: int, terms: Any) -> Any:
         return original(self, block_ids, 0, terms)
 
-    original = Wish.groups
-    patch.setattr(Wish, "groups", groups)
+    original = FetchRequest.groups
+    patch.setattr(FetchRequest, "groups", groups)
 
 
 def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
@@ -334,10 +340,10 @@ def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
         if offer is None or not offer.ready_tokens:
             original(self, writing)
             return
-        ready, offer.ready_tokens = offer.ready_tokens, min(offer.ready_tokens + 4, offer.num_tokens - 1)
-        offer.ready_tokens = max(ready, offer.ready_tokens)
+        update, ready = offer.update, min(offer.ready_tokens + 4, offer.num_tokens - 1)
+        offer.update = msgspec.structs.replace(update, ready_tokens=max(update.ready_tokens, ready))
         original(self, writing)
-        offer.ready_tokens = ready
+        offer.update = update
 
     original = Writer.advance
     patch.setattr(Writer, "advance", advance)
@@ -348,8 +354,8 @@ def another_rank_contributes(patch: Patcher) -> None:
         ranks, others = original(prefill, tp_rank=tp_rank, tp_size=tp_size, is_latent=is_latent)
         return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
 
-    original = receiving.contributors
-    patch.setattr(receiving, "contributors", contributors)
+    original = receiver.contributors
+    patch.setattr(receiver, "contributors", contributors)
 
 
 def one_rank_of_several_contributes(patch: Patcher) -> None:
@@ -357,12 +363,12 @@ def one_rank_of_several_contributes(patch: Patcher) -> None:
         ranks, others = original(*arguments, **named)
         return ranks[:1], (*ranks[1:], *others)
 
-    original = receiving.contributors
-    patch.setattr(receiving, "contributors", contributors)
+    original = receiver.contributors
+    patch.setattr(receiver, "contributors", contributors)
 
 
 def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
-    patch.setattr(engine_side, "kernel_blocks", lambda blocks, _: blocks)
+    patch.setattr(registry, "kernel_blocks", lambda blocks, _: blocks)
 
 
 def heads_are_not_told_apart(patch: Patcher) -> None:
@@ -387,8 +393,8 @@ def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
             self._arrived.update(range(message.index))
         original(self, message)
 
-    original = WriteShare.take
-    patch.setattr(WriteShare, "take", take)
+    original = WritePart.take
+    patch.setattr(WritePart, "take", take)
 
 
 def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
@@ -399,18 +405,18 @@ def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
             self._arrived.add(max(self._arrived) + 1 if self._last is None else self._last - 1)
         original(self, message)
 
-    original = WriteShare.take
-    patch.setattr(WriteShare, "take", take)
+    original = WritePart.take
+    patch.setattr(WritePart, "take", take)
 
 
 def anybody_is_believed(patch: Patcher) -> None:
     def handle(self: Any, agent: str, message: Any) -> None:
         attempt = self._attempts.get(message.attempt)
-        shares = attempt.shares if attempt is not None else []
+        shares = attempt.parts if attempt is not None else []
         original(self, shares[0].agent if shares else agent, message)
 
-    original = Receiving.handle
-    patch.setattr(Receiving, "handle", handle)
+    original = Receiver.handle
+    patch.setattr(Receiver, "handle", handle)
 
 
 def leases_never_expire(patch: Patcher) -> None:
@@ -428,8 +434,8 @@ def a_lease_that_ends_lets_go_of_what_is_written(patch: Patcher) -> None:
                 self._done(request_id)
         return original(self)  # type: ignore[no-any-return]
 
-    original = Serving.turn
-    patch.setattr(Serving, "turn", turn)
+    original = OfferRegistry.turn
+    patch.setattr(OfferRegistry, "turn", turn)
 
 
 def nothing_has_a_deadline(patch: Patcher) -> None:
@@ -437,14 +443,14 @@ def nothing_has_a_deadline(patch: Patcher) -> None:
         def take_due(self, now_seconds: float, at_most: int | None = None) -> list[Any]:
             return []
 
-    patch.setattr(fetching, "Deadlines", Endless)
+    patch.setattr(decode_fetches, "Deadlines", Endless)
 
 
 def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:
     def release(_: Any, message: Any) -> None:
         return None
 
-    patch.setattr(Serving, "_release", release)
+    patch.setattr(OfferRegistry, "_release", release)
 
 
 def a_peer_is_asked_once(patch: Patcher) -> None:
@@ -464,13 +470,13 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
                 )
         original(self, step)
 
-    original = EngineSide.begin_step
-    patch.setattr(EngineSide, "begin_step", begin_step)
+    original = WorkerFacade.begin_step
+    patch.setattr(WorkerFacade, "begin_step", begin_step)
 
 
 def a_sleeping_engine_is_not_woken(patch: Patcher) -> None:
     """vllm#45168."""
-    patch.setattr(HandOver, "woken", nothing)
+    patch.setattr(SchedulerFacade, "woken", nothing)
 
 
 # --------------------------------------------------------------------------------------------------------------- a slab
@@ -523,12 +529,12 @@ def slots_are_free_while_they_may_be_written(patch: Patcher) -> None:
     """Those of a request that was withdrawn."""
 
     def stop(self: Any) -> None:
-        if self._rooms is not None:
-            for writer in self._rooms._writers.values():
+        if self._staging_window is not None:
+            for writer in self._staging_window._writers.values():
                 writer.may_write = False
-            self._rooms.close(self.address.tp_rank)
+            self._staging_window.close(self.address.tp_rank)
 
-    then(patch, WriteShare, "stop", stop)
+    then(patch, WritePart, "stop", stop)
 
 
 def slots_are_copied_when_one_rank_has_written(patch: Patcher) -> None:
@@ -537,8 +543,8 @@ def slots_are_copied_when_one_rank_has_written(patch: Patcher) -> None:
             writer.written_token = max(writer.written_token, end_token)
         real(self, rank, end_token)
 
-    real = Rooms.written
-    patch.setattr(Rooms, "written", written)
+    real = StagingWindow.written
+    patch.setattr(StagingWindow, "written", written)
 
 
 def slots_are_never_free_again(patch: Patcher) -> None:
@@ -561,24 +567,24 @@ def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
 
 
 def what_has_come_is_not_compared(patch: Patcher) -> None:
-    patch.setattr(registering, "compare", lambda *arguments: arguments[-1](None))
+    patch.setattr(write_part, "compare", lambda *arguments: arguments[-1](None))
 
 
 def an_engine_that_lied_is_believed_again(patch: Patcher) -> None:
-    patch.setattr(Side, "distrust_of", nothing)
+    patch.setattr(WorkerContext, "distrust_of", nothing)
 
 
 def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:
     def end(self: Any) -> None:
-        self.is_quiet = self._rooms is None or not self._rooms.is_copying
+        self.is_idle = self._staging_window is None or not self._staging_window.is_copying
 
-    then(patch, WriteShare, "_end", end)
+    then(patch, WritePart, "_end", end)
 
 
 def prefill_s_blocks_are_free_while_their_digest_is_found(patch: Patcher) -> None:
     def stop(self: Any, writing: Any, *_: Any, **__: Any) -> None:
         for job in list(writing.jobs):
-            self._side.posting.drop(job)
+            self._context.transfer_queue.drop(job)
 
     then(patch, Writer, "stop", stop)
 

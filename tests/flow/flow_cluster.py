@@ -360,30 +360,30 @@ def left_on(engine: Engine) -> Iterator[str]:
 
 def _left_on_worker(worker: Worker) -> Iterator[str]:
     thread = worker.side.thread
-    side, serving = thread._side, thread._serving
+    side, registry = thread._context, thread._registry
     yield from _left("thread", thread)
-    yield from _left("receiving", thread._receiving)
-    yield from _left("serving", serving)
+    yield from _left("receiver", thread._receiver)
+    yield from _left("registry", registry)
     yield from _left("renewals", thread._renewals)
     yield from _left("side", side)
-    yield from _left("posting", side.posting)
+    yield from _left("transfer_queue", side.transfer_queue)
     # What was moved is told with the next step, which may never come.
-    yield from _left("reported", thread._reported._outcome, "moved", "expired")
-    if serving._writer.num_final or side.posting._all_bytes:
-        yield f"posting counts {serving._writer.num_final} {side.posting._all_bytes}"
-    if len(side.landings._free) != worker.engine.kind.landings:
+    yield from _left("reported", thread._outcomes._outcome, "moved", "expired")
+    if registry._writer.num_final or side.transfer_queue._all_bytes:
+        yield f"posting counts {registry._writer.num_final} {side.transfer_queue._all_bytes}"
+    if len(side.token_buffers._free) != worker.engine.kind.token_buffers:
         yield "a landing"
-    if len(worker.side.words) or worker.words.any():
+    if len(worker.side.tokens) or worker.words.any():
         yield "a word"
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"
-    yield from _left("digests", side.digests)
-    yield from _left("digesting", worker.digesting)
+    yield from _left("checksums", side.checksums)
+    yield from _left("awaiting_checksum", worker.awaiting_checksum)
     if worker.copier is not None:
         yield from _left("staging", worker.staging, "_waiting")
         yield from (f"waiting for slots: {waiting}" for waiting in worker.staging._waiting.values() if waiting)
         yield from _left("copier", worker.copier)
-        yield from _left("source", serving._writer.source)
+        yield from _left("source", registry._writer.source)
         if any(worker.copier.slots.taken) or any(map(worker.copier.slots.used, Use)):
             yield f"slots: {[slot for slot, taken in enumerate(worker.copier.slots.taken) if taken]}"
     for link in side.peers._links.values():

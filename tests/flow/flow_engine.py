@@ -8,6 +8,7 @@ preemption, steps that are scheduled before the output of earlier ones is known,
 from __future__ import annotations
 
 import enum
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,23 +22,23 @@ from flow_staging import slab_of
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.handover import HandOver
-from kvcached_nixl.scheduler.listening import Answers
-from kvcached_nixl.scheduler.wish import Terms
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.scheduler.side_channel_listener import Answers
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, Reports, Step
-from kvcached_nixl.worker.handover.commands import IsReached
-from kvcached_nixl.worker.handover.digests import Digests
-from kvcached_nixl.worker.handover.engine_side import EngineSide
-from kvcached_nixl.worker.handover.gates import Gates
-from kvcached_nixl.worker.handover.host import Host
-from kvcached_nixl.worker.handover.local import Place
-from kvcached_nixl.worker.handover.posting import Budget
-from kvcached_nixl.worker.handover.start import assemble
-from kvcached_nixl.worker.handover.verification import BUCKETS, WORDS_PER_BUCKET, Words
+from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.thread_messages import IsReached
+from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenArray
+from kvcached_nixl.worker.transfer.topology import LocalRank
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 if TYPE_CHECKING:
     from flow_cluster import Cluster
@@ -196,10 +197,10 @@ class Kind:
     budget: int = 16
     depth: int = 2
     keeps_stale_output: bool = False
-    landings: int = 4
+    token_buffers: int = 4
     are_shared: bool = False
     newest_first: bool = False
-    posting: Budget = Budget()
+    transfer_queue: Budget = Budget()
     slots: tuple[int, int] = (0, 0)
     drops_blocks: bool = False
 
@@ -236,9 +237,9 @@ class FlowHost(Host):
         return {process.boot_id, self.own.boot_id} <= sharing
 
     def sees(self, process: Process) -> bool:
-        return self.is_here(process) and not self.is_gone(process)
+        return self.is_here(process) and not self.is_dead(process)
 
-    def is_gone(self, process: Process) -> bool:
+    def is_dead(self, process: Process) -> bool:
         return process not in self.__dict__["cluster"].processes
 
     def is_behind_network(self, process: Process) -> bool:
@@ -254,13 +255,13 @@ class Worker:
         self.memory, self.device = RankMemory(shape, tp_rank), Device()
         self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{tp_rank}"
         self.agent = cluster.wire.agent(self.agent_name)
-        self.words: Words = np.zeros((BUCKETS + engine.kind.landings, WORDS_PER_BUCKET), dtype=np.uint64)
+        self.words: TokenArray = np.zeros((BUCKETS + engine.kind.token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64)
         self.staging, self.copier = slab_of(self, *engine.kind.slots) if engine.kind.slots[0] else (None, None)
         self.host = FlowHost(cluster, engine, tp_rank)
         self.moved = self.memory if self.copier is None else self.copier.slab
-        self.digesting = InTurn(held=True)
+        self.awaiting_checksum = InTurn(held=True)
         planes = (self.moved.planes,)
-        place = Place(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, planes, shape.ratio, shape.is_latent)
+        place = LocalRank(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, planes, shape.ratio, shape.is_latent)
         handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=shape.tp_size,
@@ -269,7 +270,7 @@ class Worker:
             device_id=0,
             memory=planes,
             kernel_blocks_per_block=shape.ratio,
-            words_address=int(self.words.ctypes.data),
+            token_table_address=int(self.words.ctypes.data),
             memory_type="DRAM",
             is_staged=self.staging is not None,
             weights=engine.kind.weights,
@@ -282,8 +283,8 @@ class Worker:
             self.envelope = Envelope(tag, msgspec.msgpack.encode(told))
 
         self.channel = Channel(cluster, engine)
-        self.gates = Gates(lambda: cluster.wire.open_gate(self.agent_name), self.digesting, cluster.clock)
-        self.side: EngineSide = assemble(
+        self.gates = WriteGates(lambda: cluster.wire.open_gate(self.agent_name), self.awaiting_checksum, cluster.clock)
+        self.side: WorkerFacade = assemble(
             self.agent,
             cluster.clock,
             place,
@@ -292,19 +293,20 @@ class Worker:
             tag,
             self.channel,
             self.device.record,
-            Digests(
+            Checksums(
                 content_of(planes[0], as_bytes(self.moved._memory)),
                 content_of(self.memory.planes, as_bytes(self.memory._memory)),
-                self.digesting,
+                self.awaiting_checksum,
                 engine.settings.verify_fraction,
             ),
             self.host,
             offer,
+            threading.Event(),
             self.staging,
             self.gates,
         )
         self.side.identify(engine.kind.weights)
-        self.side.thread._side.posting._budget = engine.kind.posting
+        self.side.thread._context.transfer_queue._budget = engine.kind.transfer_queue
 
     def turn(self) -> float:
         return self.side.thread.turn()
@@ -317,16 +319,16 @@ class Worker:
             or any(gate.inner.inbox for gate in self.gates)
             or self.side.thread._inbox
             or (self.copier is not None and (self.copier.asked or self.copier.ended))
-            or self.digesting.asked
-            or self.digesting.ended
+            or self.awaiting_checksum.asked
+            or self.awaiting_checksum.ended
         )
 
     def copy(self) -> None:
         """Do all copies and digests that are asked for."""
         while self.copier is not None and self.copier.asked:
             self.copier.run()
-        while self.digesting.asked:
-            self.digesting.run()
+        while self.awaiting_checksum.asked:
+            self.awaiting_checksum.run()
 
 
 @dataclass(frozen=True)
@@ -386,7 +388,7 @@ class Engine:
             timeout_seconds=self.settings.handover_timeout_seconds,
         )
         number = cluster.next_number()
-        self.handover = HandOver(own, f"{number:016x}", f"{number:032x}", terms, cluster.clock, Reads())
+        self.handover = SchedulerFacade(own, f"{number:016x}", f"{number:032x}", terms, cluster.clock, Reads())
         self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
         self.pool = Pool(
             shape, [worker.memory for worker in self.workers], kind.caches_prefixes, kind.are_shared, kind.newest_first
@@ -445,7 +447,7 @@ class Engine:
         scheduled, progress = self._schedule()
         step = self.handover.take_step(progress)
         self._finished_ids, self._has_scheduled = False, bool(scheduled)
-        for wanted in step.wanted:
+        for wanted in step.fetches:
             self.attempts[wanted.attempt] = self.requests[wanted.request_id]
         for one in scheduled:
             one.request.num_computed = one.end

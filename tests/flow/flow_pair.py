@@ -14,7 +14,7 @@ from flow_schedule import Defects
 
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.memory import Posted
-from kvcached_nixl.wire.causes import Cause
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import is_beat
 from kvcached_nixl.wire.messages import Message, Peer, decode
 
@@ -145,14 +145,14 @@ class Pair:
 
     def address(self, engine: Engine, tp_rank: int = 0) -> Peer:
         own = engine.own
-        return Peer(engine.workers[0].side._place.engine_id, own.host, own.port, own.tp_size, tp_rank)
+        return Peer(engine.workers[0].side._local.engine_id, own.host, own.port, own.tp_size, tp_rank)
 
     # --------------------------------------------------------------------------------------- what has become
 
     def causes(self, engine: Engine | None = None) -> dict[str, int]:
         """Hand-overs that brought no KV, by cause."""
         failures = (self.decode if engine is None else engine).failures
-        return {Cause(cause).label: count for cause, count in failures.items()}
+        return {FailureCause(cause).label: count for cause, count in failures.items()}
 
     def dropped(self) -> Counter[str]:
         found: Counter[str] = Counter()

@@ -23,10 +23,10 @@ from flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Clus
 from flow_engine import Engine, Kind, Request, Status, Worker
 from flow_memory import Shape
 
-from kvcached_nixl.scheduler import fetching
+from kvcached_nixl.scheduler import decode_fetches as fetching
 from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
-from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.worker.handover.posting import Budget
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 SHAPES = (
     (Shape(), Shape()),
@@ -42,7 +42,7 @@ SHAPES = (
 )
 SLICE_SECONDS = 4.0
 DYING_SECONDS = 1.5
-"""An engine's workers live on for so long after it; less than `receiving.GONE_SECONDS`."""
+"""An engine's workers live on for so long after it; less than `receiver.DEAD_SECONDS`."""
 
 
 class Defects(logging.Handler):
@@ -140,10 +140,10 @@ class Schedule:
             budget=dice.choice([5, 9, 16, 64]),
             depth=dice.choice([1, 2, 2, 4]),
             keeps_stale_output=not self.calm and dice.random() < 0.3,
-            landings=dice.choice([1, 2, 8]),
+            token_buffers=dice.choice([1, 2, 8]),
             are_shared=dice.random() < 0.1,
             newest_first=dice.random() < 0.6,
-            posting=Budget(descriptors=dice.choice([1, 2, 1024]), peer_transfers=dice.choice([1, 2, 16])),
+            transfer_queue=Budget(descriptors=dice.choice([1, 2, 1024]), peer_transfers=dice.choice([1, 2, 16])),
             slots=self._slots(),
             drops_blocks=self.has_windows,
         )
@@ -235,7 +235,7 @@ class Schedule:
 
     def _copy(self) -> None:
         """One rank's oldest copy is made, or its oldest digest is found; or fails."""
-        runners = [one for worker in self._workers() for one in (worker.copier, worker.digesting)]
+        runners = [one for worker in self._workers() for one in (worker.copier, worker.awaiting_checksum)]
         copiers = [one for one in runners if one is not None and one.asked]
         if copiers:
             copier = self.dice.choice(copiers)
@@ -349,7 +349,7 @@ class Schedule:
             changed: dict[str, Any] = {
                 "groups": [{"first_token": 0, "block_ids": dice.choice([blocks, [b + 1 for b in blocks], blocks[1:]])}],
                 "digest": "0" * 32,
-                "start": "0" * 16,
+                "incarnation": "0" * 16,
                 "request_id": "cmpl-unknown-0-aaaaaaaa",
                 "num_tokens": manifest["num_tokens"] + dice.choice([-1, 1]),
                 "block_size": 2 * manifest["block_size"],
@@ -478,7 +478,7 @@ class Schedule:
         for task in self.tasks:
             for child in task.children:
                 self._judge(task, child)
-        differing = [engine.own.engine_id for engine in cluster.engines if engine.failures.get(Cause.BYTES)]
+        differing = [engine.own.engine_id for engine in cluster.engines if engine.failures.get(FailureCause.BYTES)]
         assert not differing, f"other bytes than were sent came to {differing}"
         self._wait(FORGOTTEN_SECONDS, lambda: next(cluster.left(), None) is None)
         left = "\n".join(cluster.left())

@@ -148,5 +148,5 @@ async def quiet(at: UnderTest) -> None:
 
 async def learn(at: UnderTest) -> None:
     """One request for each prefill, so that the router knows how to push to it."""
-    while any(one["role"] == "prefill" and not one["start"] for one in (await at.instances()).values()):
+    while any(one["role"] == "prefill" and not one["incarnation"] for one in (await at.instances()).values()):
         assert right(await at.complete(max_tokens=4))

@@ -275,7 +275,7 @@ class Stub:
             "kvcached_nixl": {
                 **{
                     "protocol": PROTOCOL,
-                    "start": self.start_of(asked.rank),
+                    "incarnation": self.start_of(asked.rank),
                     "request_id": request_id,
                     "digest": digest,
                 },

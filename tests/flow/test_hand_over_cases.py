@@ -23,12 +23,12 @@ from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.lease import is_beat
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode, encode
-from kvcached_nixl.worker.handover.pairing import GRACE_SECONDS
-from kvcached_nixl.worker.handover.peers import HANDSHAKE_TRIES
-from kvcached_nixl.worker.handover.posting import Budget
-from kvcached_nixl.worker.handover.receiving import REPEAT_SECONDS
-from kvcached_nixl.worker.handover.writers import GONE_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
+from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
+from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS
+from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
 from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 BYTES_PER_TOKEN = 2 * 2 * 8
@@ -142,7 +142,7 @@ def test_a_hand_over_of_many_descriptors_is_cut_into_transfers_of_few(pair: Pair
     """None has more than the limit, few are under way at a time, and decode goes on when the last one is in."""
     for engine in pair.cluster.engines:
         for worker in engine.workers:
-            worker.side.thread._side.posting._budget = Budget(descriptors=1, peer_transfers=1)
+            worker.side.thread._context.transfer_queue._budget = Budget(descriptors=1, peer_transfers=1)
     found = pair.hand_over()
     assert is_right(found)
     mover = pair.prefill if pair.cluster.pushes else pair.decode
@@ -503,7 +503,7 @@ def test_a_request_that_was_preempted_is_handed_over_when_it_has_ended() -> None
 
 def test_what_waits_to_be_posted_reads_the_earlier_blocks_too() -> None:
     few = Budget(descriptors=1, peer_transfers=1)
-    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, posting=few))
+    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, transfer_queue=few))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
     pair.settle()
@@ -641,7 +641,7 @@ def test_prefill_that_dies_fails_the_request_soon(pair: Pair, moment: str) -> No
         for posted in pair.transfers:
             pair.wire.deliver(posted)
     pair.cluster.kill(pair.prefill)
-    pair.pass_time(REPEAT_SECONDS + GONE_SECONDS + 1)
+    pair.pass_time(REPEAT_SECONDS + DEAD_SECONDS + 1)
     assert found.status is Status.STOPPED and not found.num_external
     assert set(pair.causes()) <= {"lost", "unreachable"} and sum(pair.causes().values()) == 1
     pair.nothing_is_left(60)
@@ -748,7 +748,7 @@ def test_a_prefill_that_was_started_again_is_another_one(pair: Pair) -> None:
     late = pair.ask_decode(upstream.answer)
     pair.settle()
     assert late.status is Status.STOPPED and not late.num_external
-    assert set(pair.causes()) <= {"start", "lost"}
+    assert set(pair.causes()) <= {"restarted", "lost"}
     # In the same blocks as the old one's.
     found = pair.hand_over(tuple(reversed(PROMPT)))
     assert is_right(found) and sum(pair.causes().values()) == 1
@@ -901,7 +901,7 @@ def test_another_layout_is_refused_in_words(pair: Pair) -> None:
 def test_messages_that_come_twice_and_in_another_order_change_nothing(pair: Pair) -> None:
     """Every one of them twice, the last one first."""
     few = Budget(descriptors=1)
-    pair = Pair(pair.cluster.settings.transfer_mode, kind(posting=few, budget=9), kind(posting=few))
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(transfer_queue=few, budget=9), kind(transfer_queue=few))
     upstream = pair.ask_prefill()
     if not pair.cluster.pushes:
         pair.settle()
@@ -925,7 +925,7 @@ def test_messages_that_come_twice_and_in_another_order_change_nothing(pair: Pair
 def test_decode_goes_on_when_every_write_has_arrived(push: Pair) -> None:
     """The last one may come first."""
     few = Budget(descriptors=1)
-    push = Pair(PUSH, kind(posting=few))
+    push = Pair(PUSH, kind(transfer_queue=few))
     push.acquaint()
     push.ask_prefill()
     found = push.ask_decode(push.meet())
@@ -1052,7 +1052,7 @@ def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_m
     found = in_flight(pair)
     (transfer,) = pair.transfers
     mover, other = (pair.prefill, pair.decode) if pair.cluster.pushes else (pair.decode, pair.prefill)
-    mover.workers[0].side.thread._side.peers.probe(pair.address(other))
+    mover.workers[0].side.thread._context.peers.probe(pair.address(other))
     pair.turn()
     assert pair.cluster.questions
     for _ in range(3):
@@ -1138,7 +1138,7 @@ def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) 
     assert plain.status is Status.STOPPED and pair.decode.quarantined == 12
     # When it ends the kernel says so, and when it goes on it does.
     pair.cluster.kill(pair.prefill)
-    pair.pass_time(LOOK_SECONDS + 2 * GONE_SECONDS + 5)
+    pair.pass_time(LOOK_SECONDS + 2 * DEAD_SECONDS + 5)
     assert pair.decode.quarantined == 0
     pair.nothing_is_left()
 
@@ -1221,7 +1221,11 @@ def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("what", "cause"),
-    [({"digest": "0" * 32}, "digest"), ({"start": "0" * 16}, "start"), ({"request_id": "another"}, "protocol")],
+    [
+        ({"digest": "0" * 32}, "digest"),
+        ({"incarnation": "0" * 16}, "restarted"),
+        ({"request_id": "another"}, "protocol"),
+    ],
 )
 def test_what_prefill_says_that_it_has_written_is_compared(push: Pair, what: dict[str, Any], cause: str) -> None:
     """With what decode wants; its bytes are there, and are not used."""
@@ -1283,7 +1287,7 @@ WRONG: dict[str, tuple[Any, set[str]]] = {
     "a host that nobody has": (lambda p: changed(p, remote_host="nowhere"), {"unreachable"}),
     "another protocol": (lambda p: manifest(p, protocol=3), {"parameters"}),
     "another digest": (lambda p: manifest(p, digest="0" * 32), {"digest"}),
-    "another start": (lambda p: manifest(p, start="0" * 16), {"start"}),
+    "another start": (lambda p: manifest(p, incarnation="0" * 16), {"restarted"}),
     "a token more": (lambda p: manifest(p, num_tokens=19), {"digest"}),
     "a token fewer": (lambda p: manifest(p, num_tokens=17), {"digest"}),
     "a block fewer": (lambda p: manifest(p, groups=[{"first_token": 0, "block_ids": [1]}]), {"parameters"}),
@@ -1480,7 +1484,7 @@ def test_a_pull_is_copied_out_while_prefill_computes() -> None:
     while not upstream.status.is_finished:
         pair.round()
         worker.copy()
-        staged += [held.staged_token for held in worker.side.thread._serving._writer.source._parked.values()]
+        staged += [held.staged_token for held in worker.side.thread._registry._writer.source._parked.values()]
     assert 0 < staged[-1] < len(PROMPT)
     pair.settle()
     assert not pair.prefill.handover.num_kept and upstream.answer is not None
@@ -1544,7 +1548,7 @@ def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -
     preempt(pair, upstream)
     for _ in range(2):
         pair.round()
-    source = worker.side.thread._serving._writer.source
+    source = worker.side.thread._registry._writer.source
     assert not source._parked and not upstream.status.is_finished
     worker.copy()
     pair.settle()
@@ -1563,7 +1567,7 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
     pair.settle()
     worker = pair.prefill.workers[0]
     staging = worker.staging
-    assert staging is not None and not worker.side.thread._serving._writer.source._parked, "it is larger than the slab"
+    assert staging is not None and not worker.side.thread._registry._writer.source._parked, "it is larger than the slab"
     taken = staging.slots.take(staging.slots.available(Use.SENDING), Use.SENDING) if is_full else []
     found = pair.ask_decode(upstream.answer, LONG)
     while not pair.messages(Registration):
@@ -1612,7 +1616,7 @@ def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tu
         upstream = pair.ask_prefill(LONG, name="cmpl-9-0")
         told = []
         while not upstream.status.is_finished:
-            told.append(pair.prefill.workers[0].side.thread._serving._pairing.offers.get(upstream.request_id))
+            told.append(pair.prefill.workers[0].side.thread._registry._matcher.offers.get(upstream.request_id))
             pair.round()
         assert not any(offer.ready_tokens for offer in told if offer is not None and offer.manifest is None)
         pair.settle()

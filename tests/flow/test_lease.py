@@ -14,7 +14,8 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, beats, read_beat
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.worker.handover.lease import Leases, Renewals
+from kvcached_nixl.wire.step import LeaseRenewal
+from kvcached_nixl.worker.transfer.lease import Leases, Renewals
 
 LEASE_SECONDS = 30.0
 LONGEST_STEP_SECONDS = (EXTENSION - INTERVAL) * LEASE_SECONDS
@@ -31,7 +32,7 @@ class Lease:
         self._renewals = Renewals(self._clocks[1])
         self._under_way: list[bytes] = []
         self._leases.grant(THEIRS)
-        self._renewals.begin(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS, 1e9)
+        self._renewals.begin(LeaseRenewal(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS, 1e9))
 
     def pass_time(self, seconds: float) -> None:
         for clock in self._clocks:

@@ -43,7 +43,7 @@ def test_other_weights_are_refused_until_both_have_the_same(mode: TransferMode) 
         second.update(weights)
         found = pair.hand_over()
         assert is_right(found), "they serve again"
-    assert set(pair.causes()) <= {"refused", "start", "revoked"}
+    assert set(pair.causes()) <= {"refused", "restarted", "revoked"}
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
@@ -63,7 +63,7 @@ def test_what_was_kept_when_weights_change_is_used_by_nobody(mode: TransferMode,
     assert not pair.prefill.requests, "its blocks are free at once"
     found = pair.ask_decode(upstream.answer)
     pair.settle()
-    assert fails_alone(found) and set(pair.causes()) <= {"start", "lease"}
+    assert fails_alone(found) and set(pair.causes()) <= {"restarted", "lease"}
     again = pair.hand_over()
     assert is_right(again)
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
@@ -255,7 +255,7 @@ def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:
     pair.settle()
     assert found.status is Status.REMOTE
     for worker in pair.prefill.workers:
-        worker.side.thread._serving.close("prefill is shut down")
+        worker.side.thread._registry.close("prefill is shut down")
     pair.settle()
     assert fails_alone(found) and pair.causes() == {"revoked": 1}
 

@@ -99,7 +99,7 @@ def test_prefill_s_parameters_reach_decode_as_they_came() -> None:
             assert (await at.complete()).status_code == 200
             (decode,) = at.decodes[0].asked
             assert decode.params["something_new"] == {"kept": [1, 2.5]}
-            assert decode.params["kvcached_nixl"]["start"] == at.prefills[0].start_number
+            assert decode.params["kvcached_nixl"]["incarnation"] == at.prefills[0].start_number
             assert decode.params["remote_engine_id"] == at.prefills[0].engine_id
 
     asyncio.run(run())

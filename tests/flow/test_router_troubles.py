@@ -327,7 +327,7 @@ def test_a_prefill_that_was_started_again_is_learnt_anew(engine_id: str) -> None
             await prefill.restart(engine_id=prefill.engine_id if engine_id == "same" else "another")
             assert right(await at.complete(max_tokens=4))
             (found,) = [one for one in (await at.instances()).values() if one["role"] == "prefill"]
-            assert found["start"] == prefill.start_number != old
+            assert found["incarnation"] == prefill.start_number != old
             assert found["engine_id"] == prefill.engine_id
             assert await at.count("retries_total", cause="restarted") == (0 if engine_id == "same" else 1)
             assert right(await at.complete(max_tokens=4))

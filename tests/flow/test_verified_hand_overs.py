@@ -16,11 +16,11 @@ from flow_engine import Kind, Request, Status, Worker
 from flow_pair import PROMPT, Pair, kind
 from flow_schedule import SHAPES
 
-from kvcached_nixl.scheduler import fetching
+from kvcached_nixl.scheduler import decode_fetches as fetching
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Written, decode, encode
-from kvcached_nixl.worker.descriptors import Blocks
-from kvcached_nixl.worker.handover.digests import Asked
+from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SLOTS = (12, 3)
@@ -48,13 +48,13 @@ def under_way(pair: Pair, workers: list[Worker], prompt: tuple[int, ...] = PROMP
     pair.settle()
     found = pair.ask_decode(upstream.answer, prompt)
     for _ in range(60):
-        if any(worker.digesting.asked for worker in workers):
+        if any(worker.awaiting_checksum.asked for worker in workers):
             return found
         for worker in _all(pair):
             if worker.copier is not None and worker.copier.asked:
                 worker.copier.run()
-            if worker not in workers and worker.digesting.asked:
-                worker.digesting.run()
+            if worker not in workers and worker.awaiting_checksum.asked:
+                worker.awaiting_checksum.run()
         pair.wire.deliver_all()
         pair.round()
     raise AssertionError("nothing is verified")
@@ -163,7 +163,7 @@ def test_a_digest_that_cannot_be_found_costs_its_request(made: Made, who: str) -
     """Nobody is distrusted for it."""
     pair = made()
     pair.acquaint()
-    getattr(pair, who).workers[0].digesting.fails = 1
+    getattr(pair, who).workers[0].awaiting_checksum.fails = 1
     found = pair.hand_over()
     assert is_right(found, 0)
     assert pair.causes() == {"defect": 1}
@@ -183,7 +183,7 @@ def test_blocks_are_not_free_while_a_digest_of_them_is_found(made: Made, who: st
         pair.wire.deliver_all()
         pair.round()
     assert any(engine.pool.holders)
-    engine.workers[0].digesting.run()
+    engine.workers[0].awaiting_checksum.run()
     pair.settle()
     pair.pass_time(LEASE_SECONDS + 1)
     assert not any(engine.pool.holders)
@@ -232,13 +232,13 @@ def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
     upstreams = [pair.ask_prefill(prompt) for prompt in (OTHER, PROMPT)]
     pair.settle()
     verified = under_way(pair, pair.decode.workers, tuple(range(80, 100)))
-    assert not pair.decode.workers[0].digesting.ended
+    assert not pair.decode.workers[0].awaiting_checksum.ended
     others = [pair.ask_decode(one.answer, one.prompt) for one in upstreams]
     pair.until_posted()
     spoil(pair, verified)
-    pair.decode.workers[0].digesting.run()
+    pair.decode.workers[0].awaiting_checksum.run()
     pair.turn()
-    assert pair.causes() or pair.decode.workers[0].side.thread._reported._outcome.failed
+    assert pair.causes() or pair.decode.workers[0].side.thread._outcomes._outcome.failed
     pair.settle()
     assert is_right(verified, 0) and all(is_right(one, 0) for one in others)
     assert pair.causes() == {"bytes": 3}
@@ -264,15 +264,15 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
     pair.acquaint()
     request = under_way(pair, pair.prefill.workers)
     worker = pair.decode.workers[0]
-    (attempt,) = worker.side.thread._receiving._attempts.values()
-    (share,) = attempt.shares
-    offer = next(iter(pair.prefill.workers[0].side.thread._serving._pairing.offers.values()))
+    (attempt,) = worker.side.thread._receiver._attempts.values()
+    (share,) = attempt.parts
+    offer = next(iter(pair.prefill.workers[0].side.thread._registry._matcher.offers.values()))
     assert offer.manifest is not None
     for index, end in enumerate(ends):
         manifest = msgspec.structs.replace(offer.manifest, groups=()) if index == len(ends) - 1 else None
         said = Written(attempt.number, 0, index, manifest, end, "0" * 32)
-        worker.side.thread._receiving.handle(share.agent, said)
-    assert not worker.digesting.asked
+        worker.side.thread._receiver.handle(share.agent, said)
+    assert not worker.awaiting_checksum.asked
     pair.settle()
     assert is_right(request, 0) and pair.causes() == {"protocol": 1}
     pair.nothing_is_left()
@@ -281,19 +281,19 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
 def test_peers_take_turns(made: Made) -> None:
     """One that asks for much does not keep others out; and what nobody wants any more is not looked for."""
     pair = made()
-    digests, runs = pair.decode.workers[0].side.thread._side.digests, pair.decode.workers[0].digesting
+    checksums, runs = pair.decode.workers[0].side.thread._context.checksums, pair.decode.workers[0].awaiting_checksum
     told: list[tuple[str, str]] = []
     wanted = {"a": True, "b": True}
     planes = (pair.decode.workers[0].memory.planes,)
     for agent in ("a", "a", "a", "b"):
-        asked = Asked(agent, planes, lambda agent=agent: wanted[agent])  # type: ignore[misc]
-        digests.of_sent(asked, ([(Blocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed)))  # type: ignore[misc]
+        asked = ChecksumRequest(agent, planes, lambda agent=agent: wanted[agent])  # type: ignore[misc]
+        checksums.of_sent(asked, ([(Blocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed)))  # type: ignore[misc]
     for _ in range(2):
         runs.run()
-        digests.turn()
+        checksums.turn()
     assert [agent for agent, _ in told] == ["a", "b"] and len(runs.asked) == 1
     wanted["a"] = False
     for _ in range(2):
         runs.run()
-        digests.turn()
+        checksums.turn()
     assert told[2:] == [("a", "nobody wants it any more")] * 2

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def why_not_direct() -> str:
     """Why a server would not register kvcached's pages here; "" if it would."""
-    from kvcached_nixl import doctor
+    from kvcached_nixl.cli import doctor
 
     found = doctor.examine(("UCX",), 0)
     return "" if found.is_direct else "; ".join((*found.proof.why_not, *found.proof.why_slow))

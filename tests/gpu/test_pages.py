@@ -30,7 +30,7 @@ def test_a_registration_follows_the_pages(
     transports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bytes are those of the page mapped now, before and after a remap, read and written; and the answer is kept."""
-    from kvcached_nixl import doctor
+    from kvcached_nixl.cli import doctor
     from kvcached_nixl.proof.find import find
     from kvcached_nixl.settings import MemoryPath
 

@@ -65,7 +65,7 @@ def create(name: str) -> str:
 
 def state(created: list[str]) -> dict[str, Any]:
     """What a difference between two processes would show in."""
-    result: dict[str, Any] = {"created": created, "ours": "kvcached_nixl.bootstrap" in sys.modules}
+    result: dict[str, Any] = {"created": created, "ours": "kvcached_nixl.activation.bootstrap" in sys.modules}
     result["imported"] = sorted(name for name in ("wrapt", "kvcached_nixl", "torch") if name in sys.modules)
     if result["ours"] and all(importlib.util.find_spec(name) for name in ("wrapt", "packaging")):
         import kvcached_nixl

@@ -71,7 +71,7 @@ def untouched() -> dict[str, Any]:
 
 def outcomes() -> dict[str, Any]:
     import kvcached_nixl
-    from kvcached_nixl.bootstrap import current
+    from kvcached_nixl.activation.bootstrap import current
 
     installation = current()
     assert installation is not None
@@ -88,7 +88,7 @@ def script() -> dict[str, Any]:
     os.environ["ENABLE_KVCACHED"] = "true"
     importlib.import_module("kvcached.integration.vllm.autopatch")
     importlib.import_module("vllm")
-    assert "kvcached_nixl.bootstrap" not in sys.modules
+    assert "kvcached_nixl.activation.bootstrap" not in sys.modules
     from vllm.engine.arg_utils import EngineArgs
 
     EngineArgs(model="no-such-model")

@@ -59,7 +59,7 @@ def test_a_sitecustomize_that_fails_does_not_undo_ours(
 ) -> None:
     """Python reports their error as it always does."""
     (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('theirs is broken')")
-    code = "import vllm, kvcached_nixl.bootstrap as b; print(b.current() is not None)"
+    code = "import vllm, kvcached_nixl.activation.bootstrap as b; print(b.current() is not None)"
     done = bare.run("-c", code, path=(SITECUSTOMIZE, tmp_path, tree("0.28.0")), ENABLE_KVCACHED="1")
     assert done.stdout.split() == ["True"]
     assert "theirs is broken" in done.stderr

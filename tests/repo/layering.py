@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 PACKAGE = "kvcached_nixl"
 
@@ -31,16 +31,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "seams": {*BASICS, "wire", "settings", "transport", "compat", "patching", "scheduler", "worker", "proof"},
     "proxy": {"errors", "settings", "wire.params"},
     "hostvmm": {"errors", "processes"},
-    "report": {"errors", "settings", "compat", "patching", "version"},
-    "finders": {"compat.names"},
-    "bootstrap": {"errors", "settings", "compat", "patching", "seams", "report", "hostvmm", "finders"},
-    "start": {"errors", "finders", "bootstrap"},
-    "__init__": {"bootstrap", "report", "version"},
-    "doctor": {"errors", "compat", "proof", "transport", "version"},
-    "__main__": {"errors", "settings", "compat", "report", "doctor", "proxy", "install", "status", "version"},
-    "sitecustomize": {"start"},
+    "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
+    "cli": {"errors", "settings", "compat", "patching", "proof", "transport", "version"},
+    "__init__": {"activation.bootstrap", "cli.report", "version"},
+    "__main__": {"errors", "settings", "compat", "cli", "proxy", "install", "status", "version"},
+    "sitecustomize": {"activation.autostart"},
 }
 """First folder or module below the package -> what of the package it may import. Its own folder is always allowed."""
+
+ROOMS: dict[str, set[str]] = {
+    "worker/geometry": set(),
+    "worker/staging": {"geometry", "background"},
+    "worker/transfer": {"geometry", "staging", "background"},
+    "worker/prefill": {"geometry", "staging", "transfer"},
+    "worker/decode": {"geometry", "staging", "transfer", "background"},
+    "activation/autostart.py": {"import_hooks", "bootstrap"},
+    "activation/import_hooks.py": set(),
+}
+"""Room (or module) within such a folder -> what else of the folder it may import. What is not here may import all."""
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("compat", "seams", "hostvmm"),
@@ -143,4 +151,7 @@ def _allowed(file: Path, name: str) -> bool:
     if not rest:
         return "__init__" in MAY_IMPORT[here]
     dotted = ".".join(rest)
-    return rest[0] == here or any(dotted == m or dotted.startswith(m + ".") for m in MAY_IMPORT[here])
+    if rest[0] != here:
+        return any(dotted == m or dotted.startswith(m + ".") for m in MAY_IMPORT[here])
+    room = next((room for room in ROOMS if file.as_posix() == room or file.is_relative_to(room)), None)
+    return room is None or len(rest) < 2 or rest[1] == PurePosixPath(room).name or rest[1] in ROOMS[room]

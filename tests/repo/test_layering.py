@@ -24,8 +24,8 @@ def test_every_module_and_folder_has_a_row() -> None:
 
 
 PLANTED = {
-    "worker/layout.py": "from kvcached_nixl.scheduler import lease",
-    "scheduler/lease.py": "def f():\n    import kvcached_nixl.worker.layout",
+    "worker/geometry/layout.py": "from kvcached_nixl.scheduler import lease",
+    "scheduler/lease.py": "def f():\n    import kvcached_nixl.worker.geometry.layout",
     "scheduler/staging.py": "import torch",
     "patching/registry.py": "import importlib\nimportlib.import_module('vllm.config')",
     "patching/record.py": "from ..compat import locate",
@@ -35,7 +35,12 @@ PLANTED = {
     "wire/lease.py": "from vllm.config import VllmConfig",
     "errors.py": "from . import ids",
     "proxy/app.py": "from kvcached_nixl.wire import push",
-    "bootstrap.py": "__import__('torch')",
+    "activation/bootstrap.py": "__import__('torch')",
+    "worker/prefill/registry.py": "from kvcached_nixl.worker.decode.receiver import Receiver",
+    "worker/decode/read_part.py": "from ..prefill import offer",
+    "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import write_gates",
+    "worker/geometry/descriptors.py": "from kvcached_nixl.worker.transfer.topology import Routes",
+    "activation/import_hooks.py": "from kvcached_nixl.activation.bootstrap import install",
 }
 
 
@@ -53,7 +58,9 @@ ALLOWED = {
     "transport/agent.py": "from nixl._api import nixl_agent",
     "proxy/app.py": "import httpx\nfrom kvcached_nixl.wire.params import read",
     "seams/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
-    "worker/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
+    "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
+    "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.lease import Leases\nfrom . import offer",
+    "worker/build.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker.decode import receiver",
 }
 
 

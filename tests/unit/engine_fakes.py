@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcached_nixl.scheduler.wish import Terms
+from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
@@ -132,7 +132,7 @@ def manifest_of(
     groups = tuple(BlockRange(first, tuple(range(50 + first // BLOCK_SIZE, 50 + end))) for first in first_tokens)
     fields: dict[str, Any] = {
         "protocol": PROTOCOL,
-        "start": PREFILL_START,
+        "incarnation": PREFILL_START,
         "request_id": request_id,
         "digest": digest_of(tokens, len(tokens)),
         "num_tokens": len(tokens),

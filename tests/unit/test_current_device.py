@@ -23,10 +23,10 @@ from kvcached_nixl.proof import member
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.memory import Network
+from kvcached_nixl.worker import build as starting
 from kvcached_nixl.worker.background import Background, Work
-from kvcached_nixl.worker.handover import start as starting
-from kvcached_nixl.worker.layout import Layout, plan
-from kvcached_nixl.worker.registration import Registered
+from kvcached_nixl.worker.geometry.layout import Layout, plan
+from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.staging.slab import Slab
 
 RANK_1 = torch.device("cuda", 1)
@@ -230,19 +230,19 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
     assert platform.did[made] == ["selects 1", "a context", "pinned memory"]
     names = new_threads()
-    assert names == {"kvcached-nixl-transfer", "kvcached-nixl-copies", "kvcached-nixl-digests"}
+    assert names == {"kvcached-nixl-transfer", "kvcached-nixl-copies", "kvcached-nixl-checksums"}
     # They have selected it when the worker has started: graphs are captured next.
     for name in names:
         assert platform.did[name][:2] == ["selects 1", "a context"], name
-    staging = side.thread._side.staging
+    staging = side.thread._context.staging
     assert staging is not None
     is_done = threading.Event()
     staging.copier._background.submit(Work("a copy", lambda: None, lambda *_: is_done.set()))
-    side.thread._side.digests._runs.submit(Work("a digest", lambda: None, lambda *_: None))  # type: ignore[arg-type]
+    side.thread._context.checksums._runs.submit(Work("a digest", lambda: None, lambda *_: None))  # type: ignore[arg-type]
     assert is_done.wait(SECONDS)
     side.close()
     assert "hears" in platform.did["kvcached-nixl-transfer"]
-    for name in ("kvcached-nixl-copies", "kvcached-nixl-digests"):
+    for name in ("kvcached-nixl-copies", "kvcached-nixl-checksums"):
         assert platform.did[name][2:] == ["a stream", "a stream begins", "a stream ends", "a stream is waited for"]
 
 

@@ -17,19 +17,26 @@ from kvcached_nixl.transport.base import State
 from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
-from kvcached_nixl.wire.messages import Message, Peer, Registration, decode, encode
+from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Registration, decode, encode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.wire.step import Wanted
-from kvcached_nixl.worker.handover.attempt import Side
-from kvcached_nixl.worker.handover.entrances import Entrances
-from kvcached_nixl.worker.handover.gates import Gates
-from kvcached_nixl.worker.handover.host import Host
-from kvcached_nixl.worker.handover.local import Place, Routes, fits
-from kvcached_nixl.worker.handover.meeting import Meeting
-from kvcached_nixl.worker.handover.peers import Peers
-from kvcached_nixl.worker.handover.posting import Budget, Posting
-from kvcached_nixl.worker.handover.verification import BUCKETS, LANDINGS, WORDS_PER_BUCKET, Landings, Words, WordTable
+from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.handshake import Handshaker
+from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.ownership_tokens import (
+    BUCKETS,
+    BUFFERS,
+    TOKENS_PER_BUCKET,
+    TokenArray,
+    TokenBuffers,
+    TokenTable,
+)
+from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
+from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferQueue
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
@@ -109,7 +116,7 @@ class KnownHost(Host):
     def sees(self, process: Process) -> bool:
         return process in self.__dict__["living"]
 
-    def is_gone(self, process: Process) -> bool:
+    def is_dead(self, process: Process) -> bool:
         return process not in self.__dict__["living"]
 
     def is_behind_network(self, process: Process) -> bool:
@@ -123,16 +130,16 @@ class Remote:
     address: Peer
     transport: MemoryTransport
     memory: Memory = field(default_factory=Memory)
-    start: str = START
+    incarnation: str = START
     process: Process = Process()
     kernel_blocks_per_block: int = 1
-    words: Words = field(default_factory=lambda: np.zeros((BUCKETS, WORDS_PER_BUCKET), dtype=np.uint64))
+    words: TokenArray = field(default_factory=lambda: np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
 
     @property
-    def table(self) -> WordTable:
-        made = WordTable.__new__(WordTable)
-        WordTable.__init__(made, np.zeros_like(self.words))
-        made._words = self.words
+    def table(self) -> TokenTable:
+        made = TokenTable.__new__(TokenTable)
+        TokenTable.__init__(made, np.zeros_like(self.words))
+        made._tokens = self.words
         return made
 
     def handshake(self, **changed: Any) -> RankHandshake:
@@ -144,7 +151,7 @@ class Remote:
             device_id=0,
             memory=(self.memory.planes,),
             kernel_blocks_per_block=self.kernel_blocks_per_block,
-            words_address=int(self.words.ctypes.data),
+            token_table_address=int(self.words.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
@@ -152,9 +159,11 @@ class Remote:
         )
         return msgspec.structs.replace(rank, **changed)
 
-    def answer(self, compatibility: str = TAG, start: str | None = None, **changed: Any) -> tuple[str, bytes]:
+    def answer(self, compatibility: str = TAG, incarnation: str | None = None, **changed: Any) -> tuple[str, bytes]:
         rank = msgspec.msgpack.encode(self.handshake(**changed))
-        return compatibility, msgspec.msgpack.encode(Answer(self.start if start is None else start, rank))
+        return compatibility, msgspec.msgpack.encode(
+            Answer(self.incarnation if incarnation is None else incarnation, rank)
+        )
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -172,8 +181,34 @@ def address(engine_id: str = "remote", *, port: int = 5601, tp_size: int = 1, tp
     return Peer(EngineId(engine_id), "10.0.0.2", port, tp_size, tp_rank)
 
 
+class Listener:
+    """Whom the peers of a `Local` tell; a role that is given hears it, too."""
+
+    def __init__(self, local: Local) -> None:
+        self.local = local
+        self.role: Any = None
+        self.used: set[str] = set()
+        self.may_write: Any = lambda agent: False
+
+    def is_used(self, agent: str) -> bool:
+        return agent in self.used
+
+    def dead(self, agent: str) -> None:
+        self.local.dead.append(agent)
+        if self.role is not None:
+            self.role.dead(agent)
+
+    def unreachable(self, agent: str) -> None:
+        self.local.unreachable.append(agent)
+        if self.role is not None:
+            self.role.unreachable(agent)
+
+    def disconnected(self, agent: str) -> None:
+        self.local.gate_connections.forget(agent)
+
+
 class Local:
-    """One rank's `Side`, and everything it needs."""
+    """One rank's `WorkerContext`, and everything it needs."""
 
     def __init__(
         self,
@@ -185,7 +220,7 @@ class Local:
         kernel_blocks_per_block: int = 1,
         memory: Memory | None = None,
         budget: Budget | None = None,
-        landings: int = LANDINGS,
+        token_buffers: int = BUFFERS,
         verify_fraction: float = 0.0,
     ) -> None:
         self.network = Network() if network is None else network
@@ -193,36 +228,47 @@ class Local:
         self.transport = self.network.agent("local")
         self.asking = Asking()
         self.memory = Memory() if memory is None else memory
-        place = Place(EngineId("local"), tp_size, tp_rank, (self.memory.planes,), kernel_blocks_per_block, is_latent)
-        self.gone: list[str] = []
+        place = LocalRank(
+            EngineId("local"), tp_size, tp_rank, (self.memory.planes,), kernel_blocks_per_block, is_latent
+        )
+        self.dead: list[str] = []
         self.unreachable: list[str] = []
         self.woken = 0
         self.moved: list[tuple[str, int, int, float]] = []
-        meeting = Meeting(self.transport, TAG, lambda rank: fits(place, rank))
-        self.peers = Peers(meeting, self.clock, self.asking.ask, self._wake)
-        self.peers.gone, self.peers.unreachable = self.gone.append, self.unreachable.append
-        entrances = Entrances(self.transport, self.peers)
-        self.peers.forgotten = entrances.forget
-        self.posting = Posting(
+        handshaker = Handshaker(self.transport, TAG, lambda rank: fits(place, rank))
+        self.peers = Peers(handshaker, self.clock, self.asking.ask, self._wake)
+        self.gate_connections = GateConnections(self.transport, self.peers)
+        self.listener = Listener(self)
+        self.peers.listen(self.listener)
+        self.transfer_queue = TransferQueue(
             self.transport,
             self.clock,
-            entrances.lost,
+            self.gate_connections.lost,
             lambda *moved: self.moved.append(moved),
             budget,
-            entrances.connection,
+            self.gate_connections.connection,
         )
-        self.landing_words = np.zeros((landings, WORDS_PER_BUCKET), dtype=np.uint64)
+        self.token_rows = np.zeros((token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64)
         own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
-        self.digesting = InTurn()
-        digests = digests_over(self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.digesting)
-        words = Landings(self.landing_words)
+        self.awaiting_checksum = InTurn()
+        checksums = digests_over(
+            self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.awaiting_checksum
+        )
+        words = TokenBuffers(self.token_rows)
         self.host = KnownHost()
-        self.gates = Gates(lambda: self.network.open_gate("local"), self.digesting, self.clock)
-        self.side = Side(
-            place, self.transport, self.peers, self.posting, Routes(place), words, digests, self.host, entrances,
-            gates=self.gates, own=own,
-        )  # fmt: skip
-        self.side.start, self.side.weights = START, WEIGHTS
+        self.gates = WriteGates(lambda: self.network.open_gate("local"), self.awaiting_checksum, self.clock)
+        self.side = WorkerContext(
+            place,
+            self.transport,
+            self.peers,
+            self.transfer_queue,
+            PeerRoutes(place),
+            words,
+            checksums,
+            self.host,
+            own=own,
+        )
+        self.side.incarnation, self.side.weights = START, WEIGHTS
 
     def _wake(self) -> None:
         self.woken += 1
@@ -237,8 +283,8 @@ class Local:
 
     def turn(self) -> None:
         self.peers.turn()
-        self.side.digests.turn()
-        self.posting.turn()
+        self.side.checksums.turn()
+        self.transfer_queue.turn()
         self.peers.turn()
 
     def deliver(self) -> None:
@@ -275,8 +321,8 @@ def wanted(
     tp_size: int = 1,
     engine_id: str = "remote",
     name: str = "transfer:t",
-) -> Wanted:
-    return Wanted(
+) -> FetchSpec:
+    return FetchSpec(
         attempt,
         DecodeRequestId(f"d{attempt}"),
         RemotePrefill(engine_id, "10.0.0.2", 5601, tp_size),
@@ -295,7 +341,7 @@ def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -
         attempt=attempt,
         decode_request_id=DecodeRequestId(f"d{attempt}"),
         decode=address() if decode is None else decode,
-        start=START,
+        incarnation=START,
         name="transfer:t",
         request_id="",
         digest=DIGEST,
@@ -303,9 +349,9 @@ def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -
         first_token=0,
         end_token=TOKENS,
         block_size=BLOCK_SIZE,
-        groups=(BlockRange(0, (17, 13, 19)),),
+        groups=(KernelBlockRange(0, (17, 13, 19)),),
     )
     if "block_ids" in changed:
         first_token = changed.get("first_token", 0)
-        changed["groups"] = tuple(BlockRange(first_token, group) for group in changed.pop("block_ids"))
+        changed["groups"] = tuple(KernelBlockRange(first_token, group) for group in changed.pop("block_ids"))
     return msgspec.structs.replace(made, **changed)

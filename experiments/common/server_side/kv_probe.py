@@ -135,7 +135,7 @@ def step_pushes(connector: Any) -> bool:
 def stages(connector: Any) -> bool:
     """Whether KV is copied out of this engine's blocks before it travels: they are soon another request's."""
     side = vars(connector).get("_kvcached_nixl")
-    return side is not None and side.thread._side.staging is not None
+    return side is not None and side.thread._context.staging is not None
 
 
 # -------------------------------------------------------------------------------------------------------- recording
@@ -191,7 +191,7 @@ class Recorder:
                 remote = normalise_block_ids(meta.remote.block_ids)
                 local = normalise_block_ids(meta.local_block_ids)
                 self._await(request_id, Pending(meta.remote.request_id, local, remote))
-        for wanted in step.wanted if step is not None else ():
+        for wanted in step.fetches if step is not None else ():
             self._await(str(wanted.attempt), self._wanted(wanted))
         for one in step.offered if step is not None else ():
             if one.ready_tokens:

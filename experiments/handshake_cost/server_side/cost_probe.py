@@ -36,7 +36,7 @@ class CostProbe(KvProbe):
         """Let go of every remote agent, as when it is gone: the next hand-over is cold."""
         side, worker = _side(), _connector().connector_worker
         if side is not None:
-            peers = side.thread._side.peers
+            peers = side.thread._context.peers
             links = list(peers._links.values())
             for link in links:
                 peers._let_go(link)

@@ -33,7 +33,7 @@ class StagingProbe(TransferProbe):
             return free(*args)
 
         KVCacheManager.free = timed_free
-        staging = vars(get_kv_transfer_group())["_kvcached_nixl"].thread._side.staging
+        staging = vars(get_kv_transfer_group())["_kvcached_nixl"].thread._context.staging
         if staging is None:
             return {"staged": False}
         do = staging.copier._do

@@ -9,7 +9,7 @@ import torch
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import MemoryPath, Settings
-from kvcached_nixl.worker.layout import Layout
+from kvcached_nixl.worker.geometry.layout import Layout
 from kvcached_nixl.worker.staging.slab import Slab
 
 __all__ = ["LONGEST_AT_ONCE", "Load", "make_slab", "num_kept", "num_slots"]

@@ -21,7 +21,7 @@ import torch
 
 from kvcached_nixl.current_device import select
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.layout import Layout, Region
+from kvcached_nixl.worker.geometry.layout import Layout, Region
 
 __all__ = ["Slab"]
 

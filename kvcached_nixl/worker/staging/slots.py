@@ -25,7 +25,7 @@ class Use(Enum):
 
     PARKED = "parked"
     SENDING = "sending"
-    RECEIVING = "receiving"
+    RECEIVING = "receiver"
 
 
 class Slots:
@@ -62,7 +62,7 @@ class Slots:
         return max(0, free - spared)
 
     def take(self, wanted: int, use: Use, at_least: int = 1) -> list[int]:
-        """Up to ``wanted`` slots, side by side where there is such a place; none if fewer than ``at_least`` may be."""
+        """Up to ``fetches`` slots, side by side where there is such a place; none if fewer than ``at_least`` may be."""
         number = min(wanted, self.available(use))
         if number < max(1, at_least):
             return []

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcached_nixl.wire.manifest import BlockRange
-from kvcached_nixl.worker.descriptors import Blocks
+from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.wire.messages import KernelBlockRange
+from kvcached_nixl.worker.geometry.descriptors import Blocks
 from kvcached_nixl.worker.staging.copier import Copy
 from kvcached_nixl.worker.staging.slots import Slots, Use
 
@@ -49,7 +50,7 @@ class Held:
     owner: str
     first_token: int
     end_token: int
-    groups: tuple[BlockRange, ...]
+    groups: tuple[KernelBlockRange, ...]
     staged_token: int
     asked_token: int = 0
     copies: int = 0
@@ -108,10 +109,10 @@ class Staging:
 
         # Of what is left by those that are not heard of: however many there are, there is something for the next one.
         left = self.slots.most(use) - (self._stuck if use is Use.RECEIVING else 0)
-        share = max(left // _SHARES, count(ends[0]))
-        most = min(self.slots.available(use), max(min(WINDOW_BLOCKS, share), count(ends[0])))
+        part = max(left // _SHARES, count(ends[0]))
+        most = min(self.slots.available(use), max(min(WINDOW_BLOCKS, part), count(ends[0])))
         if owner:
-            most = min(most, share - self._owned[owner])
+            most = min(most, part - self._owned[owner])
         place = bisect_right(ends, most, key=count)
         if place:
             return self._take(use, owner, first_tokens, first_token, min(ends[place - 1], end_token))
@@ -161,7 +162,9 @@ class Staging:
         self._owned -= Counter({held.owner: len(held.slots)})
         self._freed = True
 
-    def gather(self, held: Held, blocks: Sequence[Sequence[int]], to_token: int, ended: Callable[[str], None]) -> None:
+    def gather(
+        self, held: Held, blocks: Sequence[Sequence[KernelBlock]], to_token: int, ended: Callable[[str], None]
+    ) -> None:
         """Copy the tokens from ``held.staged_token`` on out of blocks.
 
         Args:
@@ -194,7 +197,7 @@ class Staging:
         for first in first_tokens:
             begin = max(first, first_token) // size * size
             here = max(0, -(-end_token // size) - begin // size)
-            groups.append(BlockRange(begin, tuple(taken[:here])))
+            groups.append(KernelBlockRange(begin, tuple(map(KernelBlock, taken[:here]))))
             taken = taken[here:]
         if owner:
             self._owned[owner] += count
@@ -214,8 +217,8 @@ class Staging:
         ended: Callable[[str], None],
     ) -> None:
         size = self.block_size
-        sources: list[int] = []
-        slots: list[int] = []
+        sources: list[KernelBlock] = []
+        slots: list[KernelBlock] = []
         for mine, theirs in zip(held.groups, blocks, strict=True):
             begin, end = max(first_token // size, mine.first_token // size), -(-end_token // size)
             if begin < end:

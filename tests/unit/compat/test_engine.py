@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from unit.engine_fakes import TOKENS
 
-from kvcached_nixl.compat.attached import attach
+from kvcached_nixl.compat.attached_state import attach
 from kvcached_nixl.compat.engine import (
     EngineBlocks,
     blocks_of,

@@ -13,8 +13,8 @@ import pytest
 
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.locate import STATS_MODULES
-from kvcached_nixl.wire.causes import Cause
-from kvcached_nixl.worker.handover.engine_side import Counted
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.worker.facade import WorkerCounters
 
 STOCK = '''
 from dataclasses import dataclass, field
@@ -98,8 +98,8 @@ def stock(request: pytest.FixtureRequest, make_module: Callable[..., ModuleType]
     metrics._prom_class.cache_clear()
 
 
-def counted(**fields: Any) -> Counted:
-    made = Counted()
+def counted(**fields: Any) -> WorkerCounters:
+    made = WorkerCounters()
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -112,7 +112,7 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
     metrics.record(account, counted())
     assert account.is_empty()
     made = counted(moved=[(64, 2, 0.5), (8, 1, 0.25)], expired=2, quarantined_blocks=3)
-    made.failures.update({Cause.LEASE: 2, Cause.DIGEST: 1})
+    made.failures.update({FailureCause.LEASE: 2, FailureCause.DIGEST: 1})
     metrics.record(account, made)
     assert not account.is_empty()
     assert account.data == {
@@ -121,7 +121,7 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
         "num_descriptors": [2, 1],
         "failed": [1, 1, 1],
         "expired": [1, 1],
-        "kvcached_nixl_failures": [Cause.LEASE, Cause.LEASE, Cause.DIGEST],
+        "kvcached_nixl_failures": [FailureCause.LEASE, FailureCause.LEASE, FailureCause.DIGEST],
         "kvcached_nixl_quarantined_blocks": [3],
     }
     assert all(type(cause) is int for cause in account.data["kvcached_nixl_failures"]), "they go through msgpack"
@@ -145,7 +145,7 @@ def test_either_is_enough_to_be_told(what: str) -> None:
     """Also that nothing is in quarantine any more."""
     account, made = metrics.stats(), counted()
     if what == "failures":
-        made.failures[Cause.LEASE] = 1
+        made.failures[FailureCause.LEASE] = 1
     else:
         made.quarantined_blocks = 0
     metrics.record(account, made)
@@ -158,11 +158,11 @@ def test_either_is_enough_to_be_told(what: str) -> None:
 def test_accounts_of_several_ranks_are_added_up() -> None:
     one, other = metrics.stats(), metrics.stats()
     made = counted(quarantined_blocks=3)
-    made.failures[Cause.LOST] = 1
+    made.failures[FailureCause.LOST] = 1
     for account in (one, other):
         metrics.record(account, made)
     summed = one.aggregate(other)
-    assert summed.data["kvcached_nixl_failures"] == [Cause.LOST, Cause.LOST]
+    assert summed.data["kvcached_nixl_failures"] == [FailureCause.LOST, FailureCause.LOST]
     assert metrics.stats(copy.deepcopy(summed.data)).data == summed.data, "and read again in another process"
 
 
@@ -172,7 +172,10 @@ def test_the_api_server_shows_failures_by_cause_and_the_last_of_the_blocks(stock
     blocks = stock.Metric.made["kvcached_nixl:quarantined_blocks"]
     assert failures.labelnames == ["model", "engine", "cause"]
     assert blocks.values == {("m", "0"): 0, ("m", "1"): 0}, "there before anything has happened"
-    data = {"kvcached_nixl_failures": [Cause.LEASE, Cause.LEASE, 2], "kvcached_nixl_quarantined_blocks": [7, 3]}
+    data = {
+        "kvcached_nixl_failures": [FailureCause.LEASE, FailureCause.LEASE, 2],
+        "kvcached_nixl_quarantined_blocks": [7, 3],
+    }
     shown.observe(data, 1)
     assert failures.values == {("m", "1", "lease"): 2, ("m", "1", "digest"): 1}
     assert blocks.values == {("m", "0"): 0, ("m", "1"): 3}

@@ -158,7 +158,7 @@ def test_every_name_in_the_table_is_read() -> None:
     words: set[str] = set()
     for node in trees("compat", "seams"):
         words |= {getattr(node, field, "") for field in ("attr", "arg", "name", "value") if _is_word(node, field)}
-    # kvcached_nixl.compat.connector makes these from the names of options.
+    # kvcached_nixl.compat.nixl_worker makes these from the names of options.
     words |= {word.replace("-", "_") for word in words}
     assert [name for reads in READS for name in reads.names if name not in words] == []
 

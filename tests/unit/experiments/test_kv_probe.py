@@ -178,10 +178,10 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
         SimpleNamespace(request_id="on p", name="u", block_ids=blocks, ready_tokens=len(blocks))
         for blocks in ((), ([0],), ([0, 3],))
     )
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[wanted], offered=[announced])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[wanted], offered=[announced])})
     assert not recorder.offered
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[], offered=[first])})
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[], offered=[last])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[], offered=[first])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[], offered=[last])})
     assert [one.transfer for one in recorder.pending.values()] == ["t"]
     connector.finished_sending = {"on p", "of another kind"}
     recorder.finish()
@@ -200,7 +200,7 @@ def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: Modul
     recorder = recorder_of(probe, connector)
     manifest = SimpleNamespace(request_id="on p", groups=(SimpleNamespace(block_ids=(0, 3)),))
     wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest)
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(wanted=[wanted], offered=[])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[wanted], offered=[])})
     connector.moved = {f"{probe.OVER}7": None}
     recorder.finish()
     (record,) = recorder.records

@@ -31,9 +31,9 @@ from experiments.mesh.tables import num_bytes, sizes
 from experiments.mesh.troubles import Troubles
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.memory import Network
-from kvcached_nixl.worker.handover import offer
-from kvcached_nixl.worker.handover.local import Routes
-from kvcached_nixl.worker.handover.verification import WordTable
+from kvcached_nixl.worker.transfer import recent_set
+from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
+from kvcached_nixl.worker.transfer.topology import PeerRoutes
 
 WRONG, FAILED = End.WRONG.value, End.FAILED.value
 
@@ -41,7 +41,7 @@ WRONG, FAILED = End.WRONG.value, End.FAILED.value
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The experiment sets how much is remembered."""
-    monkeypatch.setattr(offer, "REMEMBERED", offer.REMEMBERED)
+    monkeypatch.setattr(recent_set, "CAPACITY", recent_set.CAPACITY)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     yield
@@ -93,10 +93,10 @@ def test_deadlines_may_keep_a_few_that_were_moved() -> None:
     ("changes", "words"),
     [
         ({}, []),
-        ({"tables": {"Landings._free": 7, "Peers.dropped": 2, "Peers._links": 0}}, []),
+        ({"tables": {"TokenBuffers._free": 7, "Peers.dropped": 2, "Peers._links": 0}}, []),
         ({"tables": {"Peers._links": 1}}, ["Peers._links has 1"]),
-        ({"tables": {"Serving._over": 10}}, []),
-        ({"tables": {"Serving._over": 11}}, ["Serving._over has 11"]),
+        ({"tables": {"OfferRegistry._finished": 10}}, []),
+        ({"tables": {"OfferRegistry._finished": 11}}, ["OfferRegistry._finished has 11"]),
         ({"blocks": 3}, ["3 blocks are not free"]),
         ({"words": 2}, ["2 engines keep words"]),
     ],
@@ -162,13 +162,13 @@ def _deliver_half(network: Network, posted: Any) -> None:
 
 def test_a_table_that_is_not_cleared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes to agents that are gone."""
-    monkeypatch.setattr(Routes, "forget", lambda self, agent: None)
+    monkeypatch.setattr(PeerRoutes, "forget", lambda self, agent: None)
     found = experiment.measure("pull", 3, 200, 20, 1, lambda words: None)
-    assert any(words.startswith("Routes._found has") for words in found.left)
+    assert any(words.startswith("PeerRoutes._found has") for words in found.left)
 
 
 def test_a_word_that_is_not_removed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WordTable, "remove", lambda self, owner: None)
+    monkeypatch.setattr(TokenTable, "remove", lambda self, owner: None)
     found = experiment.measure("pull", 3, 50, 0, 1, lambda words: None)
     assert any(words.endswith("engines keep words") for words in found.left)
 
@@ -186,8 +186,8 @@ def test_tables_are_found_however_deep_and_counted_in_bytes() -> None:
     small = mesh(TransferMode.PULL)
     empty, empty_bytes = sizes(small.roots), num_bytes(small.roots)
     side = small.members[0].engine.side
-    side.thread._receiving._asked_again[object()] = 1.0  # type: ignore[index]
-    side.thread._side.peers._places["somewhere", 1, 0] = "x" * 10_000  # type: ignore[assignment]
+    side.thread._receiver._asked_again[object()] = 1.0  # type: ignore[index]
+    side.thread._context.peers._places["somewhere", 1, 0] = "x" * 10_000  # type: ignore[assignment]
     found = sizes(small.roots)
-    assert found - empty == {"Receiving._asked_again": 1, "Peers._places": 1}
+    assert found - empty == {"Receiver._asked_again": 1, "Peers._places": 1}
     assert 10_000 < num_bytes(small.roots) - empty_bytes < 12_000

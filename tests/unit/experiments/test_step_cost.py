@@ -98,7 +98,7 @@ def test_times_are_the_middle_and_the_largest_of_few() -> None:
 def waiting_in(side: Side) -> int:
     """Hand-overs of which the transfer thread still has something."""
     thread = side.engine.side.thread
-    return len(thread._receiving) + len(thread._serving)
+    return len(thread._receiver) + len(thread._registry)
 
 
 @pytest.mark.parametrize("mode", TransferMode)

@@ -36,8 +36,8 @@ from experiments.transfer_rate.timing import TimedTransport, longest_hold
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.transport.base import State
 from kvcached_nixl.transport.memory import Network
-from kvcached_nixl.worker.descriptors import Blocks, Route
-from kvcached_nixl.worker.handover.posting import Budget, Job, Posting
+from kvcached_nixl.worker.geometry.descriptors import Blocks, Route
+from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferJob, TransferQueue
 
 SETTING = ("shared memory", "pull", CONTIGUOUS)
 
@@ -99,14 +99,14 @@ def test_a_load_has_the_bytes_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("length", [4096, 1 << 18, 1 << 23])
 def test_plain_nixl_is_cut_as_a_hand_over_is(length: int) -> None:
-    """The batches that are compared are those that `Posting` makes."""
+    """The batches that are compared are those that `TransferQueue` makes."""
     network = Network()
     one, other = network.agent("one"), network.agent("other")
     peer = one.add_peer(other.metadata())
     ranges = np.stack((np.arange(3000) * length, np.full(3000, length)), axis=1).astype(np.int64)
     budget = Budget(all_bytes=1 << 60, peer_bytes=1 << 60, peer_transfers=10_000)
-    posting = Posting(one, ManualClock(), lambda peer: None, budget=budget)
-    posting.submit(Job("READ", peer, ranges, ranges, lambda failed: None))
+    posting = TransferQueue(one, ManualClock(), lambda peer: None, budget=budget)
+    posting.submit(TransferJob("READ", peer, ranges, ranges, lambda failed: None))
     posting.turn()
     posted = [len(one.local) for one in network.pending if one.local is not None]
     assert [rows.stop - rows.start for rows in cut(ranges[:, 1], budget)] == posted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""proxy/line.py and proxy/connections.py: answers that are whole, cut, late, unasked for, or no HTTP at all."""
+"""proxy/{http_connection,connections}.py: answers that are whole, cut, late, unasked for, or no HTTP at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvcached_nixl.proxy.connections import Connections, Reply
-from kvcached_nixl.proxy.failure import Cause, LegFailed
+from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 
 HOST = "127.0.0.1"
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -143,7 +143,7 @@ def test_an_answer_that_is_not_whole_is_none(answer: bytes) -> None:
         async with server(saying(answer)) as connections:
             with pytest.raises(LegFailed) as failed:
                 await asyncio.wait_for(ask(connections), 10)
-            assert failed.value.cause is Cause.BROKEN
+            assert failed.value.cause is RouterFailure.BROKEN
 
     asyncio.run(run())
 
@@ -247,7 +247,7 @@ def test_nobody_there_is_not_delivered() -> None:
         connections = Connections("x:1", f"http://{HOST}:1", 1.0)
         with pytest.raises(LegFailed) as failed:
             await connections.ask("GET", "/", [])
-        assert failed.value.cause is Cause.UNREACHABLE
+        assert failed.value.cause is RouterFailure.UNREACHABLE
 
     asyncio.run(run())
 
@@ -277,7 +277,7 @@ def test_servers_may_be_behind_tls_and_are_not_believed_without_a_certificate(
             else:
                 with pytest.raises(LegFailed) as failed:
                     await ask(connections)
-                assert failed.value.cause is Cause.UNREACHABLE
+                assert failed.value.cause is RouterFailure.UNREACHABLE
             connections.close()
         listening.close()
 

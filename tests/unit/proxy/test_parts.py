@@ -18,8 +18,8 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.app import create_app
 from kvcached_nixl.proxy.auth import may_administer, require_key
-from kvcached_nixl.proxy.failure import Cause, ClientLeft, Refusal, error_body
-from kvcached_nixl.proxy.guard import Guard
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body
 from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
 from kvcached_nixl.proxy.incoming import draw_id, passed_on
 from kvcached_nixl.proxy.options import Options, add_arguments, from_arguments
@@ -280,7 +280,7 @@ def test_an_error_has_vllm_s_shape() -> None:
     assert json.loads(error_body(503, "words", "n")) == {
         "error": {"message": "words", "type": "ServiceUnavailableError", "param": "n", "code": 503}
     }
-    assert all(one.value == one.value.lower() for one in Cause)
+    assert all(one.value == one.value.lower() for one in RouterFailure)
 
 
 def test_a_server_that_is_down_is_looked_at_later_each_time_and_one_that_is_suspected_soon() -> None:
@@ -321,7 +321,7 @@ def test_what_is_said_to_a_lost_connection_is_said_to_nobody(is_closing: bool) -
     """uvloop raises what asyncio passes over; on a connection that lives the same error is a defect."""
     out = Outgoing(closed, b"id", lambda: is_closing)
     for said in (
-        out.refuse(Refusal(400, Cause.BODY, "no")),
+        out.refuse(Refusal(400, RouterFailure.BODY, "no")),
         out.begin(b"text/event-stream"),
         out.piece(b"x"),
         out.end(),
@@ -341,9 +341,9 @@ def test_a_second_answer_is_a_defect_whatever_the_connection_does() -> None:
 
     async def run() -> None:
         out = Outgoing(once, b"id", lambda: True)
-        await out.refuse(Refusal(400, Cause.BODY, "no"))
+        await out.refuse(Refusal(400, RouterFailure.BODY, "no"))
         with pytest.raises(RuntimeError, match="already completed"):
-            await out.refuse(Refusal(400, Cause.BODY, "again"))
+            await out.refuse(Refusal(400, RouterFailure.BODY, "again"))
 
     asyncio.run(run())
 
@@ -367,5 +367,5 @@ def test_a_client_that_leaves_before_its_refusal_has_left_and_nothing_is_logged_
         return {"type": "http.request", "body": b"no JSON"}
 
     asyncio.run(routed(scope, receive, closed))
-    assert [(one.outcome, one.status) for one in ended] == [(Cause.CLIENT_LEFT.value, 400)]
+    assert [(one.outcome, one.status) for one in ended] == [(RouterFailure.CLIENT_LEFT.value, 400)]
     assert aborted == [True] and routed.in_flight == 0

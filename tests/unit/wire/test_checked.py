@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.wire.checked import (
     MAX_TP_SIZE,
-    BlockId,
+    BlockNumber,
     Count,
     Digest,
     Identifier,
+    Incarnation,
     Malformed,
     Port,
     Rank,
     Seconds,
-    Start,
     TpSize,
     convert,
     decoder,
@@ -47,11 +47,11 @@ class Tree(msgspec.Struct, forbid_unknown_fields=True):
         (Port, [1, 65535], [0, 65536, -1, True, "80", 80.0, 2**70]),
         (TpSize, [1, MAX_TP_SIZE], [0, -1, MAX_TP_SIZE + 1, 10**9, True, 1.5]),
         (Rank, [0, MAX_TP_SIZE - 1], [-1, MAX_TP_SIZE]),
-        (BlockId, [0, 2**31 - 1], [-1, 2**31, False]),
+        (BlockNumber, [0, 2**31 - 1], [-1, 2**31, False]),
         (Count, [0, 2**31 - 1], [-1, 2**31, None]),
         (Seconds, [1, 0.5, 86_400], [0, -1, 86_401, float("nan"), float("inf"), "30", True]),
         (Digest, ["0123456789abcdef" * 2], ["", "0" * 31, "0" * 33, "A" * 32, "0" * 32 + "\n", 0]),
-        (Start, ["0123456789abcdef"], ["", "0" * 15, "0" * 17, "g" * 16, "0" * 16 + "\n", 2**53]),
+        (Incarnation, ["0123456789abcdef"], ["", "0" * 15, "0" * 17, "g" * 16, "0" * 16 + "\n", 2**53]),
     ],
 )
 def test_each_type_takes_its_range_and_nothing_beside_it(kind: Any, good: list[Any], bad: list[Any]) -> None:

@@ -42,11 +42,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_7_is_these_words() -> None:
+def test_the_tag_of_protocol_8_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 7
+    assert PROTOCOL == 8
     assert str(TAG) == (
-        "kvcached_nixl/7 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
+        "kvcached_nixl/8 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
         "of cells of 64 bytes]"
     )
 
@@ -70,7 +70,7 @@ def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
     """Through the bytes that vLLM's side channel carries."""
     said = msgspec.msgpack.encode(Answer("0123456789abcdef", msgspec.msgpack.encode(RANK)))
     answer = read_answer(said)
-    assert answer.start == "0123456789abcdef"
+    assert answer.incarnation == "0123456789abcdef"
     assert read_rank(answer.rank) == RANK
 
 
@@ -91,11 +91,11 @@ def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
         {"kernel_blocks_per_block": 0},
         {"kernel_blocks_per_block": -1},
         {"kernel_blocks_per_block": 2**31},
-        {"words_address": -1},
-        {"words_address": 2**63},
-        {"words_address": 2**63 - 1},
-        {"words_address": 2**62},
-        {"words_address": None},
+        {"token_table_address": -1},
+        {"token_table_address": 2**63},
+        {"token_table_address": 2**63 - 1},
+        {"token_table_address": 2**62},
+        {"token_table_address": None},
         {"engine_id": None},
         {"process": None},
         {"process": {"pid": -1}},
@@ -120,9 +120,9 @@ def test_a_rank_that_leaves_something_out_is_malformed(missing: str) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"\xc1", b"\x91" * 100_000, b"\x80", msgspec.msgpack.encode({"start": 1, "rank": b""})]
-    + [msgspec.msgpack.encode({"start": start, "rank": b""}) for start in ("", "0" * 17, "x" * 16)]
-    + [msgspec.msgpack.encode({"start": "0" * 16, "rank": "text"}), msgspec.msgpack.encode(RANK)],
+    [b"", b"\xc1", b"\x91" * 100_000, b"\x80", msgspec.msgpack.encode({"incarnation": 1, "rank": b""})]
+    + [msgspec.msgpack.encode({"incarnation": start, "rank": b""}) for start in ("", "0" * 17, "x" * 16)]
+    + [msgspec.msgpack.encode({"incarnation": "0" * 16, "rank": "text"}), msgspec.msgpack.encode(RANK)],
     ids=lambda said: repr(said[:20]),
 )
 def test_an_answer_that_is_none_is_malformed(said: bytes) -> None:

@@ -12,16 +12,17 @@ import pytest
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.lease import beats, is_beat
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 from kvcached_nixl.wire.messages import (
     MAX_ATTEMPT,
     PREFIX,
+    KernelBlockRange,
     Message,
     Peer,
-    Ready,
     Registration,
     Release,
-    Room,
+    StagingGrant,
+    StagingRequest,
     Stopped,
     Withdrawal,
     Written,
@@ -35,9 +36,9 @@ DIGEST = "0123456789abcdef" * 2
 PEER = Peer(EngineId("engine"), "127.0.0.1", 5600, 2, 1)
 MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, 32, (1, 1), (), 30.0, 0)
 REGISTRATION = Registration(
-    attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, start="0" * 16, name="transfer:t",
+    attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, incarnation="0" * 16, name="transfer:t",
     request_id="p-1", digest=DIGEST, num_tokens=98, first_token=32, end_token=97, block_size=32,
-    groups=(BlockRange(32, (3, 9, 4)), BlockRange(64, (2**31 - 1, 5))),
+    groups=(KernelBlockRange(32, (3, 9, 4)), KernelBlockRange(64, (2**31 - 1, 5))),
 )  # fmt: skip
 MESSAGES: list[Message] = [
     REGISTRATION,
@@ -49,13 +50,13 @@ MESSAGES: list[Message] = [
     Stopped(0, 1, 8, "no peer"),
 ]
 GROUP = {"first_token": 32, "block_ids": [1]}
-ROOM = Room(7, PEER, 32, 97, (BlockRange(32, (3, 9, 4)), BlockRange(64, (7, 5))))
+ROOM = StagingGrant(7, PEER, 32, 97, (KernelBlockRange(32, (3, 9, 4)), KernelBlockRange(64, (7, 5))))
 MESSAGES += [
-    msgspec.structs.replace(REGISTRATION, groups=(BlockRange(32, ()),), by_rooms=True),
+    msgspec.structs.replace(REGISTRATION, groups=(KernelBlockRange(32, ()),), is_staged=True),
     msgspec.structs.replace(REGISTRATION, is_verified=True),
-    msgspec.structs.replace(REGISTRATION, groups=(BlockRange(32, ()),), is_verified=True, is_read=True),
+    msgspec.structs.replace(REGISTRATION, groups=(KernelBlockRange(32, ()),), is_verified=True, is_read=True),
     ROOM,
-    Ready(7, 1, 32, 97),
+    StagingRequest(7, 1, 32, 97),
     Written(7, 1, 3, None, 64),
 ]
 FUZZED_MESSAGES = 100_000
@@ -107,10 +108,10 @@ def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> No
         {"groups": [{**GROUP, "first_token": 0}]},
         {"groups": [{**GROUP, "first_token": 33}]},
         {"groups": [1, 2]},
-        {"groups": [GROUP], "by_rooms": True},
+        {"groups": [GROUP], "is_staged": True},
         {"groups": [GROUP], "is_verified": True, "is_read": True},
         {"groups": [{"first_token": 32, "block_ids": []}], "is_read": True},
-        {"groups": [{"first_token": 32, "block_ids": []}], "is_read": True, "is_verified": True, "by_rooms": True},
+        {"groups": [{"first_token": 32, "block_ids": []}], "is_read": True, "is_verified": True, "is_staged": True},
         {"decode": {"engine_id": "e", "host": "h", "port": 0, "tp_size": 1, "tp_rank": 0}},
         {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 1}},
         {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 10**9, "tp_rank": 0}},
@@ -136,8 +137,8 @@ def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> No
         (ROOM, {"groups": []}),
         (ROOM, {"groups": [GROUP, GROUP]}),
         (ROOM, {"decode": None}),
-        (Ready(7, 1, 32, 97), {"end_token": 32}),
-        (Ready(7, 1, 32, 97), {"first_token": -1}),
+        (StagingRequest(7, 1, 32, 97), {"end_token": 32}),
+        (StagingRequest(7, 1, 32, 97), {"first_token": -1}),
         (Written(7, 0, 2, MANIFEST), {"end_token": -1}),
         (Written(7, 0, 2, MANIFEST), {"index": -1}),
         (Written(7, 0, 2, MANIFEST), {"index": "0"}),

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE, Malformed
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 from kvcached_nixl.wire.params import (
     MANIFEST_KEY,
     MAX_REQUEST_ID,
-    Fetch,
+    FetchParams,
     KvTransferParams,
     RemotePrefill,
     asks,
@@ -40,7 +40,7 @@ ANSWER = prefill_params(PREFILL, MANIFEST, transfer_id=None, transfer_mode="pull
 BOTH_AT_ONCE: dict[str, Any] = {"do_remote_prefill": True, **COORDINATES}
 
 
-def read(params: dict[str, Any], *, may_rendezvous: bool = False, request_id: str = "cmpl-d-0-89ef4567") -> Fetch:
+def read(params: dict[str, Any], *, may_rendezvous: bool = False, request_id: str = "cmpl-d-0-89ef4567") -> FetchParams:
     return read_fetch(params, request_id, may_rendezvous=may_rendezvous)
 
 
@@ -88,7 +88,7 @@ def test_both_roles_or_none_or_no_booleans_are_refused(roles: dict[str, Any]) ->
     plain = {key: value for key, value in ANSWER.items() if not key.startswith("do_")}
     with pytest.raises(HandOverFailed, match="exactly one of do_remote_prefill and do_remote_decode") as refused:
         read(plain | roles)
-    assert refused.value.cause is Cause.PARAMETERS
+    assert refused.value.cause is FailureCause.PARAMETERS
     with pytest.raises(HandOverFailed, match="exactly one"):
         require_one_role(roles)
     assert len(str(refused.value)) < 500
@@ -101,7 +101,7 @@ def test_a_role_that_is_nested_deeper_than_can_be_shown_is_refused() -> None:
     for refusing in (lambda: read(ANSWER | {"do_remote_decode": deep}), lambda: read(ANSWER | {MANIFEST_KEY: deep})):
         with pytest.raises(HandOverFailed) as refused:
             refusing()
-        assert refused.value.cause is Cause.PARAMETERS
+        assert refused.value.cause is FailureCause.PARAMETERS
 
 
 def test_a_field_with_an_endless_name_is_not_shown_whole() -> None:
@@ -162,7 +162,7 @@ def test_coordinates_that_cannot_be_used_are_refused_and_named(changed: dict[str
     """B1 and B4: a port that is missing waited for ever, a size of 10**9 built so many peers."""
     with pytest.raises(HandOverFailed, match=f"kv_transfer_params: .*{next(iter(changed))}") as refused:
         read((ANSWER if is_answer else BOTH_AT_ONCE) | changed, may_rendezvous=True)
-    assert refused.value.cause is Cause.PARAMETERS
+    assert refused.value.cause is FailureCause.PARAMETERS
 
 
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port"])
@@ -180,7 +180,7 @@ def test_parameters_without_a_manifest_are_refused_with_the_remedy(there: dict[s
     params = {name: value for name, value in ANSWER.items() if name != MANIFEST_KEY} | there
     with pytest.raises(HandOverFailed, match="pass the whole kv_transfer_params of prefill's answer on") as refused:
         read(params)
-    assert refused.value.cause is Cause.NO_MANIFEST
+    assert refused.value.cause is FailureCause.NO_MANIFEST
     assert MANIFEST_KEY in str(refused.value)
     found = read(params | {"transfer_id": "t"}, may_rendezvous=True)
     assert (found.manifest, found.lease_name) == (None, "transfer:t")
@@ -191,7 +191,7 @@ def test_parameters_without_a_manifest_are_refused_with_the_remedy(there: dict[s
 def test_a_manifest_that_is_none_is_refused_even_where_none_is_needed(value: object, may_rendezvous: bool) -> None:
     with pytest.raises(HandOverFailed, match="kv_transfer_params: ") as refused:
         read(ANSWER | {MANIFEST_KEY: value}, may_rendezvous=may_rendezvous)
-    assert refused.value.cause is Cause.PARAMETERS
+    assert refused.value.cause is FailureCause.PARAMETERS
 
 
 @pytest.mark.parametrize("value", [None, -1, "", "\ud800", float("nan"), float("inf"), [], {}, True, 2**70], ids=ascii)
@@ -203,7 +203,7 @@ def test_each_field_of_a_manifest_is_checked(field: str, value: object) -> None:
         return
     with pytest.raises(HandOverFailed) as refused:
         read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {field: value}})
-    assert refused.value.cause is Cause.PARAMETERS
+    assert refused.value.cause is FailureCause.PARAMETERS
 
 
 def test_a_lease_is_named_as_exactly_as_it_can_be() -> None:
@@ -247,7 +247,7 @@ def test_a_name_that_is_none_is_malformed_and_named(key: str, wrong: object) -> 
         name_of({key: wrong}, "x")
     with pytest.raises(HandOverFailed, match=key) as refused:
         read(BOTH_AT_ONCE | {key: wrong}, may_rendezvous=True)
-    assert refused.value.cause is Cause.PARAMETERS
+    assert refused.value.cause is FailureCause.PARAMETERS
 
 
 def test_a_request_whose_own_id_nobody_can_send_is_refused() -> None:
@@ -311,7 +311,7 @@ def test_what_prefill_answers_leads_decode_to_it(
     answer = json.loads(json.dumps(made))
     found = read(answer, request_id=decode_id)
     assert (found.prefill, found.manifest) == (prefill, manifest)
-    assert found.manifest is not None and found.manifest.word == manifest.word
+    assert found.manifest is not None and found.manifest.ownership_token == manifest.ownership_token
     asked = {"do_remote_decode": True} | ({} if transfer_id is None else {"transfer_id": transfer_id})
     assert found.name == name_of(asked, prefill_id)
 
@@ -356,13 +356,13 @@ def test_ten_thousand_mutated_answers_are_read_or_refused() -> None:
         try:
             found = read(params, may_rendezvous=bool(draw.randrange(2)))
         except HandOverFailed as cause:
-            assert cause.cause in (Cause.PARAMETERS, Cause.NO_MANIFEST)
+            assert cause.cause in (FailureCause.PARAMETERS, FailureCause.NO_MANIFEST)
             assert len(str(cause)) < 1000
             refused += 1
         else:
             # Whatever follows can be sent on.
             assert found.lease_name.encode() and found.prefill.host.encode()
-            assert found.manifest is None or found.manifest.word
+            assert found.manifest is None or found.manifest.ownership_token
     assert 3_000 < refused < 10_000
 
 

@@ -12,23 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import Cause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
     FAILING,
-    Offered,
-    Released,
-    Renewed,
+    FetchSpec,
+    LeaseRenewal,
+    OfferUpdate,
     Step,
-    Wanted,
+    UnneededOffer,
     failed_mark,
     failure_of,
-    over_id,
-    overs_of,
-    quiet_id,
-    quiets_of,
+    finished_attempt_id,
+    finished_attempts_of,
+    idle_hold_id,
+    idle_holds_of,
 )
 
 PREFILL = RemotePrefill("p", "h", 1, 1)
@@ -39,16 +39,16 @@ ATTEMPTS = st.integers(0, MAX_ATTEMPT - 1)
 def test_each_word_is_taken_out_by_its_own_reader_and_no_other(
     attempts: set[int], holds: set[int], others: set[str]
 ) -> None:
-    received = {*map(over_id, attempts), *others}
-    assert sorted(overs_of(received)) == sorted(attempts)
+    received = {*map(finished_attempt_id, attempts), *others}
+    assert sorted(finished_attempts_of(received)) == sorted(attempts)
     assert received == others
-    sent = {*map(quiet_id, holds), *others}
-    assert sorted(quiets_of(sent)) == sorted(holds)
+    sent = {*map(idle_hold_id, holds), *others}
+    assert sorted(idle_holds_of(sent)) == sorted(holds)
     assert sent == others
 
 
-@given(ATTEMPTS, st.sampled_from(Cause))
-def test_a_failure_comes_back_with_its_cause(attempt: int, cause: Cause) -> None:
+@given(ATTEMPTS, st.sampled_from(FailureCause))
+def test_a_failure_comes_back_with_its_cause(attempt: int, cause: FailureCause) -> None:
     """It is below every block id there is, and is not the sign that tells vLLM to ask."""
     mark = failed_mark(attempt, cause)
     assert failure_of(mark) == (attempt, cause)
@@ -62,33 +62,33 @@ def test_a_block_is_no_failure(block_id: int) -> None:
 
 
 def test_marks_of_different_attempts_and_causes_differ() -> None:
-    marks = {failed_mark(attempt, cause) for attempt in range(200) for cause in Cause}
-    assert len(marks) == 200 * len(Cause)
+    marks = {failed_mark(attempt, cause) for attempt in range(200) for cause in FailureCause}
+    assert len(marks) == 200 * len(FailureCause)
 
 
 def test_causes_keep_their_numbers_and_their_labels() -> None:
     """The numbers travel between processes, the labels are a metric's."""
-    assert [(cause.value, cause.label) for cause in Cause] == list(
+    assert [(cause.value, cause.label) for cause in FailureCause] == list(
         enumerate(
-            ["parameters", "no_manifest", "digest", "range", "start", "refused", "unreachable", "lost", "lease"]
+            ["parameters", "no_manifest", "digest", "range", "restarted", "refused", "unreachable", "lost", "lease"]
             + ["stopped", "deadline", "protocol", "defect", "quarantine", "bytes", "revoked", "media"]
         )
     )
-    failed = HandOverFailed(Cause.LEASE, "words")
-    assert (failed.cause, str(failed)) == (Cause.LEASE, "words")
+    failed = HandOverFailed(FailureCause.LEASE, "words")
+    assert (failed.cause, str(failed)) == (FailureCause.LEASE, "words")
 
 
 NEWS: dict[str, Any] = {
-    "renewed": [Renewed(DecodeRequestId("d"), PREFILL, "n", 30.0, 120.0)],
+    "renewed": [LeaseRenewal(DecodeRequestId("d"), PREFILL, "n", 30.0, 120.0)],
     "unrenewed": [DecodeRequestId("d")],
-    "wanted": [Wanted(1, DecodeRequestId("d"), PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),))],
+    "fetches": [FetchSpec(1, DecodeRequestId("d"), PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),))],
     "withdrawn": {1: "why"},
-    "released": [Released(PREFILL, "p", "n", "")],
+    "released": [UnneededOffer(PREFILL, "p", "n", "")],
     "preempted": [(PrefillRequestId("p"), 1)],
     "finished": [PrefillRequestId("p")],
     "stopped": {PrefillRequestId("p"): "why"},
     "revoked": {PrefillRequestId("p"): "why"},
-    "offered": [Offered(PrefillRequestId("p"), "n", "", 4, ([1],), 4, None)],
+    "offered": [OfferUpdate(PrefillRequestId("p"), "n", "", 4, ([1],), 4, None)],
     "counts": {1: 1},
     "quarantined_blocks": 0,
 }
@@ -97,7 +97,7 @@ NEWS: dict[str, Any] = {
 @pytest.mark.parametrize("field", sorted(NEWS))
 def test_anything_in_a_step_is_news(field: str) -> None:
     """But for a step's own frame, and for what it computes."""
-    frame = {"host", "port", "wake_key", "start", "is_idle", "unkept"}
+    frame = {"host", "port", "wake_key", "incarnation", "is_idle", "unkept"}
     assert set(Step.__struct_fields__) == {*NEWS, *frame}
     assert not Step("h", 1, "k", "s").has_news
     assert not Step("h", 1, "k", "s", is_idle=False).has_news

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvcached_memory import Geometry
 
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.layout import Layout, plan
-from kvcached_nixl.worker.planes import planes_of
+from kvcached_nixl.worker.geometry.layout import Layout, plan
+from kvcached_nixl.worker.geometry.planes import planes_of
 from kvcached_nixl.worker.staging.slab import Slab
 
 CPU = torch.device("cpu")

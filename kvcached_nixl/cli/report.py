@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed, what each patch came to, and who provides each capability."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from kvcached_nixl.compat.compared import COMPARED
+from kvcached_nixl.compat.model_runner_policy import RunnerFound, outlook
+from kvcached_nixl.compat.model_runner_query import ask
+from kvcached_nixl.compat.series import Capability, Provision
+from kvcached_nixl.compat.versions import environment_refusals, found_version, row_of
+from kvcached_nixl.errors import Refused, SettingsError
+from kvcached_nixl.patching import Outcome, Registry, State
+from kvcached_nixl.settings import read_gate
+from kvcached_nixl.version import __version__
+
+__all__ = ["Report", "asked", "make", "render", "to_json"]
+
+_COLOURS = MappingProxyType({State.APPLIED: "32", State.SKIPPED: "33", State.REFUSED: "31", State.PENDING: "2"})
+_RUNNER = "runner"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of this package in one process.
+
+    Attributes:
+        gate: "on", or what turned the package off.
+        versions: what is importable, by library; None if it is not.
+        outcomes: one per patch, in order; empty if nothing was installed or vLLM is not imported yet.
+        capabilities: who provides what with the installed vLLM; empty if that is not supported.
+        refusals: everything that stops a start, by name.
+        runners: the model runner that vLLM has; of a model, once on each kind of device that was asked for.
+    """
+
+    gate: str
+    versions: Mapping[str, str | None]
+    outcomes: tuple[Outcome, ...]
+    capabilities: Mapping[Capability, Provision]
+    refusals: tuple[tuple[str, Refused], ...]
+    runners: tuple[RunnerFound, ...] = ()
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.refusals)
+
+
+def make(registry: Registry | None) -> Report:
+    """Take stock; ``registry`` is None if nothing is installed. Imports none of the libraries it reports on."""
+    try:
+        gate = read_gate(os.environ).value
+    except Refused as cause:
+        gate = f"unclear: {cause.found}"
+    versions = {library: found_version(library) for library in ("vllm", "kvcached", "nixl", "torch")}
+    row = row_of(versions["vllm"])
+    refusals = dict(registry.refusals() if registry is not None else ())
+    found = Report(
+        gate=gate,
+        versions=versions,
+        outcomes=registry.outcomes() if registry is not None else (),
+        capabilities=row.provides if row is not None else {},
+        refusals=tuple({**dict(environment_refusals()), **refusals}.items()),
+    )
+    return _with_runners(found, lambda: outlook(versions["vllm"], os.environ))
+
+
+def asked(report: Report, model: str) -> Report:
+    """The report with vLLM's own answer for a model, a folder or a name. Imports vLLM.
+
+    What keeps it from being given is a refusal.
+    """
+    version = report.versions["vllm"]
+    return _with_runners(report, lambda: () if version is None else ask(model, version))
+
+
+def _with_runners(report: Report, find: Callable[[], tuple[RunnerFound, ...]]) -> Report:
+    refusals = {name: cause for name, cause in report.refusals if name != _RUNNER}
+    try:
+        runners = find()
+    except SettingsError as cause:
+        return replace(report, refusals=(*refusals.items(), (_RUNNER, cause)))
+    except Refused as cause:
+        return replace(report, refusals=(*report.refusals, ("model", cause)))
+    # Only a server that starts here is stopped by it.
+    new = [(_RUNNER, one.refusal) for one in runners if one.is_here and one.refusal is not None]
+    return replace(report, runners=runners, refusals=(*refusals.items(), *new))
+
+
+def render(report: Report, *, colour: bool = False) -> str:
+    """The report for people, over several lines, without a newline at the end."""
+    lines = [f"kvcached_nixl {__version__} ({report.gate})"]
+    lines += ["", "versions"]
+    lines += [f"  {library:<12} {version or 'not installed'}" for library, version in report.versions.items()]
+    lines += ["", "patches"]
+    width = max((len(outcome.name) for outcome in report.outcomes), default=0)
+    for outcome in report.outcomes:
+        state = f"{outcome.state.value:<8}"
+        if colour:
+            state = f"\x1b[{_COLOURS[outcome.state]}m{state}\x1b[0m"
+        lines.append(f"  {state} {outcome.name:<{width}}  {outcome.reason}")
+        lines += [f"  {'':<8} {'':<{width}}  - {note}" for note in outcome.notes]
+    if not report.outcomes:
+        lines.append("  none")
+    lines += ["", "capabilities"]
+    for capability, provision in report.capabilities.items():
+        origin = provision.origin.value
+        lines.append(f"  {capability.value:<12} {origin:<16} {provision.note}")
+    if not report.capabilities:
+        lines.append("  none: this vLLM is not supported")
+    lines += ["", "compared with every peer"]
+    lines += [f"  {what}: {how}" for what, how in COMPARED.items()]
+    lines += ["", "runner"]
+    for one in report.runners:
+        place = f"{one.device}, {'here' if one.is_here else 'not here'}: " if one.device else ""
+        runner = f"{one.runner}: " if one.runner else ""
+        lines.append(f"  {place}{runner}{one.why}; {one.verdict}")
+    if not report.runners:
+        lines.append("  not known")
+    for name, cause in report.refusals:
+        lines += ["", f"refused: {name}{cause}"]
+    return "\n".join(lines)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report for programs."""
+    return {
+        "kvcached_nixl": __version__,
+        "gate": report.gate,
+        "versions": dict(report.versions),
+        "patches": [
+            {"name": o.name, "process": o.process, "state": o.state.value, "reason": o.reason, "notes": list(o.notes)}
+            for o in report.outcomes
+        ],
+        "capabilities": {
+            capability.value: {**asdict(provision), "origin": provision.origin.value}
+            for capability, provision in report.capabilities.items()
+        },
+        "compared": dict(COMPARED),
+        "runner": [
+            {
+                "device": one.device or None,
+                "is_here": one.is_here,
+                "runner": one.runner or None,
+                "why": one.why,
+                "kvcached_accepts": list(one.accepted),
+                "remedy": one.refusal.remedy if one.refusal is not None else None,
+            }
+            for one in report.runners
+        ],
+        "refusals": [
+            {"name": n, "found": c.found, "expected": c.expected, "consequence": c.consequence, "remedy": c.remedy}
+            for n, c in report.refusals
+        ],
+    }

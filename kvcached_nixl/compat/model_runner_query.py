@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own answer to which model runner it has for a model.
+
+Sources: vLLM's ``engine/arg_utils.py`` and, since 0.22, ``config/vllm.py`` (``VllmConfig.use_v2_model_runner``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from kvcached_nixl.compat.model_runner_policy import (
+    SWITCH,
+    RunnerFound,
+    accepted,
+    by_switch,
+    judged,
+    named,
+    outlook,
+    stated,
+)
+from kvcached_nixl.errors import ContractChanged, Refused
+
+__all__ = ["ask", "runner_of"]
+
+_CONFIG = "vllm.config.vllm"
+_TRITON = "HAS_TRITON"
+
+
+def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
+    """Ask vLLM which runner it has for a model, all other options left as they are. Imports vLLM and starts nothing.
+
+    On a CPU it is asked twice, the second time as if there were a GPU: whether there is Triton is all that its choice
+    itself asks of the device, but for ROCm.
+
+    Args:
+        model: a folder, or a name. With ``HF_HUB_OFFLINE`` set before vLLM is imported, nothing is downloaded.
+        vllm: its version.
+
+    Raises:
+        SettingsError: see `stated`.
+        Refused: vLLM makes no configuration of this model.
+    """
+    wish = stated(os.environ, vllm)
+    if not accepted(vllm):
+        return outlook(vllm, os.environ)
+    from vllm.platforms import current_platform
+
+    with _listening() as said:
+        config = _config_of(model)
+        chosen = runner_of(config)
+    if wish is not None:
+        return (judged(vllm, "", chosen, by_switch(os.environ)),)
+    device = str(current_platform.device_type)
+    found = [judged(vllm, device, chosen, _by_model(config, said))]
+    if device == "cpu":
+        found.append(_on_a_gpu(vllm, config))
+    return tuple(found)
+
+
+def _on_a_gpu(vllm: str, config: Any) -> RunnerFound:
+    if _TRITON not in vars(importlib.import_module(_CONFIG)):
+        return judged(vllm, "cuda", "", "this vLLM cannot be asked for a GPU from here", is_here=False)
+    with _with_triton(), _listening() as said:
+        chosen = runner_of(config)
+    return judged(vllm, "cuda", chosen, _by_model(config, said), is_here=False)
+
+
+def _by_model(config: Any, said: list[str]) -> str:
+    names = ", ".join(config.model_config.architectures)
+    return f"vLLM's choice for {names}" + "".join(f": {words.rstrip('.')}" for words in said[-1:])
+
+
+def _config_of(model: str) -> Any:
+    """vLLM's configuration of a model, as ``vllm serve MODEL`` makes it."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        if "://" in model:
+            # vLLM fetches these even if the hub is offline.
+            raise ValueError("this is an address")
+        return EngineArgs(model=model).create_engine_config()
+    except Exception as cause:
+        words = " ".join(str(cause).split())
+        raise Refused(
+            found=f"vLLM makes no configuration of {model!r}: {type(cause).__name__}: {words}",
+            expected="a model whose config.json is on this machine, as a folder or by a name in Hugging Face's cache, "
+            "and settings that vLLM takes for it",
+            consequence="Which model runner it gets cannot be said.",
+            remedy="Mend what vLLM says, or give the folder of a model that it serves.",
+        ) from cause
+
+
+def runner_of(config: Any) -> str:
+    """The model runner of vLLM's configuration, "V1" or "V2": its own answer, which its workers take, too.
+
+    Up to 0.21 there is nothing to ask but the switch.
+
+    Raises:
+        ContractChanged: this vLLM decides by the model, and its configuration has no answer.
+    """
+    from vllm import envs
+
+    if "use_v2_model_runner" in vars(type(config)):
+        return named(bool(config.use_v2_model_runner))
+    wish = envs.VLLM_USE_V2_MODEL_RUNNER
+    if wish is None:
+        raise ContractChanged(
+            found="a vLLM that decides by the model, and a VllmConfig without use_v2_model_runner",
+            expected="vLLM's own answer there",
+            consequence="Which model runner a model gets cannot be said.",
+            remedy=f"Set {SWITCH}, which decides for every model.",
+        )
+    return named(wish)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    """What vLLM says meanwhile of its choice; it says each sentence once in a process."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            words = record.getMessage()
+            if "v1 model runner" in words.lower():
+                said.append(words)
+
+    logger, ear = logging.getLogger(_CONFIG), Ear()
+    logger.addHandler(ear)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(ear)
+
+
+@contextlib.contextmanager
+def _with_triton() -> Iterator[None]:
+    """vLLM's configuration takes it meanwhile that there is Triton. Changes a module: for a process of its own."""
+    names = vars(importlib.import_module(_CONFIG))
+    before = names[_TRITON]
+    names[_TRITON] = True
+    try:
+        yield
+    finally:
+        names[_TRITON] = before

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to the private state of a worker's half of vLLM's NIXL connector.
+
+Every name here is checked when it is used: a name that is gone is a refusal, not a default.
+Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.30).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from kvcached_nixl.compat.drafts import keeps_draft_kv
+from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.model_runner_query import runner_of
+from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
+from kvcached_nixl.compat.specs import odd_cells, specs_of
+from kvcached_nixl.compat.versions import found_version, installed_row
+from kvcached_nixl.compat.weights import model_facts
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.proof.result import Question
+from kvcached_nixl.wire.handshake import MemoryType
+
+__all__ = ["WorkerView", "transfer_results"]
+
+_PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
+"""Numbers that no other dimension of a cache has, so that their places in a shape tell what it counts."""
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """A worker's half of a NIXL connector."""
+
+    connector: Any
+
+    @property
+    def worker(self) -> Any:
+        return private(self.connector, "connector_worker")
+
+    @property
+    def _config(self) -> Any:
+        return private(self.worker, "vllm_config")
+
+    # -------------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def engine_id(self) -> str:
+        return str(private(self.worker, "engine_id"))
+
+    @property
+    def tp_size(self) -> int:
+        return int(private(self.worker, "world_size"))
+
+    @property
+    def tp_rank(self) -> int:
+        return int(private(self.worker, "tp_rank"))
+
+    @property
+    def extra_config(self) -> Mapping[str, Any]:
+        """``kv_connector_extra_config``."""
+        found: Mapping[str, Any] = private(self.worker, "kv_transfer_config").kv_connector_extra_config
+        return found
+
+    @property
+    def unserved(self) -> Sequence[tuple[str, str]]:
+        """What of this engine's configuration no peer could make sense of: (what it is, what it should be)."""
+        parallel = self._config.parallel_config
+        found = [
+            (name, getattr(parallel, name.replace("-", "_")))
+            for name in ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
+        ]
+        refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
+        sizes = {spec.block_size for group in self._groups for spec in specs_of(group.kv_cache_spec)}
+        own = self._config.cache_config.block_size
+        if sizes != {own}:
+            shown = ", ".join(map(str, sorted(sizes)))
+            refused.append((f"KV-cache groups with blocks of {shown} tokens", f"blocks of {own} tokens in every group"))
+        shuffles = is_rocm() and getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
+        if shuffles or "ROCM_ATTN" in {one.get_name() for one in private(self.worker, "attn_backends")}:
+            what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
+            refused.append((f"{what}, which keeps tokens of a block one inside the other", "another attention backend"))
+        model = private(self.worker, "model_config")
+        pruned = getattr(model.multimodal_config, "video_pruning_rate", None)
+        if pruned and private(model, "uses_mrope"):
+            # The encoder, which decode does not run for what prefill has computed, finds out where tokens stand.
+            refused.append((f"--video-pruning-rate {pruned} of a model whose tokens stand in space", "no pruning"))
+        # Scales of an fp8 cache that each engine computes for itself; vLLM 0.28 does not have them any more.
+        if getattr(self._config.cache_config, "calculate_kv_scales", False):
+            refused.append(("--calculate-kv-scales", "scales that come with the model"))
+        return refused
+
+    @property
+    def _groups(self) -> Any:
+        return private(self.worker, "kv_cache_config").kv_cache_groups
+
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What the bytes of KV follow from beside the weights; equal on both sides, or they mean something else."""
+        model, cache = private(self.worker, "model_config"), self._config.cache_config
+        facts = {
+            "vLLM": found_version("vllm"),
+            **model_facts(self._config),
+            "cache dtype": cache.cache_dtype,
+            "heads": f"{model.get_total_num_kv_heads()} of {model.get_head_size()}",
+            "layers": model.get_total_num_hidden_layers(),
+            "attention": self._attention,
+            "groups": len(self._groups),
+        }
+        return tuple((name, str(value)) for name, value in facts.items())
+
+    @property
+    def _attention(self) -> str:
+        name = str(private(self.worker, "backend_name"))
+        # It keeps a block's keys, and on some processors its values, in an order in which no part is a token's.
+        whole = name == "CPU_ATTN"
+        return f"{name}, whole blocks of {self._config.cache_config.block_size} tokens" if whole else name
+
+    @property
+    def answers_before_drafts(self) -> bool:
+        """Whether prefill may have answered when its device has not computed the draft model's part of the prompt.
+
+        Model runner V2 copies a step's tokens to the host before the draft model runs; V1 behind it, or, where the
+        drafter needs them on the host (disable_padded_drafter_batch), before. Sources: ``sample_tokens`` of
+        ``v1/worker/gpu/model_runner.py`` and ``v1/worker/gpu_model_runner.py``.
+        """
+        speculative = self._config.speculative_config
+        if not keeps_draft_kv(speculative):
+            return False
+        return runner_of(self._config) == "V2" or bool(speculative.disable_padded_drafter_batch)
+
+    # ---------------------------------------------------------------------------------------------------- its memory
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks vLLM planned, at the granularity of the attention kernel."""
+        return int(private(self.worker, "num_blocks"))
+
+    @property
+    def num_pools(self) -> int:
+        """Pools of layers that back the KV cache; layers of different groups may share one."""
+        tensors = private(self.worker, "kv_cache_config").kv_cache_tensors
+        if not installed_row().shape.logical_views:
+            return len(tensors)
+        return len({one.offset + number * one.layer_stride for one in tensors for number in range(len(one.layers))})
+
+    @property
+    def use_mla(self) -> bool:
+        return bool(private(self.worker, "use_mla"))
+
+    @property
+    def kernel_blocks_per_block(self) -> int:
+        """Blocks of the attention kernel in a block of the scheduler."""
+        return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Tokens of the longest request, requests at a time, and KV-cache groups."""
+        config = self._config
+        longest, running = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
+        return int(longest), int(running), len(self._groups)
+
+    @property
+    def total_kv_heads(self) -> int:
+        """KV heads of the model, over all ranks."""
+        return int(private(self.worker, "model_config").get_total_num_kv_heads())
+
+    @property
+    def memory_type(self) -> MemoryType:
+        """NIXL's word for where the KV cache is."""
+        return msgspec.convert(private(self.worker, "nixl_memory_type"), MemoryType)
+
+    def question(self, caches: Mapping[str, Any]) -> Question:
+        """What has to be known before these tensors are registered."""
+        cache = next(iter(caches.values()))
+        # Torch has -1 for the device of host memory.
+        index = max(int(cache.get_device()), 0)
+        return Question(str(cache.device.type), index, self.memory_type, tuple(self.backends))
+
+    @property
+    def device_id(self) -> int:
+        return int(private(self.worker, "device_id"))
+
+    def pages(self) -> dict[str, tuple[int, int, int]]:
+        """Layer name -> bytes (K and V, or the latent), tokens and heads of one kernel block in that layer."""
+        ratio = self.kernel_blocks_per_block
+        pages: dict[str, tuple[int, int, int]] = {}
+        for layer, spec in private(self.worker, "_layer_specs").items():
+            own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
+            if type(own).__name__ == "MambaSpec":
+                raise LayoutRefused(
+                    found=f"layer {layer!r} keeps a state (MambaSpec) beside attention layers",
+                    expected="attention layers only; linear attention and state-space layers are not supported yet",
+                    consequence="state and attention share pools in a way not described yet; the engine stops",
+                    remedy="serve this model without ENABLE_KVCACHED, or without a KV connector",
+                )
+            if words := odd_cells(own):
+                raise LayoutRefused(
+                    found=f"layer {layer!r} with {words}",
+                    expected="cells of one token and one head, K and V in the same or apart",
+                    consequence="peers with other blocks or heads would take one for the other; the engine stops",
+                    remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
+                )
+            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, int(private(own, "num_kv_heads"))
+        return pages
+
+    def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
+        """The shape of a layer's cache for telling numbers of blocks, tokens and heads, and those numbers."""
+        if installed_row().shape.logical_views:
+            heads = 1 if self.use_mla else _PROBED["num_heads"]
+            return (_PROBED["num_blocks"], heads, _PROBED["block_size"], 1), _PROBED
+        backend = private(self.worker, "attn_backends")[0]
+        shape = backend.get_kv_cache_shape(
+            num_blocks=_PROBED["num_blocks"],
+            block_size=_PROBED["block_size"],
+            num_kv_heads=_PROBED["num_heads"],
+            head_size=1,
+        )
+        return tuple(shape), _PROBED
+
+    # ----------------------------------------------------------------------------------------------------- its agent
+
+    @property
+    def agent(self) -> Any:
+        """The NIXL agent."""
+        return private(self.worker, "nixl_wrapper")
+
+    @property
+    def backends(self) -> list[str]:
+        """In whose memory the agent registers."""
+        return list(private(self.worker, "nixl_backends"))
+
+    def register_memory(
+        self, extents: Sequence[tuple[int, int]], device_id: int, memory_type: MemoryType | None = None
+    ) -> None:
+        """Register KV memory, (address, bytes) each, with the agent; of the cache's kind by default."""
+        self.worker.device_id = device_id
+        rows = [(address, length, device_id, "") for address, length in extents]
+        descriptors = self.agent.get_reg_descs(rows, memory_type or self.memory_type)
+        self.agent.register_memory(descriptors, backends=self.backends)
+        self.keep_registered(descriptors)
+
+    def keep_registered(self, descriptors: Any) -> None:
+        """The stock worker deregisters them when it shuts down."""
+        private(self.worker, "_registered_descs").append(descriptors)
+
+    def offer_handshake(self, compatibility: str, metadata: bytes) -> None:
+        """What this rank tells peers that ask, in vLLM's own envelope."""
+        envelope = private(first_module(METADATA_MODULES), "NixlHandshakePayload")
+        private(self.worker, "xfer_handshake_metadata")
+        self.worker.xfer_handshake_metadata = envelope(compatibility_hash=compatibility, agent_metadata_bytes=metadata)
+
+    # --------------------------------------------------------------------------------------------------- its metrics
+
+    def use_stats(self, stats: Any) -> None:
+        """Count in these from now on; vLLM takes them with each step."""
+        private(self.worker, "xfer_stats")
+        self.worker.xfer_stats = stats
+
+    @property
+    def stats(self) -> Any:
+        return private(self.worker, "xfer_stats")
+
+
+def transfer_results(sent: set[str], received: set[str]) -> Any:
+    """What the runner of vLLM 0.30 asks for. A receive that has failed is told among the invalid blocks, as before."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request on its way: attempts, each of one or two legs, until the client has an answer or an error.
+
+    pull     prefill is asked, its parameters go to decode as they came
+    push     both are asked at once, under a fresh name; prefill is found by what it has said of itself before, and
+             told which of its data-parallel ranks that was, if it has several
+    alone    decode computes the prompt itself
+
+Until the first piece has reached the client an attempt may be followed by another; after that nothing is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import Answered, LegFailed, Refusal, RouterFailure
+from kvcached_nixl.proxy.fleet import Fleet
+from kvcached_nixl.proxy.instance import Instance, Place, Role
+from kvcached_nixl.proxy.offer import Beside, NoParameters, Offer, read_offer
+from kvcached_nixl.proxy.options import Options
+from kvcached_nixl.proxy.outgoing import Outgoing
+from kvcached_nixl.proxy.policy import Wanted
+from kvcached_nixl.proxy.rank_count import ask_rank_count
+from kvcached_nixl.proxy.ranks import RANK_HEADER, Found, range_of
+from kvcached_nixl.proxy.record import Record
+from kvcached_nixl.proxy.relay import relay, require_success
+from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, prefill_body
+from kvcached_nixl.wire.params import KvTransferParams
+
+__all__ = ["Journey"]
+
+logger = logging.getLogger("kvcached_nixl.proxy")
+
+MOST_PREFILL_ANSWER_BYTES = 8 << 20
+PAUSE_SECONDS = 0.05
+LATE_PREFILL_SECONDS = 1.0
+"""How long a request that is answered waits for the end of prefill's leg, so that its connection can be kept."""
+
+
+class Journey:
+    """See the module. Once per request.
+
+    Args:
+        headers: for each leg, but for its id.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        options: Options,
+        asked: Asked,
+        headers: list[tuple[bytes, bytes]],
+        out: Outgoing,
+        record: Record,
+    ) -> None:
+        self._fleet = fleet
+        self._options = options
+        self._asked = asked
+        self._headers = headers
+        self._out = out
+        self._record = record
+        self._tried: set[str] = set()
+        self._legs = 0
+        self._may_push = True
+        self._wanted = Wanted(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens)
+
+    async def run(self) -> None:
+        """Until the client has its answer.
+
+        Raises:
+            Refusal: no server is up, or what is asked may not be done.
+            LegFailed: the last attempt's failure; the client may have had a part of the answer.
+            Answered: a server says that the request is wrong.
+        """
+        asked, options = self._asked, self._options
+        if asked.needs_leave and not options.decode_alone:
+            raise Refusal(400, RouterFailure.SEVERAL, f"{asked.words}.", param=asked.param)
+        attempt = 0
+        while True:
+            attempt += 1
+            self._record.attempts = attempt
+            try:
+                return await self._attempt()
+            except LegFailed as failure:
+                if self._out.has_begun or not failure.is_retriable:
+                    raise
+                if attempt >= options.attempts:
+                    if not self._may_go_alone(failure):
+                        raise
+                    return await self._alone(Alone.NO_PREFILL)
+                self._fleet.metrics.retries.labels(failure.cause.value).inc()
+                self._tried.add(failure.server)
+                if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER):
+                    # Decode may have failed for what it got, or did not get, from prefill.
+                    self._tried.add(self._record.prefill)
+                if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER, RouterFailure.RESTARTED):
+                    # Decode may have been told of a prefill that is gone; one that is asked first says where it is.
+                    self._may_push = False
+                self._record.words = failure.words
+            await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+
+    async def _attempt(self) -> None:
+        if self._asked.alone is not None:
+            return await self._alone(self._asked.alone)
+        place = self._fleet.choose(Role.PREFILL, self._wanted, self._tried)
+        if place is None:
+            if self._options.decode_alone:
+                return await self._alone(Alone.NO_PREFILL)
+            raise _nobody(Role.PREFILL)
+        if not self._fleet.is_up(Role.DECODE):
+            raise _nobody(Role.DECODE)
+        prefill = place.server
+        self._record.prefill = prefill.name
+        if prefill.ranks.wants_count:
+            await ask_rank_count(prefill, self._asked, self._headers_of(self._leg_id()), self._options)
+            place = self._fleet.choose_rank(prefill, self._wanted)
+        with prefill.kept() as taken:
+            self._record.on_first = taken
+            found = prefill.ranks.found(place.rank)
+            if found is not None and found.pushes and self._may_push:
+                return await self._push(place, found)
+            return await self._pull(place)
+
+    # ------------------------------------------------------------------------------------------------------ directions
+
+    async def _alone(self, reason: Alone) -> None:
+        asked, role = self._asked, Role.DECODE
+        if asked.params is not None and asked.params.do_remote_decode:
+            role = Role.PREFILL
+        place = self._fleet.choose(role, self._wanted, self._tried)
+        if place is None:
+            raise _nobody(role)
+        self._fleet.metrics.alone.labels(reason.value).inc()
+        self._record.direction, self._record.alone = "alone", reason.value
+        if reason is not Alone.NO_PARAMETERS:
+            self._record.prefill = ""
+        await self._answer_leg(place.server, asked.raw_params)
+
+    async def _pull(self, prefill: Place) -> None:
+        self._record.direction = "pull"
+        offer = await self._prefill_leg(prefill, None)
+        if offer.raw is None:
+            return await self._alone(Alone.NO_PARAMETERS)
+        # Only now: prefill may have taken long.
+        decode = self._choose_decode()
+        while True:
+            try:
+                return await self._answer_leg(decode, offer.raw)
+            except LegFailed as failure:
+                self._tried.add(decode.name)
+                other = self._fleet.choose(Role.DECODE, self._wanted, self._tried)
+                # If it was delivered, what prefill keeps may have been taken.
+                if failure.cause is not RouterFailure.UNREACHABLE or other is None or other.server.name in self._tried:
+                    raise
+                self._fleet.metrics.retries.labels(failure.cause.value).inc()
+                decode = other.server
+
+    async def _push(self, prefill: Place, found: Found) -> None:
+        self._record.direction = "push"
+        decode = self._choose_decode()
+        transfer_id = secrets.token_hex(16)
+        prefilling = asyncio.create_task(self._prefill_leg(prefill, transfer_id))
+        try:
+            params = KvTransferParams.for_decode(found.where, transfer_id)
+            await self._answer_leg(decode, params, Beside(prefilling, prefill.server, found))
+            await asyncio.wait({prefilling}, timeout=LATE_PREFILL_SECONDS)
+        except NoParameters:
+            await self._alone(Alone.NO_PARAMETERS)
+        finally:
+            # A connection that is closed before its answer has its server stop.
+            prefilling.cancel()
+            await asyncio.gather(prefilling, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------------------ legs
+
+    async def _prefill_leg(self, place: Place, transfer_id: str | None) -> Offer:
+        asked, options, prefill = self._asked, self._options, place.server
+        leg_id = self._leg_id()
+        late = LegFailed(RouterFailure.TIME, prefill.name, "prefill has not answered in time", status=504)
+        with self._leg(prefill, asked.prompt_tokens, place.rank) as guard:
+            guard.limit(options.prefill_seconds, late)
+            body = prefill_body(asked, transfer_id, leg_id)
+            headers = self._headers_of(leg_id, place.rank)
+            reply = await prefill.connections.ask("POST", asked.route.value, headers, body)
+            try:
+                said = await reply.body(MOST_PREFILL_ANSWER_BYTES)
+            finally:
+                reply.close()
+            if place.rank is not None and reply.status == 400 and range_of(said, place.rank) is not None:
+                words = f"prefill was started again, and has no data-parallel rank {place.rank} any more"
+                raise LegFailed(RouterFailure.RESTARTED, prefill.name, words)
+            require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
+            offer = read_offer(prefill.name, said)
+        self._learn(place, offer)
+        return offer
+
+    async def _answer_leg(
+        self, server: Instance, params: KvTransferParams | msgspec.Raw | None, beside: Beside | None = None
+    ) -> None:
+        """The leg whose answer is the client's."""
+        asked = self._asked
+        if server.role is Role.DECODE:
+            self._record.decode = server.name
+        leg_id = self._leg_id()
+        with self._leg(server, asked.prompt_tokens + asked.max_tokens) as guard:
+            if beside is not None:
+                beside.watch(guard, self._out)
+            body = decode_body(asked, params, leg_id)
+            await relay(server, asked, self._headers_of(leg_id), body, self._out, guard, self._options, self._record)
+
+    @contextmanager
+    def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Guard]:
+        metrics, outcome, begun = self._fleet.metrics, "ok", time.perf_counter()
+        try:
+            with server.leg(tokens, rank) as guard:
+                yield guard
+        except LegFailed as failure:
+            outcome = failure.cause.value
+            # In push, decode's leg is ended for what prefill has done.
+            if failure.server == server.name:
+                server.failed(failure)
+            raise
+        except Answered:
+            outcome = RouterFailure.SERVER_SAID_NO.value
+            raise
+        except BaseException:
+            outcome = "ended"
+            raise
+        finally:
+            metrics.leg_seconds.labels(server.role.value).observe(time.perf_counter() - begun)
+            if self._fleet.is_known(server):
+                metrics.legs.labels(server.role.value, server.name, outcome).inc()
+
+    def _learn(self, place: Place, offer: Offer) -> None:
+        """What prefill's answer says of it counts from now on."""
+        prefill = place.server
+        if offer.found is not None:
+            prefill.ranks.learn(place.rank, offer.found)
+            prefill.is_warned = False
+            return
+        prefill.ranks.lost(place.rank)
+        if self._fleet.is_known(prefill):
+            self._fleet.metrics.without_parameters.labels(prefill.name).inc()
+        if not prefill.is_warned:
+            prefill.is_warned = True
+            logger.warning(
+                "prefill server %s answers without kv_transfer_params, so decode computes what it has computed: found "
+                "no parameters, expected a NixlConnector. Start it with --kv-transfer-config. Said once until it hands "
+                "over again; the metric counts them.",
+                prefill.name,
+            )
+
+    def _headers_of(self, leg_id: str, rank: int | None = None) -> list[tuple[bytes, bytes]]:
+        headers = [(b"X-Request-Id", leg_id.encode()), *self._headers]
+        return headers if rank is None else [*headers, (RANK_HEADER, b"%d" % rank)]
+
+    def _leg_id(self) -> str:
+        """No two legs share one: what a server has under an id of its own is this leg's alone."""
+        self._legs += 1
+        return f"{self._record.request_id}-leg{self._legs}"
+
+    def _choose_decode(self) -> Instance:
+        decode = self._fleet.choose(Role.DECODE, self._wanted, self._tried)
+        if decode is None:
+            raise _nobody(Role.DECODE)
+        return decode.server
+
+    def _may_go_alone(self, failure: LegFailed) -> bool:
+        return self._options.decode_alone and self._asked.alone is None and failure.server == self._record.prefill
+
+
+def _nobody(role: Role) -> Refusal:
+    return Refusal(503, RouterFailure.NO_SERVER, f"No {role.value} server is up. Try again.", retry_after_seconds=2)

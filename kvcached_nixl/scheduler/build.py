@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start an engine's side of the hand-over. Once per process, where vLLM constructs its connector."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.engine import Reader
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode
+from kvcached_nixl.wire.params import RemotePrefill
+
+__all__ = ["StockScheduler", "start"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+"""How long vLLM's own connector keeps a request's blocks."""
+
+
+class StockScheduler(Protocol):
+    """What is asked of vLLM's NIXL scheduler; ``compat.nixl_scheduler.SchedulerView`` answers."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def dropping_groups(self) -> list[str]:
+        """KV-cache groups that let go of blocks while they compute, by the name of their kind."""
+        ...
+
+    @property
+    def recomputes(self) -> bool: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def extra_config(self) -> Mapping[str, Any]: ...
+
+
+def start(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
+    """What the engine's thread asks of a hand-over from now on."""
+    settings = Settings.from_extra_config(stock.extra_config)
+    pushes = settings.transfer_mode is TransferMode.PUSH
+    if pushes and stock.dropping_groups:
+        logger.warning(
+            "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
+            "given back meanwhile.",
+            ", ".join(stock.dropping_groups),
+        )
+    if STOCK_TIMEOUT in os.environ:
+        logger.warning(
+            "%s has no effect: a request's blocks are kept for kv_lease_duration, %g s, which decode renews.",
+            STOCK_TIMEOUT,
+            settings.kv_lease_duration_seconds,
+        )
+    terms = Terms(
+        block_size=stock.block_size,
+        pushes=pushes,
+        drops_blocks=bool(stock.dropping_groups),
+        recomputes=stock.recomputes,
+        lease_seconds=settings.kv_lease_duration_seconds,
+        timeout_seconds=settings.handover_timeout_seconds,
+    )
+    own = RemotePrefill(stock.engine_id, stock.host, stock.port, stock.tp_size)
+    return SchedulerFacade(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, stock.reader)

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode: what its requests are to get from prefill, and what becomes of it. Once per engine, on its thread.
+
+    arrived ─► (lease renewed) ─► matched ─► allocated ─► waiting ─► received
+                                     │                      └──────► failed, withdrawn, or its time is over
+                                     └─► refused: it is computed here, or fails
+
+What the client hears is decided here, and at once: a hand-over that brings nothing fails the request or has it computed
+anew, as ``kv_load_failure_policy`` says. Its blocks are another matter: they are taken away from the request and held
+until no rank has anything in flight into them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.ids import DecodeRequestId
+from kvcached_nixl.scheduler.engine import Blocks, Request
+from kvcached_nixl.scheduler.fetch_request import FetchRequest, Terms, is_meant
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.lease import is_nameable
+from kvcached_nixl.wire.messages import draw_attempt
+from kvcached_nixl.wire.params import FetchParams, asks, read_fetch
+from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, Step, UnneededOffer
+
+__all__ = ["DecodeFetches"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+@dataclass
+class _Attempt:
+    """A request that was given blocks. ``is_held``: it has lost them, because they may still be written."""
+
+    request_id: DecodeRequestId
+    adapter: int
+    is_waiting: bool = True
+    is_held: bool = False
+
+
+class DecodeFetches:
+    """See the module.
+
+    Attributes:
+        counts: hand-overs that brought no KV, by `FailureCause`; whoever takes them clears them.
+        ended: requests that have been ended between steps, and whose clients have to be told; the same.
+        num_quarantined_blocks: held for requests which have ended without KV.
+    """
+
+    def __init__(self, terms: Terms, clock: Clock, holds: Holds) -> None:
+        self._terms = terms
+        self._clock = clock
+        self._holds = holds
+        self._fetch_requests: dict[DecodeRequestId, FetchRequest] = {}
+        self._attempts: dict[int, _Attempt] = {}
+        self._attempt_of: dict[DecodeRequestId, int] = {}
+        # The time of a hand-over begins when its request arrives, whatever that waits for (rule R4).
+        self._queued = Deadlines[DecodeRequestId]()
+        self._deadlines = Deadlines[int]()
+        self._failing: dict[DecodeRequestId, HandOverFailed] = {}
+        self._ending: set[DecodeRequestId] = set()
+        # vLLM lets them go on in a later step, which may not come for long: it is paused, or full.
+        self._received: dict[DecodeRequestId, int] = {}
+        self.ended: list[tuple[str, int]] = []
+        self._aborted: set[DecodeRequestId] = set()
+        self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
+        self.counts: Counter[int] = Counter()
+        self.num_quarantined_blocks = 0
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the next one has waited for too long."""
+        due = (self._deadlines.first_seconds, self._queued.first_seconds)
+        return min((one for one in due if one is not None), default=None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for KV and nothing else."""
+        return len(self._attempt_of)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether vLLM has to be told something in the next step."""
+        return bool(self._failing or self._aborted or self._ending or self.ended)
+
+    # ------------------------------------------------------------------------------------------------- what vLLM asks
+
+    def arrived(self, request: Request, step: Step) -> None:
+        """A request has entered the engine; before it is allocated, prefill may wait longer for it than a lease."""
+        params = request.params
+        request_id = DecodeRequestId(request.request_id)
+        if params is None or not asks(params, "do_remote_prefill") or request_id in self._fetch_requests:
+            return
+        now = self._clock.now_seconds()
+        try:
+            fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.pushes)
+        except HandOverFailed as cause:
+            if request.is_session:
+                self._pass_over(request, None, step)
+            else:
+                self._fetch_requests[request_id] = FetchRequest(None, now, request.adapter, refused=cause)
+            return
+        if request.is_session:
+            self._pass_over(request, fetch, step)
+            return
+        self._fetch_requests[request_id] = FetchRequest(fetch, now, request.adapter)
+        self._queued[request_id] = now + self._terms.timeout_seconds
+        lease_seconds = self._terms.lease_seconds if fetch.manifest is None else fetch.manifest.lease_seconds
+        if is_nameable(fetch.lease_name):
+            longest = self._terms.timeout_seconds
+            step.renewed.append(LeaseRenewal(request_id, fetch.prefill, fetch.lease_name, lease_seconds, longest))
+        else:
+            logger.warning(
+                "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
+                "KB. Its lease lasts as long as prefill first granted. Send it with another X-Request-Id.",
+                request_id,
+                fetch.lease_name,
+            )
+
+    def matched(
+        self, request: Request, num_computed_tokens: int, step: Step, *, is_stale: bool = False
+    ) -> tuple[int, bool]:
+        """Tokens that prefill has beyond those decode has, and whether they come between steps.
+
+        Args:
+            is_stale: what decode has may be of other weights.
+        """
+        request_id = DecodeRequestId(request.request_id)
+        fetch_request = self._fetch_requests.get(request_id)
+        if fetch_request is None or fetch_request.is_tried:
+            return 0, False
+        fetch_request.check(request, self._terms)
+        if fetch_request.refused is None and num_computed_tokens % self._terms.block_size:
+            words = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
+            fetch_request.refused = HandOverFailed(FailureCause.RANGE, words)
+        if fetch_request.refused is None and is_stale and num_computed_tokens:
+            words = "its first tokens are in the prefix cache, which may hold what other weights have computed"
+            fetch_request.refused = HandOverFailed(
+                FailureCause.REVOKED, f"{words}. Clear it, or wait until nothing runs"
+            )
+        if fetch_request.refused is None and request.computes_prompt:
+            logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request_id)
+            self._release(fetch_request, step)
+        elif fetch_request.refused is not None and self._terms.recomputes and fetch_request.may_be_computed:
+            self._refuse(request_id, fetch_request.refused)
+        else:
+            missing = fetch_request.end_token - num_computed_tokens
+            if missing > 0:
+                return missing, True
+            if fetch_request.may_be_computed:
+                return 0, False
+            self._ending.add(request_id)
+        fetch_request.is_tried = True
+        self._queued.pop(request_id, None)
+        step.unrenewed.append(request_id)
+        return 0, False
+
+    def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int, step: Step) -> None:
+        """A request was given blocks for all of its prompt; once per request, after a preemption decode computes."""
+        request_id = DecodeRequestId(request.request_id)
+        fetch_request = self._fetch_requests.get(request_id)
+        if fetch_request is None or fetch_request.is_tried:
+            return
+        fetch_request.is_tried = True
+        self._queued.pop(request_id, None)
+        if not num_external_tokens:
+            # Another connector has loaded its beginning, and the rest is computed here.
+            step.unrenewed.append(request_id)
+            self._release(fetch_request, step)
+            if fetch_request.refused is not None:
+                self._refuse(request_id, fetch_request.refused)
+            if not fetch_request.may_be_computed:
+                self._ending.add(request_id)
+            return
+        refused = fetch_request.refused
+        first_token = fetch_request.end_token - num_external_tokens
+        try:
+            if refused is not None:
+                raise refused
+            groups = fetch_request.groups(block_ids, first_token, self._terms)
+        except HandOverFailed as cause:
+            self._refuse(request_id, cause)
+            self._failing[request_id] = cause
+            step.unrenewed.append(request_id)
+            if not fetch_request.may_be_computed:
+                self._ending.add(request_id)
+            return
+        assert fetch_request.fetch is not None
+        attempt = draw_attempt()
+        self._attempts[attempt] = _Attempt(request_id, fetch_request.adapter)
+        self._attempt_of[request_id] = attempt
+        self._deadlines[attempt] = fetch_request.arrived_at_seconds + self._terms.timeout_seconds
+        fetch = fetch_request.fetch
+        step.fetches.append(
+            FetchSpec(
+                attempt,
+                request_id,
+                fetch.prefill,
+                fetch.manifest,
+                fetch.name,
+                fetch_request.digest,
+                fetch_request.num_tokens,
+                first_token,
+                fetch_request.end_token,
+                groups,
+            )
+        )
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the workers may be writing into a request's blocks."""
+        return DecodeRequestId(request_id) in self._attempt_of
+
+    def finished(self, request: Request, blocks: Blocks, step: Step) -> None:
+        """A request ended, whatever had become of its KV."""
+        request_id = DecodeRequestId(request.request_id)
+        fetch_request = self._fetch_requests.pop(request_id, None)
+        if fetch_request is None:
+            return
+        self._queued.pop(request_id, None)
+        self._received.pop(request_id, None)
+        self._ending.discard(request_id)
+        step.unrenewed.append(request_id)
+        attempt = self._attempt_of.pop(request_id, None)
+        if attempt is not None:
+            self._give_up(attempt, blocks)
+            step.withdrawn[attempt] = "the request is gone"
+            self._aborted.add(request_id)
+        elif request_id in self._failing:
+            # It was aborted before vLLM has heard that it failed.
+            del self._failing[request_id]
+            self._aborted.add(request_id)
+        elif not fetch_request.is_tried:
+            if not request.is_stand_in:
+                fetch_request.check(request, self._terms)
+            self._release(fetch_request, step)
+
+    def kept(self, request_id: str) -> None:
+        """Another connector keeps the blocks of a request that has just ended: they are free when both let go of them.
+
+        vLLM frees a request as soon as one does (vllm#46240). So it hears of the other one only.
+        """
+        ended = DecodeRequestId(request_id)
+        self._aborted.discard(ended)
+        held = {number for number, one in self._attempts.items() if one.is_held and one.request_id == ended}
+        if held:
+            self._kept_by_others[ended] = held
+
+    def let_go(self, request_ids: Iterable[str], blocks: Blocks) -> None:
+        """Other connectors have let go of these requests."""
+        for request_id in map(DecodeRequestId, request_ids):
+            for number in self._kept_by_others.pop(request_id, ()):
+                if number not in self._attempts:
+                    self._give_back(number, blocks)
+
+    # ----------------------------------------------------------------------------------------------- what has become
+
+    def collect(
+        self, failures: Iterable[tuple[int, FailureCause]], overs: Iterable[int], blocks: Blocks, step: Step
+    ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
+        """What the workers have reported, and whose time is over.
+
+        Returns: requests that wait no more, and those of them whose KV has not come.
+        """
+        ended = set(overs)
+        for number, cause in failures:
+            attempt = self._attempts.get(number)
+            if attempt is not None and attempt.is_waiting:
+                self._end(number, attempt, HandOverFailed(cause, "see the worker's log"), step, logged=True)
+                if number not in ended:
+                    self._hold(number, attempt, blocks)
+                    # Ranks that have met nothing would wait for ever for what is not sent to them.
+                    step.withdrawn[number] = "it has failed"
+        self._end_late(ended, blocks, step)
+        received = set()
+        for number in ended:
+            attempt = self._attempts.pop(number, None)
+            if attempt is None:
+                continue
+            self._deadlines.pop(number, None)
+            if attempt.is_waiting:
+                del self._attempt_of[attempt.request_id]
+                step.unrenewed.append(attempt.request_id)
+                received.add(attempt.request_id)
+                self._received[attempt.request_id] = attempt.adapter
+            elif attempt.is_held and number not in self._kept_by_others.get(attempt.request_id, ()):
+                self._give_back(number, blocks)
+        failed, self._failing = set(self._failing), {}
+        aborted, self._aborted = self._aborted, set()
+        return received | failed | aborted, failed
+
+    def revoke(self, reason: str, blocks: Blocks, step: Step, *, adapter: int | None = None) -> None:
+        """What is under way is not wanted any more: it fails, or is computed anew, at once.
+
+        Args:
+            adapter: only what is for it, or for any; None for all.
+        """
+        for number, attempt in list(self._attempts.items()):
+            if attempt.is_waiting and is_meant(adapter, attempt.adapter):
+                self._take_away(number, attempt, HandOverFailed(FailureCause.REVOKED, reason), blocks, step)
+        for request_id in [one for one, used in self._received.items() if is_meant(adapter, used)]:
+            del self._received[request_id]
+            self._refuse(request_id, HandOverFailed(FailureCause.REVOKED, reason))
+            fetch_request = self._fetch_requests.get(request_id)
+            # In the next step vLLM would let it go on, before it heard anything of a failure.
+            client = blocks.let_go(
+                request_id, recomputes=self._terms.recomputes and bool(fetch_request and fetch_request.may_be_computed)
+            )
+            if client is not None:
+                self.ended.append((request_id, client))
+
+    def progressed(self, request_ids: Iterable[str]) -> None:
+        """These are computed in a step, so they have what they waited for."""
+        for request_id in request_ids:
+            self._received.pop(DecodeRequestId(request_id), None)
+
+    @property
+    def num_received(self) -> int:
+        """Requests whose KV is there, and of which nothing is computed yet."""
+        return len(self._received)
+
+    def take_ending(self) -> set[DecodeRequestId]:
+        """Requests that end with an error whatever ``kv_load_failure_policy`` says, since the last call."""
+        ending, self._ending = self._ending, set()
+        return ending
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _end_late(self, ended: set[int], blocks: Blocks, step: Step) -> None:
+        """Whose time is over, but for attempts that have ended just now."""
+        now, late = self._clock.now_seconds(), f"it has not come within {self._terms.timeout_seconds:g} s"
+        for number in self._deadlines.take_due(now):
+            attempt = self._attempts.get(number)
+            if attempt is not None and attempt.is_waiting and number not in ended:
+                self._take_away(number, attempt, HandOverFailed(FailureCause.DEADLINE, late), blocks, step)
+        for request_id in self._queued.take_due(now):
+            self._give_up_queued(request_id, HandOverFailed(FailureCause.DEADLINE, late), step)
+
+    def _take_away(self, number: int, attempt: _Attempt, cause: HandOverFailed, blocks: Blocks, step: Step) -> None:
+        """It fails, and its blocks are held for what may be under way into them."""
+        self._end(number, attempt, cause, step)
+        self._hold(number, attempt, blocks)
+        step.withdrawn[number] = str(cause)
+
+    def _give_up_queued(self, request_id: DecodeRequestId, cause: HandOverFailed, step: Step) -> None:
+        """It waits for blocks, or for its turn: it ends, or is computed here when that comes."""
+        fetch_request = self._fetch_requests[request_id]
+        step.unrenewed.append(request_id)
+        self._release(fetch_request, step)
+        if self._terms.recomputes:
+            # Whether it may be computed at all is found when its turn comes.
+            fetch_request.refused = fetch_request.refused or cause
+        else:
+            fetch_request.is_tried = True
+            self._refuse(request_id, cause)
+            self._ending.add(request_id)
+
+    def _refuse(self, request_id: DecodeRequestId, cause: HandOverFailed) -> None:
+        self.counts[cause.cause] += 1
+        logger.warning("The KV of request %s is not taken from prefill: %s", request_id, cause)
+
+    def _end(self, number: int, attempt: _Attempt, cause: HandOverFailed, step: Step, *, logged: bool = False) -> None:
+        """The client hears of it with the next output."""
+        attempt.is_waiting = False
+        self._deadlines.pop(number, None)
+        del self._attempt_of[attempt.request_id]
+        self._failing[attempt.request_id] = cause
+        fetch_request = self._fetch_requests.get(attempt.request_id)
+        if fetch_request is not None and not fetch_request.may_be_computed:
+            self._ending.add(attempt.request_id)
+        step.unrenewed.append(attempt.request_id)
+        self.counts[cause.cause] += 1
+        if not logged:
+            logger.warning("The KV of request %s was not received: %s", attempt.request_id, cause)
+
+    def _give_up(self, number: int, blocks: Blocks) -> None:
+        attempt = self._attempts[number]
+        attempt.is_waiting = False
+        self._deadlines.pop(number, None)
+        self._hold(number, attempt, blocks)
+
+    def _hold(self, number: int, attempt: _Attempt, blocks: Blocks) -> None:
+        """Until every rank has said that nothing is in flight, its blocks are nobody's."""
+        before = self._holds.num_blocks
+        self._holds.take(blocks, attempt.request_id, number)
+        attempt.is_held = True
+        self.num_quarantined_blocks += self._holds.num_blocks - before
+
+    def _give_back(self, number: int, blocks: Blocks) -> None:
+        before = self._holds.num_blocks
+        self._holds.give_back(blocks, number)
+        self.num_quarantined_blocks -= before - self._holds.num_blocks
+
+    def _pass_over(self, request: Request, fetch: FetchParams | None, step: Step) -> None:
+        """Have it computed here, whatever the policy: a session that fails would go on without its beginning."""
+        self.counts[FailureCause.PARAMETERS] += 1
+        logger.warning(
+            "The KV of request %s is not taken from prefill: it is a streaming session (resumable), whose blocks go on "
+            "being filled with later input; expected a prompt that is complete. It is computed here. Send "
+            "kv_transfer_params with requests of one prompt each.",
+            request.request_id,
+        )
+        fetch_request = FetchRequest(fetch, self._clock.now_seconds())
+        fetch_request.check(request, self._terms)
+        self._release(fetch_request, step)
+
+    def _release(self, fetch_request: FetchRequest, step: Step) -> None:
+        """Tell prefill that nothing is needed (vllm#41269)."""
+        fetch = fetch_request.fetch
+        if fetch is not None:
+            request_id = "" if fetch.manifest is None else fetch.manifest.request_id
+            step.released.append(UnneededOffer(fetch.prefill, request_id, fetch.name, fetch_request.digest))

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over on the engine's side: decode's part and prefill's, between vLLM's scheduler and the workers.
+
+Once per engine, on its thread, but for `woken`. Whatever has changed goes to the workers with the next step, and what
+they report comes back with a step's output; between steps the engine sleeps until something has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.engine import Blocks, Progress, Reader, Request
+from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.side_channel_listener import Answers, Envelope, Listener, answers_of, is_staged, weights_of
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import FAILING, BlockIds, Reports, Step, failure_of, finished_attempts_of, idle_holds_of
+
+__all__ = ["SchedulerFacade"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+QUIET_SECONDS = 2.0
+"""How long a pause waits for what may still be in flight, before whoever pauses hears that the cache is not clear."""
+
+
+class SchedulerFacade:
+    """See the module.
+
+    Args:
+        own: what a peer needs to find this engine's ranks.
+        start: 16 hexadecimal digits, drawn when this engine started; another one whenever its weights have changed.
+        read: how requests of the engine are read.
+        wake_key: by which the side channel knows a word of this engine's own workers.
+    """
+
+    def __init__(
+        self, own: RemotePrefill, incarnation: str, wake_key: str, terms: Terms, clock: Clock, read: Reader
+    ) -> None:
+        self.own = own
+        self.read = read
+        self.incarnation = incarnation
+        self.wake_key = wake_key
+        self._drops_blocks = terms.drops_blocks
+        self._timeout_seconds = terms.timeout_seconds
+        self._clock = clock
+        self._holds = Holds()
+        self._fetching = DecodeFetches(terms, clock, self._holds)
+        self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds)
+        self._step = self._new_step()
+        self._quarantined = 0
+        self._has_news = False
+        self._blocks: Blocks | None = None
+        self._wake: Callable[[], None] | None = None
+        self._failed: set[str] = set()
+        self._stalled: tuple[str, float] | None = None
+        self._refused: list[tuple[str, int]] = []
+        self._listener: Listener | None = None
+        self._weights: dict[Any, Any] | None = None
+        self._quiet_by_seconds = 0.0
+
+    # ------------------------------------------------------------------------------------------------ the engine's loop
+
+    def bind(self, blocks: Blocks) -> None:
+        """Whose blocks these are; before the first request."""
+        if self._blocks is None:
+            self._blocks = blocks
+
+    def bind_wake(self, wake: Callable[[], None]) -> None:
+        """How to end the engine's sleep, from any thread."""
+        self._wake = wake
+
+    def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], Listener]) -> None:
+        """What the workers tell peers that ask: when they have registered their memory, and again when their weights
+        may have changed. The side channel answers it until `close`."""
+        self._offering.is_read_early |= is_staged(metadata)
+        weights = weights_of(metadata)
+        if self._weights not in (None, weights):
+            self.weights_changed()
+        self._weights = weights
+        answers = answers_of(metadata, self.incarnation)
+        if self._listener is None:
+            self._listener = listen(answers)
+        else:
+            self._listener.answer(answers)
+
+    def close(self) -> None:
+        """The engine ends."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+
+    def woken(self) -> None:
+        """A worker has something to tell. Any thread."""
+        self._has_news = True
+        if self._wake is not None:
+            self._wake()
+
+    def hide(self) -> None:
+        """Whoever asks is told of no rank, until the workers are introduced again."""
+        self.weights_changed()
+        if self._listener is not None:
+            self._listener.answer({})
+
+    # ------------------------------------------------------------------------------------------------------ revocation
+
+    def weights_changed(self, adapter: int | None = None) -> None:
+        """KV that was computed before is not for what is computed from now on: nobody uses what is under way of it.
+
+        Args:
+            adapter: only that of a LoRA adapter has changed; None for the model's.
+        """
+        reason = "the weights were changed" if adapter is None else "an adapter was loaded anew"
+        # Blocks of the prefix cache are known by an adapter's name.
+        self._offering.stale.add(adapter)
+        # An engine that is idle says so, too.
+        self._has_news = True
+        if adapter is None:
+            self.incarnation = self._step.incarnation = self._offering.incarnation = secrets.token_hex(8)
+            self._weights = None
+        self._offering.revoke(f"prefill: {reason}", self._step, adapter=adapter)
+        if self._blocks is not None:
+            self._fetching.revoke(f"decode: {reason}", self._blocks, self._step, adapter=adapter)
+            self.freshen()
+
+    def adapters_changed(self, adapter: int | None = None) -> None:
+        """A LoRA adapter is loaded in place of what had its number, or is gone; None: that may be so of any."""
+        self.read.forget(adapter)
+        self.weights_changed(adapter or ANY_ADAPTER)
+
+    def paused(self, *, grace_seconds: float, clears: bool) -> None:
+        """The engine is paused until `resumed`: what it keeps for others would keep it from being idle.
+
+        Args:
+            grace_seconds: that decode has for what has ended, or still ends.
+            clears: the cache is cleared, too, so that nothing may be under way into it or out of it.
+        """
+        self._quiet_by_seconds = self._clock.now_seconds() + grace_seconds + QUIET_SECONDS
+        self._offering.close("prefill is paused", self._step, grace_seconds=grace_seconds)
+        if clears:
+            self.clear(running=not grace_seconds)
+
+    def clear(self, *, running: bool = True) -> None:
+        """Nothing may be under way out of the cache, or into it: it is cleared.
+
+        Args:
+            running: requests lose what they have computed.
+        """
+        self._quiet_by_seconds = max(self._quiet_by_seconds, self._clock.now_seconds() + QUIET_SECONDS)
+        if running:
+            self._offering.revoke("prefill's cache is cleared", self._step)
+        if self._blocks is not None:
+            self._fetching.revoke("decode's cache is cleared", self._blocks, self._step)
+
+    def resumed(self) -> None:
+        """The engine goes on."""
+        self._offering.reopen()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks are kept, or waited into, that no running request has."""
+        waits = self._fetching.num_waiting or self._fetching.num_received
+        return bool(self._holds.num_blocks or self._offering.num_kept or waits)
+
+    @property
+    def quiet_in_seconds(self) -> float:
+        """How long it may still take until nothing is in flight after a pause; 0 if nothing is, or nobody waits."""
+        if not (self._holds.num_blocks or self._offering.num_kept):
+            return 0.0
+        return max(0.0, self._quiet_by_seconds - self._clock.now_seconds())
+
+    # ------------------------------------------------------------------------------------------------- what is to do
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine has to step with nothing to compute: the workers have news, or are to be told some.
+
+        vllm#45168: an engine that sleeps hears nothing and frees nothing.
+        """
+        is_counted = self._fetching.num_quarantined_blocks == self._quarantined
+        has_ends = bool(self._refused) or self._fetching.has_news
+        has_news = self._has_news or has_ends or self._step.has_news or not is_counted
+        return has_news or self.due_in_seconds == 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for KV and nothing else."""
+        return self._fetching.num_waiting
+
+    @property
+    def num_kept(self) -> int:
+        """Requests that have ended, and whose blocks vLLM keeps for us."""
+        return self._offering.num_kept
+
+    @property
+    def due_in_seconds(self) -> float | None:
+        """Until a hand-over has waited for too long, or is taken back; None if none is."""
+        both = (self._fetching.due_at_seconds, self._offering.due_at_seconds)
+        due_at = min((one for one in both if one is not None), default=None)
+        return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
+
+    # ------------------------------------------------------------------------------------------------- what vLLM asks
+
+    def arrived(self, request: Request) -> None:
+        """A request has entered the engine."""
+        if self.read.take_renamed():
+            self._offering.stale.add(ANY_ADAPTER)
+        self._fetching.arrived(request, self._step)
+        self._offering.arrived(request, self._step)
+
+    def refuse(self, request_id: str, client_index: int) -> None:
+        """A request has come under the id of another one, which goes on; its client hears of it with the next step."""
+        self._refused.append((request_id, client_index))
+        logger.error(
+            "A request has come under the id %s, which another one has that runs here, or whose blocks are kept for "
+            "decode; expected an id that is nobody's. It fails, and the other one goes on. Let vLLM make the engine's "
+            "ids (AsyncLLM, LLM), and add no request twice.",
+            request_id,
+        )
+
+    def take_refused(self) -> list[tuple[str, int]]:
+        """(id, client) of each request that was refused, or ended between steps, since the last call."""
+        refused, self._refused = self._refused + self._fetching.ended, []
+        self._fetching.ended = []
+        return refused
+
+    def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that prefill has beyond those decode has, and whether they come between steps."""
+        is_stale = self._offering.is_stale(request.adapter)
+        return self._fetching.matched(request, num_computed_tokens, self._step, is_stale=is_stale)
+
+    def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
+        """A request was given blocks: all of its prompt's for decode."""
+        self._fetching.allocated(request, block_ids, num_external_tokens, self._step)
+
+    def take_step(self, progress: Iterable[Progress]) -> Step:
+        """What the workers have to know, once, with what is computed in the step that is being built."""
+        progress = list(progress)
+        self._fetching.progressed(one.request_id for one in progress)
+        self._offering.scheduled(progress, self._bound(), self._step)
+        self._offering.turn(self._step)
+        self._has_news = False
+        step, self._step = self._step, self._new_step()
+        step.counts = {**self._fetching.counts}
+        for cause, count in self._offering.counts.items():
+            step.counts[cause] = step.counts.get(cause, 0) + count
+        self._fetching.counts.clear()
+        self._offering.counts.clear()
+        quarantined = self._fetching.num_quarantined_blocks
+        if quarantined != self._quarantined:
+            step.quarantined_blocks = self._quarantined = quarantined
+        return step
+
+    def spares(self, request_id: str) -> bool:
+        """Whether a request that ends must keep every block until `finished` is asked, out of its window or not."""
+        if not self._drops_blocks:
+            return False
+        return self._fetching.is_waiting(request_id) or self._offering.is_named(request_id)
+
+    def preempted(self, request_id: str) -> None:
+        """A request loses its blocks; where they may be read, they are held."""
+        if self._offering.is_read(request_id):
+            self._offering.preempted(request_id, self._bound(), self._step)
+
+    def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; ``is_whole`` if its prompt was computed to the end.
+
+        Returns: whether its blocks must be kept until `collect` names it, and the parameters for decode's request.
+        """
+        self._fetching.finished(request, self._bound(), self._step)
+        return self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
+
+    def keeps(self, request_id: str) -> bool:
+        """Whether a request has ended, and something of it is kept for decode; vLLM may have freed it."""
+        return self._offering.keeps(request_id)
+
+    def kept(self, request_id: str) -> None:
+        """A request has ended whose blocks some connector keeps."""
+        if not self._offering.keeps(request_id):
+            self._fetching.kept(request_id)
+
+    def collect(self, reports: Reports) -> None:
+        """What all ranks have reported: takes our ids and marks out, and puts in the requests that they mean."""
+        failures = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
+        reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}
+        overs, blocks = finished_attempts_of(reports.received), self._bound()
+        self._fetching.let_go(reports.sent, blocks)
+        received, failed = self._fetching.collect(failures, overs, blocks, self._step)
+        # What another connector has loaded, or has not, frees no blocks that decode may be reading.
+        reports.received = {one for one in reports.received if not self._offering.keeps(one)} | received
+        self._failed |= failed
+        if failed:
+            reports.invalid.add(FAILING)
+        quiet = idle_holds_of(reports.sent)
+        self._offering.ended(reports.sent, quiet, blocks)
+        reports.sent |= self._offering.let_go(blocks)
+        self.freshen()
+
+    def freshen(self) -> None:
+        """Clear the prefix cache of what other weights have computed, as soon as no block of it is in use."""
+        if self._offering.stale and self._bound().forget_prefixes():
+            self._offering.stale.clear()
+
+    def take_ending(self) -> set[str]:
+        """Requests that end with an error now, whatever they wait for (rule R4)."""
+        return self._starved() | self._fetching.take_ending()
+
+    def _starved(self) -> set[str]:
+        """A request that has waited for blocks for too long, where nothing but a quarantine can free any.
+
+        It may be anybody's, and those behind it in the queue wait for it.
+        """
+        may_stall = self._fetching.num_quarantined_blocks and not (self.num_waiting or self.num_kept)
+        request_id = self._bound().stalled if may_stall else None
+        if request_id is None:
+            self._stalled = None
+            return set()
+        now = self._clock.now_seconds()
+        if self._stalled is None or self._stalled[0] != request_id:
+            self._stalled = request_id, now
+        if now < self._stalled[1] + self._timeout_seconds:
+            return set()
+        self._stalled = None
+        self._fetching.counts[FailureCause.QUARANTINE] += 1
+        logger.warning(
+            "Request %s fails: it has waited %g s for blocks, nothing else runs, and %d blocks are in quarantine for "
+            "peers that are not heard of and may still write. Those of other hosts are kept from it within about two "
+            "minutes and their blocks are free then; one of this host that stands still has to go on or to end.",
+            request_id,
+            self._timeout_seconds,
+            self._fetching.num_quarantined_blocks,
+        )
+        return {request_id}
+
+    def take_failed(self) -> set[str]:
+        """Requests whose KV has not come, since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def _bound(self) -> Blocks:
+        assert self._blocks is not None, "no request has entered the engine"
+        return self._blocks
+
+    def _new_step(self) -> Step:
+        return Step(self.own.host, self.own.port, self.wake_key, self.incarnation)

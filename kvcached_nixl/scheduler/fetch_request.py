@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode: what one request wants of prefill, whether that fits its prompt, and which blocks it is to fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcached_nixl.scheduler.engine import Request
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.params import FetchParams
+from kvcached_nixl.wire.step import BlockIds
+
+__all__ = ["ANY_ADAPTER", "NULL_BLOCK_ID", "Terms", "FetchRequest", "is_meant"]
+
+ANY_ADAPTER = -1
+"""In place of the number of a LoRA adapter: each that there is."""
+
+NULL_BLOCK_ID = 0
+"""vLLM's placeholder block: it backs no token, and every request with a sliding window holds it."""
+
+
+def is_meant(adapter: int | None, used: int) -> bool:
+    """Whether what was computed with an adapter (0 for none) is meant by a number, by ``ANY_ADAPTER``, or by None for
+    whatever there is."""
+    return adapter is None or (bool(used) and adapter in (used, ANY_ADAPTER))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for every hand-over of an engine.
+
+    Attributes:
+        block_size: tokens in a logical block.
+        pushes: prefill writes; else decode reads.
+        drops_blocks: some KV-cache group lets go of blocks while it computes (a sliding window).
+        recomputes: ``kv_load_failure_policy`` is "recompute".
+        lease_seconds: what prefill grants where it does not say.
+        timeout_seconds: after which a hand-over has failed.
+    """
+
+    block_size: int
+    pushes: bool
+    drops_blocks: bool
+    recomputes: bool
+    lease_seconds: float
+    timeout_seconds: float
+
+
+@dataclass
+class FetchRequest:
+    """A request that names a prefill. Once per request, on the engine's thread.
+
+    Attributes:
+        fetch: whom it names; None if its parameters cannot be used.
+        arrived_at_seconds: when its time begins (rule R4).
+        adapter: the engine's number of its LoRA adapter; 0 for none.
+        lacks_media: its prompt has places for images, sounds, ... that it has not, so what is computed of it here is
+            no answer. Known when it was checked.
+        refused: why it is not handed over.
+        is_checked: its prompt was compared.
+        is_tried: it was given blocks, or refused; another time it is computed here.
+        digest: of the ``num_tokens`` that prefill has.
+        end_token: one past the last of them that are wanted.
+    """
+
+    fetch: FetchParams | None
+    arrived_at_seconds: float
+    adapter: int = 0
+    lacks_media: bool = False
+    refused: HandOverFailed | None = None
+    is_checked: bool = False
+    is_tried: bool = False
+    digest: str = ""
+    num_tokens: int = 0
+    end_token: int = 0
+
+    @property
+    def may_be_computed(self) -> bool:
+        """Whether decode has all that it would take to compute the prompt itself. Prefill has computed the very same
+        prompt where the digests are equal: what looks like a place for an image is text there."""
+        manifest = None if self.fetch is None else self.fetch.manifest
+        return not self.lacks_media or (manifest is not None and manifest.digest == self.digest)
+
+    def check(self, request: Request, terms: Terms) -> None:
+        """Compare the manifest with the prompt, and say how far prefill's tokens reach. Again does nothing."""
+        if self.is_checked:
+            return
+        self.is_checked = True
+        self.end_token = self.num_tokens = num_tokens = request.num_prompt_tokens
+        self.lacks_media = request.lacks_media
+        if self.fetch is None:
+            return
+        manifest = self.fetch.manifest
+        if manifest is not None:
+            self.num_tokens = num_tokens = manifest.num_tokens
+            self.end_token = min(num_tokens, request.num_prompt_tokens)
+            if num_tokens > request.num_prompt_tokens:
+                words = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
+                self.refused = HandOverFailed(FailureCause.DIGEST, words)
+                return
+        self.digest = request.digest(num_tokens)
+        self.lacks_media |= manifest is not None and manifest.num_media > request.num_media
+        if manifest is not None and manifest.digest != self.digest:
+            self.refused = HandOverFailed(
+                FailureCause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens"
+            )
+            if self.lacks_media:
+                words = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
+                self.refused = HandOverFailed(FailureCause.MEDIA, f"{words}; send them to decode, too")
+        if terms.drops_blocks:
+            # The last token is computed again here, and its window begins one token earlier than the next one's.
+            self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
+
+    def groups(self, block_ids: BlockIds, first_token: int, terms: Terms) -> tuple[BlockRange, ...]:
+        """The blocks to fill: those of a window that has moved on are not there, and not needed.
+
+        Raises:
+            HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept them.
+        """
+        size, found = terms.block_size, []
+        end = -(-self.end_token // size)
+        assert self.fetch is not None
+        theirs = self.fetch.manifest.groups if self.fetch.manifest is not None else None
+        for place, group in enumerate(block_ids):
+            begin = first_token // size
+            while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
+                begin += 1
+            blocks = tuple(group[begin:end])
+            # A group may need none: a chunk that begins with the prompt's last token.
+            is_whole = len(blocks) == end - begin and (blocks or terms.drops_blocks) and NULL_BLOCK_ID not in blocks
+            if not is_whole or (begin * size > first_token and not terms.drops_blocks):
+                raise HandOverFailed(
+                    FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}"
+                )
+            if theirs is not None and (len(theirs) != len(block_ids) or theirs[place].first_token > begin * size):
+                raise HandOverFailed(FailureCause.RANGE, f"prefill has not kept the tokens from {begin * size} on")
+            found.append(BlockRange(begin * size, blocks))
+        if not any(one.block_ids for one in found):
+            raise HandOverFailed(
+                FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}"
+            )
+        return tuple(found)

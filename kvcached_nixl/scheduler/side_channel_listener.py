@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's side channel answers: the handshakes of its ranks, with the start of the engine. Once per engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from kvcached_nixl.wire.handshake import Answer, Weights, read_rank
+
+__all__ = ["Answers", "Envelope", "Listener", "answers_of", "is_staged", "weights_of"]
+
+Answers = Mapping[int, tuple[str, bytes]]
+"""Rank -> (compatibility string, metadata)."""
+
+
+class Listener(Protocol):
+    """A side channel that answers."""
+
+    def answer(self, answers: Answers) -> None:
+        """Answer this from now on."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Envelope(Protocol):
+    """What a worker offers, in vLLM's own envelope."""
+
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+def answers_of(metadata: Mapping[Any, Envelope], incarnation: str) -> Answers:
+    """Rank -> (compatibility string, metadata), from what vLLM has collected.
+
+    Args:
+        metadata: by rank or, since vLLM 0.26, by (pipeline stage, rank); there is one stage.
+        start: drawn when this engine started, or its weights were changed.
+    """
+    return {
+        key if isinstance(key, int) else key[-1]: (
+            one.compatibility_hash,
+            msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)),
+        )
+        for key, one in metadata.items()
+    }
+
+
+def is_staged(metadata: Mapping[Any, Envelope]) -> bool:
+    """Whether a rank of this engine stages KV; ``metadata`` as for `answers_of`."""
+    return any(read_rank(one.agent_metadata_bytes).is_staged for one in metadata.values())
+
+
+def weights_of(metadata: Mapping[Any, Envelope]) -> dict[Any, Weights]:
+    """What each rank computes with; ``metadata`` as for `answers_of`."""
+    return {key: read_rank(one.agent_metadata_bytes).weights for key, one in metadata.items()}

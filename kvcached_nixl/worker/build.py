@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a worker's hand-over together, over the memory that was registered. Once per process, on the engine's thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.current_device import select
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
+from kvcached_nixl.transport.base import Gate, Transport
+from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
+from kvcached_nixl.worker.background import Background
+from kvcached_nixl.worker.decode.receiver import Receiver
+from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.geometry.planes import planes_of
+from kvcached_nixl.worker.memory_registration import Registered
+from kvcached_nixl.worker.outcome_queue import OutcomeQueue
+from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.staging.copier import Copier
+from kvcached_nixl.worker.staging.sizing import num_kept
+from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.thread_messages import IsReached, LocalIdentity
+from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.handshake import Handshaker
+from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.ownership_tokens import (
+    BUCKETS,
+    BUFFERS,
+    TOKENS_PER_BUCKET,
+    TokenArray,
+    TokenBuffers,
+    TokenTable,
+)
+from kvcached_nixl.worker.transfer.peers import Ask, Peers
+from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
+from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
+from kvcached_nixl.worker.transfer_thread import TransferThread
+
+__all__ = ["Channel", "StockWorker", "assemble", "record_event", "start"]
+
+
+class Channel(Protocol):
+    """The side channel, as a worker uses it."""
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Any: ...
+    def wake(self, host: str, port: int, key: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class StockWorker(Protocol):
+    """What is asked of vLLM's NIXL worker; ``compat.nixl_worker.WorkerView`` answers."""
+
+    @property
+    def agent(self) -> Any: ...
+    @property
+    def backends(self) -> list[str]: ...
+    @property
+    def memory_type(self) -> MemoryType: ...
+    @property
+    def device_id(self) -> int: ...
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def total_kv_heads(self) -> int: ...
+    @property
+    def kernel_blocks_per_block(self) -> int: ...
+    @property
+    def use_mla(self) -> bool: ...
+    @property
+    def answers_before_drafts(self) -> bool: ...
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]: ...
+    def keep_registered(self, descriptors: Any) -> None: ...
+    def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
+
+
+def nothing() -> None:
+    """What is done where there is nothing to do."""
+
+
+def start(
+    worker: StockWorker, registered: Registered, settings: Settings, channel: Channel, clock: Clock
+) -> WorkerFacade:
+    """Describe the memory that was registered, offer it to peers, and start what moves KV.
+
+    Raises:
+        LayoutRefused: the memory cannot be described token by token and head by head.
+    """
+    first_head = 0 if worker.use_mla else worker.tp_rank * worker.total_kv_heads // worker.tp_size
+    layout, slab = registered.layout, registered.slab
+    own_memory = memory = planes_of(layout.device_views, layout.axes, first_head=first_head)
+    if slab is not None:
+        memory = slab.planes(memory)
+    local = LocalRank(
+        engine_id=EngineId(worker.engine_id),
+        tp_size=worker.tp_size,
+        tp_rank=worker.tp_rank,
+        memory=memory,
+        kernel_blocks_per_block=worker.kernel_blocks_per_block,
+        is_latent=worker.use_mla,
+    )
+    tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
+    worker.keep_registered(register_host_memory(worker.agent, tokens, worker.backends))
+    memory_type = registered.memory_type or worker.memory_type
+    transport = NixlTransport(worker.agent, memory_type, worker.device_id)
+    tag = Tag(
+        direction=settings.transfer_mode.value,
+        facts=worker.facts,
+        arrangement=layout.arrangement.value,
+        planes=tuple((len(kind.bases), kind.cell_bytes) for kind in memory),
+    )
+    host = Host.here(memory_type, os.environ)
+    handshake = RankHandshake(
+        engine_id=local.engine_id,
+        tp_size=local.tp_size,
+        tp_rank=local.tp_rank,
+        agent_metadata=transport.metadata(),
+        device_id=worker.device_id,
+        memory_type=memory_type,
+        is_staged=slab is not None,
+        process=host.own,
+        memory=memory,
+        kernel_blocks_per_block=local.kernel_blocks_per_block,
+        token_table_address=int(tokens.ctypes.data),
+        weights=Weights("", "", ""),
+    )
+
+    def offer_handshake(weights: Weights) -> None:
+        told = msgspec.structs.replace(handshake, weights=weights)
+        worker.offer_handshake(str(tag), msgspec.msgpack.encode(told))
+
+    device = layout.device
+    # Whatever runs beside the transfer thread holds its event and not the thread: an engine that nobody holds is gone at
+    # once, and its NIXL agent with it.
+    wake = threading.Event()
+    staging = None
+    if slab is not None:
+        copier = Copier(slab, device, wake.set)
+        staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, local.kernel_block_size)
+    blocks = Content(own_memory, layout.areas())
+    background = Background("kvcached-nixl-checksums", device, wake.set)
+    checksums = Checksums(
+        blocks if slab is None else Content(memory, slab.areas), blocks, background, settings.verify_fraction
+    )
+    backends = tuple(worker.backends)
+
+    def make() -> Gate:
+        return open_gate(backends, registered.extents, memory_type, registered.device_id)
+
+    gates = WriteGates(make, background, clock)
+    if settings.transfer_mode is TransferMode.PUSH or slab is not None:
+        # In a pull it is written by a prefill that stages, if it ever meets one.
+        gates.begin()
+    # What is written waits for the device by itself.
+    is_early = worker.answers_before_drafts and settings.transfer_mode is TransferMode.PULL
+    facade = assemble(
+        transport,
+        clock,
+        local,
+        tokens,
+        settings,
+        str(tag),
+        channel,
+        lambda: record_event(device),
+        checksums,
+        host,
+        offer_handshake,
+        wake,
+        staging,
+        gates,
+        (lambda: wait_for(device)) if is_early else nothing,
+        lambda: select(device.type, device.index or 0),
+    )
+    facade.thread.start()
+    return facade
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What becomes of peers, told to whoever counts on them (`transfer.peers.PeerListener`)."""
+
+    routes: PeerRoutes
+    receiver: Receiver
+    registry: OfferRegistry
+    gate_connections: GateConnections
+
+    def is_used(self, agent: str) -> bool:
+        return self.registry.is_writing_to(agent) or self.receiver.is_waiting_for(agent)
+
+    def may_write(self, agent: str) -> bool:
+        return self.receiver.may_be_written_by(agent)
+
+    def dead(self, agent: str) -> None:
+        self.routes.forget(agent)
+        self.receiver.dead(agent)
+        self.registry.dead(agent)
+
+    def unreachable(self, agent: str) -> None:
+        self.receiver.unreachable(agent)
+        self.registry.dead(agent)
+
+    def disconnected(self, agent: str) -> None:
+        self.gate_connections.forget(agent)
+
+
+def assemble(
+    transport: Transport,
+    clock: Clock,
+    local: LocalRank,
+    tokens: TokenArray,
+    settings: Settings,
+    compatibility: str,
+    channel: Channel,
+    record: Callable[[], IsReached],
+    checksums: Checksums,
+    host: Host,
+    offer_handshake: Callable[[Weights], None],
+    wake: threading.Event,
+    staging: Staging | None = None,
+    gates: WriteGates | None = None,
+    before_answer: Callable[[], None] = nothing,
+    select_device: Callable[[], None] = nothing,
+) -> WorkerFacade:
+    """All parts of one worker, its thread not started.
+
+    Args:
+        offer_handshake, before_answer: see `WorkerFacade`.
+        select_device, wake: see `TransferThread`.
+        local: its memory is the slab's where KV is staged.
+        gates: see `Receiver`.
+        tokens: registered host memory for ownership tokens, (BUCKETS + BUFFERS, TOKENS_PER_BUCKET), all 0.
+    """
+    is_push = settings.transfer_mode is TransferMode.PUSH
+    outcomes = OutcomeQueue(clock)
+    ask: Ask = channel.ask
+    peers = Peers(Handshaker(transport, compatibility, lambda rank: fits(local, rank)), clock, ask, wake.set)
+    gate_connections = GateConnections(transport, peers)
+    transfer_queue = TransferQueue(
+        transport, clock, gate_connections.lost, outcomes.moved, connection=gate_connections.connection
+    )
+    routes = PeerRoutes(local)
+    buffers = TokenBuffers(tokens[BUCKETS:])
+    context = WorkerContext(local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
+    receiver = Receiver(context, clock, settings.transfer_mode, gates, outcomes.failed, outcomes.finished)
+    table = TokenTable(tokens[:BUCKETS])
+    registry = OfferRegistry(
+        context,
+        gate_connections,
+        clock,
+        table,
+        is_push=is_push,
+        lease_seconds=settings.kv_lease_duration_seconds,
+        unmatched_seconds=settings.handover_timeout_seconds,
+        done=outcomes.done,
+        hold_idle=outcomes.hold_idle,
+        expired=outcomes.expired,
+    )
+    peers.listen(_Roles(routes, receiver, registry, gate_connections))
+
+    def wake_engine(identity: LocalIdentity) -> None:
+        channel.wake(identity.own.host, identity.own.port, identity.wake_key)
+
+    def closed() -> None:
+        if staging is not None:
+            staging.copier.close()
+        checksums.close()
+        if gates is not None:
+            gates.close()
+        channel.close()
+
+    thread = TransferThread(context, clock, receiver, registry, outcomes, wake, wake_engine, closed, select_device)
+    # What is staged is not there to be read: its blocks are given back as soon as they are copied.
+    is_read = not is_push and staging is None
+    return WorkerFacade(thread, local, table, record, offer_handshake, before_answer, is_read=is_read)
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when a device has done what it was given until now."""
+    if device.type != "cpu":
+        event = torch.Event(device)
+        event.record()
+        event.synchronize()
+
+
+def record_event(device: torch.device) -> IsReached:
+    """Whether a device has done what it was given until now."""
+    if device.type == "cpu":
+        # vLLM's CPU worker computes before it returns.
+        return lambda: True
+    event = torch.Event(device)
+    event.record()
+    query: IsReached = event.query
+    return query

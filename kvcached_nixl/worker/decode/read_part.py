@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode READs: one share of an attempt. Owned by the transfer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.messages import Peer, Release, encode
+from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
+from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
+
+__all__ = ["ReadPart"]
+
+
+class ReadPart:
+    """This rank reads what one rank of prefill keeps, and then the word that says that it was kept meanwhile.
+
+    Args:
+        instead: called where there is nothing to read because prefill stages (False), and where what was read is to
+            be verified (True): this share is put out of its attempt.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        attempt: Attempt,
+        address: Peer,
+        manifest: Manifest,
+        instead: Callable[[Attempt, ReadPart, bool], None],
+    ) -> None:
+        self._context = context
+        self._attempt = attempt
+        self.address = address
+        self.agent: str | None = None
+        self.is_idle = False
+        self._manifest = manifest
+        self._instead = instead
+        self._known: ConnectedPeer | None = None
+        self._job: TransferJob | None = None
+        self._buffer: int | None = None
+        self._is_stopping = False
+
+    def begin(self) -> None:
+        self._context.meet(self.address, self._manifest.incarnation, self._connected, self._fail)
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        if self._job is None:
+            self.is_idle = True
+        else:
+            self._context.transfer_queue.drop(self._job)
+
+    def _connected(self, known: ConnectedPeer) -> None:
+        if self._is_stopping:
+            return
+        if known.rank.is_staged:
+            self._instead(self._attempt, self, False)
+            return
+        self._known = known
+        doubt = self._context.distrust_of(self.address, known.incarnation)
+        if doubt is not None:
+            self._fail(doubt)
+            return
+        context, spec, manifest = self._context, self._attempt.spec, self._manifest
+        ratio = known.rank.kernel_blocks_per_block
+        if manifest.block_size != known.rank.memory[0].block_size * ratio or len(manifest.groups) != len(spec.groups):
+            reason = "the manifest does not fit the handshake (block size or groups)"
+            self._fail(HandOverFailed(FailureCause.RANGE, reason))
+            return
+        groups = [
+            (here, kernel_blocks_of(there, ratio), here.first_token)
+            for here, there in zip(self._attempt.blocks, manifest.groups, strict=True)
+        ]
+        try:
+            routes = context.routes.of(known.agent, known.rank.memory)
+            found = context.routes.ranges(routes, groups, spec.end_token)
+        except ValueError as cause:
+            self._fail(HandOverFailed(FailureCause.RANGE, str(cause)))
+            return
+        ended = context.contained(self._read, self._fail)
+        self._job = TransferJob("READ", known.agent, found.local, found.remote, ended)
+        context.transfer_queue.submit(self._job)
+
+    def _read(self, failed: str) -> None:
+        self._job = None
+        if failed:
+            self.is_idle = True
+            self._fail(HandOverFailed(FailureCause.LOST, failed))
+        elif self._is_stopping:
+            self._end()
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        context, known = self._context, self._known
+        assert known is not None
+        if self._is_stopping:
+            return
+        self._buffer = context.token_buffers.take()
+        if self._buffer is None:
+            context.waiting_for_buffer.append(self._look)
+            return
+        ranges = context.token_buffers.ranges(
+            self._buffer, known.rank.token_table_address, self._manifest.ownership_token
+        )
+        self._job = TransferJob("READ", known.agent, *ranges, context.contained(self._looked, self._fail), is_host=True)
+        context.transfer_queue.submit(self._job, is_urgent=True)
+
+    def _looked(self, failed: str) -> None:
+        context, known, buffer = self._context, self._known, self._buffer
+        assert known is not None and buffer is not None
+        # Nothing is in flight any more, whatever follows.
+        self._job = self._buffer = None
+        is_kept = not failed and context.token_buffers.holds(buffer, self._manifest.ownership_token)
+        context.token_buffers.give_back(buffer)
+        self.is_idle = True
+        # One that was stopped meanwhile takes none.
+        while context.waiting_for_buffer and context.token_buffers.has_room:
+            context.waiting_for_buffer.pop(0)()
+        if self._is_stopping:
+            self._end()
+        elif failed:
+            self._fail(HandOverFailed(FailureCause.LOST, failed))
+        elif not is_kept:
+            words = f"prefill does not keep {self._manifest.request_id} any more, or never made these parameters"
+            self._fail(HandOverFailed(FailureCause.LEASE, words))
+        elif (doubt := context.distrust_of(self.address, known.incarnation)) is not None:
+            # Found meanwhile, in another hand-over.
+            self._fail(doubt)
+        elif context.checksums.are_compared(self._attempt.number):
+            self._instead(self._attempt, self, True)
+        else:
+            local = context.local
+            done = Release(self._manifest.request_id, "", self._manifest.digest, local.tp_rank, local.tp_size)
+            context.peers.send(self.address, encode(done))
+            self._end()
+
+    def _end(self) -> None:
+        self.is_idle = True
+        self._attempt.settle()
+
+    def _fail(self, cause: HandOverFailed) -> None:
+        self._is_stopping = True
+        if self._job is None:
+            self.is_idle = True
+        self._attempt.fail(cause)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode: slots of a slab that prefill's ranks write, range by range, and that are copied into blocks.
+
+Each rank of prefill says which tokens it has. Slots are taken for those that all of them have, so none ever waits for
+what is not there yet; and they are copied when all of them have written: a block may have heads of several ranks.
+Owned by the transfer thread; one per attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.staging.staging import Held, Staging
+
+__all__ = ["StagingWindow"]
+
+
+@dataclass(eq=False)
+class _Writer:
+    """A rank of prefill that was told of the attempt: the tokens before these are ready, or written.
+
+    Attributes:
+        give: tells it of a range and its slots.
+        changed: called when something has been copied, or could not be, with why.
+    """
+
+    give: Callable[[Held], None]
+    changed: Callable[[str], None]
+    ready_token: int
+    written_token: int
+    may_write: bool = True
+
+
+class StagingWindow:
+    """See the module.
+
+    Args:
+        blocks: per KV-cache group, the blocks of the attention kernel that are to be filled.
+        end_token: one past the last token that is wanted.
+        step: tokens after which a range may end: a block of either side's.
+        num_writers: ranks of prefill that have a part of the bytes.
+        engine_id: theirs.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        blocks: Sequence[Blocks],
+        end_token: int,
+        step: int,
+        num_writers: int,
+        engine_id: str,
+    ) -> None:
+        self._staging = staging
+        self._blocks = blocks
+        self._end_token = end_token
+        self._step = step
+        self._num_writers = num_writers
+        self._engine_id = engine_id
+        self._writers: dict[int, _Writer] = {}
+        self._given: list[Held] = []
+        self._first_token = self._given_token = min(group.first_token for group in blocks)
+        self._is_closed = False
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether blocks are being written here."""
+        return any(held.copies for held in self._given)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether everything that is wanted is where it belongs."""
+        return not self._given and self._given_token >= self._end_token
+
+    def join(self, rank: int, give: Callable[[Held], None], changed: Callable[[str], None]) -> None:
+        """A rank of prefill is told of the attempt."""
+        self._writers[rank] = _Writer(give, changed, self._first_token, self._first_token)
+
+    def ready(self, rank: int, first_token: int, end_token: int) -> None:
+        """A rank has these tokens. What is said again, or of other tokens, has no effect."""
+        writer = self._writers[rank]
+        if not self._is_closed and first_token == self._given_token and end_token > writer.ready_token:
+            writer.ready_token = end_token
+            self._give()
+
+    def written(self, rank: int, end_token: int) -> None:
+        """Every token before has arrived from a rank."""
+        self._writers[rank].written_token = end_token
+        arrived = min(writer.written_token for writer in self._writers.values())
+        for held in self._given:
+            if held.end_token <= arrived and held.staged_token < held.end_token and not self._is_closed:
+                held.staged_token = held.end_token
+                self._staging.scatter(held, self._blocks, partial(self._copied, held))
+
+    def stop(self) -> None:
+        """Nothing more is wanted: no slots are given, and what comes is not copied."""
+        self._is_closed = True
+        for held in self._given:
+            self._staging.mark_stuck(held)
+        self._staging.forget(Use.RECEIVING, self, self._engine_id)
+
+    def close(self, rank: int) -> None:
+        """A rank writes nothing any more, and nothing more is wanted; slots are free when that is so of all."""
+        self.stop()
+        self._writers[rank].may_write = False
+        self._let_go()
+
+    def _give(self) -> bool:
+        """Returns whether it does not wait for slots."""
+        ready = min(writer.ready_token for writer in self._writers.values())
+        if self._is_closed or len(self._writers) < self._num_writers or self._given_token >= ready:
+            return True
+        firsts = [group.first_token for group in self._blocks]
+        held = self._staging.take(Use.RECEIVING, firsts, self._given_token, ready, self._step, owner=self._engine_id)
+        if held is None:
+            self._staging.wait(Use.RECEIVING, self, self._give, self._engine_id)
+            return False
+        self._given.append(held)
+        self._given_token = held.end_token
+        for writer in self._writers.values():
+            # Whatever else is ready is said again when this has been written.
+            writer.ready_token = held.end_token
+            writer.give(held)
+        return True
+
+    def _copied(self, held: Held, failed: str) -> None:
+        self._given.remove(held)
+        self._staging.give_back(held)
+        self._let_go()
+        for writer in list(self._writers.values()):
+            writer.changed(failed)
+
+    def _let_go(self) -> None:
+        if self._is_closed and not any(writer.may_write for writer in self._writers.values()):
+            for held in [one for one in self._given if not one.copies]:
+                self._given.remove(held)
+                self._staging.give_back(held)

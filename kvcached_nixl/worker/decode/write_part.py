@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill WRITEs: one share of an attempt, on decode's side. Owned by the transfer thread."""
+
+from __future__ import annotations
+
+from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.handshake import Process
+from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.messages import (
+    KernelBlockRange,
+    Peer,
+    Registration,
+    StagingGrant,
+    StagingRequest,
+    Stopped,
+    Withdrawal,
+    Written,
+    encode,
+)
+from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.decode.checksum_check import compare
+from kvcached_nixl.worker.decode.staging_window import StagingWindow
+from kvcached_nixl.worker.decode.write_gates import GateUse, WriteGates
+from kvcached_nixl.worker.staging.staging import Held
+from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+
+__all__ = ["WritePart"]
+
+
+class WritePart:
+    """One rank of prefill writes into blocks that this rank has registered, and says with the last WRITE what it wrote.
+
+    Args:
+        is_read: it has been read already, and prefill says what it was.
+
+    Attributes:
+        agent: who was told of the blocks, and may write until it has stopped, is gone or is fenced.
+        is_abandoned: its engine is not at its address any more, so nobody can ask it.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        gates: WriteGates | None,
+        attempt: Attempt,
+        address: Peer,
+        *,
+        is_read: bool = False,
+    ) -> None:
+        self._context = context
+        self._gates = gates
+        self._attempt = attempt
+        self.address = address
+        self.agent: str | None = None
+        self.is_idle = False
+        self._known: ConnectedPeer | None = None
+        self._arrived: set[int] = set()
+        self._highest = 0
+        self._last: int | None = None
+        self._is_stopping = False
+        self._is_begun_again = False
+        self._staging_window: StagingWindow | None = None
+        self._is_read = is_read
+        self._ends: dict[int, Written] = {}
+        self._ranges: list[Written] = []
+        self._is_comparing = self._is_compared = False
+        self._following = 0
+        self._has_stopped = False
+        self.is_abandoned = False
+        self._passage: GateUse | None = None
+        self._process: Process | None = None
+        self._is_behind_network = False
+
+    def begin(self) -> None:
+        manifest = self._attempt.spec.manifest
+        incarnation = "" if manifest is None else manifest.incarnation
+        self._context.meet(self.address, incarnation, self._connected, self._fail)
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        if self._staging_window is not None:
+            self._staging_window.stop()
+        if self.agent is None or self._is_read:
+            # Nobody was told where to write.
+            self.is_idle = not self._is_comparing
+        if self.agent is not None and self._context.own is not None:
+            withdrawal = Withdrawal(self._attempt.number, self._context.own)
+            self._context.peers.send(self.address, encode(withdrawal))
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether whoever was told of the blocks is a process of this host that has ended."""
+        return self._process is not None and self._context.host.is_dead(self._process)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether somebody was told of blocks, and may write them still."""
+        return self.agent is not None and not self._is_read and not self.is_idle
+
+    def fence(self) -> bool:
+        """Whoever was told of the blocks is not heard of: `fenced` is called when it cannot write any more.
+
+        Returns: whether it can be kept from it.
+        """
+        if self._passage is None or not self._is_behind_network:
+            return False
+        WriteGates.fence(self, self._passage)
+        return True
+
+    def fenced(self) -> None:
+        self._end_without("is not heard of, and cannot write here any more")
+
+    def dead(self) -> None:
+        """Whoever was told of the blocks is gone for good."""
+        self._end_without("is gone")
+
+    def cut_off(self) -> None:
+        words = f"rank {self.address.tp_rank} of prefill has taken too long, and what it writes through is closed"
+        self._fail(HandOverFailed(FailureCause.LOST, words))
+
+    def finish(self) -> None:
+        """Its attempt is."""
+        if self._passage is not None:
+            WriteGates.leave(self, self._passage)
+
+    def _end_without(self, what: str) -> None:
+        if not self.is_idle:
+            self._end()
+            self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
+
+    def take(self, message: StagingRequest | Written | Stopped) -> None:
+        """What the rank says of this attempt."""
+        if isinstance(message, StagingRequest):
+            if self._staging_window is not None and not self._is_stopping:
+                end_token = min(message.end_token, self._attempt.spec.end_token)
+                self._staging_window.ready(self.address.tp_rank, message.first_token, end_token)
+            return
+        if isinstance(message, Stopped):
+            self._end()
+            cause = FailureCause(message.cause) if message.cause in set(FailureCause) else FailureCause.STOPPED
+            if cause is FailureCause.RESTARTED:
+                # It answers, as somebody else than is known here.
+                self._context.peers.probe(self.address)
+            words = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
+            self._fail(HandOverFailed(cause, words))
+            return
+        self._take_written(message)
+
+    def _take_written(self, message: Written) -> None:
+        last = message.index if message.is_last else self._last
+        self._highest = max(self._highest, message.index)
+        if last is not None and (self._highest > last or self._last not in (None, last)):
+            # Somebody counts wrongly, so the bytes cannot be trusted; but it has not said that it stopped.
+            self._fail(
+                HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill numbers WRITEs wrongly")
+            )
+            return
+        self._arrived.add(message.index)
+        if message.end_token:
+            self._ends[message.index] = message
+        if message.manifest is not None:
+            self._last = message.index
+            misfit = self._misfit(message.manifest)
+            if misfit is not None:
+                self._fail(misfit)
+        while self._following in self._arrived:
+            written = self._ends.pop(self._following, None)
+            self._following += 1
+            if written is None:
+                continue
+            self._ranges.append(written)
+            if self._staging_window is not None and not self._is_stopping:
+                self._staging_window.written(self.address.tp_rank, written.end_token)
+        self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
+        """Quiet: everything has been written, and nothing is copied any more."""
+        if self.is_idle or (
+            self._staging_window is not None
+            and not self._has_stopped
+            and not self._is_stopping
+            and not self._staging_window.is_filled
+        ):
+            return
+        if self._last is None or len(self._arrived) <= self._last or self._is_comparing:
+            return
+        attempt, context, known = self._attempt, self._context, self._known
+        if not self._is_compared and not self._is_stopping and context.checksums.are_compared(attempt.number):
+            assert known is not None
+            self._is_comparing = True
+            asked = ChecksumRequest(known.agent, known.rank.memory, lambda: not self._is_stopping)
+            compare(context, attempt, asked, self._ranges, self._contained)
+            return
+        self._end()
+        doubt = None if self._is_stopping or known is None else context.distrust_of(self.address, known.incarnation)
+        if doubt is not None:
+            self._fail(doubt)
+        attempt.settle()
+
+    def _contained(self, wrong: HandOverFailed | None) -> None:
+        self._context.contained(lambda _: self._compared(wrong), self._fail)("")
+
+    def _compared(self, wrong: HandOverFailed | None) -> None:
+        """The blocks are not read any more."""
+        self._is_comparing, self._is_compared = False, True
+        if wrong is None:
+            if self._has_stopped:
+                self._end()
+                self._attempt.settle()
+            else:
+                self._end_if_complete()
+            return
+        if wrong.cause is FailureCause.BYTES and self._known is not None:
+            self._context.distrust(self.address, self._known.incarnation)
+        # Everything has been written.
+        self._end()
+        self._fail(wrong)
+
+    def _end(self) -> None:
+        """Nobody writes any more."""
+        self._has_stopped = True
+        if self._staging_window is not None:
+            self._staging_window.close(self.address.tp_rank)
+        self.is_idle = (self._staging_window is None or not self._staging_window.is_copying) and not self._is_comparing
+
+    def _copied(self, failed: str) -> None:
+        """A range is where it belongs, or could not be copied there."""
+        if self._has_stopped:
+            self._end()
+            self._attempt.settle()
+        elif failed:
+            self._fail(HandOverFailed(FailureCause.DEFECT, failed))
+        else:
+            self._end_if_complete()
+
+    def _send_grant(self, held: Held) -> None:
+        attempt, context = self._attempt, self._context
+        if context.own is not None:
+            room = StagingGrant(attempt.number, context.own, held.first_token, held.end_token, held.groups)
+            context.peers.send(self.address, encode(room), only=self.agent)
+
+    def _misfit(self, made: Manifest) -> HandOverFailed | None:
+        """Why what was written is not what was wanted."""
+        spec = self._attempt.spec
+        if made.digest != spec.digest or made.num_tokens != spec.num_tokens:
+            return HandOverFailed(FailureCause.DIGEST, f"prefill wrote {made.num_tokens} tokens of another prompt")
+        if self._known is not None and made.incarnation != self._known.incarnation:
+            self._context.peers.probe(self.address)
+            return HandOverFailed(FailureCause.RESTARTED, "prefill has been started again, or its weights were changed")
+        if spec.manifest is not None and made.request_id != spec.manifest.request_id:
+            return HandOverFailed(FailureCause.PROTOCOL, "prefill wrote another request than the parameters name")
+        return None
+
+    def _connected(self, known: ConnectedPeer) -> None:
+        attempt, context = self._attempt, self._context
+        if self._is_stopping or context.own is None:
+            return
+        self._known, spec = known, attempt.spec
+        doubt = context.distrust_of(self.address, known.incarnation)
+        if doubt is not None:
+            self._fail(doubt)
+            return
+        groups = tuple(KernelBlockRange(blocks.first_token, tuple(blocks.ids)) for blocks in attempt.blocks)
+        staging = context.staging
+        if staging is not None:
+            step = max(context.local.kernel_block_size, known.rank.memory[0].block_size)
+            if attempt.staging_window is None:
+                attempt.staging_window = StagingWindow(
+                    staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
+                )
+            self._staging_window = attempt.staging_window
+            self._staging_window.join(self.address.tp_rank, self._send_grant, self._copied)
+        if staging is not None or self._is_read:
+            groups = tuple(KernelBlockRange(group.first_token, ()) for group in groups)
+        try:
+            gate = self._enter(known)
+        except TransportError as cause:
+            self._fail(HandOverFailed(FailureCause.LOST, f"this rank cannot be written: {cause}"))
+            return
+        registration = Registration(
+            attempt=spec.attempt,
+            decode_request_id=spec.request_id,
+            decode=context.own,
+            incarnation=known.incarnation,
+            name=spec.name,
+            request_id="" if spec.manifest is None else spec.manifest.request_id,
+            digest=spec.digest,
+            num_tokens=spec.num_tokens,
+            first_token=spec.first_token,
+            end_token=spec.end_token,
+            block_size=context.local.kernel_block_size,
+            groups=groups,
+            is_staged=staging is not None,
+            is_verified=context.checksums.are_compared(spec.attempt),
+            is_read=self._is_read,
+            gate=gate,
+        )
+        try:
+            context.transport.send(known.agent, encode(registration))
+        except TransportError as cause:
+            # It was not told, so it will not write.
+            self.finish()
+            context.peers.lost(known.agent)
+            if self._is_begun_again:
+                words = f"rank {self.address.tp_rank} of prefill was not reached: {cause}"
+                self._fail(HandOverFailed(FailureCause.LOST, words))
+            else:
+                # It may have been started again since it was met.
+                self._is_begun_again = True
+                self.begin()
+            return
+        self.agent = known.agent
+
+    def _enter(self, known: ConnectedPeer) -> bytes:
+        """What it is to be written through."""
+        context = self._context
+        if self._is_read or self._gates is None:
+            return b""
+        process = known.rank.process
+        self._process = process if context.host.sees(process) else None
+        self._is_behind_network = context.host.is_behind_network(process)
+        self._passage = self._gates.join(self)
+        return self._passage.metadata
+
+    def _fail(self, cause: HandOverFailed) -> None:
+        if self.agent is None:
+            self._is_stopping = self.is_idle = True
+        self._attempt.fail(cause)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over on the engine's thread of a worker: from the scheduler's steps to the transfer thread and back.
+
+What a step computed is offered when the step has been given to the device, with an event that tells the transfer thread
+when the device has got there; and decode's blocks are touched only when the device has ended whatever could still write
+them (rule R8, vllm#45357). Nothing here waits. Once per worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.handshake import Weights
+from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.step import Step, failed_mark, finished_attempt_id, idle_hold_id
+from kvcached_nixl.worker.thread_messages import (
+    BlocksWritable,
+    Command,
+    Computed,
+    EndRenewal,
+    Finish,
+    IsReached,
+    LocalIdentity,
+    NewWeights,
+    Preempt,
+    Revoke,
+    Stop,
+    Withdraw,
+)
+from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
+from kvcached_nixl.worker.transfer.topology import LocalRank
+from kvcached_nixl.worker.transfer_thread import TransferThread
+
+__all__ = ["StepOutcome", "WorkerFacade"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+@dataclass
+class StepOutcome:
+    """What vLLM is told of a step.
+
+    Attributes:
+        sent: ids of prefill's requests, and of holds, whose blocks are free.
+        received: ids of attempts that are over.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+
+
+@dataclass
+class WorkerCounters:
+    """For the metrics, since they were last taken.
+
+    Attributes:
+        moved: (bytes, descriptors, seconds) of each transfer.
+        failures: hand-overs that brought no KV, by `FailureCause`; counted by the engine's scheduler, told by rank 0.
+        quarantined_blocks: held for what may still be in flight; None if that has not changed.
+    """
+
+    moved: list[tuple[int, int, float]] = field(default_factory=list)
+    failures: Counter[int] = field(default_factory=Counter)
+    expired: int = 0
+    quarantined_blocks: int | None = None
+
+
+class WorkerFacade:
+    """See the module.
+
+    Args:
+        thread: the transfer thread, started.
+        tokens: ownership tokens of what prefill keeps, for decode to read.
+        is_read: whether decode reads prefill's blocks, and so needs their words.
+        record_event: called when steps have been given to the device; what it returns tells whether the device has done
+            them, on any thread.
+        offer_handshake: makes what peers are told when they ask, from what this rank computes with.
+        before_answer: called before what prefill is about to answer for is offered to be pulled; it may wait for the
+            device. For where prefill's answer does not say that its device has ended the step.
+    """
+
+    def __init__(
+        self,
+        thread: TransferThread,
+        local: LocalRank,
+        tokens: TokenTable,
+        record_event: Callable[[], IsReached],
+        offer_handshake: Callable[[Weights], None],
+        before_answer: Callable[[], None] = lambda: None,
+        *,
+        is_read: bool,
+    ) -> None:
+        self.thread = thread
+        self.tokens = tokens
+        self._local = local
+        self._is_read = is_read
+        self._record_event = record_event
+        self._offer_handshake = offer_handshake
+        self._before_answer = before_answer
+        self._step: Step | None = None
+        self._incarnation = ""
+        self._counted = WorkerCounters()
+        self._marks: set[int] = set()
+
+    def begin_step(self, step: Step) -> None:
+        """Before the step is given to the device. The same one again is none: vLLM 0.29 and later tell of it twice."""
+        if step is self._step:
+            return
+        # One that computes, and of which vLLM has not said that it was given to the device, has raised before.
+        self.end_step(has_failed=self._step is not None and not self._step.is_idle)
+        commands: list[Command] = []
+        if self._incarnation != step.incarnation:
+            self._incarnation, local = step.incarnation, self._local
+            own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
+            commands.append(LocalIdentity(own, step.wake_key, step.incarnation))
+        # First of all: whoever comes from now on finds nothing of these.
+        commands += (Revoke(request_id, reason) for request_id, reason in step.revoked.items())
+        # A request may arrive and be gone before there is a step.
+        commands += step.renewed
+        commands += map(EndRenewal, step.unrenewed)
+        commands += step.fetches
+        if step.fetches:
+            commands.append(BlocksWritable(tuple(spec.attempt for spec in step.fetches), self._record_event()))
+        # Nothing of these is computed yet; one that has been aborted meanwhile is among the stopped ones, too.
+        commands += (update for update in step.offered if not update.ready_tokens)
+        commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
+        commands += step.released
+        commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
+        # What is offered at its end only is offered first.
+        late = {one.request_id for one in step.offered if one.ready_tokens}
+        commands += (Finish(request_id) for request_id in step.finished if request_id not in late)
+        commands += (
+            Stop(request_id, reason, request_id not in step.unkept) for request_id, reason in step.stopped.items()
+        )
+        if commands:
+            self.thread.submit(*commands)
+        self._step = step
+        if not self._local.tp_rank:
+            self._counted.failures.update(step.counts)
+            if step.quarantined_blocks is not None:
+                self._counted.quarantined_blocks = step.quarantined_blocks
+        self.thread.engine_computes = not step.is_idle
+
+    def end_step(self, *, has_failed: bool = False) -> None:
+        """After the step was given to the device.
+
+        Args:
+            has_failed: it was not, or not all of it: what it was to compute is not offered.
+        """
+        self.thread.engine_computes = False
+        step, self._step = self._step, None
+        if step is None or not (computed := [one for one in step.offered if one.ready_tokens]):
+            return
+        if has_failed:
+            self.thread.submit(*(Finish(one.request_id) for one in computed if one.request_id in step.finished))
+            return
+        if any(one.manifest is not None for one in computed):
+            self._before_answer()
+        is_reached = self._record_event()
+        for one in computed:
+            if one.manifest is not None and self._is_read:
+                # Here and not on the transfer thread: decode may come as soon as prefill has answered.
+                self._publish(one.request_id, one.manifest.ownership_token)
+            self.thread.submit(Computed(one, is_reached))
+            if one.request_id in step.finished:
+                self.thread.submit(Finish(one.request_id))
+
+    def identify(self, weights: Weights) -> None:
+        """What this rank computes with, at first and whenever that may have changed."""
+        self._offer_handshake(weights)
+        self.thread.submit(NewWeights(weights))
+
+    def take_ended(self) -> StepOutcome:
+        """What ended since the last call.
+
+        A step that computes is not ended here: a draft model may still compute its part of it. vLLM says when it has.
+        """
+        self.thread.engine_computes = False
+        if self._step is not None and self._step.is_idle:
+            self.end_step()
+        outcome = self.thread.take_outcome()
+        for attempt, failed in outcome.failed.items():
+            self._marks.add(failed_mark(attempt, failed.cause))
+            logger.warning("The KV of request %s was not received: %s", failed.request_id, failed.words)
+        for request_id in outcome.expired:
+            logger.warning("The lease of request %s has ended; decode has not fetched its KV", request_id)
+        self._counted.expired += len(outcome.expired)
+        self._counted.moved += outcome.moved
+        sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
+        return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
+
+    def take_marks(self) -> set[int]:
+        """Of attempts that have failed, for vLLM's invalid blocks; since the last call."""
+        marks, self._marks = self._marks, set()
+        return marks
+
+    def take_counted(self) -> WorkerCounters:
+        """For the metrics, since the last call."""
+        counted, self._counted = self._counted, WorkerCounters()
+        return counted
+
+    def close(self) -> None:
+        """Stop the transfer thread."""
+        self.thread.close()
+
+    def _publish(self, request_id: str, ownership_token: int) -> None:
+        if not self.tokens.publish(request_id, ownership_token):
+            logger.warning("The ownership-token table is full, so decode will not use the KV of request %s", request_id)

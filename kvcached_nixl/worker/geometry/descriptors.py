@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From tokens of a request to the byte ranges that carry them, on both sides. numpy only.
+
+The KV of a layer is cut into planes (K, V, K and V packed, or the latent). A plane holds one *cell* for each token and
+head, and a cell lies at::
+
+    base + block * block_stride + token_in_block * token_stride + head * head_stride
+
+which covers token-major (NHD) and head-major (HND) memory, layers apart and layers side by side, any block size and any
+share of the heads. A transfer pairs the cells of equal tokens and heads; cells that lie end to end on both sides become
+one descriptor, so equal geometries need a descriptor a run of blocks and unequal ones no more than one a cell.
+
+What does not depend on the request, the runs inside a block, is found once per peer (`Route`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.transport.base import Ranges
+from kvcached_nixl.wire.planes import Planes
+
+__all__ = ["Blocks", "Descriptors", "Route", "misfit"]
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+MAX_RUN_BYTES = 8 << 20
+"""No descriptor is longer: a transfer is the smallest thing that is posted, waited for and given up."""
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Byte ranges that correspond one to one: (n, 2) arrays of address and length, int64, equal lengths."""
+
+    local: Ranges
+    remote: Ranges
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.local[:, 1].sum())
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A request's kernel blocks on one side, of one KV-cache group: ``ids[i]`` holds the tokens from ``first_token + i * block_size`` on."""
+
+    ids: Sequence[KernelBlock]
+    first_token: int = 0
+
+
+def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:
+    """What keeps two ranks from exchanging KV, in words; "" if nothing does."""
+    if len(local) != len(remote):
+        return f"{len(remote)} kinds of planes; expected {len(local)}"
+    for here, there in zip(local, remote, strict=True):
+        if (len(here.bases), here.cell_bytes) != (len(there.bases), there.cell_bytes):
+            return (
+                f"{len(there.bases)} planes of cells of {there.cell_bytes} bytes; expected {len(here.bases)} of "
+                f"{here.cell_bytes}: the same model and data type"
+            )
+        if max(here.block_size, there.block_size) % min(here.block_size, there.block_size):
+            return f"blocks of {there.block_size} tokens; expected a multiple or a divisor of {here.block_size}"
+        if max(here.first_head, there.first_head) >= min(here.last_head, there.last_head):
+            return (
+                f"the heads {there.first_head} to {there.last_head}; expected some of {here.first_head} to "
+                f"{here.last_head}"
+            )
+    return ""
+
+
+class Route:
+    """Between planes of one kind here and there.
+
+    Raises:
+        ValueError: `misfit`.
+    """
+
+    def __init__(self, local: Planes, remote: Planes) -> None:
+        words = misfit((local,), (remote,))
+        if words:
+            raise ValueError(words)
+        self._local, self._remote = local, remote
+        # The largest run of tokens that is inside one block on either side.
+        self.step = math.gcd(local.block_size, remote.block_size)
+        first_head = max(local.first_head, remote.first_head)
+        heads = min(local.last_head, remote.last_head) - first_head
+        within_local, within_remote, run_bytes = _within_step(local, remote, self.step, heads)
+        sides = []
+        for planes, within in ((local, within_local), (remote, within_remote)):
+            skipped = (first_head - planes.first_head) * planes.head_stride_bytes
+            addresses = np.asarray(planes.bases, dtype=np.int64)[:, None] + skipped + within
+            sides.append(addresses.reshape(-1))
+        order = np.argsort(sides[0], kind="stable")
+        here, there = sides[0][order], sides[1][order]
+        begins, lengths = _runs(here, there, np.full(len(here), run_bytes))
+        self._here, self._there, self._lengths = here[begins], there[begins], lengths
+
+    def descriptors(self, local_blocks: Blocks, remote_blocks: Blocks, first_token: int, end_token: int) -> Descriptors:
+        """Descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
+
+        Where ``end_token`` lies inside a block on both sides, the rest of the smaller block comes along.
+
+        Raises:
+            ValueError: the tokens are not all in both sides' blocks, or a block id is out of range. Nothing can be
+                transferred safely then.
+        """
+        if first_token % self.step or not 0 <= first_token < end_token:
+            raise ValueError(
+                f"found tokens {first_token} to {end_token}; expected a range that starts at a block boundary"
+            )
+        starts = np.arange(first_token, end_token, self.step, dtype=np.int64)
+        here = _block_offsets(self._local, local_blocks, starts)
+        there = _block_offsets(self._remote, remote_blocks, starts)
+        order = np.argsort(here, kind="stable")
+        local = (self._here[:, None] + here[order][None, :]).reshape(-1)
+        remote = (self._there[:, None] + there[order][None, :]).reshape(-1)
+        lengths = np.repeat(self._lengths, len(starts))
+        begins, lengths = _runs(local, remote, lengths)
+        return _limited(local[begins], remote[begins], lengths)
+
+
+def _within_step(local: Planes, remote: Planes, step: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
+    """Offsets, inside one step, of the longest runs of cells that lie end to end on both sides; and their length."""
+    sides = (local, remote)
+    tokens, count, run = step, heads, local.cell_bytes
+    # Fold the inner dimension into the run, then the outer one if it follows without a gap as well.
+    if all(side.head_stride_bytes == run for side in sides):
+        run, count = run * heads, 1
+        if all(side.token_stride_bytes == run for side in sides):
+            run, tokens = run * step, 1
+    elif all(side.token_stride_bytes == run for side in sides):
+        run, tokens = run * step, 1
+        if all(side.head_stride_bytes == run for side in sides):
+            run, count = run * heads, 1
+    token, head = (axis.reshape(-1) for axis in np.indices((tokens, count), dtype=np.int64))
+    found = [token * side.token_stride_bytes + head * side.head_stride_bytes for side in sides]
+    return found[0], found[1], run
+
+
+def _block_offsets(planes: Planes, blocks: Blocks, starts: Int64Array) -> Int64Array:
+    """Bytes from a plane's base to each token of ``starts``."""
+    ids = np.asarray(blocks.ids, dtype=np.int64)
+    relative = starts - blocks.first_token
+    places = relative // planes.block_size
+    if len(ids) == 0 or relative[0] < 0 or places[-1] >= len(ids):
+        raise ValueError(
+            f"found {len(ids)} blocks of {planes.block_size} tokens from token {blocks.first_token} on; expected them "
+            f"to hold the tokens {starts[0]} to {starts[-1]}"
+        )
+    used = ids[places]
+    if used.min() < 0 or used.max() >= planes.num_blocks:
+        raise ValueError(f"found the block ids {used.min()} to {used.max()}; expected 0 to {planes.num_blocks - 1}")
+    in_block: Int64Array = relative % planes.block_size
+    return used * planes.block_stride_bytes + in_block * planes.token_stride_bytes
+
+
+def _runs(local: Int64Array, remote: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Join ranges that follow each other on both sides: where each run begins, and how long it is."""
+    follows = (local[1:] == local[:-1] + lengths[:-1]) & (remote[1:] == remote[:-1] + lengths[:-1])
+    begins = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    return begins, np.add.reduceat(lengths, begins)
+
+
+def _limited(local: Int64Array, remote: Int64Array, lengths: Int64Array) -> Descriptors:
+    """Cut runs that are longer than a descriptor may be."""
+    parts = -(-lengths // MAX_RUN_BYTES)
+    if (parts > 1).any():
+        part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        local, remote, lengths = (np.repeat(one, parts) for one in (local, remote, lengths))
+        offset = part * MAX_RUN_BYTES
+        local, remote, lengths = local + offset, remote + offset, np.minimum(lengths - offset, MAX_RUN_BYTES)
+    return Descriptors(np.stack((local, lengths), axis=1), np.stack((remote, lengths), axis=1))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bytes of tokens come to, the same on both sides of a hand-over however each lays its memory out.
+
+The cells of a plane are taken in the order token, head, and hashed; the digests of all planes, in the order that both
+sides name them in, are the digest of a KV-cache group's tokens. So block sizes, strides, shares of the heads and block
+ids do not matter, and the rest of a last block is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.geometry.descriptors import Blocks
+
+__all__ = ["Content"]
+
+_PIECE_BYTES = 32 << 20
+
+
+class Content:
+    """See the module.
+
+    Args:
+        planes: where the cells are.
+        areas: the memory that they are in, each an address and its blocks as bytes, (num_blocks, block_bytes).
+    """
+
+    def __init__(self, planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._planes = tuple(planes)
+        self._areas = [area for _, area in areas]
+        # Per area: the kind, the plane's place in it, and where in a block its cells begin.
+        self._within: list[list[tuple[int, int, int]]] = [[] for _ in areas]
+        for kind, one in enumerate(planes):
+            for place, base in enumerate(one.bases):
+                index, offset = _find(base, areas)
+                self._within[index].append((kind, place, offset))
+
+    def digest(self, groups: Sequence[tuple[Blocks, int]], end_token: int, other: Sequence[Planes]) -> str:
+        """Of the tokens before ``end_token``, and of the heads that both sides have; 32 hexadecimal digits.
+
+        Args:
+            groups: per KV-cache group its blocks here, and its first token.
+            other: the other side's planes.
+
+        Threads: any. It reads the blocks until it returns.
+        """
+        whole = xxhash.xxh3_128()
+        for blocks, first_token in groups:
+            if first_token >= end_token:
+                continue
+            found = [[xxhash.xxh3_128() for _ in one.bases] for one in self._planes]
+            for area, within in zip(self._areas, self._within, strict=True):
+                self._read(area, within, blocks, first_token, end_token, other, found)
+            for one in found:
+                for plane in one:
+                    whole.update(plane.digest())
+        return str(whole.hexdigest())
+
+    def _read(
+        self,
+        area: torch.Tensor,
+        within: Sequence[tuple[int, int, int]],
+        blocks: Blocks,
+        first_token: int,
+        end_token: int,
+        other: Sequence[Planes],
+        found: Sequence[Sequence[xxhash.xxh3_128]],
+    ) -> None:
+        """Hash the planes that are in one area, some blocks at a time."""
+        size = self._planes[0].block_size
+        first, last = (first_token - blocks.first_token) // size, -(-(end_token - blocks.first_token) // size)
+        if first < 0 or last > len(blocks.ids):
+            raise ValueError(
+                f"found {len(blocks.ids)} blocks of {size} tokens from token {blocks.first_token} on; expected them to "
+                f"hold the tokens {first_token} to {end_token - 1}"
+            )
+        ids = torch.tensor(list(blocks.ids[first:last]), dtype=torch.int64, device=area.device)
+        piece = max(1, _PIECE_BYTES // area.shape[1])
+        for begin in range(0, len(ids), piece):
+            rows = area.index_select(0, ids[begin : begin + piece]).cpu().numpy()
+            # Of the piece's tokens, those that are meant.
+            base = blocks.first_token + (first + begin) * size
+            meant = slice(max(0, first_token - base), min(len(rows) * size, end_token - base))
+            for kind, place, offset in within:
+                cells = _cells(rows, self._planes[kind], offset, other[kind])
+                found[kind][place].update(np.ascontiguousarray(cells[meant]).data)
+
+
+def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes) -> npt.NDArray[np.uint8]:
+    """The cells of a plane in some blocks, (tokens, heads that both have, bytes)."""
+    first, last = max(here.first_head, there.first_head), min(here.last_head, there.last_head)
+    if first >= last:
+        raise ValueError(f"found the heads {there.first_head} to {there.last_head - 1}; expected some of ours")
+    skipped = (first - here.first_head) * here.head_stride_bytes
+    shape = (len(rows), here.block_size, last - first, here.cell_bytes)
+    strides = (rows.strides[0], here.token_stride_bytes, here.head_stride_bytes, 1)
+    view = np.lib.stride_tricks.as_strided(rows[:, offset + skipped :], shape, strides, writeable=False)
+    return view.reshape(-1, last - first, here.cell_bytes)
+
+
+def _find(base: int, areas: Sequence[tuple[int, torch.Tensor]]) -> tuple[int, int]:
+    """The area that a plane is in, and where in its first block."""
+    for index, (address, area) in enumerate(areas):
+        if 0 <= base - address < area.shape[1]:
+            return index, base - address
+    raise ValueError(f"found a plane at {base:#x}; expected it in the first block of a region")

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From kvcached's tensors to the regions NIXL transfers. Once per process, byte arithmetic only.
+
+kvcached reserves far more addresses than vLLM plans to use, and a block id is always below
+``kv_cache_config.num_blocks``, so every view is narrowed to the planned blocks before anything is
+registered: registration, descriptors and handshakes cost what vLLM planned, whatever was reserved.
+
+A region is one address range that is registered, cut into equal blocks that lie end to end.
+
+Memory that kvcached 0.1.6 hands out (L pools, ``page`` = bytes of one block in one layer)::
+
+    split-half       K: [n, page/2] ... V: [n, page/2]   two regions a layer
+    dense            [n, page]                           one region a layer (packed K/V, multi-latent)
+    contiguous       [n, L, page]                        one region in all: one descriptor a block
+
+The kind is read off the strides and never assumed: a stride that fits none of them is refused, because a
+transfer would land between blocks and nothing would report it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.worker.geometry.kv_axes import Axes
+
+__all__ = ["Arrangement", "Layout", "Page", "Region", "plan"]
+
+
+class Arrangement(enum.Enum):
+    """How the blocks of one KV cache lie in kvcached's memory."""
+
+    SPLIT_HALF = "non-contiguous, K and V apart"
+    DENSE = "non-contiguous"
+    CONTIGUOUS = "contiguous"
+
+
+@dataclass(frozen=True)
+class Page:
+    """One block of one layer, at the granularity of the attention kernel, as vLLM counts it.
+
+    Attributes:
+        num_bytes: of K and V, or of the latent.
+        num_heads: on this rank; 1 for a latent.
+    """
+
+    num_bytes: int
+    num_tokens: int
+    num_heads: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """One range of equal blocks that lie end to end.
+
+    Attributes:
+        address: first byte of block 0.
+        block_bytes: bytes of a block, and the distance between two blocks.
+    """
+
+    address: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the planned blocks lie.
+
+    Attributes:
+        arrangement: how kvcached laid the blocks out.
+        axes: what the dimensions of ``device_views`` count.
+        num_blocks: blocks in every region, at the granularity of the attention kernel.
+        device_views: layer name -> the view attention uses, narrowed to ``num_blocks``; of layers with an own cache.
+        regions: what is registered.
+    """
+
+    arrangement: Arrangement
+    axes: Axes
+    num_blocks: int
+    device_views: dict[str, torch.Tensor]
+    regions: tuple[Region, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the KV cache is."""
+        return next(iter(self.device_views.values())).device
+
+    @property
+    def descriptors_per_block(self) -> int:
+        """Descriptors that move one block of all layers."""
+        return len(self.regions)
+
+    def areas(self) -> list[tuple[int, torch.Tensor]]:
+        """Each region's address and its blocks as bytes, (num_blocks, block_bytes), over the tensors' own memory."""
+        return [(region.address, self._blocks_of(region)) for region in self.regions]
+
+    def _blocks_of(self, region: Region) -> torch.Tensor:
+        for view in self.device_views.values():
+            storage = view.untyped_storage()
+            offset = region.address - storage.data_ptr()
+            if 0 <= offset <= storage.nbytes() - self.num_blocks * region.block_bytes:
+                size = (self.num_blocks, region.block_bytes)
+                return torch.empty(0, dtype=torch.uint8, device=view.device).set_(
+                    storage, offset, size, (region.block_bytes, 1)
+                )
+        raise ValueError(f"found no tensor over the region at {region.address:#x}")
+
+
+def _refuse(layer: str, cache: torch.Tensor, expected: str) -> LayoutRefused:
+    return LayoutRefused(
+        found=f"layer {layer!r}: shape {tuple(cache.shape)}, strides {tuple(cache.stride())}, {cache.dtype}",
+        expected=expected,
+        consequence="NIXL addresses bytes, not tensors: it would move wrong ones without an error; the engine stops",
+        remedy="report this layout, or run this model without ENABLE_KVCACHED",
+    )
+
+
+def _refuse_other_cells(layer: str, cache: torch.Tensor, axes: Axes, page: Page) -> None:
+    """A cell is one token of one head; some backends keep K as a head of its own, or several tokens in a cell."""
+    counted = {axes.block: cache.shape[axes.block], axes.token: page.num_tokens, cache.dim() - 1: cache.shape[-1]}
+    if axes.head is not None:
+        counted[axes.head] = page.num_heads
+    if axes.kv is not None:
+        counted[axes.kv] = 2
+    expected = tuple(counted.get(axis, 1) for axis in range(cache.dim()))
+    if tuple(cache.shape) != expected:
+        raise _refuse(
+            layer, cache, f"the shape {expected}: {page.num_tokens} tokens and {page.num_heads} heads a block"
+        )
+
+
+def _is_dense(block: torch.Tensor, num_bytes: int) -> bool:
+    """Whether a block's elements fill ``num_bytes`` without a hole, in whatever order."""
+    dims = [dim for dim, size in enumerate(block.shape) if size != 1]
+    span = 1
+    for dim in sorted(dims, key=block.stride):
+        if block.stride(dim) != span:
+            return False
+        span *= block.shape[dim]
+    return bool(span * block.element_size() == num_bytes)
+
+
+def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page_bytes: int, num_pools: int) -> Arrangement:
+    stride_bytes = cache.stride(axes.block) * cache.element_size()
+    block = cache.select(axes.block, 0)
+    if axes.kv is not None and stride_bytes == page_bytes // 2 and _is_dense(_half(cache, axes, 0), page_bytes // 2):
+        return Arrangement.SPLIT_HALF
+    if _is_dense(block, page_bytes):
+        if stride_bytes == page_bytes and axes.kv != 0:
+            return Arrangement.DENSE
+        if stride_bytes == page_bytes * num_pools:
+            return Arrangement.CONTIGUOUS
+    raise _refuse(
+        layer,
+        cache,
+        f"blocks of {page_bytes} bytes that lie {page_bytes // 2} (K and V apart), {page_bytes} (one layer) or "
+        f"{page_bytes * num_pools} (all {num_pools} pools of layers) bytes apart; found {stride_bytes}",
+    )
+
+
+def _half(cache: torch.Tensor, axes: Axes, half: int) -> torch.Tensor:
+    """K or V of block 0."""
+    assert axes.kv is not None
+    kept = [axis for axis in range(cache.dim()) if axis != axes.kv]
+    return cache.select(axes.kv, half).select(kept.index(axes.block), 0)
+
+
+def plan(
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    axes: Axes,
+    pages: Mapping[str, Page],
+    num_blocks: int,
+    num_pools: int,
+) -> Layout:
+    """Narrow kvcached's tensors to the planned blocks and say which regions they make.
+
+    Args:
+        kv_caches: layer name -> the tensor attention uses, as the model runner registers it.
+        axes: where the backend keeps blocks and K/V.
+        pages: of each layer by its name. Layers that share another layer's cache may be missing; they add no region.
+        num_blocks: blocks vLLM planned, kernel granularity; at most the blocks of every tensor.
+        num_pools: pools of layers kvcached interleaves in its contiguous layout
+            (``len(kv_cache_config.kv_cache_tensors)``).
+
+    Raises:
+        LayoutRefused: a tensor has holes, an unknown stride, too few blocks, differs from the others, or counts other
+            tokens or heads than vLLM does.
+    """
+    owned = {layer: cache for layer, cache in kv_caches.items() if layer in pages}
+    if not owned:
+        raise LayoutRefused(
+            found="no layer with a KV cache of its own",
+            expected="at least one attention layer",
+            consequence="there is nothing to transfer; the engine stops",
+            remedy="run this model without a KV connector",
+        )
+    kinds: dict[Arrangement, str] = {}
+    for layer, cache in owned.items():
+        if cache.dim() != axes.ndim or cache.shape[axes.block] < num_blocks:
+            raise _refuse(
+                layer, cache, f"{axes.ndim} dimensions and at least {num_blocks} blocks in dimension {axes.block}"
+            )
+        _refuse_other_cells(layer, cache, axes, pages[layer])
+        kinds.setdefault(_arrangement(layer, cache, axes, pages[layer].num_bytes, num_pools), layer)
+    if len(kinds) > 1:
+        mixed = ", ".join(f"{layer!r} {kind.value}" for kind, layer in kinds.items())
+        layer = next(iter(owned))
+        raise _refuse(layer, owned[layer], f"one arrangement for all layers; found {mixed}")
+
+    arrangement = next(iter(kinds))
+    views = {layer: cache.narrow(axes.block, 0, num_blocks) for layer, cache in owned.items()}
+    if arrangement is Arrangement.CONTIGUOUS:
+        regions = [_across_layers(owned, {layer: pages[layer].num_bytes for layer in owned}, num_pools)]
+    elif arrangement is Arrangement.DENSE:
+        regions = [Region(view.data_ptr(), pages[layer].num_bytes) for layer, view in views.items()]
+    else:
+        assert axes.kv is not None
+        regions = [
+            Region(half.data_ptr(), pages[layer].num_bytes // 2)
+            for layer, view in views.items()
+            for half in view.unbind(axes.kv)
+        ]
+    return Layout(
+        arrangement=arrangement,
+        axes=axes,
+        num_blocks=num_blocks,
+        device_views=views,
+        # Layers of different groups share a pool.
+        regions=tuple(dict.fromkeys(regions)),
+    )
+
+
+def _across_layers(owned: Mapping[str, torch.Tensor], page_bytes: Mapping[str, int], num_pools: int) -> Region:
+    """The contiguous layout: the pools of layers side by side, in every block."""
+    base = min(cache.data_ptr() for cache in owned.values())
+    page = next(iter(page_bytes.values()))
+    slots = {cache.data_ptr() - base for cache in owned.values()}
+    if slots != {page * pool for pool in range(num_pools)} or set(page_bytes.values()) != {page}:
+        layer = next(iter(owned))
+        raise _refuse(
+            layer,
+            owned[layer],
+            f"{num_pools} layers side by side, {page} bytes apart, in every block; found offsets {sorted(slots)}",
+        )
+    return Region(base, page * num_pools)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register memory with NIXL: kvcached's, as far as vLLM planned to use it, or a slab. Once per process, at start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.settings import MemoryPath, Settings
+from kvcached_nixl.wire.handshake import MemoryType
+from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.geometry.layout import Layout, Page, plan
+from kvcached_nixl.worker.staging.sizing import Load, make_slab
+from kvcached_nixl.worker.staging.slab import Slab
+
+__all__ = ["Registered", "StockWorker", "register"]
+
+
+class StockWorker(Protocol):
+    """What is asked of vLLM's NIXL worker; ``compat.nixl_worker.WorkerView`` answers."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_pools(self) -> int: ...
+    @property
+    def unserved(self) -> Sequence[tuple[str, str]]: ...
+    def pages(self) -> Mapping[str, tuple[int, int, int]]: ...
+    def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]: ...
+    @property
+    def load(self) -> tuple[int, int, int]: ...
+    def register_memory(
+        self, extents: Sequence[tuple[int, int]], device_id: int, memory_type: MemoryType | None = None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What NIXL may touch.
+
+    Attributes:
+        layout: of the KV cache.
+        slab: what is registered in its place; None where it is registered itself.
+        memory_type: of the slab, NIXL's word; None if it is the cache's.
+        extents: address and bytes of each piece of it; ``device_id``: where it is, as NIXL counts devices.
+    """
+
+    layout: Layout
+    slab: Slab | None = None
+    memory_type: MemoryType | None = None
+    extents: tuple[tuple[int, int], ...] = ()
+    device_id: int = 0
+
+    def __str__(self) -> str:
+        one = self.layout
+        words = f"{one.arrangement.value}, {one.num_blocks} blocks, {one.descriptors_per_block} descriptors a block"
+        if self.slab is None:
+            return words
+        return f"{words}; {self.slab.num_slots} slots of {self.slab.extent[1] / 2**20:,.0f} MiB in all"
+
+
+def register(
+    worker: StockWorker, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
+) -> Registered:
+    """Register ``kv_caches``: layer name -> attention's tensor, kvcached's memory; or a slab in their place.
+
+    Raises:
+        LayoutRefused: the memory cannot be described, or the model is spread in a way that is not served.
+        SettingsError: the slab is too small, or there is no memory for it.
+    """
+    for found, expected in worker.unserved:
+        raise LayoutRefused(
+            found=found,
+            expected=expected,
+            consequence="Peers would exchange bytes that mean something else on the other side; the engine stops",
+            remedy=f"serve with {expected}, or without ENABLE_KVCACHED",
+        )
+    shape, numbers = worker.probe_cache_shape()
+    layout = plan(
+        kv_caches,
+        axes=Axes.from_probe(shape, **numbers),
+        pages={layer: Page(*one) for layer, one in worker.pages().items()},
+        num_blocks=worker.num_blocks,
+        num_pools=worker.num_pools,
+    )
+    # Torch has -1 for the device of host memory.
+    device_id = max(next(iter(layout.device_views.values())).get_device(), 0)
+    if path is MemoryPath.DIRECT:
+        extents = tuple((region.address, region.block_bytes * layout.num_blocks) for region in layout.regions)
+        worker.register_memory(extents, device_id)
+        return Registered(layout, extents=extents, device_id=device_id)
+    block_size = next(iter(layout.device_views.values())).shape[layout.axes.token]
+    load = Load(*worker.load, block_size)
+    slab = make_slab(layout, path, load, settings)
+    is_host = path is MemoryPath.HOST
+    where = 0 if is_host else device_id
+    worker.register_memory([slab.extent], where, "DRAM" if is_host else None)
+    return Registered(layout, slab, "DRAM" if is_host else None, (slab.extent,), where)

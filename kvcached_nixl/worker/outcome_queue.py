@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has ended, from the transfer thread to the engine's. Once per worker."""
+
+from __future__ import annotations
+
+import threading
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.transport.base import Operation
+from kvcached_nixl.wire.causes import HandOverFailed
+from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.worker.thread_messages import Failed, Outcome
+
+__all__ = ["OutcomeQueue"]
+
+TELL_AGAIN_SECONDS = 1.0
+"""A word to an engine that sleeps may get lost, and memory would not come back before the next request."""
+
+
+class OutcomeQueue:
+    """See the module. Threads: `take` is the engine's, everything else the transfer thread's."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._outcome = Outcome()
+        self._tell_at_seconds: float | None = None
+
+    def failed(self, spec: FetchSpec, failure: HandOverFailed) -> None:
+        with self._lock:
+            self._outcome.failed[spec.attempt] = Failed(spec.request_id, failure.cause, str(failure))
+            self._has_news()
+
+    def finished(self, spec: FetchSpec) -> None:
+        with self._lock:
+            self._outcome.finished.add(spec.attempt)
+            self._has_news()
+
+    def done(self, request_id: PrefillRequestId) -> None:
+        with self._lock:
+            self._outcome.done.add(request_id)
+            self._has_news()
+
+    def hold_idle(self, hold: int) -> None:
+        with self._lock:
+            self._outcome.idle_holds.add(hold)
+            self._has_news()
+
+    def expired(self, request_id: PrefillRequestId) -> None:
+        with self._lock:
+            self._outcome.expired.add(request_id)
+
+    def moved(self, _: Operation, num_bytes: int, descriptors: int, seconds: float) -> None:
+        with self._lock:
+            self._outcome.moved.append((num_bytes, descriptors, seconds))
+
+    def take_news(self) -> bool:
+        """Whether the engine has to be told that something has ended; again where it has not looked for a while."""
+        with self._lock:
+            now = self._clock.now_seconds()
+            if self._tell_at_seconds is None or now < self._tell_at_seconds:
+                return False
+            self._tell_at_seconds = now + TELL_AGAIN_SECONDS
+            return True
+
+    def take(self) -> Outcome:
+        """What ended since the last call."""
+        with self._lock:
+            outcome, self._outcome = self._outcome, Outcome()
+            self._tell_at_seconds = None
+            return outcome
+
+    def _has_news(self) -> None:
+        if self._tell_at_seconds is None:
+            self._tell_at_seconds = self._clock.now_seconds()

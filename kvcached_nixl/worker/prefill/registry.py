@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill's half of a hand-over: what is offered, who asked for it, and when its blocks are free. Once per worker.
+
+An *offer* is kept from the moment prefill tells of it until decode has it, nobody wants it, or its lease has ended;
+whichever it is, its word is removed before its blocks are given back (rule R3). A registration finds its offer by the
+request's id where decode knows it, else by name and digest; names alone pair nothing (rule R7). Whatever both have is
+written at once, so the blocks of one step travel while the next one computes.
+
+A turn costs what is due in it, not what waits. Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.messages import Registration, Release, StagingGrant, Withdrawal
+from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.prefill.matching import OfferMatcher
+from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+from kvcached_nixl.worker.prefill.writer import Writer
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.lease import Leases
+from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
+from kvcached_nixl.worker.transfer.recent_set import RecentSet
+from kvcached_nixl.worker.transfer.topology import kernel_blocks
+
+__all__ = ["OfferRegistry"]
+
+PROBE_SECONDS = 5.0
+"""How often a rank of decode is asked whether it is there, once what is written to it is overdue."""
+
+
+_STARTED_AGAIN = "prefill has been started again, or its weights were changed, since decode met it"
+
+
+class OfferRegistry:
+    """See the module.
+
+    Args:
+        is_writing: whether decode registers, and is waited for (push); else it reads, and tells when it has.
+        lease_seconds: how long a finished request's blocks wait for decode, unless it renews that.
+        unmatched_seconds: how long a registration waits for prefill's request to appear.
+        done: called with a request whose blocks nobody needs any more.
+        hold_idle: called with a hold of whose blocks none is being read any more.
+        expired: called with a request whose lease has ended, before it is done.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        gate_connections: GateConnections,
+        clock: Clock,
+        tokens: TokenTable,
+        *,
+        is_push: bool,
+        lease_seconds: float,
+        unmatched_seconds: float,
+        done: Callable[[PrefillRequestId], None],
+        hold_idle: Callable[[int], None],
+        expired: Callable[[PrefillRequestId], None],
+    ) -> None:
+        self._context = context
+        self._clock = clock
+        self._tokens = tokens
+        self._is_writing = is_push
+        self._unmatched_seconds = unmatched_seconds
+        self._done, self._hold_idle, self._expired = done, hold_idle, expired
+        self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
+        self._write_tasks: dict[WriteKey, WriteTask] = {}
+        self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
+        self._finished = RecentSet[WriteKey]()
+        self._stuck = Deadlines[WriteKey]()
+        self._leases = Leases(clock, lease_seconds=lease_seconds)
+        self.dropped: Counter[str] = Counter()
+        self._writer = Writer(context, gate_connections, self._ended, self._settle)
+
+    def __len__(self) -> int:
+        """Offers and registrations that are not over."""
+        return len(self._matcher.offers) + len(self._write_tasks)
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a rank of decode waits for what it may say or has said at any moment."""
+        return bool(self._write_tasks) or (self._is_writing and bool(self._matcher.offers))
+
+    @property
+    def is_delivering(self) -> bool:
+        """Whether something is being written that decode waits for and nothing else."""
+        return self._writer.num_final > 0
+
+    # ------------------------------------------------------------------------------------ what prefill's scheduler says
+
+    def offer(self, update: OfferUpdate) -> None:
+        """What the update says is computed and visible. Fewer tokens than before: what was computed was no good, and is
+        computed anew."""
+        offer = self._matcher.offers.get(update.request_id)
+        if offer is None:
+            offer = Offer(update)
+            for tp_rank, tp_size in self._matcher.add(offer).items():
+                self._settle_rank(offer, tp_rank, tp_size)
+        if update.ready_tokens < offer.ready_tokens:
+            for task in list(offer.write_tasks.values()):
+                if task.next_token > update.ready_tokens:
+                    self._writer.stop(task, FailureCause.STOPPED, "prefill computes some of its tokens anew")
+        ratio = self._context.local.kernel_blocks_per_block
+        offer.update, offer.block_ids = update, tuple(kernel_blocks(group, ratio) for group in update.block_ids)
+        self._writer.source.told(offer)
+        for task in list(offer.write_tasks.values()):
+            self._writer.advance(task)
+
+    def finish(self, request_id: PrefillRequestId) -> None:
+        """The request computes no more tokens. Its blocks are kept until decode has them or the lease ends."""
+        offer = self._matcher.offers.get(request_id)
+        if offer is None:
+            self._done(request_id)
+            return
+        offer.finished = True
+        self._writer.source.told(offer)
+        self._leases.grant(request_id)
+        for task in list(offer.write_tasks.values()):
+            self._writer.advance(task)
+        self._settle(offer)
+
+    def renew(self, names: Iterable[str]) -> None:
+        """Decode still wants these requests."""
+        self._leases.renew(one for name in names for one in self._matcher.renewed_by(name))
+
+    def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
+        """The request is gone: nothing more is posted, and its word is gone at once.
+
+        Args:
+            is_kept: vLLM keeps its blocks until it is done; else its end is nobody's concern.
+        """
+        # Its word is published before the device has got there, and its offer only then.
+        self._tokens.remove(request_id)
+        offer = self._matcher.offers.get(request_id)
+        if offer is None:
+            if is_kept:
+                self._done(request_id)
+            return
+        offer.finished, offer.is_kept = True, offer.is_kept and is_kept
+        self._let_down(offer, FailureCause.STOPPED, reason)
+
+    def revoke(self, request_id: PrefillRequestId, reason: str) -> None:
+        """Decode may not have the request any more. Its blocks are its own until it has ended: its `finish` has been
+        given already, or will be."""
+        self._tokens.remove(request_id)
+        offer = self._matcher.offers.get(request_id)
+        if offer is not None:
+            self._let_down(offer, FailureCause.REVOKED, reason)
+
+    def started(self, incarnation: str) -> None:
+        """The engine says who it is, at first and whenever its weights have changed: whoever means another one hears
+        that it is none of its."""
+        for task in list(self._write_tasks.values()):
+            if task.registration.incarnation != incarnation:
+                self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
+
+    def close(self, reason: str) -> None:
+        """The engine ends: nothing here is to be had any more, and whoever waits for it is told."""
+        self._tokens.clear()
+        for offer in list(self._matcher.offers.values()):
+            self._let_down(offer, FailureCause.REVOKED, reason)
+        for task in list(self._write_tasks.values()):
+            self._writer.stop(task, FailureCause.REVOKED, reason)
+
+    def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
+        """The request starts over in other blocks. Keep the old ones until ``hold_idle``: they may still be read.
+
+        What was written stays written; what was only copied is copied anew, for it may be computed with other weights.
+        """
+        offer = self._matcher.offers.get(request_id)
+        if offer is None:
+            self._hold_idle(hold)
+            return
+        offer.lose_blocks()
+        offer.draining.append(hold)
+        self._writer.source.forget(offer)
+        self._settle(offer)
+
+    # ------------------------------------------------------------------------------------------------- what decode says
+
+    def handle(self, agent: str, message: Registration | StagingGrant | Withdrawal | Release) -> None:
+        """Take in what a rank of decode says; ``agent`` is its own."""
+        if isinstance(message, Registration):
+            self._register(agent, message)
+        elif isinstance(message, StagingGrant):
+            task = self._write_tasks.get((agent, message.attempt))
+            if task is not None:
+                self._writer.take_grant(task, message)
+        elif isinstance(message, Withdrawal):
+            self._withdraw(agent, message)
+        else:
+            self._release(message)
+
+    def is_writing_to(self, agent: str) -> bool:
+        """Whether an agent waits for what is written to it."""
+        return agent in self._of_agent
+
+    def dead(self, agent: str) -> None:
+        """An agent is gone for good: nobody waits for what is written to it."""
+        for task in list(self._of_agent.get(agent, {}).values()):
+            self._writer.stop(task, FailureCause.LOST, "the peer is gone", is_answered=False)
+
+    def fail(self, key: WriteKey, reason: str) -> None:
+        """A defect was met while this registration was served."""
+        task = self._write_tasks.get(key)
+        if task is not None:
+            self._writer.stop(task, FailureCause.DEFECT, reason)
+
+    def turn(self) -> float | None:
+        """What is due now; returns when to call again, in the clock's seconds, None if nothing will be."""
+        now = self._clock.now_seconds()
+        for request_id in self._leases.take_due(now):
+            offer = self._matcher.offers.get(request_id)
+            # Whoever is being written to has come in time.
+            if offer is not None:
+                self._settle(offer)
+        for key in self._matcher.take_due(now):
+            task = self._write_tasks.get(key)
+            if task is not None:
+                self._writer.stop(task, FailureCause.DEADLINE, "prefill has no request of this name and prompt")
+        for key in self._stuck.take_due(now):
+            task = self._write_tasks.get(key)
+            if task is not None:
+                # Decode has given up by now. If it is not there any more, what is in flight ends with the connection.
+                self._stuck[key] = now + PROBE_SECONDS
+                self._writer.stop(task, FailureCause.DEADLINE, "it has not been written in time")
+                self._context.peers.probe(task.registration.decode)
+        due = (one.first_seconds for one in (self._leases, self._matcher, self._stuck))
+        return min((one for one in due if one is not None), default=None)
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _register(self, agent: str, registration: Registration) -> None:
+        key = agent, registration.attempt
+        if key in self._write_tasks or key in self._finished:
+            self.dropped["doubled or late registration"] += 1
+            return
+        task = self._write_tasks[key] = WriteTask(agent, registration, next_token=registration.begin_token)
+        self._of_agent.setdefault(agent, {})[key] = task
+        # Whoever waits for prefill hears first that it does not come.
+        self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
+        if self._context.incarnation not in ("", registration.incarnation):
+            self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
+        elif registration.request_id:
+            offer = self._matcher.offers.get(PrefillRequestId(registration.request_id))
+            if offer is None or offer.stopped:
+                why = "" if offer is None else f": {offer.stopped}"
+                self._writer.stop(task, FailureCause.LEASE, f"prefill does not keep this request any more{why}")
+            elif (offer.digest, offer.num_tokens) != (registration.digest, registration.num_tokens):
+                self._writer.stop(task, FailureCause.DIGEST, "prefill computed another prompt")
+            else:
+                self._matcher.join(task, offer)
+        elif not self._is_writing:
+            # Before a request has ended its blocks may be another's at any time.
+            self._writer.stop(task, FailureCause.PROTOCOL, "a pull names the request that prefill has ended")
+        else:
+            offer = self._matcher.wanted_by(registration)
+            if offer is not None:
+                self._matcher.join(task, offer)
+            else:
+                self._matcher.wait(task)
+        self._writer.connect(task)
+
+    def _withdraw(self, agent: str, message: Withdrawal) -> None:
+        key = agent, message.attempt
+        task = self._write_tasks.get(key)
+        if task is not None:
+            self._writer.stop(task, FailureCause.STOPPED, "withdrawn")
+            return
+        # It is over, or its registration is still on its way and must not be taken in when it comes.
+        self._finished.add(key)
+        self._writer.answer(agent, message.decode, message.attempt, FailureCause.STOPPED, "withdrawn")
+
+    def _release(self, message: Release) -> None:
+        offer = self._matcher.released_by(message)
+        if offer is not None:
+            self._settle_rank(offer, message.tp_rank, message.tp_size)
+            self._settle(offer)
+
+    def _ended(self, task: WriteTask) -> None:
+        """Nothing of it is in flight, and it has been answered if it was stopped."""
+        del self._write_tasks[task.key]
+        of_agent = self._of_agent[task.agent]
+        del of_agent[task.key]
+        if not of_agent:
+            del self._of_agent[task.agent]
+        self._finished.add(task.key)
+        self._stuck.pop(task.key, None)
+        self._matcher.forget(task)
+        offer = task.offer
+        if offer is not None:
+            del offer.write_tasks[task.key]
+            decode = task.registration.decode
+            self._settle_rank(offer, decode.tp_rank, decode.tp_size)
+            self._settle(offer)
+
+    def _settle_rank(self, offer: Offer, tp_rank: int, tp_size: int) -> None:
+        """A rank of decode needs nothing more of an offer."""
+        offer.settled.add(tp_rank)
+        # The ranks of decode that share this rank's heads.
+        offer.awaited = max(1, tp_size // self._writer.tp_size)
+
+    def _settle(self, offer: Offer) -> None:
+        """Let go of an offer that nobody waits for and nothing reads."""
+        is_copying = self._writer.source.is_copying(offer)
+        if offer.draining and not (is_copying or (offer.is_read and self._context.staging is None)):
+            for hold in offer.draining:
+                self._hold_idle(hold)
+            offer.draining = []
+        if offer.finished and offer.is_kept and self._writer.source.is_free_of_blocks(offer):
+            offer.is_kept, offer.block_ids = False, ()
+            self._done(offer.request_id)
+        # The end of its last registration may have settled it already.
+        if (
+            not offer.finished
+            or is_copying
+            or offer.write_tasks
+            or self._matcher.offers.get(offer.request_id) is not offer
+        ):
+            return
+        if not (offer.is_satisfied or offer.stopped):
+            if offer.request_id in self._leases:
+                return
+            self._expired(offer.request_id)
+        # Before the blocks can be given back.
+        self._tokens.remove(offer.request_id)
+        self._leases.pop(offer.request_id, None)
+        self._matcher.remove(offer)
+        self._writer.source.offer_finished(offer)
+        if offer.is_kept:
+            self._done(offer.request_id)
+
+    def _let_down(self, offer: Offer, cause: FailureCause, reason: str) -> None:
+        self._tokens.remove(offer.request_id)
+        offer.stopped = offer.stopped or reason
+        for task in list(offer.write_tasks.values()):
+            # Otherwise a decode that has vanished would be probed only at its deadline.
+            self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
+            self._writer.stop(task, cause, reason)
+        self._settle(offer)

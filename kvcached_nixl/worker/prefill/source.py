@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: where the bytes of an offer are that can be written from now. Owned by the transfer thread.
+
+Without a slab they are in its blocks. With one they are copied out of them first:
+
+    parked    slots for all of an offer, taken when prefill tells of it, if there are as many: its blocks are free as
+              soon as the last of them is copied, whoever comes when
+    window    else, slots for a range of tokens, taken when somebody is there to be written to; the blocks are kept, and
+              one range is copied while the one before travels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
+from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.staging.staging import Held, Staging
+
+__all__ = ["FromBlocks", "Source", "Staged"]
+
+WINDOWS = 2
+"""That one registration has at a time: one that travels, and one that is copied."""
+
+
+class Source(NamedTuple):
+    """What can be written: per KV-cache group, where it is, up to ``end_token``. ``held``: slots that it is in."""
+
+    groups: tuple[Blocks, ...]
+    end_token: int
+    held: Held | None = None
+
+
+class FromBlocks:
+    """Nothing is staged.
+
+    Args:
+        block_size: tokens in a block of the attention kernel.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def told(self, offer: Offer) -> None:
+        """Prefill has told more of an offer."""
+
+    def forget(self, offer: Offer) -> None:
+        """Tokens from ``offer.ready_tokens`` on are computed anew: what is here of them is not used."""
+
+    def find(self, task: WriteTask, end_token: int) -> Source | None:
+        """What can be written of a registration's next tokens; None: it is advanced again when something can."""
+        assert task.offer is not None
+        offer, size = task.offer, self._block_size
+        # What has left its window is no block of this request any more.
+        groups = zip(offer.block_ids, _first_tokens(offer), strict=True)
+        return Source(tuple(Blocks(ids[first // size :], first) for ids, first in groups), end_token)
+
+    def is_copying(self, offer: Offer) -> bool:
+        """Whether an offer's blocks are being read here."""
+        return False
+
+    def is_free_of_blocks(self, offer: Offer) -> bool:
+        """Whether an offer does not need its blocks any more."""
+        return False
+
+    def written(self, task: WriteTask, held: Held | None) -> None:
+        """A WRITE out of what `find` found has ended."""
+
+    def task_finished(self, task: WriteTask) -> None:
+        """A registration needs nothing more."""
+
+    def offer_finished(self, offer: Offer) -> None:
+        """An offer is over."""
+
+
+class Staged(FromBlocks):
+    """See the module.
+
+    Args:
+        advance: called with a registration whose next tokens may be there now.
+        settle: called with an offer whose blocks are read no more, or that has failed to be copied.
+        fail: called with a registration whose tokens cannot be copied, and why.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        advance: Callable[[WriteTask], None],
+        settle: Callable[[Offer], None],
+        fail: Callable[[WriteTask, str], None],
+    ) -> None:
+        super().__init__(staging.block_size)
+        self._staging = staging
+        self._advance = advance
+        self._settle = settle
+        self._fail = fail
+        self._parked: dict[Offer, Held] = {}
+        self._windows: dict[WriteTask, list[Held]] = {}
+        self._copying: dict[Offer, int] = {}
+
+    def told(self, offer: Offer) -> None:
+        if not offer.may_be_read:
+            return
+        self.forget(offer)
+        if offer not in self._parked and not self._may_be_parked(offer):
+            return
+        if offer in self._parked or self._park(offer):
+            self._copy_parked(offer)
+        elif offer.finished:
+            self._staging.wait(Use.PARKED, offer, lambda: self._park_late(offer))
+
+    def forget(self, offer: Offer) -> None:
+        parked = self._parked.get(offer)
+        if parked is not None and offer.ready_tokens < parked.asked_token:
+            del self._parked[offer]
+            self._let_go(parked)
+        for task in offer.write_tasks.values():
+            windows = self._windows.get(task, [])
+            for window in [one for one in windows if one.end_token > offer.ready_tokens]:
+                windows.remove(window)
+                self._let_go(window)
+
+    def find(self, task: WriteTask, end_token: int) -> Source | None:
+        offer = task.offer
+        assert offer is not None
+        parked = self._parked.get(offer)
+        if parked is not None:
+            end_token = _aligned(parked.staged_token, end_token, self._step(task))
+            return Source(_blocks(parked), end_token, parked) if end_token > task.next_token else None
+        if not offer.may_be_read:
+            return None
+        windows = self._windows.setdefault(task, [])
+        for window in windows:
+            if window.first_token <= task.next_token < window.end_token:
+                return Source(_blocks(window), window.end_token, window) if not window.copies else None
+        if len(windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, task):
+            self._open(task, end_token)
+        return None
+
+    def is_copying(self, offer: Offer) -> bool:
+        return offer in self._copying
+
+    def is_free_of_blocks(self, offer: Offer) -> bool:
+        parked = self._parked.get(offer)
+        return parked is not None and parked.staged_token >= offer.num_tokens and offer not in self._copying
+
+    def written(self, task: WriteTask, held: Held | None) -> None:
+        if held is None:
+            return
+        held.jobs -= 1
+        windows = self._windows.get(task, [])
+        if held in windows and not held.jobs and task.next_token >= held.end_token:
+            windows.remove(held)
+        is_parked = task.offer is not None and self._parked.get(task.offer) is held
+        if held not in windows and not is_parked:
+            self._let_go(held)
+
+    def task_finished(self, task: WriteTask) -> None:
+        self._staging.forget(Use.SENDING, task)
+        for window in self._windows.pop(task, ()):
+            self._let_go(window)
+
+    def offer_finished(self, offer: Offer) -> None:
+        self._staging.forget(Use.PARKED, offer)
+        parked = self._parked.pop(offer, None)
+        if parked is not None:
+            self._let_go(parked)
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _park(self, offer: Offer) -> bool:
+        """Take slots for all of an offer. Returns whether there are as many now."""
+        size = self._staging.block_size
+        held = self._staging.take(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens, size, is_whole=True)
+        if held is not None:
+            self._parked[offer] = held
+        return held is not None
+
+    def _may_be_parked(self, offer: Offer) -> bool:
+        """Whether there may ever be slots for all of it, and none of it is in windows."""
+        has_windows = any(self._windows.get(task) for task in offer.write_tasks.values())
+        return not has_windows and self._staging.fits(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens)
+
+    def _park_late(self, offer: Offer) -> bool:
+        """Slots are free: its blocks need not be kept any more."""
+        if not offer.may_be_read or not self._may_be_parked(offer):
+            return True
+        if not self._park(offer):
+            return False
+        self._copy_parked(offer)
+        return True
+
+    def _copy_parked(self, offer: Offer) -> None:
+        parked, size = self._parked[offer], self._staging.block_size
+        ready = offer.ready_tokens
+        if ready < offer.num_tokens:
+            ready -= ready % size
+        # One copy after the other: what a failed one has left behind is told from what is there.
+        if ready <= parked.staged_token or parked.copies or not offer.may_be_read:
+            return
+
+        def copied(failed: str) -> None:
+            self._copied(offer)
+            if self._parked.get(offer) is not parked:
+                self._let_go(parked)
+            elif failed:
+                del self._parked[offer]
+                self._let_go(parked)
+            else:
+                parked.staged_token = ready
+                self._copy_parked(offer)
+            for task in list(offer.write_tasks.values()):
+                self._advance(task)
+            self._settle(offer)
+
+        self._copying[offer] = self._copying.get(offer, 0) + 1
+        parked.asked_token = ready
+        self._staging.gather(parked, offer.block_ids, ready, copied)
+
+    def _open(self, task: WriteTask, end_token: int) -> bool:
+        """A window for the next tokens that are in none. Returns whether it does not wait for slots."""
+        offer = task.offer
+        assert offer is not None
+        first_token = max([task.next_token, *(one.end_token for one in self._windows[task])])
+        if first_token >= end_token:
+            return True
+        groups = [group.first_token for group in task.registration.groups]
+        if len(groups) != len(offer.block_ids):
+            words = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.block_ids)}"
+            raise HandOverFailed(FailureCause.RANGE, words)
+        held = self._staging.take(Use.SENDING, groups, first_token, end_token, self._step(task))
+        if held is None:
+            self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token))
+            return False
+        self._windows[task].append(held)
+
+        def copied(failed: str) -> None:
+            self._copied(offer)
+            held.staged_token = held.end_token
+            if held not in self._windows.get(task, ()):
+                self._let_go(held)
+            elif failed:
+                self._fail(task, failed)
+            else:
+                self._advance(task)
+            self._settle(offer)
+
+        self._copying[offer] = self._copying.get(offer, 0) + 1
+        self._staging.gather(held, offer.block_ids, held.end_token, copied)
+        return True
+
+    def _open_late(self, task: WriteTask, end_token: int) -> bool:
+        # Where prefill computes some of it anew, the registration is advanced when that is there.
+        offer = task.offer
+        if task.stopping is not None or offer is None or offer.ready_tokens < end_token or not offer.may_be_read:
+            return True
+        try:
+            return self._open(task, end_token)
+        except (ValueError, HandOverFailed) as cause:
+            self._fail(task, str(cause))
+            return True
+
+    def _copied(self, offer: Offer) -> None:
+        self._copying[offer] -= 1
+        if not self._copying[offer]:
+            del self._copying[offer]
+
+    def _let_go(self, held: Held) -> None:
+        """Its slots are free, once nothing is under way to or from them."""
+        if not held.copies and not held.jobs:
+            self._staging.give_back(held)
+
+    def _step(self, task: WriteTask) -> int:
+        """Tokens after which a range may end: a block of either side's."""
+        return max(self._staging.block_size, task.registration.block_size)
+
+
+def _aligned(staged_token: int, end_token: int, step: int) -> int:
+    return end_token if staged_token >= end_token else staged_token - staged_token % step
+
+
+def _first_tokens(offer: Offer) -> Sequence[int]:
+    """Where each KV-cache group begins: what has left its window is not there."""
+    groups = () if offer.manifest is None else offer.manifest.groups
+    return [group.first_token for group in groups] or [0] * len(offer.block_ids)
+
+
+def _blocks(held: Held) -> tuple[Blocks, ...]:
+    return tuple(Blocks(group.block_ids, group.first_token) for group in held.groups)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: what a registration of decode's is written with, and its end. Once per worker, on the transfer thread.
+
+A registration is over when none of its WRITEs is in flight; only then is it answered, and only then are the blocks on
+either side free (rule R2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.messages import Peer, StagingGrant, StagingRequest, Stopped, Written, encode
+from kvcached_nixl.worker.geometry.descriptors import Blocks, Descriptors
+from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
+from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
+from kvcached_nixl.worker.staging.staging import Held
+from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
+
+__all__ = ["Writer"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+class Writer:
+    """See the module.
+
+    Args:
+        ended: called with a registration that is over.
+        settle: called with an offer whose blocks may be free now.
+
+    Attributes:
+        source: where the bytes are.
+        num_final: registrations whose last WRITEs are under way; decode waits for nothing else.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        gate_connections: GateConnections,
+        ended: Callable[[WriteTask], None],
+        settle: Callable[[Offer], None],
+    ) -> None:
+        self._context = context
+        self._gate_connections = gate_connections
+        self._ended = ended
+        self._settle = settle
+        self.source = FromBlocks(context.local.kernel_block_size)
+        if context.staging is not None:
+            self.source = Staged(context.staging, self.advance, settle, self._not_copied)
+        self.num_final = 0
+
+    @property
+    def tp_size(self) -> int:
+        return self._context.local.tp_size
+
+    def connect(self, task: WriteTask) -> None:
+        """Meet whoever has registered."""
+        if task.stopping is None or task.jobs:
+            self._context.peers.need(
+                task.registration.decode,
+                "",
+                lambda known: self._connected(task, known),
+                lambda cause: self.stop(task, cause.cause, str(cause), is_answered=False),
+                is_doubted=task.is_doubted,
+            )
+
+    def advance(self, task: WriteTask) -> None:
+        """Make WRITEs of the tokens that are ready and in none yet, up to a boundary that both sides' blocks share."""
+        offer, registration = task.offer, task.registration
+        if task.stopping is not None or task.is_complete or offer is None:
+            return
+        if offer.finished and offer.ready_tokens < registration.end_token:
+            words = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
+            self.stop(task, FailureCause.STOPPED, words)
+            return
+        try:
+            while self._advance(task, offer):
+                pass
+        except (ValueError, HandOverFailed) as cause:
+            what = cause.cause if isinstance(cause, HandOverFailed) else FailureCause.RANGE
+            self.stop(task, what, f"no WRITE was made: {cause}")
+        except Exception as defect:
+            logger.exception("A registration fails by a defect of kvcached_nixl")
+            self.stop(task, FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")
+
+    def take_grant(self, task: WriteTask, grant: StagingGrant) -> None:
+        """Decode has room for the tokens that it was asked for; what comes late or again is not looked at."""
+        first_token, end_token = task.asked
+        if grant.first_token == first_token == task.next_token and grant.end_token <= end_token:
+            task.grant = grant
+            self.advance(task)
+
+    def _advance(self, task: WriteTask, offer: Offer) -> bool:
+        """Make one WRITE. Returns whether there may be another one."""
+        known, registration = task.known, task.registration
+        end = min(offer.ready_tokens, registration.end_token)
+        if end < registration.end_token:
+            # A step ends anywhere; the rest of its last block goes with the next one.
+            end -= end % max(self._context.local.kernel_block_size, registration.block_size)
+        if known is None or end <= task.next_token:
+            return False
+        if registration.is_staged:
+            if task.grant is None or task.grant.end_token <= task.next_token:
+                self._ask_for_grant(task, end)
+                return False
+            end = min(end, task.grant.end_token)
+        found = self.source.find(task, end)
+        if found is None:
+            return False
+        self._write(task, offer, known, found)
+        return not task.is_complete
+
+    def _ask_for_grant(self, task: WriteTask, end: int) -> None:
+        if task.asked[0] != task.next_token:
+            task.asked = task.next_token, end
+            said = StagingRequest(task.registration.attempt, self._context.local.tp_rank, *task.asked)
+            self._context.peers.send(task.registration.decode, encode(said), only=task.agent)
+
+    def stop(self, task: WriteTask, cause: FailureCause, reason: str, *, is_answered: bool = True) -> None:
+        """Post nothing more of it; the first reason is the one that is told."""
+        if task.stopping is not None:
+            return
+        task.stopping = cause, reason
+        for job in [job for job in task.jobs if job not in task.awaiting_checksum]:
+            self._context.transfer_queue.drop(job)
+        if not is_answered:
+            task.known = None
+        self._end_if_idle(task, is_answered)
+
+    def answer(self, agent: str, decode: Peer, attempt: int, cause: FailureCause, reason: str) -> None:
+        """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent`` is who has asked."""
+        message = Stopped(attempt, self._context.local.tp_rank, int(cause), reason[:1000])
+        self._context.peers.send(decode, encode(message), only=agent)
+
+    def _connected(self, task: WriteTask, known: ConnectedPeer) -> None:
+        if known.agent != task.agent and not task.is_doubted:
+            # Known from before: it may have been started again since, and this is its first word.
+            task.is_doubted = True
+            self.connect(task)
+        elif known.agent != task.agent:
+            self.stop(task, FailureCause.LOST, "another engine answers at its address", is_answered=False)
+        elif task.stopping is None:
+            task.known = known
+            self.advance(task)
+
+    def _write(self, task: WriteTask, offer: Offer, known: ConnectedPeer, source: Source) -> None:
+        registration, context = task.registration, self._context
+        memory, end = known.rank.memory, source.end_token
+        targets = registration.groups if task.grant is None else task.grant.groups
+        if len(targets) != len(source.groups) or registration.block_size != memory[0].block_size:
+            raise HandOverFailed(
+                FailureCause.RANGE, "the registration does not fit the handshake (groups or block size)"
+            )
+        groups = [
+            (here, Blocks(there.block_ids, there.first_token), max(task.next_token, there.first_token))
+            for here, there in zip(source.groups, targets, strict=True)
+        ]
+        routes = context.routes.of(known.agent, memory)
+        nothing = np.empty((0, 2), np.int64)
+        found = Descriptors(nothing, nothing) if registration.is_read else context.routes.ranges(routes, groups, end)
+        task.next_token = end
+        is_final = task.is_complete
+        if is_final and offer.manifest is None:
+            raise HandOverFailed(FailureCause.PROTOCOL, "prefill has no manifest of what it computed")
+        manifest = None if offer.manifest is None else msgspec.structs.replace(offer.manifest, groups=())
+        digest: str | None = None
+
+        def notify(_: int, is_last: bool) -> bytes:
+            said = Written(
+                registration.attempt,
+                context.local.tp_rank,
+                task.next_index,
+                manifest if is_final and is_last else None,
+                end if is_last else 0,
+                digest if is_last else None,
+            )
+            task.next_index += 1
+            return encode(said)
+
+        ended = context.contained(
+            lambda failed: self._written(task, job, source.held, failed),
+            lambda cause: self.stop(task, cause.cause, str(cause)),
+        )
+        # Where nothing is written there is no gate; what is said then goes to the rank itself.
+        target = self._gate_connections.use(known, registration.gate) if registration.gate else known.agent
+        job = TransferJob("WRITE", target, found.local, found.remote, ended, notify)
+        if source.held is not None:
+            source.held.jobs += 1
+        if not registration.is_verified:
+            self._submit(task, job, is_final)
+            return
+
+        def digested(found_digest: str, failed: str) -> None:
+            nonlocal digest
+            digest = found_digest
+            context.contained(
+                lambda failed: self._checksummed(task, job, failed, is_final, notify),
+                lambda cause: self.stop(task, cause.cause, str(cause)),
+            )(failed)
+
+        # While the bytes are read, nobody else may have them: the job is not quiet.
+        task.jobs[job] = False
+        asked = ChecksumRequest(known.agent, memory, lambda: task.stopping is None)
+        context.checksums.of_sent(asked, ([(here, first) for here, _, first in groups], end), digested)
+        task.awaiting_checksum.add(job)
+
+    def _submit(self, task: WriteTask, job: TransferJob, is_final: bool) -> None:
+        task.jobs[job] = is_final
+        self.num_final += is_final
+        self._context.transfer_queue.submit(job)
+
+    def _checksummed(
+        self, task: WriteTask, job: TransferJob, failed: str, is_final: bool, notify: Callable[[int, bool], bytes]
+    ) -> None:
+        task.awaiting_checksum.discard(job)
+        if failed:
+            self.stop(task, FailureCause.DEFECT, failed)
+        if task.stopping is not None:
+            self._context.transfer_queue.drop(job)
+            return
+        if task.registration.is_read:
+            # It has been read already: this is all that is said.
+            self._context.peers.send(task.registration.decode, notify(0, True), only=task.agent)
+        self._submit(task, job, is_final)
+
+    def _written(self, task: WriteTask, job: TransferJob, held: Held | None, failed: str) -> None:
+        self.num_final -= task.jobs.pop(job)
+        self.source.written(task, held)
+        if task.registration.gate:
+            self._gate_connections.used(job.peer)
+        if failed:
+            self.stop(task, FailureCause.LOST, failed)
+        self._end_if_idle(task, True)
+        if not task.is_finished:
+            # A window may be free for the tokens that follow.
+            self.advance(task)
+            if task.offer is not None:
+                self._settle(task.offer)
+
+    def _not_copied(self, task: WriteTask, failed: str) -> None:
+        self.stop(task, FailureCause.DEFECT, failed)
+
+    def _end_if_idle(self, task: WriteTask, is_answered: bool) -> None:
+        if task.is_finished or task.jobs or (task.stopping is None and not task.is_complete):
+            return
+        task.is_finished = True
+        if task.stopping is not None and is_answered:
+            self.answer(task.agent, task.registration.decode, task.registration.attempt, *task.stopping)
+        self.source.task_finished(task)
+        self._ended(task)

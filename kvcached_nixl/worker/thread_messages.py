@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses between the engine's thread and the transfer thread.
+
+What a scheduler's step says of one request crosses as it came (`wire.step`): `FetchSpec`, `UnneededOffer`,
+`LeaseRenewal`, `OfferUpdate`. The rest is below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.handshake import Weights
+from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer
+
+__all__ = [
+    "BlocksWritable",
+    "Command",
+    "Computed",
+    "DecodeCommand",
+    "EndRenewal",
+    "Failed",
+    "Finish",
+    "IsReached",
+    "LocalIdentity",
+    "NewWeights",
+    "Outcome",
+    "Preempt",
+    "Revoke",
+    "Stop",
+    "Withdraw",
+]
+
+IsReached: TypeAlias = Callable[[], bool]
+"""Whether the device has finished every step that it was given before. Any thread may ask."""
+
+
+@dataclass(frozen=True)
+class LocalIdentity:
+    """This rank's address, the key of its engine's wake-up call, and the engine's incarnation. Sent again when one of
+    them changes."""
+
+    own: Peer
+    wake_key: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """What this rank computes with from now on."""
+
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class BlocksWritable:
+    """Decode: once ``is_reached``, nothing that is queued on the device writes these attempts' blocks (rule R8)."""
+
+    attempts: tuple[int, ...]
+    is_reached: IsReached
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Decode: the request has ended, or its deadline has passed."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndRenewal:
+    """Decode: stop renewing this request's lease."""
+
+    request_id: DecodeRequestId
+
+
+DecodeCommand: TypeAlias = FetchSpec | Withdraw | UnneededOffer | LeaseRenewal | EndRenewal
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Prefill: a step ended. Once ``is_reached``, what the update says is in its blocks (rule R8)."""
+
+    update: OfferUpdate
+    is_reached: IsReached
+
+    @property
+    def request_id(self) -> PrefillRequestId:
+        return self.update.request_id
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Prefill: the request computes no more tokens."""
+
+    request_id: PrefillRequestId
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Prefill: the request has ended early. ``is_kept``: vLLM keeps its blocks until they are reported."""
+
+    request_id: PrefillRequestId
+    reason: str
+    is_kept: bool = True
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """Prefill: decode may not have the request any more. It is still computed, or has ended: `Finish` says so."""
+
+    request_id: PrefillRequestId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """Prefill: the request lost its blocks. The scheduler keeps them under the number ``hold`` until nothing reads
+    them."""
+
+    request_id: PrefillRequestId
+    hold: int
+
+
+Command: TypeAlias = (
+    LocalIdentity
+    | NewWeights
+    | DecodeCommand
+    | BlocksWritable
+    | OfferUpdate
+    | Computed
+    | Finish
+    | Stop
+    | Revoke
+    | Preempt
+)
+"""An `OfferUpdate` by itself has no computed tokens, so it need not wait for the device."""
+
+
+class Failed(NamedTuple):
+    """An attempt that brings no KV."""
+
+    request_id: DecodeRequestId
+    cause: FailureCause
+    words: str
+
+
+@dataclass
+class Outcome:
+    """What ended since it was last taken. Each attempt, request and hold is named once.
+
+    Attributes:
+        finished: decode's attempts of which nothing is in flight.
+        failed: attempts that bring no KV, and why; nothing is said of what is in flight.
+        done: prefill's requests whose blocks nobody needs.
+        idle_holds: holds whose blocks nothing reads any more.
+        expired: prefill's requests whose lease has ended; they are done, too.
+        moved: (bytes, descriptors, seconds) of each transfer.
+    """
+
+    finished: set[int] = field(default_factory=set)
+    failed: dict[int, Failed] = field(default_factory=dict)
+    done: set[PrefillRequestId] = field(default_factory=set)
+    idle_holds: set[int] = field(default_factory=set)
+    expired: set[PrefillRequestId] = field(default_factory=set)
+    moved: list[tuple[int, int, float]] = field(default_factory=list)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases: prefill grants one to a request that ends, decode's beats renew it, and what is not renewed expires.
+
+A request waits in decode's queue before its blocks are allocated, maybe for longer than a lease (vllm#38027); so decode
+renews from the moment it arrives until it has its KV. Nothing here blocks, sleeps or starts a thread. Owned by
+the transfer thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
+from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import LeaseRenewal
+
+__all__ = ["Leases", "Renewals"]
+
+SHORTEST_INTERVAL_SECONDS = 0.05
+"""Between two beats, whatever a client says that prefill's lease is."""
+MOST_DUE = 256
+"""Leases that are renewed in one turn; a turn pays for no more, and the others follow in the next one."""
+
+
+class Leases(Deadlines[PrefillRequestId]):
+    """Prefill: when each lease ends, in the clock's seconds.
+
+    Args:
+        lease_seconds: how long a request's blocks are kept for decode when it has ended.
+    """
+
+    def __init__(self, clock: Clock, *, lease_seconds: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lease_seconds = lease_seconds
+
+    def grant(self, request_id: PrefillRequestId) -> None:
+        """The request has ended."""
+        self[request_id] = self._clock.now_seconds() + self._lease_seconds
+
+    def renew(self, request_ids: Iterable[PrefillRequestId]) -> None:
+        """A beat was read. It renews what is held; it takes nothing away, and revives nothing that is gone.
+
+        What nobody has looked for is held even if its time is over: beats are read before anyone looks, so a step of
+        prefill's may be as long as it likes if decode has beaten meanwhile.
+        """
+        extended = self._clock.now_seconds() + EXTENSION * self._lease_seconds
+        ends = self._at_seconds.get
+        self.move({request_id: extended for request_id in request_ids if ends(request_id, extended) < extended})
+
+
+class Renewals:
+    """Decode: which leases to renew, and when the next beat of each is due.
+
+    Several requests may want one request of prefill's; it is renewed once, as long as one of them does.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lease_of: dict[DecodeRequestId, tuple[RemotePrefill, str]] = {}
+        self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
+        self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
+        self._due = Deadlines[tuple[RemotePrefill, str]]()
+        self._ends = Deadlines[DecodeRequestId]()
+
+    def __len__(self) -> int:
+        """Requests whose leases are renewed."""
+        return len(self._lease_of)
+
+    @property
+    def first_seconds(self) -> float | None:
+        """When the next beat is due."""
+        return self._due.first_seconds
+
+    def begin(self, renewal: LeaseRenewal) -> None:
+        """A request has arrived. Its first heartbeat is due at once, because nobody knows how long it was under way."""
+        request_id, lease_seconds = renewal.request_id, renewal.lease_seconds
+        if request_id in self._lease_of:
+            return
+        self._ends[request_id] = self._clock.now_seconds() + renewal.longest_seconds
+        lease = self._lease_of[request_id] = renewal.prefill, renewal.name
+        wanting = self._wanted_by.setdefault(lease, set())
+        if not wanting:
+            self._due[lease] = self._clock.now_seconds()
+            self._interval_seconds[lease] = max(INTERVAL * lease_seconds, SHORTEST_INTERVAL_SECONDS)
+        wanting.add(request_id)
+
+    def end(self, request_id: DecodeRequestId) -> None:
+        """The request has its KV, or is gone. Again is harmless."""
+        self._ends.pop(request_id, None)
+        lease = self._lease_of.pop(request_id, None)
+        if lease is None:
+            return
+        wanting = self._wanted_by[lease]
+        wanting.discard(request_id)
+        if not wanting:
+            del self._wanted_by[lease], self._interval_seconds[lease]
+            self._due.pop(lease, None)
+
+    def take_due(self) -> dict[RemotePrefill, list[str]]:
+        """What is to be renewed now, and where."""
+        now = self._clock.now_seconds()
+        for request_id in self._ends.take_due(now):
+            self.end(request_id)
+        found: dict[RemotePrefill, list[str]] = {}
+        due = self._due.take_due(now, MOST_DUE)
+        self._due.move({lease: now + self._interval_seconds[lease] for lease in due})
+        for prefill, name in due:
+            found.setdefault(prefill, []).append(name)
+        return found

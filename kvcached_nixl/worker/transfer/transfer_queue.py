@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""READs and WRITEs: cut into batches, posted as there is room, and looked after until NIXL says that they have ended.
+
+What is in flight is limited in bytes, with one peer and in all, and in transfers; whenever one ends the next is posted.
+Peers take turns. What is given up (`TransferQueue.drop`) counts for nobody any more, but its end is still waited for: nothing
+that was posted can be called back. Owned by the transfer thread; once per worker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport, TransportError
+
+__all__ = ["Budget", "TransferJob", "TransferQueue"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be in flight, and how large one transfer may be.
+
+    Attributes:
+        descriptors: in one transfer. Naming them to NIXL takes Python's interpreter from the engine's thread, some
+            0.2 ms for 1,000; while NIXL posts them, one by one, it is free. Many in one are slower than in several.
+            From 1,024 on, NIXL would post them on threads of its own, which select no device (``split_batch_size`` of
+            its UCX backend, with the ``num_threads`` that vLLM gives it).
+        batch_bytes: in one transfer, about.
+        peer_bytes, all_bytes: in flight with one peer, and with all.
+        peer_transfers: in flight with one peer.
+    """
+
+    descriptors: int = 1000
+    batch_bytes: int = 32 << 20
+    peer_bytes: int = 256 << 20
+    all_bytes: int = 1 << 30
+    peer_transfers: int = 16
+
+
+POSTING_SECONDS = 0.005
+"""In one turn; what is left is posted in the next one, after what has arrived meanwhile."""
+DROPPED_POLL_SECONDS = 0.05
+
+
+@dataclass(eq=False)
+class TransferJob:
+    """Ranges that are moved for one owner, in order.
+
+    Attributes:
+        local, remote: (n, 2) addresses and lengths, which correspond row by row.
+        ended: called once, when nothing of it is in flight and nothing more will be posted; with what went wrong, or
+            "". Not called before a job that was dropped is quiet.
+        notify: makes the notification of a WRITE's batch, of (index, whether it is the last one).
+    """
+
+    operation: Operation
+    peer: str
+    local: Ranges
+    remote: Ranges
+    ended: Callable[[str], None]
+    notify: Callable[[int, bool], bytes] | None = None
+    is_host: bool = False
+    row: int = 0
+    index: int = 0
+    in_flight: int = 0
+    failed: str = ""
+    dropped: bool = False
+    is_idle: bool = False
+    bytes_to_row: Ranges = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes_to_row = np.concatenate(([0], np.cumsum(self.local[:, 1])))
+
+    @property
+    def is_posted(self) -> bool:
+        return self.dropped or bool(self.failed) or self.row >= len(self.local)
+
+
+@dataclass(eq=False)
+class _Batch:
+    job: TransferJob
+    handle: Handle
+    num_bytes: int
+    descriptors: int
+    connection: object
+
+
+@dataclass(eq=False)
+class _Lane:
+    """What is queued for one peer and in flight with it."""
+
+    queue: deque[TransferJob] = field(default_factory=deque)
+    num_bytes: int = 0
+    transfers: int = 0
+
+
+class TransferQueue:
+    """See the module.
+
+    Args:
+        lost: called with a peer with whom a transfer has failed, before its job hears of it: it must be removed, which
+            is what makes the rest of a failed transfer quiet.
+        connection: stands for the present connection to a peer; what fails of an earlier one says nothing of this one.
+        moved: called with (operation, bytes, descriptors, seconds) of each transfer that is done.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        lost: Callable[[str], None],
+        moved: Callable[[Operation, int, int, float], None] = lambda *_: None,
+        budget: Budget | None = None,
+        connection: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._lost = lost
+        self._moved = moved
+        self._connection = connection
+        self._budget = Budget() if budget is None else budget
+        self._lanes: dict[str, _Lane] = {}
+        self._active: dict[_Batch, float] = {}
+        self._dropped: dict[_Batch, None] = {}
+        self._dropped_at_seconds = 0.0
+        self._all_bytes = 0
+        self._idle: deque[TransferJob] = deque()
+        self._turns = 0
+        self._has_more = False
+
+    def __len__(self) -> int:
+        """Transfers in flight that somebody waits for."""
+        return len(self._active)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `turn` has something to do soon."""
+        return bool(self._active or self._lanes or self._idle)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the last turn left some to post for which there was room."""
+        return self._has_more
+
+    @property
+    def num_dropped(self) -> int:
+        """Transfers that were given up and have not ended."""
+        return len(self._dropped)
+
+    def submit(self, job: TransferJob, *, is_urgent: bool = False) -> None:
+        """Move it when there is room; an urgent one before what waits for the same peer."""
+        if len(job.local) == 0:
+            self._settle(job)
+        elif is_urgent:
+            self._lanes.setdefault(job.peer, _Lane()).queue.appendleft(job)
+        else:
+            self._lanes.setdefault(job.peer, _Lane()).queue.append(job)
+
+    def drop(self, job: TransferJob) -> None:
+        """Post nothing more of it; ``ended`` is called when the rest has ended."""
+        if job.dropped:
+            return
+        job.dropped = True
+        if not job.in_flight:
+            self._settle(job)
+            return
+        for batch in [batch for batch in self._active if batch.job is job]:
+            self._leave(batch)
+            self._dropped[batch] = None
+
+    def turn(self) -> None:
+        """See what has ended, tell its owners, and post what there is room for."""
+        self._look(list(self._active))
+        now = self._clock.now_seconds()
+        if self._dropped and now >= self._dropped_at_seconds:
+            self._dropped_at_seconds = now + DROPPED_POLL_SECONDS
+            self._look(list(self._dropped))
+        # Before what waits is posted: whoever hears of an end may have something to add, a word behind its blocks.
+        self._tell()
+        self._post(now + POSTING_SECONDS)
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._idle:
+            job = self._idle.popleft()
+            job.ended(job.failed)
+
+    def _look(self, batches: list[_Batch]) -> None:
+        for batch in batches:
+            state = self._transport.state(batch.handle)
+            if state is State.IN_FLIGHT:
+                continue
+            job = batch.job
+            if state is State.FAILED:
+                self._fail(job, f"a {job.operation} failed", batch.connection)
+            self._transport.release(batch.handle)
+            if batch in self._active:
+                begun = self._active[batch]
+                self._leave(batch)
+                if state is State.DONE:
+                    seconds = self._clock.now_seconds() - begun
+                    self._moved(job.operation, batch.num_bytes, batch.descriptors, seconds)
+            else:
+                del self._dropped[batch]
+            job.in_flight -= 1
+            if job.is_posted and not job.in_flight:
+                self._settle(job)
+
+    def _settle(self, job: TransferJob) -> None:
+        if not job.is_idle:
+            job.is_idle = True
+            self._idle.append(job)
+
+    def _fail(self, job: TransferJob, reason: str, connection: object) -> None:
+        job.failed = job.failed or reason
+        if self._connection(job.peer) is connection:
+            self._lost(job.peer)
+
+    def _leave(self, batch: _Batch) -> None:
+        del self._active[batch]
+        lane = self._lanes.get(batch.job.peer)
+        if lane is not None:
+            lane.num_bytes -= batch.num_bytes
+            lane.transfers -= 1
+            if not lane.transfers and not lane.queue:
+                del self._lanes[batch.job.peer]
+        self._all_bytes -= batch.num_bytes
+
+    def _post(self, until_seconds: float) -> None:
+        """A batch of each peer in turn, for as long as there is room."""
+        waiting = deque(peer for peer, lane in self._lanes.items() if lane.queue)
+        # Where time runs out, another one comes first in the next turn.
+        self._turns += 1
+        waiting.rotate(-self._turns)
+        while waiting and self._clock.now_seconds() < until_seconds:
+            peer = waiting.popleft()
+            lane = self._lanes.get(peer)
+            if lane is not None and self._post_one(peer, lane):
+                waiting.append(peer)
+        self._has_more = bool(waiting)
+
+    def _post_one(self, peer: str, lane: _Lane) -> bool:
+        """Post the next batch of a peer. Returns whether there may be another one."""
+        budget = self._budget
+        while lane.queue and lane.queue[0].is_posted:
+            job = lane.queue.popleft()
+            if not job.in_flight:
+                self._settle(job)
+        if not lane.queue:
+            if not lane.transfers:
+                self._lanes.pop(peer, None)
+            return False
+        job = lane.queue[0]
+        if lane.transfers >= budget.peer_transfers:
+            return False
+        room = min(budget.peer_bytes - lane.num_bytes, budget.all_bytes - self._all_bytes)
+        if room <= 0 and lane.transfers:
+            return False
+        if room <= 0 and self._all_bytes >= 2 * budget.all_bytes:
+            return False
+        end = int(np.searchsorted(job.bytes_to_row, job.bytes_to_row[job.row] + budget.batch_bytes, side="right")) - 1
+        end = min(max(end, job.row + 1), job.row + budget.descriptors, len(job.local))
+        rows = slice(job.row, end)
+        notification = b"" if job.notify is None else job.notify(job.index, end == len(job.local))
+        num_bytes = int(job.bytes_to_row[end] - job.bytes_to_row[job.row])
+        try:
+            handle = self._transport.post(
+                job.operation, peer, job.local[rows], job.remote[rows], notification, is_host=job.is_host
+            )
+        except TransportError as cause:
+            self._fail(job, str(cause), self._connection(peer))
+            return True
+        job.row, job.index, job.in_flight = end, job.index + 1, job.in_flight + 1
+        batch = _Batch(job, handle, num_bytes, end - rows.start, self._connection(peer))
+        self._active[batch] = self._clock.now_seconds()
+        lane.num_bytes += num_bytes
+        lane.transfers += 1
+        self._all_bytes += num_bytes
+        return True

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer thread: everything of a hand-over that touches the NIXL agent happens on it. One per worker.
+
+    begins with   the device that it is to use: `kvcached_nixl.current_device`
+    owns          the transport (notifications, READs, WRITEs), both halves of the hand-over, peers, leases; and gates,
+                  which are opened and closed elsewhere, but for the first one
+    inbox         `TransferThread.submit`: what the engine's thread wants, in order; handshakes that have ended
+    wakes on      both; the next deadline; and, because NIXL has no event for what arrives or ends, after POLL_SECONDS
+                  while something is in flight or awaited, COMPUTING_POLL_SECONDS while the engine's thread computes
+                  meanwhile, IDLE_POLL_SECONDS while nothing is awaited, for peers that speak first
+    may block on  that wait, and nothing else: handshakes run elsewhere, so one peer never holds up another, and a
+                  step's end on the device is asked for, not waited for
+    wakes         its own engine, which sleeps while nothing has ended
+    stops when    `close` is called; what is in flight then is waited for up to CLOSE_SECONDS
+    drops         messages that fit nothing, counted in `TransferThread.dropped`; nothing else
+
+An exception that belongs to one message, one command or one transfer fails what it belongs to and is counted. Any other
+one is kept, and the engine's thread raises it at its next call: a hand-over never goes on half alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.transport.base import Gate, Transport, TransportError
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.lease import beats, is_beat, read_beat
+from kvcached_nixl.wire.messages import Registration, StagingGrant, StagingRequest, Stopped, Written, decode
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer
+from kvcached_nixl.worker.decode.receiver import Receiver
+from kvcached_nixl.worker.outcome_queue import OutcomeQueue
+from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.thread_messages import (
+    BlocksWritable,
+    Command,
+    Computed,
+    DecodeCommand,
+    EndRenewal,
+    Finish,
+    LocalIdentity,
+    NewWeights,
+    Outcome,
+    Preempt,
+    Revoke,
+    Stop,
+    Withdraw,
+)
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.lease import Renewals
+from kvcached_nixl.worker.transfer.topology import contributors, peers_of
+
+__all__ = ["TransferThread"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+POLL_SECONDS = 0.0005
+COMPUTING_POLL_SECONDS = 0.01
+"""Each look takes the interpreter's lock from the engine's thread: looking every millisecond, a prefill computed up to
+45 % slower."""
+IDLE_POLL_SECONDS = 0.1
+CLOSE_SECONDS = 5.0
+
+
+class TransferThread:
+    """Commands in and outcomes out, on the engine's thread; the rest is the transfer thread's.
+
+    Args:
+        reported: what ``receiver`` and ``registry`` report to.
+        wake_engine: called by the transfer thread when something has ended; does not block.
+        closed: called when the thread has stopped.
+        select_device: called by the transfer thread before anything else.
+
+    Attributes:
+        engine_computes: set by the engine's thread while it gives a step to the device.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        clock: Clock,
+        receiver: Receiver,
+        registry: OfferRegistry,
+        outcomes: OutcomeQueue,
+        wake: threading.Event,
+        wake_engine: Callable[[LocalIdentity], None],
+        closed: Callable[[], None] = lambda: None,
+        select_device: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._context = context
+        self._transport: Transport = context.transport
+        self._clock = clock
+        self._receiver = receiver
+        self._registry = registry
+        self._outcomes = outcomes
+        self._wake_engine = wake_engine
+        self._closed = closed
+        self._select_device = select_device
+        self._is_ready = threading.Event()
+        self.engine_computes = False
+        self._inbox: deque[Command] = deque()
+        self._wake = wake
+        self._closing = threading.Event()
+        self._defect: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        # Below: the transfer thread's own.
+        self._identity: LocalIdentity | None = None
+        self._renewals = Renewals(clock)
+        self._computing: deque[Computed | Finish | BlocksWritable] = deque()
+        self._malformed = 0
+        self._defects = 0
+
+    @property
+    def dropped(self) -> Counter[str]:
+        mine = Counter(malformed=self._malformed, defect=self._defects)
+        return self._registry.dropped + self._receiver.dropped + self._context.peers.dropped + mine
+
+    # ---------------------------------------------------------------------------------------------- the engine's thread
+
+    def start(self) -> None:
+        """Start the thread, and wait until it has selected its device.
+
+        Raises:
+            RuntimeError: the device cannot be used.
+        """
+        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-transfer", daemon=True)
+        self._thread.start()
+        # vLLM captures graphs next, and a device's first use elsewhere would spoil one.
+        self._is_ready.wait()
+        self._raise_defect()
+
+    def submit(self, *commands: Command) -> None:
+        """Hand commands over. Returns at once.
+
+        Raises:
+            RuntimeError: the transfer thread has ended by a defect.
+        """
+        self._raise_defect()
+        self._inbox.extend(commands)
+        self._wake.set()
+
+    def take_outcome(self) -> Outcome:
+        """What ended since the last call.
+
+        Raises:
+            RuntimeError: the transfer thread has ended by a defect.
+        """
+        self._raise_defect()
+        return self._outcomes.take()
+
+    def close(self) -> None:
+        """Stop the thread, after what is in flight has ended or CLOSE_SECONDS have passed."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(2 * CLOSE_SECONDS)
+        self._closed()
+
+    def _raise_defect(self) -> None:
+        if self._defect is not None:
+            raise RuntimeError(f"the transfer thread has stopped: {self._defect!r}") from self._defect
+
+    # ---------------------------------------------------------------------------------------------- the transfer thread
+
+    def _run(self) -> None:
+        try:
+            self._select_device()
+            self._is_ready.set()
+            while not self._closing.is_set():
+                self._wake.wait(self.turn())
+                self._wake.clear()
+            # Whoever would read what is here, or waits for it, hears of the end at once.
+            self._registry.close("prefill is shut down")
+            until = self._clock.now_seconds() + CLOSE_SECONDS
+            while len(self._context.transfer_queue) and self._clock.now_seconds() < until:
+                self._wake.wait(min(POLL_SECONDS, self.turn()))
+                self._wake.clear()
+        except BaseException as defect:  # kept for the engine's thread, which raises it
+            self._defect = defect
+            self._is_ready.set()
+            logger.exception("The transfer thread has stopped; the engine stops at its next step")
+            if self._identity is not None:
+                self._wake_engine(self._identity)
+
+    def turn(self) -> float:
+        """Do everything that can be done now, without waiting; returns for how many seconds nothing else is due."""
+        while self._inbox:
+            command = self._inbox.popleft()
+            self._contain(command, self._take, command)
+        self._take_reached()
+        self._hear()
+        self._context.peers.turn()
+        if self._context.staging is not None:
+            self._context.staging.turn()
+        self._context.checksums.turn()
+        self._context.transfer_queue.turn()
+        deadlines = [self._registry.turn(), self._receiver.turn(), self._renew()]
+        if self._outcomes.take_news() and self._identity is not None:
+            self._wake_engine(self._identity)
+        if (
+            self._context.transfer_queue.is_busy
+            or self._computing
+            or self._receiver.is_awaiting
+            or self._registry.is_awaiting
+        ):
+            return self._poll_seconds()
+        now = self._clock.now_seconds()
+        longest = COMPUTING_POLL_SECONDS if len(self._registry) else IDLE_POLL_SECONDS
+        return max(0.0, min([longest, *(deadline - now for deadline in deadlines if deadline is not None)]))
+
+    def _poll_seconds(self) -> float:
+        if self.engine_computes and not self._registry.is_delivering:
+            return COMPUTING_POLL_SECONDS
+        if self._context.transfer_queue.has_more:
+            return 0.0
+        return POLL_SECONDS if len(self._context.transfer_queue) else 2 * POLL_SECONDS
+
+    def _take(self, command: Command) -> None:
+        if isinstance(command, (FetchSpec, Withdraw, UnneededOffer, LeaseRenewal, EndRenewal)):
+            self._take_decodes(command)
+        elif isinstance(command, LocalIdentity):
+            self._identity, self._context.own = command, command.own
+            self._context.incarnation = command.incarnation
+            self._registry.started(command.incarnation)
+        elif isinstance(command, NewWeights):
+            self._context.weights = command.weights
+        elif isinstance(command, OfferUpdate):
+            self._registry.offer(command)
+        elif isinstance(command, (Computed, Finish, BlocksWritable)):
+            self._computing.append(command)
+        else:
+            self._take_ends(command)
+
+    def _take_decodes(self, command: DecodeCommand) -> None:
+        receiver = self._receiver
+        if isinstance(command, FetchSpec):
+            receiver.fetch(command)
+        elif isinstance(command, Withdraw):
+            receiver.fail(command.attempt, HandOverFailed(FailureCause.STOPPED, command.reason))
+        elif isinstance(command, UnneededOffer):
+            receiver.release(command)
+        elif isinstance(command, LeaseRenewal):
+            self._renewals.begin(command)
+        else:
+            self._renewals.end(command.request_id)
+
+    def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
+        # What the device has not finished of it is not needed any more; one that is still computed ends by itself.
+        self._computing = deque(
+            one
+            for one in self._computing
+            if isinstance(one, BlocksWritable)
+            or one.request_id != command.request_id
+            or (isinstance(one, Finish) and isinstance(command, Revoke))
+        )
+        if isinstance(command, Preempt):
+            self._registry.preempt(command.request_id, command.hold)
+        elif isinstance(command, Revoke):
+            self._registry.revoke(command.request_id, command.reason)
+        else:
+            self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
+
+    def _take_reached(self) -> None:
+        """In order: a request's end is never seen before its steps."""
+        while self._computing:
+            head = self._computing[0]
+            if not isinstance(head, Finish) and not head.is_reached():
+                return
+            self._computing.popleft()
+            self._contain(head, self._reach, head)
+
+    def _reach(self, reached: Computed | Finish | BlocksWritable) -> None:
+        if isinstance(reached, Finish):
+            self._registry.finish(reached.request_id)
+        elif isinstance(reached, Computed):
+            self._registry.offer(reached.update)
+        else:
+            for attempt in reached.attempts:
+                self._receiver.begin(attempt)
+
+    def _hear(self) -> None:
+        listening: list[Transport | Gate] = [self._transport, *self._receiver.gates]
+        for one in listening:
+            try:
+                heard = one.received()
+            except TransportError as cause:
+                logger.warning("%s", cause)
+                continue
+            for agent, notification in heard:
+                self._contain(None, self._take_notification, agent, notification)
+
+    def _take_notification(self, agent: str, notification: bytes) -> None:
+        try:
+            if is_beat(notification):
+                self._registry.renew(read_beat(notification))
+                return
+            message = decode(notification)
+        except Malformed as cause:
+            if not self._malformed:
+                logger.warning("Dropped what %s says, and whatever like it follows: %s", agent, cause)
+            self._malformed += 1
+            return
+        try:
+            if isinstance(message, (StagingRequest, Written, Stopped)):
+                self._receiver.handle(agent, message)
+            else:
+                self._registry.handle(agent, message)
+        except Exception as defect:
+            words = f"{type(defect).__name__}: {defect}"
+            if isinstance(message, (StagingRequest, Written, Stopped)):
+                self._receiver.fail(message.attempt, HandOverFailed(FailureCause.DEFECT, words))
+            elif isinstance(message, (Registration, StagingGrant)):
+                self._registry.fail((agent, message.attempt), words)
+            raise
+
+    def _renew(self) -> float | None:
+        """Send the beats that are due; returns when the next ones are."""
+        local = self._context.local
+        for prefill, names in self._renewals.take_due().items():
+            # Who cannot be a contributor is refused in words when the request is allocated.
+            try:
+                ranks = contributors(prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, is_latent=local.is_latent)
+            except ValueError:
+                continue
+            for address in peers_of(prefill, (*ranks[0], *ranks[1])):
+                for beat in beats(names):
+                    self._context.peers.send(address, beat)
+        return self._renewals.first_seconds
+
+    def _contain(self, command: Command | None, action: Callable[..., None], *arguments: Any) -> None:
+        """An exception fails what the command names; a message that raises one has no effect."""
+        try:
+            action(*arguments)
+        except Exception as defect:
+            self._defects += 1
+            logger.exception("A hand-over fails by a defect of kvcached_nixl")
+            cause = HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")
+            if isinstance(command, (FetchSpec, Withdraw)):
+                self._receiver.fail(command.attempt, cause)
+            elif isinstance(command, BlocksWritable):
+                for attempt in command.attempts:
+                    self._receiver.fail(attempt, cause)
+            elif isinstance(command, (OfferUpdate, Computed, Finish, Stop, Revoke, Preempt, NewWeights)):
+                # Whoever owns blocks must hear of their end: nothing may be left half done here.
+                raise

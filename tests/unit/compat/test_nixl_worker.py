@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.compat.nixl_worker` over stand-ins for vLLM's NIXL connector: by name, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.compat import nixl_worker as module
+from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.nixl_scheduler import SchedulerView
+from kvcached_nixl.compat.nixl_worker import WorkerView
+from kvcached_nixl.compat.series import Shape
+from kvcached_nixl.errors import ContractChanged, LayoutRefused
+from kvcached_nixl.scheduler.build import StockScheduler
+from kvcached_nixl.worker.build import StockWorker
+from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.memory_registration import StockWorker as RegisteredWorker
+
+
+@pytest.fixture(autouse=True)
+def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that knows nothing of ROCm."""
+    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "is_rocm", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
+    """Sets the shape of the vLLM that is installed; at first that of an old one."""
+
+    def install(shape: Shape) -> None:
+        monkeypatch.setattr(module, "installed_row", lambda: SimpleNamespace(shape=shape))
+
+    install(Shape())
+    return install
+
+
+def backend(name: str) -> SimpleNamespace:
+    return SimpleNamespace(get_name=lambda: name)
+
+
+class FullAttentionSpec:
+    page_size_bytes = 64
+    block_size = 16
+    num_kv_heads = 4
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class RSWASpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec:
+    page_size_bytes = 64
+    block_size = 16
+    num_kv_heads = 4
+
+
+class ChunkedLocalAttentionSpec:
+    pass
+
+
+class MambaSpec:
+    page_size_bytes = 64
+
+
+class UniformTypeKVCacheSpecs:
+    def __init__(self, **specs: Any) -> None:
+        self.kv_cache_specs = specs
+
+
+def groups(*specs: Any) -> list[SimpleNamespace]:
+    return [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+
+
+def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, data_parallel_index=3),
+        cache_config=SimpleNamespace(block_size=16),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="e", kv_load_failure_policy=policy, kv_connector_extra_config={"a": 1}
+        ),
+    )
+    return SchedulerView(config, SimpleNamespace(kv_cache_groups=groups(*specs)))
+
+
+ENVS = "VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_NIXL_SIDE_CHANNEL_PORT = 'h', 5600"
+
+
+def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..., ModuleType]) -> None:
+    """Each data-parallel engine has a port of its own."""
+    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
+    view: StockScheduler = scheduler(FullAttentionSpec())
+    assert (view.engine_id, view.host, view.port, view.tp_size, view.block_size) == ("e", "h", 5603, 2, 16)
+    assert view.extra_config == {"a": 1} and not view.recomputes
+    assert scheduler(policy="recompute").recomputes
+
+
+@pytest.mark.parametrize(
+    ("specs", "dropping"),
+    [
+        ([FullAttentionSpec()], []),
+        ([FullAttentionSpec(), MLAAttentionSpec()], []),
+        ([SlidingWindowSpec()], ["SlidingWindowSpec"]),
+        ([FullAttentionSpec(), SlidingWindowSpec()], ["SlidingWindowSpec"]),
+        ([ChunkedLocalAttentionSpec()], ["ChunkedLocalAttentionSpec"]),
+        ([RSWASpec()], ["RSWASpec"]),
+        ([UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=FullAttentionSpec())], []),
+        ([UniformTypeKVCacheSpecs(a=SlidingWindowSpec(), b=SlidingWindowSpec())], ["SlidingWindowSpec"] * 2),
+    ],
+    ids=[
+        "full",
+        "latent",
+        "all windows",
+        "some windows",
+        "chunks",
+        "unknown to its base",
+        "uniform",
+        "uniform windows",
+    ],
+)
+def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(specs: list[Any], dropping: list[str]) -> None:
+    """B5: not by the number of groups."""
+    assert scheduler(*specs).dropping_groups == dropping
+
+
+def config_of(**values: Any) -> SimpleNamespace:
+    """A model's configuration, as transformers has it."""
+    return SimpleNamespace(to_dict=lambda: values, **values)
+
+
+def worker(**changed: Any) -> WorkerView:
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    cache = SimpleNamespace(cache_dtype="auto", block_size=16)
+    model = SimpleNamespace(
+        model="m", revision=None, dtype="bf16", quantization=None, hf_config=config_of(), hf_text_config=config_of(),
+        is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
+        get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
+    )  # fmt: skip
+    for owner in (parallel, cache, model):
+        optional = {"calculate_kv_scales"} if owner is cache else {"model_impl", "disable_sliding_window", "uses_mrope"}
+        for name in [name for name in changed if name in {*vars(owner), *(optional if owner is not parallel else ())}]:
+            setattr(owner, name, changed.pop(name))
+    half = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            parallel_config=parallel,
+            cache_config=cache,
+            speculative_config=changed.pop("speculative", None),
+            model_config=model,
+            load_config=SimpleNamespace(),
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"a": 1}),
+        model_config=model,
+        engine_id="e",
+        world_size=2,
+        tp_rank=1,
+        backend_name="FLASH",
+        attn_backends=[backend("FLASH")],
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=[1, 2, 3]),
+        num_blocks=7,
+        use_mla=False,
+        device_id=0,
+        nixl_memory_type="DRAM",
+        nixl_backends=("UCX",),
+        _physical_blocks_per_logical_kv_block=2,
+        _layer_specs={"a": FullAttentionSpec(), "b": UniformTypeKVCacheSpecs(b=SlidingWindowSpec())},
+        _registered_descs=[],
+        xfer_stats="stock",
+        xfer_handshake_metadata=None,
+    )
+    vars(half).update(changed)
+    return WorkerView(SimpleNamespace(connector_worker=half))
+
+
+def test_a_workers_half_is_what_our_worker_asks_for() -> None:
+    view = worker()
+    asked: tuple[StockWorker | None, RegisteredWorker] = (None, view)
+    assert asked[1] is view
+    assert (view.engine_id, view.tp_size, view.tp_rank, view.use_mla) == ("e", 2, 1, False)
+    assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block, view.total_kv_heads) == (7, 3, 2, 8)
+    assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
+    assert view.pages() == {"a": (32, 8, 4), "b": (32, 8, 4)}
+    assert view.unserved == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+        ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
+        ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
+        (
+            {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5), "uses_mrope": True},
+            "--video-pruning-rate 0.5 of a model whose tokens stand in space",
+        ),
+        (
+            {"attn_backends": [backend("FLASH_ATTN"), backend("ROCM_ATTN")]},
+            "the attention backend ROCM_ATTN, which keeps tokens of a block one inside the other",
+        ),
+    ],
+)
+def test_what_no_peer_could_make_sense_of_is_named(changed: dict[str, Any], found: str) -> None:
+    """A5."""
+    assert [one for one, _ in worker(**changed).unserved] == [found]
+    assert worker(calculate_kv_scales=False).unserved == []
+    pruning = SimpleNamespace(video_pruning_rate=0.5)
+    assert worker(multimodal_config=pruning, uses_mrope=False).unserved == []
+
+
+def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V of a block in tiles; elsewhere nobody reads that variable."""
+    make_module("vllm").envs = make_module("vllm.envs", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT = True")  # type: ignore[attr-defined]
+    assert worker().unserved == []
+    monkeypatch.setattr(module, "is_rocm", lambda: True)
+    assert [found for found, _ in worker().unserved] == [
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which keeps tokens of a block one inside the other"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_head_slots": 2}, "num_head_slots 2 for 4 heads"),
+        ({"num_head_slots": 4}, "num_head_slots 4 for 4 heads"),
+        ({"tokens_per_state": 4}, "tokens_per_state 4"),
+        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "kv_quant_mode NVFP4"),
+    ],
+)
+def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    """Their shape may look as if they were: K and V as two heads, of a rank that has two."""
+    spec = FullAttentionSpec()
+    vars(spec).update(fields)
+    with pytest.raises(LayoutRefused, match=words):
+        worker(_layer_specs={"a": spec}).pages()
+    spec = FullAttentionSpec()
+    vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
+    assert worker(_layer_specs={"a": spec}).pages()
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_the_cpus_kernel_shares_whole_blocks_only(block_size: int) -> None:
+    """Peers with other blocks have another tag, and nothing is moved."""
+    facts = dict(worker(backend_name="CPU_ATTN", block_size=block_size).facts)
+    assert facts["attention"] == f"CPU_ATTN, whole blocks of {block_size} tokens"
+    assert dict(worker(backend_name="FLASH_ATTN", block_size=block_size).facts)["attention"] == "FLASH_ATTN"
+
+
+class Decided(SimpleNamespace):
+    """vLLM's configuration since 0.22: it says itself which runner it has."""
+
+    is_v2: bool
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return self.is_v2
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "method", "unpadded", "expected"),
+    [
+        (True, "eagle3", False, True),
+        (True, "mtp", False, True),
+        (True, "ngram", False, False),
+        (True, None, False, False),
+        (False, "eagle3", False, False),
+        (False, "draft_model", False, False),
+        (False, "eagle3", True, True),
+        (False, "ngram", True, False),
+        (None, "eagle", False, False),
+        (None, "eagle", True, True),
+    ],
+)
+def test_who_answers_before_a_draft_model_has_run(
+    is_v2: bool | None, method: str | None, unpadded: bool, expected: bool
+) -> None:
+    """Nobody else waits for the device; ``is_v2`` None: a vLLM below 0.22, where the switch alone decides."""
+    import vllm
+
+    vllm.envs.VLLM_USE_V2_MODEL_RUNNER = False
+    speculative = None
+    if method is not None:
+        speculative = SimpleNamespace(
+            method=method, model="s", draft_model_config=None, disable_padded_drafter_batch=unpadded
+        )
+    asked = worker(speculative=speculative)
+    config = vars(asked.worker)["vllm_config"]
+    if is_v2 is not None:
+        asked.worker.vllm_config = Decided(**vars(config), is_v2=is_v2)
+    assert asked.answers_before_drafts is expected
+
+
+def test_groups_whose_blocks_are_of_several_sizes_are_named() -> None:
+    """A position would be in another block than the manifest says."""
+    other = FullAttentionSpec()
+    other.block_size = 32
+    config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec(), other), kv_cache_tensors=[1])
+    ((found, expected),) = worker(kv_cache_config=config).unserved
+    assert found == "KV-cache groups with blocks of 16, 32 tokens"
+    assert expected == "blocks of 16 tokens in every group"
+
+
+FACTS: list[dict[str, Any]] = [
+    {"dtype": "fp16"},
+    {"cache_dtype": "fp8"},
+    {"quantization": "awq"},
+    {"hf_config": config_of(rope_theta=1)},
+    {"model_impl": "transformers"},
+    {"disable_sliding_window": True},
+    {"hf_text_config": config_of(rope_parameters={"rope_type": "longrope"}, original_max_position_embeddings=1024)},
+    {"get_total_num_kv_heads": lambda: 4},
+    {"get_head_size": lambda: 128},
+    {"get_total_num_hidden_layers": lambda: 3},
+    {"backend_name": "TRITON"},
+    {"kv_cache_config": SimpleNamespace(kv_cache_groups=[1, 2], kv_cache_tensors=[1])},
+]
+
+
+@pytest.mark.parametrize("changed", FACTS, ids=lambda changed: next(iter(changed)))
+def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any]) -> None:
+    plain, other = dict(worker().facts), dict(worker(**changed).facts)
+    assert plain.keys() == other.keys() and "vLLM" in plain
+    assert len([name for name in plain if plain[name] != other[name]]) == 1
+
+
+NAMES: list[dict[str, Any]] = [
+    {"model": "/elsewhere/m"},
+    {"revision": "r"},
+    {"hf_config": config_of(_name_or_path="/elsewhere/m")},
+    {"speculative": SimpleNamespace(method="ngram", draft_model_config=None)},
+    {"max_model_len": 8192},
+]
+
+
+@pytest.mark.parametrize("changed", NAMES, ids=lambda changed: next(iter(changed)))
+def test_what_a_model_is_called_is_none_nor_are_drafts_without_a_model(changed: dict[str, Any]) -> None:
+    """Findings A1 and B5: weights are compared by their content, and drafts that compute no KV by nothing."""
+    assert worker(**changed).facts == worker().facts
+
+
+def test_drafts_that_compute_kv_are_a_fact() -> None:
+    def drafting(**values: Any) -> dict[str, str]:
+        draft = SimpleNamespace(hf_config=config_of(**values), dtype="bf16", model="d")
+        return dict(worker(speculative=SimpleNamespace(method="eagle", draft_model_config=draft)).facts)
+
+    assert drafting(layers=1)["drafts"] != drafting(layers=2)["drafts"] and "drafts" not in dict(worker().facts)
+
+
+def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles() -> None:
+    """Phi-3's rope: one server with --max-model-len 4096, and one with 128k."""
+    rope = {"hf_text_config": config_of(rope_scaling={"type": "longrope"}, original_max_position_embeddings=4096)}
+    assert worker(max_model_len=4096, **rope).facts != worker(max_model_len=8192, **rope).facts
+    assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
+
+
+def test_a_state_beside_attention_is_refused_in_words() -> None:
+    with pytest.raises(LayoutRefused, match="MambaSpec"):
+        worker(_layer_specs={"a": MambaSpec()}).pages()
+
+
+def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
+    backend = SimpleNamespace(
+        get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size: [
+            2, num_blocks, block_size, num_kv_heads, head_size,
+        ]
+    )  # fmt: skip
+    shape, numbers = worker(attn_backends=[backend]).probe_cache_shape()
+    assert shape == (2, numbers["num_blocks"], numbers["block_size"], numbers["num_heads"], 1)
+    assert len({*numbers.values()}) == 3 and min(numbers.values()) > 1000
+
+
+@pytest.mark.parametrize(("use_mla", "heads"), [(False, 1_009), (True, 1)], ids=["heads", "latent"])
+def test_where_all_views_are_alike_no_backend_is_asked(
+    shape: Callable[[Shape], None], use_mla: bool, heads: int
+) -> None:
+    """vLLM 0.29: (blocks, heads, tokens, cell), and one head for a latent."""
+    shape(Shape(logical_views=True))
+    asked, numbers = worker(use_mla=use_mla).probe_cache_shape()
+    assert asked == (numbers["num_blocks"], heads, numbers["block_size"], 1)
+    assert Axes.from_probe(asked, **numbers) == Axes(0, 2, None if use_mla else 1, None, 4)
+
+
+def test_pools_are_counted_by_where_layers_lie(shape: Callable[[Shape], None]) -> None:
+    """vLLM 0.29: groups that share pools have a tensor each, with layers at the same bytes."""
+
+    def tensor(*layers: str, offset: int = 0, layer_stride: int = 64) -> SimpleNamespace:
+        return SimpleNamespace(layers=layers, offset=offset, layer_stride=layer_stride)
+
+    def pools(*tensors: SimpleNamespace) -> int:
+        config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=tensors)
+        return worker(kv_cache_config=config).num_pools
+
+    shape(Shape(logical_views=True))
+    assert pools(tensor("a", "b", "c")) == 3
+    assert pools(tensor("a", "b"), tensor("c", "d")) == 2
+    assert pools(tensor("a", "b"), tensor("c")) == 2
+    assert pools(tensor("a"), tensor("b", offset=64), tensor("c", offset=128)) == 3
+
+
+def test_memory_is_registered_with_vllms_agent_and_deregistered_by_it() -> None:
+    done: list[Any] = []
+    agent = SimpleNamespace(
+        get_reg_descs=lambda rows, memory_type: (rows, memory_type),
+        register_memory=lambda descriptors, backends: done.append((descriptors, backends)),
+    )
+    view = worker(nixl_wrapper=agent)
+    view.register_memory([(4096, 64)], 2)
+    descriptors = [(4096, 64, 2, "")], "DRAM"
+    assert done == [(descriptors, ["UCX"])]
+    assert view.worker._registered_descs == [descriptors] and view.worker.device_id == 2
+
+
+@pytest.mark.parametrize("name", METADATA_MODULES)
+def test_a_handshake_is_offered_in_vllms_own_envelope(make_module: Callable[..., ModuleType], name: str) -> None:
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        make_module(".".join(parts[:end])).__path__ = []
+    make_module(
+        name,
+        "class NixlHandshakePayload:\n"
+        "    def __init__(self, compatibility_hash, agent_metadata_bytes):\n"
+        "        self.told = compatibility_hash, agent_metadata_bytes",
+    )
+    view = worker()
+    view.offer_handshake("tag", b"metadata")
+    assert view.worker.xfer_handshake_metadata.told == ("tag", b"metadata")
+
+
+def test_our_account_takes_the_place_of_vllms() -> None:
+    view = worker()
+    view.use_stats("ours")
+    assert view.stats == "ours"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp_rank",
+        "world_size",
+        "_physical_blocks_per_logical_kv_block",
+        "_layer_specs",
+        "xfer_stats",
+        "nixl_memory_type",
+    ],
+)
+def test_a_name_that_is_gone_is_refused_and_not_guessed(name: str) -> None:
+    view = worker()
+    delattr(view.worker, name)
+    asked: list[Callable[[], Any]] = [
+        lambda: view.tp_rank,
+        lambda: view.tp_size,
+        lambda: view.kernel_blocks_per_block,
+        view.pages,
+        lambda: view.use_stats("ours"),
+        lambda: view.memory_type,
+    ]
+    refused = []
+    for ask in asked:
+        try:
+            ask()
+        except ContractChanged as cause:
+            refused.append(cause.found)
+    assert refused and all(repr(name) in found for found in refused)
+
+
+def test_the_same_in_the_engine(make_module: Callable[..., ModuleType]) -> None:
+    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    view = scheduler(FullAttentionSpec())
+    with pytest.raises(ContractChanged, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        _ = view.host
+    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
+    del view.config.parallel_config.data_parallel_index
+    with pytest.raises(ContractChanged, match="data_parallel_index"):
+        _ = view.port

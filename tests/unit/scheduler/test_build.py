@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scheduler/build.py: an engine's side from what vLLM's connector knows, or a refusal in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from unit.engine_fakes import BLOCK_SIZE, Pool, Reads, of_decode, of_prefill, reports
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.scheduler.build import start
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+
+BLOCKS = ([7, 3, 9],)
+
+
+@dataclass
+class Stock:
+    """vLLM's NIXL scheduler, as ``compat.nixl_scheduler.SchedulerView`` shows it."""
+
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    dropping_groups: list[str] = field(default_factory=list)
+    engine_id: str = "e"
+    host: str = "10.0.0.1"
+    port: int = 5600
+    tp_size: int = 2
+    block_size: int = BLOCK_SIZE
+    recomputes: bool = False
+    reader: Reads = field(default_factory=Reads)
+
+
+def started(stock: Stock, clock: ManualClock | None = None) -> SchedulerFacade:
+    made = start(stock, ManualClock() if clock is None else clock)
+    made.bind(Pool())
+    return made
+
+
+def test_an_engine_knows_itself() -> None:
+    made = started(Stock({"kv_lease_duration": 12}))
+    made.arrived(of_prefill())
+    (offered,) = made.take_step([Progress("p1", BLOCKS, True, 10)]).offered
+    _, params = made.finished(of_prefill(), True, BLOCKS)
+    assert params is not None
+    expected = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 5600, "tp_size": 2}
+    assert params.items() >= (expected | {"transfer_mode": "pull"}).items()
+    assert offered.manifest is not None
+    assert (offered.manifest.lease_seconds, offered.manifest.block_size) == (12.0, BLOCK_SIZE)
+    assert offered.manifest.incarnation == made.incarnation
+
+
+def test_every_start_is_another_one() -> None:
+    """A restarted engine is another one even under the same id; and nobody guesses its workers' key."""
+    steps = [started(Stock()).take_step([]) for _ in range(3)]
+    assert len({step.incarnation for step in steps}) == len({step.wake_key for step in steps}) == 3
+    assert all(len(step.incarnation) == 16 and len(step.wake_key) == 32 for step in steps)
+    assert (steps[0].host, steps[0].port) == ("10.0.0.1", 5600)
+
+
+@pytest.mark.parametrize(("mode", "is_offered"), [("pull", False), ("push", True)])
+def test_only_who_pushes_offers_before_it_has_computed(mode: str, is_offered: bool) -> None:
+    made = started(Stock({"transfer_mode": mode}))
+    made.arrived(of_prefill())
+    assert bool(made.take_step([]).offered) is is_offered
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_model_that_drops_blocks_computes_the_last_token_here(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """B5: told by what its groups are, however many."""
+    made = started(Stock({"transfer_mode": mode}, dropping_groups=["SlidingWindowSpec", "SlidingWindowSpec"]))
+    assert ("SlidingWindowSpec" in caplog.text) is (mode == "push"), "that it is not streamed is said"
+    request = of_decode()
+    made.arrived(request)
+    assert made.matched(request, 0) == (9, True), "the last token is computed here"
+
+
+@pytest.mark.parametrize(("recomputes", "expected"), [(True, (0, False)), (False, (10, True))])
+def test_what_is_done_with_a_failure_is_vllms_setting(recomputes: bool, expected: tuple[int, bool]) -> None:
+    made = started(Stock(recomputes=recomputes))
+    request = of_decode(do_remote_decode=True)
+    made.arrived(request)
+    assert made.matched(request, 0) == expected
+
+
+def test_the_deadline_is_a_setting() -> None:
+    clock = ManualClock()
+    made = started(Stock({"handover_timeout": 3}), clock)
+    request = of_decode()
+    made.arrived(request)
+    made.allocated(request, BLOCKS, made.matched(request, 0)[0])
+    clock.advance(2.9)
+    told = reports()
+    made.collect(told)
+    assert told.received == set()
+    clock.advance(0.1)
+    made.collect(told)
+    assert told.received == {"d1"}
+
+
+def test_settings_that_cannot_be_used_stop_the_start() -> None:
+    with pytest.raises(SettingsError, match="bidirectional_kv_xfer"):
+        start(Stock({"bidirectional_kv_xfer": True}), ManualClock())
+
+
+def test_a_timeout_of_vllms_that_decides_nothing_here_is_said_to_do_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Finding D3."""
+    started(Stock())
+    assert not caplog.records
+    monkeypatch.setenv("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "480")
+    started(Stock({"kv_lease_duration": 12}))
+    (record,) = caplog.records
+    assert "VLLM_NIXL_ABORT_REQUEST_TIMEOUT has no effect" in record.message and "12 s" in record.message

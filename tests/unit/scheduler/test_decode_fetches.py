@@ -1,0 +1,718 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scheduler/decode_fetches.py: what decode asks for, what it refuses, and that every block is free exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from unit.engine_fakes import (
+    LEASE,
+    PREFILL,
+    TIMEOUT,
+    TOKENS,
+    Asked,
+    Pool,
+    answer_of,
+    at_once,
+    manifest_of,
+    of_decode,
+    prompt,
+    terms,
+)
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.ids import DecodeRequestId
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.params import MANIFEST_KEY
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer
+
+BLOCKS = ([7, 3, 9],)
+ALL = (TOKENS, True)
+NOTHING = (0, False)
+D1 = DecodeRequestId("d1")
+
+
+class Decode:
+    """`DecodeFetches` with a clock and blocks; each call is told to the next step."""
+
+    def __init__(self, pool: Pool | None = None, **changed: Any) -> None:
+        self.clock = ManualClock()
+        self.holds = Holds()
+        self.pool = Pool() if pool is None else pool
+        self.fetching = DecodeFetches(terms(**changed), self.clock, self.holds)
+        self.step = Step("h", 1, "k", "s")
+
+    def take(self) -> Step:
+        step, self.step = self.step, Step("h", 1, "k", "s")
+        return step
+
+    def arrive(self, request: Asked) -> None:
+        self.fetching.arrived(request, self.step)
+
+    def match(self, request: Asked, num_computed: int = 0) -> tuple[int, bool]:
+        return self.fetching.matched(request, num_computed, self.step)
+
+    def allocate(self, request: Asked, blocks: tuple[list[int], ...] = BLOCKS, num_external: int = TOKENS) -> None:
+        self.pool.of[request.request_id] = [(request.request_id, block) for group in blocks for block in group if block]
+        self.fetching.allocated(request, blocks, num_external, self.step)
+
+    def finish(self, request: Asked) -> None:
+        self.fetching.finished(request, self.pool, self.step)
+
+    def collect(
+        self, failures: tuple[tuple[int, FailureCause], ...] = (), overs: tuple[int, ...] = ()
+    ) -> tuple[set[str], set[str]]:
+        return self.fetching.collect(failures, overs, self.pool, self.step)  # type: ignore[return-value]
+
+    def wait(self, request: Asked) -> int:
+        """Until it waits for its KV; returns its attempt."""
+        self.arrive(request)
+        self.allocate(request, BLOCKS, self.match(request)[0])
+        (wanted,) = self.take().fetches
+        return wanted.attempt
+
+    def fails(self, request: Asked, num_computed: int = 0) -> FailureCause:
+        """It is given blocks and fails at once, without a word to the workers but that its lease is not needed."""
+        self.arrive(request)
+        missing, is_waiting = self.match(request, num_computed)
+        assert is_waiting and missing > 0
+        self.allocate(request, BLOCKS, missing)
+        step = self.take()
+        assert (step.fetches, step.released, step.unrenewed) == ([], [], [request.request_id])
+        (cause,) = self.fetching.counts
+        assert self.fetching.counts == {cause: 1}
+        assert self.fetching.has_news
+        assert self.fetching.num_waiting == 0
+        assert self.collect() == ({request.request_id}, {request.request_id})
+        assert not self.fetching.has_news
+        assert self.holds.num_blocks == 0
+        return FailureCause(cause)
+
+
+# -------------------------------------------------------------------------------------------------------------- arrival
+
+
+def test_its_lease_is_renewed_from_its_arrival_on() -> None:
+    """Its queue may be longer than a lease (vllm#38027)."""
+    decode = Decode()
+    manifest = manifest_of(prompt(), lease_seconds=7.0)
+    decode.arrive(of_decode(manifest=manifest))
+    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, manifest.request_id, 7.0, TIMEOUT)]
+    decode.arrive(of_decode(manifest=manifest))
+    assert decode.take().renewed == [], "once"
+
+
+def test_where_both_are_asked_at_once_the_name_is_renewed() -> None:
+    decode = Decode(pushes=True)
+    decode.arrive(at_once())
+    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, "transfer:t", LEASE, TIMEOUT)]
+
+
+def test_a_name_that_a_beat_cannot_say_is_warned_of_and_fetched_even_so(caplog: pytest.LogCaptureFixture) -> None:
+    decode = Decode()
+    request = of_decode(manifest=manifest_of(prompt(), request_id="a,b"))
+    decode.arrive(request)
+    assert not decode.take().has_news
+    assert "'a,b'" in caplog.text and "no comma" in caplog.text and "d1" in caplog.text
+    assert decode.match(request) == ALL
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None}, {"do_remote_decode": True}], ids=str
+)
+def test_requests_of_others_are_not_looked_at(params: dict[str, Any] | None) -> None:
+    decode = Decode()
+    request = Asked("r", params)
+    decode.arrive(request)
+    assert decode.match(request) == NOTHING
+    decode.allocate(request, BLOCKS, 0)
+    decode.finish(request)
+    assert not decode.step.has_news and not decode.fetching.counts and not decode.fetching.has_news
+    assert request.digested == 0
+    assert decode.collect() == (set(), set())
+
+
+# ---------------------------------------------------------------------------------------------------------- what it has
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "expected"), [(0, (10, True)), (4, (6, True)), (8, (2, True)), (12, NOTHING)], ids=str
+)
+def test_decode_waits_for_the_tokens_it_lacks(num_computed: int, expected: tuple[int, bool]) -> None:
+    """Asked twice, because blocks may not be had the first time; the digest is made once."""
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    assert decode.match(request, num_computed) == decode.match(request, num_computed) == expected
+    assert request.digested == 1
+
+
+def test_prefill_may_have_computed_less_than_decode_asks_for() -> None:
+    """Another turn of a conversation, or a router that appended prefill's first token (vllm#50558, A1 b)."""
+    decode = Decode()
+    request = Asked("d1", answer_of(manifest_of(prompt())), [*prompt(), 77, 78, 79])
+    decode.arrive(request)
+    assert decode.match(request, 4) == (TOKENS - 4, True)
+    decode.allocate(request, ([7, 3, 9, 11],), TOKENS - 4)
+    (wanted,) = decode.take().fetches
+    assert (wanted.first_token, wanted.end_token) == (4, TOKENS)
+    assert wanted.groups == (BlockRange(4, (3, 9)),)
+    assert wanted.digest == manifest_of(prompt()).digest
+
+
+def test_an_attempt_says_everything_that_the_workers_need() -> None:
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    decode.take()
+    decode.allocate(request, BLOCKS, decode.match(request)[0])
+    manifest = manifest_of(prompt())
+    (wanted,) = decode.take().fetches
+    assert wanted == FetchSpec(
+        wanted.attempt, D1, PREFILL, manifest, "request:cmpl-p-0", manifest.digest, TOKENS, 0,
+        TOKENS, (BlockRange(0, (7, 3, 9)),),
+    )  # fmt: skip
+    assert decode.fetching.num_waiting == 1
+    decode.allocate(request, BLOCKS, TOKENS)
+    assert decode.take().fetches == [], "after a preemption decode computes by itself"
+    assert decode.match(request) == NOTHING
+
+
+def test_blocks_of_the_prefix_cache_are_not_written() -> None:
+    """They may be another request's too."""
+    decode = Decode()
+    request = of_decode(manifest=manifest_of(prompt(), first_tokens=(0, 0)))
+    decode.arrive(request)
+    decode.allocate(request, ([7, 3, 9], [1, 2, 5]), decode.match(request, 8)[0])
+    (wanted,) = decode.take().fetches
+    assert wanted.first_token == 8
+    assert wanted.groups == (BlockRange(8, (9,)), BlockRange(8, (5,)))
+
+
+def test_blocks_behind_the_prompt_are_not_written() -> None:
+    """A1 c: look-ahead of speculative decoding is allocated along with them."""
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    decode.allocate(request, ([7, 3, 9, 11, 12],), decode.match(request)[0])
+    assert decode.take().fetches[0].groups == (BlockRange(0, (7, 3, 9)),)
+
+
+def test_a_request_whose_prompt_is_in_the_cache_tells_prefill_so() -> None:
+    """vllm#41269: prefill would keep its blocks until their lease ends."""
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    assert decode.match(request, 12) == NOTHING
+    decode.take()
+    decode.allocate(request, BLOCKS, 0)
+    manifest = manifest_of(prompt())
+    step = decode.take()
+    assert step.released == [UnneededOffer(PREFILL, manifest.request_id, "request:cmpl-p-0", manifest.digest)]
+    assert step.unrenewed == [D1]
+    decode.finish(request)
+    assert decode.take().released == [], "once"
+    assert not decode.fetching.counts
+
+
+def test_without_a_manifest_it_is_released_by_name_and_digest() -> None:
+    decode = Decode(pushes=True)
+    request = at_once()
+    decode.arrive(request)
+    assert decode.match(request, 12) == NOTHING
+    decode.allocate(request, BLOCKS, 0)
+    assert decode.take().released == [UnneededOffer(PREFILL, "", "transfer:t", request.digest(TOKENS))]
+
+
+def test_where_both_are_asked_at_once_decode_wants_all_of_its_prompt() -> None:
+    decode = Decode(pushes=True)
+    request = at_once()
+    decode.arrive(request)
+    assert decode.match(request, 4) == (TOKENS - 4, True)
+    decode.allocate(request, BLOCKS, TOKENS - 4)
+    (wanted,) = decode.take().fetches
+    assert (wanted.manifest, wanted.name, wanted.digest) == (None, "transfer:t", request.digest(TOKENS))
+    assert (wanted.first_token, wanted.end_token) == (4, TOKENS)
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+
+def test_a_window_is_fetched_from_where_decode_has_blocks() -> None:
+    """What has left it is the null block on both sides; the last token is computed here."""
+    decode = Decode(drops_blocks=True)
+    request = of_decode(manifest=manifest_of(prompt(), first_tokens=(0, 4)))
+    decode.arrive(request)
+    assert decode.match(request) == (TOKENS - 1, True)
+    decode.allocate(request, ([7, 3, 9], [0, 2, 5]), TOKENS - 1)
+    (wanted,) = decode.take().fetches
+    assert (wanted.first_token, wanted.end_token) == (0, TOKENS - 1)
+    assert wanted.groups == (BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 5)))
+
+
+def test_all_blocks_may_be_in_windows() -> None:
+    """B5: a model whose only group is a sliding window."""
+    decode = Decode(drops_blocks=True)
+    request = of_decode(manifest=manifest_of(prompt(), first_tokens=(8,)))
+    decode.arrive(request)
+    decode.allocate(request, ([0, 0, 9],), decode.match(request)[0])
+    assert decode.take().fetches[0].groups == (BlockRange(8, (9,)),)
+
+
+def test_the_last_block_is_not_fetched_if_only_the_last_token_is_in_it() -> None:
+    decode = Decode(drops_blocks=True)
+    tokens = prompt(num_tokens=9)
+    request = of_decode(tokens=tokens, manifest=manifest_of(tokens))
+    decode.arrive(request)
+    assert decode.match(request) == (8, True)
+    decode.allocate(request, BLOCKS, 8)
+    assert decode.take().fetches[0].groups == (BlockRange(0, (7, 3)),)
+
+
+def test_a_group_may_need_nothing_of_what_is_handed_over() -> None:
+    """Attention in chunks, and a prompt whose last token begins one."""
+    decode = Decode(drops_blocks=True)
+    tokens = prompt(num_tokens=9)
+    request = of_decode(tokens=tokens, manifest=manifest_of(tokens, first_tokens=(0, 8)))
+    decode.arrive(request)
+    assert decode.match(request) == (8, True)
+    decode.allocate(request, ([7, 3, 9], [0, 0, 5]), 8)
+    assert decode.take().fetches[0].groups == (BlockRange(0, (7, 3)), BlockRange(8, ()))
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bool, recomputes: bool) -> None:
+    """vLLM leaves those of tokens that it has not computed as memory happens to be (``echo`` with ``logprobs``)."""
+    decode = Decode(pushes=pushes, recomputes=recomputes)
+    request = of_decode()
+    request.computes_prompt = True
+    decode.arrive(request)
+    assert decode.match(request) == (0, False)
+    decode.allocate(request, BLOCKS, 0)
+    step = decode.take()
+    assert not step.fetches and [one.digest for one in step.released] == [request.digest(TOKENS)]
+    assert step.unrenewed == [D1] and not decode.fetching.counts
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_session_is_computed_here(pushes: bool, recomputes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Row A9: its blocks go on being filled. A session that fails would go on without its beginning."""
+    decode = Decode(pushes=pushes, recomputes=recomputes)
+    request = of_decode()
+    request.is_session = True
+    decode.arrive(request)
+    assert decode.match(request) == (0, False)
+    decode.allocate(request, BLOCKS, 0)
+    decode.finish(request)
+    step = decode.take()
+    assert not (step.fetches or step.renewed)
+    assert [one.digest for one in step.released] == [request.digest(TOKENS)]
+    assert decode.fetching.counts == {FailureCause.PARAMETERS: 1} and not decode.fetching.has_news
+    for word in ("a streaming session", "expected a prompt that is complete", "computed here", "Send kv_transfer"):
+        assert word in caplog.text
+
+
+def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
+    decode = Decode()
+    request = of_decode(remote_port="x")
+    request.is_session = True
+    decode.arrive(request)
+    assert decode.match(request) == (0, False) and not decode.take().has_news
+
+
+def test_a_stand_in_says_which_request_it_stands_for_and_no_prompt() -> None:
+    """Row B10: its server has rejected the request, and its one token is nobody's prompt."""
+    decode = Decode(pushes=True)
+    request = at_once(tokens=[0])
+    request.is_stand_in = True
+    decode.arrive(request)
+    decode.finish(request)
+    assert decode.take().released == [UnneededOffer(PREFILL, "", "transfer:t", "")]
+    assert not request.digested
+
+
+def test_a_stand_in_with_prefill_s_answer_says_which_request_prefill_keeps() -> None:
+    decode = Decode()
+    request = of_decode(tokens=[0], manifest=manifest_of(prompt()))
+    request.is_stand_in = True
+    decode.arrive(request)
+    decode.finish(request)
+    (released,) = decode.take().released
+    assert released.request_id == manifest_of(prompt()).request_id
+
+
+@pytest.mark.parametrize("first", ["the other connector", "our workers"])
+def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(first: str) -> None:
+    """Row B9: vLLM hears of one of them, so that it frees its request once (vllm#46240)."""
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    decode.finish(request)
+    decode.fetching.kept(D1)
+    assert not decode.fetching.has_news and decode.fetching.num_quarantined_blocks == 3
+    ends = [lambda: decode.fetching.let_go([D1], decode.pool), lambda: decode.collect(overs=(attempt,))]
+    if first == "our workers":
+        ends.reverse()
+    ends[0]()
+    assert not decode.pool.freed
+    ends[1]()
+    assert sorted(block for _, block in decode.pool.freed) == [3, 7, 9]
+    assert decode.collect() == (set(), set()) and not decode.fetching._kept_by_others
+    assert decode.fetching.num_quarantined_blocks == 0
+
+
+def test_a_request_that_no_other_connector_keeps_is_told_to_vllm() -> None:
+    """However many others are kept."""
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    decode.finish(request)
+    decode.fetching.kept("another")
+    assert decode.collect(overs=(attempt,)) == ({D1}, set())
+    assert len(decode.pool.freed) == 3
+
+
+def test_a_request_that_is_gone_before_it_was_looked_at_says_what_it_wanted() -> None:
+    """Else prefill, which knows it by name and prompt, would keep its blocks for a lease."""
+    decode = Decode(pushes=True)
+    request = at_once()
+    decode.arrive(request)
+    decode.finish(request)
+    (released,) = decode.take().released
+    assert (released.request_id, released.digest) == ("", request.digest(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("first_tokens", "blocks", "is_dropping", "words"),
+    [
+        ((8,), ([7, 3, 9],), True, "not kept the tokens from 0"),
+        ((4,), ([7, 3, 9],), False, "not kept the tokens from 0"),
+        ((0,), ([0, 0, 0],), True, "no blocks for the tokens 0 to 9"),
+        ((0,), ([7, 0, 9],), True, "no blocks"),
+        ((0,), ([0, 3, 9],), False, "no blocks"),
+        ((0,), ([7, 3],), False, "no blocks"),
+        ((0,), ([],), False, "no blocks"),
+        ((0, 0), ([7, 3, 9],), False, "not kept"),
+        ((0,), ([7, 3, 9], [1, 2, 5]), False, "not kept"),
+    ],
+    ids=str,
+)
+def test_blocks_that_do_not_hold_the_range_are_refused(
+    first_tokens: tuple[int, ...], blocks: tuple[list[int], ...], is_dropping: bool, words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A5: no READ into blocks that are not there, on either side."""
+    decode = Decode(drops_blocks=is_dropping)
+    request = of_decode(manifest=manifest_of(prompt(), first_tokens=first_tokens))
+    decode.arrive(request)
+    decode.allocate(request, blocks, decode.match(request)[0])
+    assert decode.take().fetches == []
+    assert decode.fetching.counts == {FailureCause.RANGE: 1}
+    assert words in caplog.text
+    assert decode.collect() == ({D1}, {D1})
+
+
+# -------------------------------------------------------------------------------------------------------------- refusal
+
+
+def other_prompts() -> dict[str, tuple[Asked, FailureCause]]:
+    """Decode's request, and why it is refused; the prefill is always that of ``prompt()``."""
+    answer = answer_of(manifest_of(prompt()))
+    one_other = [*prompt()[:-1], 5]
+    return {
+        "another prompt": (Asked("d1", answer, prompt(seed=1)), FailureCause.DIGEST),
+        "one other token": (Asked("d1", answer, one_other), FailureCause.DIGEST),
+        "a shorter prompt": (Asked("d1", answer, prompt()[:-1]), FailureCause.DIGEST),
+        "a longer one that goes another way": (Asked("d1", answer, [*one_other, 1, 2]), FailureCause.DIGEST),
+        "no manifest": (
+            Asked("d1", {key: value for key, value in answer.items() if key != MANIFEST_KEY}), FailureCause.NO_MANIFEST
+        ),
+        "nothing but the role": (Asked("d1", {"do_remote_prefill": True}), FailureCause.PARAMETERS),
+        "no port": (Asked("d1", answer | {"remote_port": None}), FailureCause.PARAMETERS),
+        "a thousand million ranks": (Asked("d1", answer | {"tp_size": 10**9}), FailureCause.PARAMETERS),
+        "both roles": (Asked("d1", answer | {"do_remote_decode": True}), FailureCause.PARAMETERS),
+        "no boolean": (Asked("d1", answer | {"do_remote_prefill": "true"}), FailureCause.PARAMETERS),
+        "a changed manifest": (
+            Asked("d1", answer | {MANIFEST_KEY: answer[MANIFEST_KEY] | {"num_tokens": 1}}), FailureCause.PARAMETERS
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", other_prompts())
+def test_what_prefill_did_not_compute_for_this_request_fails_it(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A1, A2, B1, B2: no byte is moved, it is counted, and logged once."""
+    request, cause = other_prompts()[case]
+    assert Decode().fails(request) is cause
+    assert caplog.text.count("The KV of request d1 is not taken from prefill") == 1
+
+
+@pytest.mark.parametrize("case", other_prompts())
+def test_or_it_is_computed_here(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """``kv_load_failure_policy`` "recompute": vLLM goes on as if nobody had been named."""
+    request, cause = other_prompts()[case]
+    decode = Decode(recomputes=True)
+    decode.arrive(request)
+    decode.take()
+    assert decode.match(request) == decode.match(request) == NOTHING
+    step = decode.take()
+    assert (step.fetches, step.released, step.unrenewed) == ([], [], [D1])
+    assert decode.fetching.counts == {cause: 1}
+    assert caplog.text.count("is not taken from prefill") == 1
+    decode.allocate(request, BLOCKS, 0)
+    assert not decode.fetching.has_news
+    decode.finish(request)
+    assert decode.take().released == []
+    assert decode.collect() == (set(), set())
+
+
+def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> None:
+    """Another connector in front of this one may have loaded half a block."""
+    assert Decode().fails(of_decode(), 3) is FailureCause.RANGE
+    decode = Decode(recomputes=True)
+    request = of_decode()
+    decode.arrive(request)
+    assert decode.match(request, 3) == NOTHING
+    assert decode.fetching.counts == {FailureCause.RANGE: 1}
+
+
+def test_a_request_that_another_connector_loads_is_released() -> None:
+    """`MultiConnector` asks all and takes the first; the others hear of 0 tokens."""
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    assert decode.match(request) == ALL
+    decode.allocate(request, (), 0)
+    step = decode.take()
+    assert len(step.released) == 1 and step.fetches == []
+
+
+# ----------------------------------------------------------------------------------------------------------------- ends
+
+
+def test_when_all_ranks_are_over_it_has_been_received() -> None:
+    decode = Decode()
+    attempt = decode.wait(of_decode())
+    decode.clock.advance(TIMEOUT - 1)
+    assert decode.collect() == (set(), set())
+    assert decode.collect(overs=(attempt,)) == ({D1}, set())
+    assert decode.take().unrenewed == [D1]
+    assert decode.fetching.num_waiting == 0
+    assert decode.collect(overs=(attempt,)) == (set(), set()), "once"
+    decode.clock.advance(TIMEOUT)
+    assert decode.collect() == (set(), set()), "its deadline has gone with it"
+    decode.finish(of_decode())
+    assert decode.take().withdrawn == {}
+    assert not decode.fetching.counts
+
+
+def test_one_rank_that_fails_ends_it_and_its_blocks_are_held_until_all_are_over() -> None:
+    """What the client hears and when blocks are free are two things."""
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    assert decode.collect(failures=((attempt, FailureCause.LOST),)) == ({D1}, {D1})
+    assert decode.fetching.counts == {FailureCause.LOST: 1}
+    assert decode.fetching.num_waiting == 0
+    assert (decode.holds.num_blocks, decode.fetching.num_quarantined_blocks) == (3, 3)
+    assert decode.pool.of == {}, "vLLM frees nothing that may still be written"
+    assert decode.collect(failures=((attempt, FailureCause.LEASE),)) == (set(), set()), (
+        "another rank's cause comes too late"
+    )
+    assert decode.take().withdrawn == {attempt: "it has failed"}, "the other ranks need not go on"
+    decode.finish(request)
+    assert decode.take().withdrawn == {}
+    assert decode.pool.freed == []
+    assert decode.collect(overs=(attempt,)) == (set(), set())
+    assert decode.pool.freed == [("d1", 7), ("d1", 3), ("d1", 9)]
+    assert (decode.holds.num_blocks, decode.fetching.num_quarantined_blocks) == (0, 0)
+
+
+def test_a_failure_that_comes_with_the_end_holds_nothing() -> None:
+    decode = Decode()
+    attempt = decode.wait(of_decode())
+    assert decode.collect(failures=((attempt, FailureCause.LOST),), overs=(attempt,)) == ({D1}, {D1})
+    assert decode.holds.num_blocks == decode.fetching.num_quarantined_blocks == 0
+    assert list(decode.pool.of) == ["d1"]
+    assert decode.collect(overs=(attempt,)) == (set(), set())
+
+
+def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    """B3 and B10: in either direction, whatever the workers know."""
+    decode = Decode()
+    attempt = decode.wait(of_decode())
+    decode.clock.advance(TIMEOUT)
+    assert decode.collect() == ({D1}, {D1})
+    assert decode.fetching.counts == {FailureCause.DEADLINE: 1}
+    assert "has not come within 120 s" in caplog.text
+    step = decode.take()
+    assert step.withdrawn == {attempt: "it has not come within 120 s"}
+    assert step.unrenewed == [D1]
+    assert decode.fetching.num_quarantined_blocks == 3
+    assert decode.collect() == (set(), set())
+    assert decode.collect(failures=((attempt, FailureCause.STOPPED),), overs=(attempt,)) == (set(), set())
+    assert len(decode.pool.freed) == 3
+    assert decode.fetching.num_quarantined_blocks == 0
+    assert decode.fetching.counts == {FailureCause.DEADLINE: 1}
+
+
+def test_what_has_come_at_the_last_moment_has_come() -> None:
+    decode = Decode()
+    attempt = decode.wait(of_decode())
+    decode.clock.advance(TIMEOUT)
+    assert decode.collect(overs=(attempt,)) == ({D1}, set())
+    assert not decode.fetching.counts
+
+
+def test_an_unknown_attempt_means_nothing() -> None:
+    """Of another connector, or of this engine before it was reset."""
+    decode = Decode()
+    decode.wait(of_decode())
+    assert decode.collect(failures=((1, FailureCause.LOST),), overs=(1, 2)) == (set(), set())
+    assert decode.fetching.num_waiting == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- abort
+
+
+def test_aborted_in_the_queue_prefill_is_told() -> None:
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    decode.take()
+    decode.finish(request)
+    step = decode.take()
+    assert len(step.released) == 1 and step.unrenewed == [D1]
+    decode.finish(request)
+    assert not decode.step.has_news, "once"
+    assert decode.collect() == (set(), set())
+
+
+def test_aborted_in_the_queue_with_parameters_that_cannot_be_used() -> None:
+    """There is nobody to tell."""
+    decode = Decode()
+    request = Asked("d1", {"do_remote_prefill": True})
+    decode.arrive(request)
+    decode.finish(request)
+    assert decode.take().released == []
+
+
+def test_aborted_while_it_waits_it_is_withdrawn_and_its_blocks_are_held() -> None:
+    """vLLM waits for a request that waits: it is named, and has no blocks any more."""
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    decode.finish(request)
+    step = decode.take()
+    assert step.withdrawn == {attempt: "the request is gone"}
+    assert step.unrenewed == [D1]
+    assert decode.fetching.num_waiting == 0
+    assert decode.fetching.has_news
+    assert decode.fetching.num_quarantined_blocks == 3
+    assert decode.collect() == ({D1}, set())
+    assert decode.collect() == (set(), set())
+    decode.clock.advance(TIMEOUT)
+    assert decode.collect() == (set(), set())
+    assert decode.collect(failures=((attempt, FailureCause.STOPPED),)) == (set(), set())
+    assert decode.collect(overs=(attempt,)) == (set(), set())
+    assert len(decode.pool.freed) == 3
+    assert not decode.fetching.counts, "nobody waited for it"
+
+
+def test_aborted_when_it_has_been_refused_and_vllm_does_not_know_yet() -> None:
+    decode = Decode()
+    request = Asked("d1", {"do_remote_prefill": True})
+    decode.arrive(request)
+    decode.allocate(request, BLOCKS, decode.match(request)[0])
+    decode.finish(request)
+    assert decode.collect() == ({D1}, set())
+    assert not decode.fetching.has_news
+
+
+def test_aborted_when_it_has_its_kv_nothing_is_said() -> None:
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    decode.collect(overs=(attempt,))
+    decode.take()
+    decode.finish(request)
+    step = decode.take()
+    assert (step.withdrawn, step.released) == ({}, [])
+
+
+def test_the_same_id_may_come_again() -> None:
+    """A client's retry, or vLLM's own name where it draws none."""
+    decode = Decode()
+    request = of_decode()
+    first = decode.wait(request)
+    decode.finish(request)
+    second = decode.wait(of_decode())
+    assert first != second
+    assert decode.collect(overs=(first,)) == ({D1}, set()), "the aborted one"
+    assert decode.fetching.num_waiting == 1
+    assert decode.collect(overs=(second,)) == ({D1}, set())
+
+
+# -------------------------------------------------------------------------------------------------------------- several
+
+
+def test_two_requests_with_one_manifest_are_two_attempts() -> None:
+    """B13: ``n`` > 1 and prompt lists share one ``kv_transfer_params``; prefill's ranks give it once or twice."""
+    decode = Decode()
+    one, two = (decode.wait(of_decode(name)) for name in ("d1", "d2"))
+    assert one != two
+    assert decode.fetching.num_waiting == 2
+    assert decode.collect(failures=((two, FailureCause.LEASE),), overs=(one,)) == ({"d1", "d2"}, {"d2"})
+    assert list(decode.pool.of) == ["d1"]
+
+
+def test_steps_cost_what_is_due_and_not_what_waits() -> None:
+    """C1: a thousand that wait are not looked at."""
+    decode = Decode()
+    for number in range(1000):
+        decode.wait(of_decode(f"d{number}"))
+
+    class Counting(dict):  # type: ignore[type-arg]
+        looked = 0
+
+        def get(self, *arguments: Any) -> Any:
+            Counting.looked += 1
+            return super().get(*arguments)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("all that wait were looked at")
+
+        values = items = __iter__  # type: ignore[assignment]
+
+    decode.fetching._attempts = Counting(decode.fetching._attempts)
+    assert decode.collect() == (set(), set())
+    assert Counting.looked == 0
+
+
+def test_what_is_told_is_plain_data() -> None:
+    decode = Decode()
+    decode.wait(of_decode())
+    request = of_decode("d2")
+    decode.arrive(request)
+    decode.allocate(request, BLOCKS, decode.match(request)[0])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(decode.step), type=Step) == decode.step
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded_its_beginning(
+    recomputes: bool,
+) -> None:
+    """MultiConnector: the first one that has tokens loads them, and the rest would be computed here."""
+    decode = Decode(recomputes=recomputes)
+    request = of_decode(manifest=manifest_of(prompt(1)))
+    request.lacks_media = True
+    decode.arrive(request)
+    assert decode.match(request) == ALL
+    decode.allocate(request, BLOCKS, 0)
+    assert decode.fetching.take_ending() == {request.request_id} and decode.fetching.num_waiting == 0

@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scheduler/facade.py: both halves between vLLM's scheduler and the workers, in any order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from unit.engine_fakes import (
+    BLOCK_SIZE,
+    OWN,
+    OWN_START,
+    TIMEOUT,
+    TOKENS,
+    Asked,
+    Pool,
+    Reads,
+    at_once,
+    of_decode,
+    of_prefill,
+    prompt,
+    reports,
+    terms,
+)
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id
+
+BLOCKS = ([7, 3, 9],)
+
+
+class Engine:
+    def __init__(self, **changed: Any) -> None:
+        self.clock = ManualClock()
+        self.pool = Pool()
+        self.handover = SchedulerFacade(OWN, OWN_START, "key", terms(**changed), self.clock, Reads())
+        self.handover.bind(self.pool)
+
+    def waiting(self, name: str = "d1") -> int:
+        """A request of decode that waits, and the workers know it; returns its attempt."""
+        request = of_decode(name)
+        self.handover.arrived(request)
+        self.pool.of[name] = [(name, 7), (name, 3), (name, 9)]
+        self.handover.allocated(request, BLOCKS, self.handover.matched(request, 0)[0])
+        (wanted,) = self.handover.take_step([]).fetches
+        return wanted.attempt
+
+    def sending(self, name: str = "p1", tokens: int = TOKENS) -> Asked:
+        request = of_prefill(name)
+        self.handover.arrived(request)
+        self.pool.of[name] = [(name, 7)]
+        self.handover.take_step([Progress(name, BLOCKS, True, tokens)])
+        return request
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
+    """It waits in the executor's queue while the next one is built."""
+    engine = Engine(pushes=True)
+    engine.handover.arrived(of_prefill())
+    first = engine.handover.take_step([Progress("p1", ([7],), True, 4)])
+    told = list(first.offered)
+    second = engine.handover.take_step([Progress("p1", ([3],), False, 8)])
+    assert first.offered == told and len(second.offered) == 1
+    assert (first.offered[-1].block_ids, second.offered[0].block_ids) == (([7],), ([7, 3],))
+    assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, "key", OWN_START)
+
+
+def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine) -> None:
+    reads = engine.handover.read
+    assert isinstance(reads, Reads)
+    engine.handover.adapters_changed()
+    engine.handover.adapters_changed(3)
+    assert reads.forgotten == [None, 3]
+
+
+def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> None:
+    """Else one adapter that was loaded anew would have everybody's prefixes refused, for as long as requests run."""
+    offering, found = engine.handover._offering, []
+    for stale in (3, ANY_ADAPTER, None):
+        offering.stale.add(stale)
+        found.append([offering.is_stale(used) for used in (0, 3, 4)])
+    assert found == [[False, True, False], [False, True, True], [True, True, True]]
+
+
+def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Row B1. The engine steps for it, if it has nothing else to do."""
+    engine.handover.refuse("p1", 3)
+    assert engine.handover.pending
+    assert engine.handover.take_refused() == [("p1", 3)]
+    assert engine.handover.take_refused() == [] and not engine.handover.pending
+    for word in ("under the id p1", "expected an id that is nobody's", "It fails", "Let vLLM make"):
+        assert word in caplog.text
+
+
+def test_what_is_kept_for_decode_is_not_freed_by_what_another_connector_has_loaded(engine: Engine) -> None:
+    """Row B9, the other way round: decode may be reading."""
+    request = engine.sending()
+    assert engine.handover.finished(request, True, BLOCKS)[0]
+    engine.handover.kept("p1")
+    told = reports(received={"p1", "another"})
+    engine.handover.collect(told)
+    assert told.received == {"another"}
+    told = reports(sent={"p1"}, received={"p1"})
+    engine.handover.collect(told)
+    assert told.sent == {"p1"} and not engine.handover.num_kept
+
+
+def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_that_one(engine: Engine) -> None:
+    """Row B9: whoever is told first frees it, and vLLM ends at the second."""
+    attempt = engine.waiting()
+    engine.handover.finished(of_decode(), False, BLOCKS)
+    engine.handover.kept("d1")
+    told = reports(received={finished_attempt_id(attempt)})
+    engine.handover.collect(told)
+    assert not told.received and not engine.pool.freed
+    engine.handover.collect(reports(sent={"d1"}))
+    assert len(engine.pool.freed) == 3
+
+
+def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R4. Nobody else's blocks could help it: then it is vLLM's to wait."""
+    attempt = engine.waiting()
+    engine.clock.advance(TIMEOUT)
+    engine.handover.collect(reports())
+    engine.pool.stalled = "d1"
+    assert not engine.handover.take_ending()
+    engine.clock.advance(TIMEOUT - 1)
+    assert not engine.handover.take_ending(), "its own time begins when it is next"
+    kept = engine.sending()
+    engine.handover.finished(kept, True, BLOCKS)
+    engine.clock.advance(1)
+    assert not engine.handover.take_ending(), "prefill's blocks come back when their lease ends"
+    engine.handover.collect(reports(sent={kept.request_id}))
+    assert not engine.handover.take_ending()
+    engine.clock.advance(TIMEOUT)
+    engine.pool.stalled = "another"
+    assert not engine.handover.take_ending()
+    engine.pool.stalled = "d1"
+    assert not engine.handover.take_ending()
+    engine.clock.advance(TIMEOUT)
+    assert engine.handover.take_ending() == {"d1"} and "3 blocks are in quarantine" in caplog.text
+    assert engine.handover.take_step([]).counts == {FailureCause.QUARANTINE: 1}
+    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
+    engine.clock.advance(TIMEOUT)
+    assert not engine.handover.take_ending(), "nothing is in quarantine any more"
+
+
+def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> None:
+    assert engine.handover.due_in_seconds is None
+    engine.waiting()
+    engine.clock.advance(1)
+    engine.waiting("d2")
+    assert engine.handover.due_in_seconds == TIMEOUT - 1
+    engine.clock.advance(TIMEOUT)
+    assert engine.handover.due_in_seconds == 0
+    engine.handover.collect(reports())
+    assert engine.handover.due_in_seconds is None
+
+
+def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
+    """vLLM's own, another connector's, and those of a second one of ours."""
+    attempt = engine.waiting()
+    others = Engine()
+    other_attempt = others.waiting("d2")
+    told = reports({"s1", "p9"}, {"r1", finished_attempt_id(other_attempt)}, {4, 0})
+    engine.handover.collect(told)
+    # Ours of no meaning here are taken out: vLLM ends at an id that it does not know.
+    assert (told.sent, told.received, told.invalid) == ({"s1", "p9"}, {"r1"}, {4, 0})
+    told = reports(set(), {finished_attempt_id(attempt), "r2"}, {4})
+    engine.handover.collect(told)
+    assert (told.sent, told.received, told.invalid) == (set(), {"d1", "r2"}, {4})
+
+
+def test_a_failure_has_vllm_ask_who_has_failed(engine: Engine) -> None:
+    attempt = engine.waiting()
+    told = reports(invalid={failed_mark(attempt, FailureCause.LEASE), 5})
+    engine.handover.collect(told)
+    assert (told.received, told.invalid) == ({"d1"}, {FAILING, 5})
+    assert engine.handover.take_failed() == {"d1"}
+    assert engine.handover.take_failed() == set()
+    step = engine.handover.take_step([])
+    assert (step.counts, step.quarantined_blocks) == ({FailureCause.LEASE: 1}, 3)
+    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
+    step = engine.handover.take_step([])
+    assert (step.counts, step.quarantined_blocks) == ({}, 0)
+    assert engine.handover.take_step([]).quarantined_blocks is None
+    assert len(engine.pool.freed) == 3
+
+
+def test_causes_of_both_halves_are_counted_together(engine: Engine) -> None:
+    lost = engine.sending("p2")
+    engine.handover.arrived(of_prefill(transfer_id=7))
+    refused = of_decode(remote_port=0)
+    engine.handover.arrived(refused)
+    engine.handover.allocated(refused, BLOCKS, engine.handover.matched(refused, 0)[0])
+    engine.handover.finished(lost, True, ([1],))
+    assert engine.handover.take_step([]).counts == {FailureCause.PARAMETERS: 2, FailureCause.RANGE: 1}
+    assert engine.handover.take_step([]).counts == {}
+
+
+def test_a_request_of_both_roles_is_refused_and_offered_to_nobody(engine: Engine) -> None:
+    """B2: it waited until its client left."""
+    request = of_decode(do_remote_decode=True)
+    engine.handover.arrived(request)
+    assert engine.handover.matched(request, 0) == (TOKENS, True)
+    engine.handover.allocated(request, BLOCKS, TOKENS)
+    step = engine.handover.take_step([Progress("d1", BLOCKS, True, TOKENS)])
+    assert (step.offered, step.fetches, step.counts) == ([], [], {FailureCause.PARAMETERS: 1})
+    told = reports()
+    engine.handover.collect(told)
+    assert told.received == engine.handover.take_failed() == {"d1"}
+    assert engine.handover.finished(request, False, BLOCKS) == (False, None)
+
+
+# ------------------------------------------------------------------------------------------------------- when it sleeps
+
+
+def test_an_engine_with_nothing_to_say_may_sleep(engine: Engine) -> None:
+    """vllm#45168: and one that has something must not."""
+    assert not engine.handover.pending
+    attempt = engine.waiting()
+    assert not engine.handover.pending and engine.handover.num_waiting == 1
+    engine.handover.finished(of_decode(), False, BLOCKS)
+    assert engine.handover.pending, "the workers are to be told"
+    assert engine.handover.take_step([]).withdrawn
+    assert engine.handover.pending, "and vLLM that it is gone"
+    told = reports()
+    engine.handover.collect(told)
+    assert told.received == {"d1"}
+    # The hold is waited for by whoever is woken, not by stepping (B3).
+    assert not engine.handover.pending
+    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
+    assert engine.handover.pending, "the metric is to fall"
+    assert engine.handover.take_step([]).quarantined_blocks == 0
+    assert not engine.handover.pending
+
+
+def test_a_workers_word_ends_the_sleep(engine: Engine) -> None:
+    woken: list[int] = []
+    engine.handover.woken()
+    assert engine.handover.pending, "even before anyone can be woken"
+    engine.handover.take_step([])
+    assert not engine.handover.pending
+    engine.handover.bind_wake(lambda: woken.append(1))
+    engine.handover.woken()
+    assert woken == [1] and engine.handover.pending
+
+
+def test_what_is_kept_and_what_waits_is_counted() -> None:
+    engine = Engine(pushes=True)
+    request = engine.sending()
+    engine.handover.finished(request, True, BLOCKS)
+    assert engine.handover.num_kept == 1 and engine.handover.pending
+    engine.handover.take_step([])
+    assert not engine.handover.pending
+    told = reports({"p1"})
+    engine.handover.collect(told)
+    assert told.sent == {"p1"} and engine.handover.num_kept == 0
+
+
+def test_a_deadline_is_found_by_whoever_looks_around(engine: Engine) -> None:
+    """Nobody wakes the engine for it: its wait is short."""
+    engine.waiting()
+    engine.clock.advance(TIMEOUT)
+    told = reports()
+    engine.handover.collect(told)
+    assert told.received == {"d1"} and told.invalid == {FAILING}
+    assert engine.handover.pending
+
+
+def test_only_what_may_be_read_is_held() -> None:
+    engine = Engine(pushes=True)
+    engine.sending()
+    engine.handover.preempted("p2")
+    engine.handover.preempted("p1")
+    engine.handover.preempted("p1")
+    ((request_id, hold),) = engine.handover.take_step([]).preempted
+    assert request_id == "p1"
+    told = reports({idle_hold_id(hold)})
+    engine.handover.collect(told)
+    assert told.sent == set()
+    assert engine.pool.freed == [("p1", 7)]
+    pull = Engine()
+    pull.sending()
+    pull.handover.preempted("p1")
+    assert pull.handover.take_step([]).preempted == []
+
+
+def test_whose_blocks_are_spared_until_its_end_is_told(engine: Engine) -> None:
+    """vLLM frees what has left a window first: decode's while they are written, prefill's that decode was told of."""
+    for one, is_dropping in ((Engine(drops_blocks=True), True), (engine, False)):
+        one.waiting()
+        one.sending()
+        assert one.handover.spares("d1") is one.handover.spares("p1") is is_dropping
+        assert not one.handover.spares("another")
+        one.handover.finished(of_decode(), False, BLOCKS)
+        assert not one.handover.spares("d1")
+
+
+def test_its_blocks_are_bound_once(engine: Engine) -> None:
+    """A request's arrival binds them, and nothing else can before."""
+    engine.handover.bind(Pool())
+    attempt = engine.waiting()
+    engine.handover.finished(of_decode(), False, BLOCKS)
+    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
+    assert len(engine.pool.freed) == 3
+
+
+def test_the_side_channel_answers_anew_and_is_closed_with_it(engine: Engine) -> None:
+    heard: list[Any] = []
+
+    class Listener:
+        def answer(self, answers: Any) -> None:
+            heard.append(answers)
+
+        def close(self) -> None:
+            heard.append("closed")
+
+    def listen(answers: Any) -> Listener:
+        heard.append(answers)
+        return Listener()
+
+    engine.handover.close()
+    engine.handover.introduce({}, listen)
+    engine.handover.introduce({}, listen)
+    assert heard == [{}, {}], "vLLM registers again after its engine has slept"
+    engine.handover.close()
+    engine.handover.close()
+    assert heard == [{}, {}, "closed"]
+
+
+# ----------------------------------------------------------------------------------------------- anything, in any order
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """vLLM's scheduler around a hand-over that pushes, and workers that answer in their own time.
+
+    A block is free, with a request, or held. The workers may touch those they were told of until they say that they do
+    not; none of these may be free.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.handover = SchedulerFacade(OWN, OWN_START, "key", terms(pushes=True), self.clock, Reads())
+        self.handover.bind(self)
+        self.are_shared = False
+        self.number = 0
+        self.free = set(range(1, 61))
+        self.of: dict[str, list[int]] = {}
+        self.requests: dict[str, Asked] = {}
+        self.computed: dict[str, int] = {}
+        self.told: Counter[str] = Counter()
+        self.ended: dict[str, list[int]] = {}
+        # The workers' side: blocks that they may touch, and what they still have to say.
+        self.attempts: dict[int, list[int]] = {}
+        self.offers: dict[str, set[int]] = {}
+        self.holds: dict[int, set[int]] = {}
+        self.owed_done: set[str] = set()
+
+    # what `SchedulerFacade` asks of vLLM
+
+    def take(self, request_id: str) -> list[int]:
+        return self.of.pop(request_id, [])
+
+    def give_back(self, blocks: list[int]) -> None:
+        assert self.free.isdisjoint(blocks), "given back twice"
+        self.free |= set(blocks)
+
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        return None
+
+    def forget_prefixes(self) -> bool:
+        return True
+
+    def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        return (0,)
+
+    # requests
+
+    def new(self, tokens: int, kind: Any) -> Asked:
+        self.number += 1
+        request: Asked = kind(f"r{self.number}", prompt(self.number, tokens))
+        return request
+
+    def grow(self, name: str, tokens: int) -> list[int]:
+        count = -(-tokens // BLOCK_SIZE) - len(self.of.setdefault(name, []))
+        further = [self.free.pop() for _ in range(max(0, count))]
+        self.of[name] += further
+        return further
+
+    @precondition(lambda self: len(self.free) > 12)
+    @rule(tokens=st.integers(1, 18), starts=st.booleans())
+    def prefill_arrives(self, tokens: int, starts: bool) -> None:
+        request = self.new(tokens, of_prefill)
+        self.handover.arrived(request)
+        if starts:
+            self.requests[request.request_id], self.computed[request.request_id] = request, 0
+        else:
+            assert self.handover.finished(request, False, ()) == (False, None)
+
+    def some(self, data: st.DataObject) -> str:
+        return str(data.draw(st.sampled_from(sorted(self.requests))))
+
+    @precondition(lambda self: self.requests and len(self.free) > 12)
+    @rule(data=st.data(), tokens=st.integers(1, 9))
+    def prefill_computes(self, data: st.DataObject, tokens: int) -> None:
+        name = self.some(data)
+        is_new = name not in self.of
+        self.computed[name] += tokens
+        further = self.grow(name, self.computed[name])
+        self.take_step([Progress(name, (further,) if further else (), is_new, self.computed[name])])
+
+    @precondition(lambda self: self.of.keys() & self.requests.keys())
+    @rule(data=st.data())
+    def prefill_is_preempted(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.of.keys() & self.requests.keys())))
+        self.handover.preempted(name)
+        self.give_back(self.of.pop(name, []))
+        self.computed[name] = 0
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), is_aborted=st.booleans())
+    def prefill_ends(self, data: st.DataObject, is_aborted: bool) -> None:
+        name = self.some(data)
+        request, computed = self.requests.pop(name), self.computed.pop(name)
+        blocks = self.of.pop(name, [])
+        is_whole = computed >= request.num_prompt_tokens and not is_aborted
+        keep, params = self.handover.finished(request, is_whole, (blocks,))
+        assert (params is not None) == is_whole
+        assert keep == (is_whole or bool(self.offers.get(name, set()) & set(blocks)))
+        if keep:
+            self.ended[name] = blocks
+        else:
+            self.give_back(blocks)
+
+    @precondition(lambda self: len(self.free) > 12)
+    @rule(tokens=st.integers(1, 18), cached=st.integers(0, 3), is_sound=st.booleans(), starts=st.booleans())
+    def decode_arrives(self, tokens: int, cached: int, is_sound: bool, starts: bool) -> None:
+        request = self.new(tokens, at_once)
+        assert request.params is not None
+        if not is_sound:
+            request.params["remote_port"] = 0
+        self.handover.arrived(request)
+        if not starts:
+            assert self.handover.finished(request, False, ()) == (False, None)
+            return
+        name = request.request_id
+        num_cached = min(cached * BLOCK_SIZE, tokens // BLOCK_SIZE * BLOCK_SIZE)
+        missing, is_waiting = self.handover.matched(request, num_cached)
+        assert is_waiting == (missing > 0) and missing == tokens - num_cached
+        self.grow(name, tokens)
+        self.handover.allocated(request, (list(self.of[name]),), missing)
+        self.waiting[name] = request
+        if not missing:
+            self.told[name] += 1
+            self.decode_ends(name)
+
+    @property
+    def waiting(self) -> dict[str, Asked]:
+        return self.__dict__.setdefault("_waiting", {})
+
+    def decode_ends(self, name: str) -> None:
+        request = self.waiting.pop(name)
+        assert self.handover.finished(request, True, (self.of.get(name, []),)) == (False, None)
+        if self.told[name]:
+            self.give_back(self.of.pop(name, []))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def decode_is_aborted(self, data: st.DataObject) -> None:
+        """vLLM keeps the blocks of a request that waits, until it is named."""
+        self.decode_ends(str(data.draw(st.sampled_from(sorted(self.waiting)))))
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, TIMEOUT]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    # the workers
+
+    def take_step(self, progress: list[Progress]) -> None:
+        step = self.handover.take_step(progress)
+        for wanted in step.fetches:
+            self.attempts[wanted.attempt] = list(wanted.groups[0].block_ids)
+        for request_id, hold in step.preempted:
+            self.holds[hold] = self.offers.get(request_id, set())
+            self.offers[request_id] = set()
+        for offered in step.offered:
+            self.offers.setdefault(offered.request_id, set()).update(*offered.block_ids)
+        self.owed_done |= {*step.finished, *step.stopped} - step.unkept
+        assert self.handover.pending == (self.handover._fetching.has_news or self.handover.due_in_seconds == 0)
+
+    @rule()
+    def a_step_without_requests(self) -> None:
+        self.take_step([])
+
+    @rule(data=st.data())
+    def workers_report(self, data: st.DataObject) -> None:
+        attempts = data.draw(st.sets(st.sampled_from(sorted(self.attempts)))) if self.attempts else set()
+        failing = data.draw(st.sets(st.sampled_from(sorted(self.attempts)))) if self.attempts else set()
+        holds = data.draw(st.sets(st.sampled_from(sorted(self.holds)))) if self.holds else set()
+        done = data.draw(st.sets(st.sampled_from(sorted(self.owed_done)))) if self.owed_done else set()
+        for attempt in attempts:
+            del self.attempts[attempt]
+        for hold in holds:
+            del self.holds[hold]
+        for name in done:
+            self.offers.pop(name, None)
+        self.owed_done -= done
+        told = reports(
+            {*done, *map(idle_hold_id, holds)},
+            set(map(finished_attempt_id, attempts)),
+            {failed_mark(attempt, FailureCause.LOST) for attempt in failing},
+        )
+        self.handover.collect(told)
+        failed = self.handover.take_failed()
+        assert failed <= told.received and bool(failed) == (FAILING in told.invalid)
+        for name in told.sent:
+            self.give_back(self.ended.pop(name, []))
+        for name in told.received:
+            self.told[name] += 1
+            if name not in self.waiting or name in failed:
+                self.waiting.pop(name, None)
+                self.handover.finished(at_once(name), False, ())
+                self.give_back(self.of.pop(name, []))
+
+    @invariant()
+    def nothing_that_may_be_touched_is_free(self) -> None:
+        touched = set().union(*self.attempts.values(), *self.offers.values(), *self.holds.values())
+        assert not touched & self.free
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        held = [block for one in self.handover._holds._held.values() for block in one]
+        owned = [block for one in (*self.of.values(), *self.ended.values()) for block in one]
+        everywhere = [*self.free, *held, *owned]
+        assert sorted(everywhere) == list(range(1, 61))
+        assert self.handover._fetching.num_quarantined_blocks <= len(held)
+        assert max(self.told.values(), default=0) <= 1, "vLLM is told once of each request"
+
+    def teardown(self) -> None:
+        """When everything has ended, everything is free and nothing is kept."""
+        for name in sorted(self.requests):
+            request = self.requests[name]
+            blocks = self.of.pop(name, [])
+            if self.handover.finished(request, False, (blocks,))[0]:
+                self.ended[name] = blocks
+            else:
+                self.give_back(blocks)
+        for name in sorted(self.waiting):
+            self.decode_ends(name)
+        self.take_step([])
+        told = reports(
+            {*self.owed_done, *map(idle_hold_id, self.holds)}, set(map(finished_attempt_id, self.attempts)), set()
+        )
+        self.handover.collect(told)
+        for name in told.sent:
+            self.give_back(self.ended.pop(name))
+        for name in told.received:
+            self.give_back(self.of.pop(name, []))
+        assert len(self.free) == 60
+        fetching, offering = self.handover._fetching, self.handover._offering
+        left = [
+            fetching._fetch_requests,
+            fetching._attempts,
+            fetching._attempt_of,
+            fetching._deadlines,
+            fetching._failing,
+        ]
+        assert not any(map(len, [*left, offering._sending, offering._kept, offering._draining]))
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scheduler/prefill_offers.py: what prefill says of a request, step by step, and when its blocks are free."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from unit.engine_fakes import (
+    LEASE,
+    OWN,
+    OWN_START,
+    TOKENS,
+    Asked,
+    Pool,
+    of_decode,
+    of_prefill,
+    prompt,
+    terms,
+)
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
+from kvcached_nixl.wire.params import prefill_params, read_fetch
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
+
+P1 = PrefillRequestId("p1")
+BLOCKS = ([7, 3, 9],)
+DIGEST = digest_of(prompt(), TOKENS)
+
+
+class Prefill:
+    """`PrefillOffers` with blocks; each call is told to the next step."""
+
+    def __init__(self, pool: Pool | None = None, **changed: Any) -> None:
+        self.holds = Holds()
+        self.clock = ManualClock()
+        self.pool = Pool() if pool is None else pool
+        self.offering = PrefillOffers(OWN, OWN_START, terms(**changed), self.clock, self.holds)
+        self.step = Step("h", 1, "k", "s")
+
+    def take(self) -> Step:
+        step, self.step = self.step, Step("h", 1, "k", "s")
+        return step
+
+    def arrive(self, request: Asked) -> Asked:
+        self.offering.arrived(request, self.step)
+        return request
+
+    def compute(self, tokens: int, block_ids: BlockIds = (), *, replaces: bool = False, name: str = "p1") -> Step:
+        """One step, which computes up to so many tokens."""
+        self.offering.scheduled([Progress(name, block_ids, replaces, tokens)], self.pool, self.step)
+        return self.take()
+
+    def finish(self, request: Asked, is_whole: bool = True, block_ids: BlockIds = BLOCKS) -> tuple[bool, Any]:
+        return self.offering.finished(request, is_whole, block_ids, self.pool, self.step)
+
+    def preempt(self) -> int:
+        self.pool.of["p1"] = ["a block"]
+        self.offering.preempted("p1", self.pool, self.step)
+        ((_, hold),) = self.step.preempted
+        return hold
+
+
+def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Manifest:
+    return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, 4, (1, 1), groups, LEASE, 0)
+
+
+def offered(
+    block_ids: BlockIds, ready_tokens: int, made: Manifest | None = None, *, is_held: bool = False
+) -> OfferUpdate:
+    return OfferUpdate(P1, "transfer:t", DIGEST, TOKENS, block_ids, ready_tokens, made, is_held)
+
+
+held = partial(offered, is_held=True)
+"""What may be read before its request has ended."""
+
+
+# ------------------------------------------------------------------------------------------------------------ its steps
+
+
+def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
+    """With everything that decode compares, and the blocks of the prompt only."""
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    assert not prefill.take().has_news
+    assert prefill.compute(4, ([7],), replaces=True).offered == []
+    assert prefill.compute(8, ([3],)).offered == []
+    assert prefill.compute(12, ([9, 4],)).offered == [offered(([7, 3, 9, 4],), TOKENS, manifest())]
+    assert request.digested == 1
+    # The tokens that prefill generates are none of decode's business (A1 a).
+    assert prefill.compute(13, ([8],)).offered == []
+    assert prefill.compute(16).offered == []
+    keep, params = prefill.finish(request, block_ids=([7, 3, 9, 4, 8],))
+    assert keep
+    assert params == prefill_params(OWN, manifest(), transfer_id="t", transfer_mode="pull")
+    assert prefill.take().finished == [P1]
+
+
+def test_a_push_is_offered_from_its_arrival_on() -> None:
+    """Who registers learns at once that there is such a request; further blocks are added to the earlier ones."""
+    prefill = Prefill(Pool(0, 0), pushes=True)
+    request = prefill.arrive(of_prefill())
+    assert prefill.take().offered == [offered((), 0)]
+    told = [
+        prefill.compute(3, ([7], [1]), replaces=True),
+        prefill.compute(4),
+        prefill.compute(7, ([3], [2])),
+        prefill.compute(13, ([9, 4], [5, 6])),
+        prefill.compute(17, ([8], [8])),
+    ]
+    assert [one.offered for one in told[:3]] == [
+        [held(([7], [1]), 3)],
+        [held(([7], [1]), 4)],
+        [held(([7, 3], [1, 2]), 7)],
+    ]
+    assert told[4].offered == []
+    assert all(not one.is_idle for one in told)
+    assert request.digested == 1
+
+
+def test_the_last_step_of_a_push_has_the_manifest() -> None:
+    prefill = Prefill(Pool(0, 0), pushes=True)
+    prefill.arrive(of_prefill())
+    prefill.take()
+    (last,) = prefill.compute(TOKENS, ([7, 3, 9, 4], [1, 2, 5, 6]), replaces=True).offered
+    groups = (BlockRange(0, (7, 3, 9)), BlockRange(0, (1, 2, 5)))
+    assert last == held(([7, 3, 9, 4], [1, 2, 5, 6]), TOKENS, manifest(groups))
+
+
+def test_a_window_keeps_what_the_next_token_looks_at() -> None:
+    """Decode computes the last token again, so its window begins one token earlier."""
+    prefill = Prefill(Pool(0, 5), drops_blocks=True)
+    request = prefill.arrive(of_prefill())
+    (last,) = prefill.compute(TOKENS, ([7, 3, 9], [0, 2, 5]), replaces=True).offered
+    assert last.manifest is not None
+    assert last.manifest.groups == (BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 5)))
+    assert prefill.pool.asked_for == [TOKENS - 1]
+    assert prefill.finish(request, block_ids=([7, 3, 9], [0, 2, 5]))[0]
+
+
+def test_a_model_that_drops_nothing_keeps_all() -> None:
+    prefill = Prefill()
+    prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    assert prefill.pool.asked_for == [TOKENS]
+
+
+def test_decode_reads_back_what_prefill_has_said() -> None:
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    _, params = prefill.finish(request)
+    found = read_fetch(params, "anything", may_rendezvous=False)
+    assert (found.prefill, found.manifest, found.name) == (OWN, manifest(), "transfer:t")
+
+
+def test_what_a_manifest_names_is_known() -> None:
+    """Such a request keeps every block until it is asked for its end."""
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(8, ([7, 3],), replaces=True)
+    assert not prefill.offering.is_named("p1") and not prefill.offering.is_named("p2")
+    prefill.compute(TOKENS, ([9],))
+    assert prefill.offering.is_named("p1")
+    prefill.finish(request)
+    assert not prefill.offering.is_named("p1")
+
+
+def test_requests_of_others_are_not_told() -> None:
+    """Without parameters, of decode, of both, never heard of, or with a role that is none."""
+    prefill = Prefill(pushes=True)
+    others = [
+        Asked("plain", None),
+        Asked("other", {"key": 1}),
+        of_decode("d1"),
+        of_decode("both", do_remote_decode=True),
+    ]
+    for request in others:
+        prefill.arrive(request)
+    names = ["unknown", *(request.request_id for request in others)]
+    progress = [Progress(name, BLOCKS, True, 4) for name in names]
+    prefill.offering.scheduled(progress, prefill.pool, prefill.step)
+    assert not prefill.take().has_news
+    for request in others:
+        assert not prefill.offering.is_read(request.request_id)
+        assert prefill.finish(request) == (False, None)
+        assert request.digested == 0
+    assert not prefill.offering.counts
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"transfer_id": 7}, {"transfer_id": "\ud800"}, {"do_remote_decode": "yes"}, {"remote_request_id": []}],
+    ids=ascii,
+)
+def test_a_request_that_cannot_be_offered_is_computed_even_so(
+    more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warned of and counted once; vLLM frees its blocks as ever."""
+    prefill = Prefill(pushes=True)
+    request = prefill.arrive(of_prefill(**more))
+    assert prefill.offering.counts == {FailureCause.PARAMETERS: 1}
+    assert not prefill.compute(TOKENS, BLOCKS, replaces=True).offered
+    assert not prefill.offering.is_read("p1")
+    assert prefill.finish(request) == (False, None)
+    assert not prefill.take().has_news
+    assert caplog.text.count("Request p1 is not offered to decode: ") == 1
+    assert next(iter(more)) in caplog.text
+
+
+def test_a_request_arrives_once() -> None:
+    prefill = Prefill(pushes=True)
+    request = prefill.arrive(of_prefill())
+    prefill.take()
+    prefill.arrive(request)
+    assert not prefill.take().has_news
+    assert request.digested == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- preemption
+
+
+def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held() -> None:
+    """Also one whose prompt was computed."""
+    prefill = Prefill(pushes=True)
+    request = prefill.arrive(of_prefill())
+    prefill.take()
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    assert prefill.offering.is_read("p1")
+    hold = prefill.preempt()
+    assert not prefill.offering.is_read("p1"), "it has no blocks to lose"
+    assert prefill.take().preempted == [(P1, hold)]
+    assert prefill.holds.num_blocks == 1
+    # Not streamed any more: held again, its blocks would make no room the second time either.
+    assert prefill.compute(4, ([5],), replaces=True).offered == []
+    assert prefill.compute(TOKENS, ([6, 2],)).offered == [] and not prefill.offering.is_read("p1")
+    again = manifest((BlockRange(0, (5, 6, 2)),))
+    assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
+    assert prefill.take().offered == [offered(([5, 6, 2],), TOKENS, again)]
+    prefill.offering.ended([], [hold + 1], prefill.pool)
+    assert prefill.pool.freed == []
+    prefill.offering.ended([], [hold], prefill.pool)
+    assert prefill.pool.freed == ["a block"]
+    prefill.offering.ended([], [hold], prefill.pool)
+    assert prefill.holds.num_blocks == 0
+
+
+def test_a_pull_reads_nothing_before_its_request_has_ended() -> None:
+    """Its blocks may be taken at any time before; nobody has been told of them."""
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    assert not prefill.offering.is_read("p1")
+    # Preempted while it generated: other blocks, another manifest, and the word with it.
+    (again,) = prefill.compute(TOKENS, ([5, 6, 2],), replaces=True).offered
+    assert again.manifest is not None and again.manifest.groups == (BlockRange(0, (5, 6, 2)),)
+    keep, params = prefill.finish(request, block_ids=([5, 6, 2],))
+    assert keep and params["kvcached_nixl"] == as_json(again.manifest)
+
+
+def staged_pull(pool: Pool | None = None, **changed: Any) -> Prefill:
+    prefill = Prefill(pool, **changed)
+    prefill.offering.is_read_early = True
+    return prefill
+
+
+def test_a_pull_that_is_staged_is_copied_while_it_is_computed() -> None:
+    """Nobody is told of it before its prompt is computed but its own workers; what it loses is held."""
+    prefill = staged_pull()
+    request = prefill.arrive(of_prefill())
+    assert not prefill.take().has_news
+    assert prefill.compute(4, ([7],), replaces=True).offered == [held(([7],), 4)]
+    assert prefill.compute(TOKENS, ([3, 9],)).offered == [held(([7, 3, 9],), TOKENS, manifest())]
+    assert prefill.compute(TOKENS + 1).offered == []
+    assert prefill.offering.is_read("p1")
+    keep, params = prefill.finish(request)
+    assert keep and params["kvcached_nixl"] == as_json(manifest())
+    step = prefill.take()
+    assert (step.finished, step.offered) == ([P1], []), "all of it was offered"
+
+
+def test_a_staged_pull_that_was_preempted_is_not_read_before_it_has_ended() -> None:
+    """It is offered when its prompt is computed again, so that decode finds it as soon as prefill has answered."""
+    prefill = staged_pull()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(8, ([7, 3],), replaces=True)
+    hold = prefill.preempt()
+    assert prefill.take().preempted == [(P1, hold)]
+    assert prefill.compute(4, ([5],), replaces=True).offered == []
+    again = manifest((BlockRange(0, (5, 6, 2)),))
+    assert prefill.compute(TOKENS, ([6, 2],)).offered == [offered(([5, 6, 2],), TOKENS, again)]
+    assert not prefill.offering.is_read("p1")
+    assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
+    assert prefill.take().offered == []
+
+
+@pytest.mark.parametrize("is_windowed", [True, False], ids=["windows", "another connector"])
+def test_a_staged_pull_is_not_read_early_where_its_blocks_may_go(is_windowed: bool) -> None:
+    prefill = staged_pull(drops_blocks=is_windowed)
+    prefill.pool.are_shared = not is_windowed
+    request = prefill.arrive(of_prefill())
+    assert prefill.compute(4, ([7],), replaces=True).offered == []
+    (last,) = prefill.compute(TOKENS, ([3, 9],)).offered
+    assert last == offered(([7, 3, 9],), TOKENS, last.manifest) and last.manifest is not None
+    assert not prefill.offering.is_read("p1") and prefill.finish(request)[0]
+
+
+def test_an_aborted_staged_pull_keeps_its_blocks_until_nothing_copies_them() -> None:
+    prefill = staged_pull()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(8, ([7, 3],), replaces=True)
+    assert prefill.finish(request, is_whole=False) == (True, None)
+    step = prefill.take()
+    assert list(step.stopped) == [P1] and not step.unkept and prefill.offering.num_kept == 1
+
+
+def test_blocks_that_replace_others_are_not_added_to_them() -> None:
+    """vLLM says which of the two it means; nothing else is taken for it."""
+    prefill = Prefill(pushes=True)
+    prefill.arrive(of_prefill())
+    prefill.take()
+    prefill.compute(4, ([7],), replaces=True)
+    assert prefill.compute(8, ([5, 6],), replaces=True).offered == [held(([5, 6],), 8)]
+
+
+def test_a_rollback_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A8: another connector's load has failed, and tokens are computed anew in the same blocks."""
+    prefill = Prefill(pushes=True)
+    prefill.arrive(of_prefill())
+    prefill.take()
+    assert prefill.compute(8, ([7, 3],), replaces=True).offered == [held(([7, 3],), 8)]
+    assert prefill.compute(4).offered == [held(([7, 3],), 4)]
+    assert prefill.compute(TOKENS, ([9],)).offered == [held(([7, 3, 9],), TOKENS, manifest())]
+    assert prefill.compute(8).offered == [held(([7, 3, 9],), 8)], "even when it was whole"
+    assert prefill.compute(TOKENS).offered == [held(([7, 3, 9],), TOKENS, manifest())]
+    assert caplog.text == ""
+
+
+def test_what_another_connector_may_have_loaded_is_pushed_when_it_has_ended() -> None:
+    """A8: until then it may be taken back."""
+    prefill = Prefill(Pool(are_shared=True), pushes=True)
+    request = prefill.arrive(of_prefill())
+    assert prefill.take().offered == [offered((), 0)], "that there is such a request is said at once"
+    assert prefill.compute(8, ([7, 3],), replaces=True).offered == []
+    assert prefill.compute(TOKENS, ([9],)).offered == []
+    keep, params = prefill.finish(request)
+    assert keep and params is not None
+    step = prefill.take()
+    assert step.offered == [offered(([7, 3, 9],), TOKENS, manifest())]
+    assert step.finished == [P1]
+
+
+# ------------------------------------------------------------------------------------------------------------------ end
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_a_request_that_has_ended_is_kept_until_every_rank_is_done(pushes: bool) -> None:
+    prefill = Prefill(pushes=pushes)
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    assert prefill.finish(request)[0]
+    assert prefill.offering.num_kept == 1
+    assert not prefill.offering.is_read("p1")
+    prefill.offering.ended(["p2"], [], prefill.pool)
+    assert prefill.offering.num_kept == 1
+    prefill.offering.ended(["p1", "p2"], [], prefill.pool)
+    assert prefill.offering.num_kept == 0
+    prefill.offering.ended(["p1"], [], prefill.pool)
+    assert prefill.finish(request) == (False, None)
+
+
+def test_an_aborted_push_is_stopped_and_kept_until_it_is() -> None:
+    prefill = Prefill(pushes=True)
+    request = prefill.arrive(of_prefill())
+    prefill.compute(4, ([7],), replaces=True)
+    assert prefill.finish(request, False, ([7],)) == (True, None)
+    step = prefill.take()
+    assert step.stopped == {P1: "prefill's request ended before it was computed"}
+    assert step.finished == [] and step.unkept == set()
+    assert prefill.offering.num_kept == 1
+    prefill.offering.ended(["p1"], [], prefill.pool)
+    assert prefill.offering.num_kept == 0
+
+
+def test_a_push_that_ends_in_the_queue_is_stopped_and_keeps_nothing() -> None:
+    """Decode, which may have registered, is told at once instead of after its timeout."""
+    prefill = Prefill(pushes=True)
+    request = prefill.arrive(of_prefill())
+    assert prefill.finish(request, False, ()) == (False, None)
+    step = prefill.take()
+    assert list(step.stopped) == [P1] and step.unkept == {P1}, "nothing is reported of what vLLM has freed"
+    assert prefill.offering.num_kept == 0
+
+
+def test_what_was_offered_in_the_same_step_is_told_as_far_as_it_is_true() -> None:
+    """It arrived, and was aborted before there was a step: who has registered hears of both; of no blocks, though."""
+    prefill = Prefill(pushes=True)
+    request = prefill.arrive(of_prefill())
+    assert prefill.finish(request, False, ()) == (False, None)
+    step = prefill.take()
+    assert step.offered == [offered((), 0)] and list(step.stopped) == [P1]
+
+
+def test_an_aborted_pull_frees_its_blocks_at_once() -> None:
+    """Nobody was told of them; if its word is there already, the workers take it away."""
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(4, ([7],), replaces=True)
+    assert prefill.finish(request, False, ([7],)) == (False, None)
+    assert not prefill.take().has_news
+    request = prefill.arrive(of_prefill("p2"))
+    prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2")
+    assert prefill.finish(request, False) == (False, None)
+    assert list(prefill.take().stopped) == ["p2"]
+
+
+@pytest.mark.parametrize("now", [([7, 3],), ([7, 3, 8],), ([7, 9, 3],), ([],), (), ([7, 3, 9], [1, 2, 3])], ids=str)
+def test_a_request_that_has_lost_its_blocks_is_not_handed_over(now: BlockIds, caplog: pytest.LogCaptureFixture) -> None:
+    """What its manifest names is not what it ends with: preempted behind our back, or a window has moved on."""
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    assert prefill.finish(request, block_ids=now) == (False, None)
+    assert prefill.offering.counts == {FailureCause.RANGE: 1}
+    assert list(prefill.take().stopped) == [P1]
+    assert "does not have the blocks of its prompt any more" in caplog.text
+
+
+def test_blocks_that_cannot_be_those_of_the_prompt_make_no_manifest(caplog: pytest.LogCaptureFixture) -> None:
+    """A null block twice in a group that is said to keep all."""
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    assert prefill.compute(TOKENS, ([0, 0, 9],), replaces=True).offered == []
+    assert "no block twice" in caplog.text
+    assert prefill.finish(request, block_ids=([0, 0, 9],)) == (False, None)
+    assert prefill.offering.counts == {FailureCause.RANGE: 1}
+
+
+def test_a_null_block_is_never_handed_over() -> None:
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, ([7, 0, 9],), replaces=True)
+    assert prefill.finish(request, block_ids=([7, 0, 9],)) == (False, None)
+
+
+def test_a_request_that_ends_whole_without_a_step_of_ours_is_not_handed_over() -> None:
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    assert prefill.finish(request) == (False, None)
+    assert prefill.offering.counts == {FailureCause.RANGE: 1}
+    assert not prefill.take().has_news
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_session_is_not_offered(pushes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Row A9: its blocks go on being filled with what comes later, which no digest of its first input has."""
+    prefill = Prefill(pushes=pushes)
+    request = of_prefill()
+    request.is_session = True
+    prefill.arrive(request)
+    assert not prefill.compute(TOKENS, BLOCKS).offered
+    assert prefill.finish(request) == (False, None)
+    assert prefill.offering.counts == {FailureCause.PARAMETERS: 1}
+    for word in ("a streaming session", "expected a prompt that is complete", "computed as without", "Send them with"):
+        assert word in caplog.text

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/geometry/layout.py: which bytes a block is, in each of kvcached's arrangements."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcached_memory import Geometry
+
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.worker.geometry import layout as module
+from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.geometry.layout import Arrangement, Layout
+
+
+def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | None = None) -> Layout:
+    return module.plan(
+        caches,
+        axes=geometry.axes(),
+        pages=dict.fromkeys(caches, geometry.page()),
+        num_blocks=geometry.num_blocks if num_blocks is None else num_blocks,
+        num_pools=geometry.num_pools,
+    )
+
+
+geometries = st.builds(
+    Geometry,
+    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
+    contiguous=st.booleans(),
+    num_pools=st.integers(1, 5),
+    num_kv_heads=st.sampled_from([1, 2, 3, 8]),
+    head_size=st.sampled_from([4, 6]),
+    block_size=st.sampled_from([1, 4]),
+    num_blocks=st.integers(1, 6),
+    reserved_blocks=st.integers(6, 9),
+    groups=st.integers(1, 3),
+    head_major=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(geometries)
+def test_the_descriptors_of_a_block_are_exactly_the_bytes_attention_sees(geometry: Geometry) -> None:
+    """Filling one block through attention's views changes every byte of its descriptors, and no other descriptor."""
+    caches, memory = geometry.allocate()
+    layout = plan(geometry, caches)
+    for block_id in range(geometry.num_blocks):
+        for cache in caches.values():
+            geometry.block(cache, block_id).fill_(1)
+        written = b"".join(
+            ctypes.string_at(region.address + block_id * region.block_bytes, region.block_bytes)
+            for region in layout.regions
+        )
+        one = torch.ones(1, dtype=geometry.dtype).view(torch.uint8).numpy().tobytes()
+        assert written == one * (len(written) // len(one))
+        assert len(written) == geometry.block_bytes_of_all_layers()
+        touched = sum(int((pool != 0).sum()) for pool in memory)
+        assert touched * geometry.dtype.itemsize == geometry.block_bytes_of_all_layers()
+        for pool in memory:
+            pool.zero_()
+
+
+@settings(max_examples=50, deadline=None)
+@given(geometries)
+def test_nothing_is_registered_beyond_the_planned_blocks(geometry: Geometry) -> None:
+    """Views and regions hold ``num_blocks`` blocks, however many kvcached reserved."""
+    caches, _ = geometry.allocate()
+    layout = plan(geometry, caches)
+    block_dim = 1 if geometry.era == "kv_first" else 0
+    assert {view.shape[block_dim] for view in layout.device_views.values()} == {geometry.num_blocks}
+    assert layout.num_blocks == geometry.num_blocks
+    larger, _ = dataclasses.replace(geometry, reserved_blocks=geometry.reserved_blocks + 7).allocate()
+    assert [r.block_bytes for r in plan(geometry, larger).regions] == [r.block_bytes for r in layout.regions]
+
+
+@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "packed", "mla", "latent"])
+def test_the_contiguous_layout_takes_one_descriptor_a_block(era: str) -> None:
+    """All layers of a block side by side are one region."""
+    geometry = Geometry(era=era, contiguous=True, num_pools=3)
+    caches, _ = geometry.allocate()
+    layout = plan(geometry, caches)
+    assert layout.arrangement is Arrangement.CONTIGUOUS
+    assert layout.descriptors_per_block == 1
+    assert layout.regions[0].block_bytes == 3 * geometry.page_bytes
+
+
+@pytest.mark.parametrize("era", ["kv_first", "blocks_first"])
+def test_k_and_v_apart_are_two_regions_a_layer(era: str) -> None:
+    """K first, whatever the backend counts first (vllm#42095)."""
+    geometry = Geometry(era=era, num_pools=2)
+    caches, _ = geometry.allocate()
+    layout = plan(geometry, caches)
+    assert layout.arrangement is Arrangement.SPLIT_HALF
+    assert layout.descriptors_per_block == 4
+    assert [region.block_bytes for region in layout.regions] == [geometry.page_bytes // 2] * 4
+
+
+@pytest.mark.parametrize("era", ["packed", "mla", "latent"])
+def test_what_is_packed_is_one_region_a_layer(era: str) -> None:
+    geometry = Geometry(era=era, num_pools=2)
+    layout = plan(geometry, geometry.allocate()[0])
+    assert layout.arrangement is Arrangement.DENSE
+    assert [region.block_bytes for region in layout.regions] == [geometry.page_bytes] * 2
+
+
+@pytest.mark.parametrize(
+    ("era", "change"),
+    [
+        ("packed", {"num_heads": 2}),
+        ("packed", {"num_heads": 8}),
+        ("packed", {"num_tokens": 8}),
+        ("blocks_first", {"num_heads": 2}),
+        ("mla", {"num_tokens": 8}),
+        ("latent", {"num_tokens": 1}),
+    ],
+    ids=str,
+)
+def test_cells_that_are_no_token_of_one_head_are_refused(era: str, change: dict[str, int]) -> None:
+    """vLLM 0.29: K and V as heads of their own (``num_head_slots``), several tokens in one (``tokens_per_state``).
+
+    Peers that split heads or blocks otherwise would take K for V, or one token for another.
+    """
+    geometry = Geometry(era=era)
+    caches, _ = geometry.allocate()
+    page = dataclasses.replace(geometry.page(), **change)
+    with pytest.raises(LayoutRefused, match="tokens and . heads a block"):
+        module.plan(
+            caches,
+            axes=geometry.axes(),
+            pages=dict.fromkeys(caches, page),
+            num_blocks=geometry.num_blocks,
+            num_pools=geometry.num_pools,
+        )
+
+
+def test_a_layer_with_heads_in_a_model_of_latents_is_refused() -> None:
+    """A draft model with other attention than its target: its heads would be taken for nothing."""
+    latent, heads = Geometry(era="latent", num_pools=1), Geometry(era="packed", num_pools=1)
+    caches = {**latent.allocate()[0], "draft": next(iter(heads.allocate()[0].values()))}
+    pages = dict(zip(caches, (latent.page(), heads.page()), strict=True))
+    with pytest.raises(LayoutRefused, match="4 heads a block"):
+        module.plan(caches, axes=latent.axes(), pages=pages, num_blocks=latent.num_blocks, num_pools=1)
+
+
+def test_a_model_without_a_cache_of_its_own_is_refused() -> None:
+    geometry = Geometry()
+    with pytest.raises(LayoutRefused, match="no layer with a KV cache of its own"):
+        module.plan(geometry.allocate()[0], axes=geometry.axes(), pages={}, num_blocks=1, num_pools=1)
+
+
+def test_a_layer_that_shares_anothers_cache_adds_no_region() -> None:
+    geometry = Geometry(num_pools=2)
+    caches, _ = geometry.allocate()
+    first = next(iter(caches))
+    layout = module.plan(
+        caches | {"shared": caches[first]},
+        axes=geometry.axes(),
+        pages=dict.fromkeys(caches, geometry.page()),
+        num_blocks=geometry.num_blocks,
+        num_pools=2,
+    )
+    assert list(layout.device_views) == list(caches) and layout.descriptors_per_block == 4
+
+
+def test_layers_that_share_a_pool_are_moved_once() -> None:
+    """Two groups over the same pools make the regions of one."""
+    one, _ = Geometry(groups=1).allocate()
+    three, _ = Geometry(groups=3).allocate()
+    assert len(plan(Geometry(groups=3), three).regions) == len(plan(Geometry(), one).regions)
+
+
+@pytest.mark.parametrize("wrong", ["hole", "stride", "few", "mixed", "order"])
+def test_memory_that_cannot_be_described_is_refused_with_numbers(wrong: str) -> None:
+    """A hole, an unknown stride, too few blocks, mixed arrangements or a gap between layers stops the engine."""
+    geometry = Geometry(era="packed", contiguous=wrong == "order", num_pools=2)
+    caches, memory = geometry.allocate()
+    first, second = caches
+    cache = caches[first]
+    if wrong == "hole":
+        caches[first] = cache[..., :-1]
+    elif wrong == "stride":
+        caches[first] = cache[::2]
+    elif wrong == "few":
+        caches[first] = cache[: geometry.num_blocks - 1]
+    elif wrong == "mixed":
+        caches[first] = dataclasses.replace(geometry, contiguous=True).allocate()[0][first]
+    else:
+        caches[second] = caches[first]
+    with pytest.raises(LayoutRefused) as refusal:
+        plan(geometry, caches)
+    text = str(refusal.value)
+    assert "shape (" in text
+    assert "strides (" in text
+    assert "the engine stops" in text
+
+
+@pytest.mark.parametrize("num_pools", [1, 2, 3])
+@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "mla"])
+def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pools: int) -> None:
+    """kvcached 0.1.6 keeps whole blocks there although the kernel, and so the worker, counts halves of them."""
+    geometry = Geometry(era=era, contiguous=True, num_pools=num_pools)
+    caches, _ = geometry.allocate()
+    with pytest.raises(LayoutRefused, match="bytes apart"):
+        module.plan(
+            caches,
+            axes=geometry.axes(),
+            pages=dict.fromkeys(caches, dataclasses.replace(geometry.page(), num_bytes=geometry.page_bytes // 2)),
+            num_blocks=2 * geometry.num_blocks,
+            num_pools=num_pools,
+        )
+
+
+def test_a_backend_shape_without_k_and_v_is_refused() -> None:
+    """Five dimensions without a 2 beside the blocks leave K and V unknown."""
+    with pytest.raises(LayoutRefused, match="K and V, tokens or heads cannot be told apart"):
+        Axes.from_probe((3, 1_000_003, 48, 7, 1), num_blocks=1_000_003, block_size=48, num_heads=7)

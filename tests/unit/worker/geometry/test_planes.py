@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/geometry/planes.py: a cell is exactly the bytes that attention sees of one token and head."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcached_memory import Geometry
+
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.geometry.planes import planes_of
+
+NUMBERS = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
+geometries = st.builds(
+    Geometry,
+    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
+    contiguous=st.booleans(),
+    num_pools=st.integers(1, 3),
+    num_kv_heads=st.sampled_from([1, 2, 3]),
+    block_size=st.sampled_from([2, 4]),
+    head_size=st.just(4),
+    num_blocks=st.integers(1, 3),
+    reserved_blocks=st.integers(3, 5),
+    groups=st.integers(1, 2),
+    head_major=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(geometries)
+def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry) -> None:
+    """For every block, token, head and plane, in each of kvcached's arrangements."""
+    caches, memory = geometry.allocate()
+    for number, pool in enumerate(memory):
+        pool.copy_(torch.arange(pool.numel()).remainder(97 + number).to(pool.dtype))
+    axes = geometry.axes()
+    (planes,) = planes_of(caches, axes, first_head=0)
+    assert len(planes.bases) == geometry.num_pools * (2 if geometry.era in ("kv_first", "blocks_first") else 1)
+    seen = []
+    for cache in list(caches.values())[: geometry.num_pools]:
+        seen += list(cache.unbind(axes.kv)) if axes.kv is not None else [cache]
+    order = [axis - (axes.kv is not None and axes.kv < axis) for axis in (axes.block, axes.token)]
+    if axes.head is not None:
+        order.append(axes.head - (axes.kv is not None and axes.kv < axes.head))
+    for base, view in zip(planes.bases, seen, strict=True):
+        # What is left counts one of something: the head of a latent.
+        alone = [axis for axis in range(view.dim() - 1) if axis not in order]
+        cells = view.permute(*order, view.dim() - 1, *alone).flatten(len(order))
+        for place in torch.cartesian_prod(*(torch.arange(size) for size in cells.shape[:-1])).tolist():
+            block, token, *head = place
+            at = (
+                base
+                + block * planes.block_stride_bytes
+                + token * planes.token_stride_bytes
+                + (head[0] if head else 0) * planes.head_stride_bytes
+            )
+            expected = cells[tuple(place)].contiguous().view(torch.uint8).numpy().tobytes()
+            assert ctypes.string_at(at, planes.cell_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 1_000_003, 48, 7, 80), Axes(1, 2, 3, 0, 5)),
+        ((2, 1_000_003, 7, 48, 80), Axes(1, 3, 2, 0, 5)),
+        ((1_000_003, 2, 48, 7, 80), Axes(0, 2, 3, 1, 5)),
+        ((1_000_003, 7, 48, 160), Axes(0, 2, 1, None, 4)),
+        ((1_000_003, 48, 560), Axes(0, 1, None, None, 3)),
+        ((1_000_003, 1, 48, 560), Axes(0, 2, None, None, 4)),
+    ],
+    ids=["K/V first", "vLLM 0.19's CPU backend", "blocks first", "packed", "latent", "vLLM 0.29's latent"],
+)
+def test_the_dimensions_are_found_by_their_numbers(shape: tuple[int, ...], expected: Axes) -> None:
+    assert Axes.from_probe(shape, **NUMBERS) == expected
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (5, 48, 7, 80),
+        (1_000_003, 5, 7, 80),
+        (3, 1_000_003, 48, 7, 80),
+        (2, 2, 1_000_003, 48, 7, 80),
+        (2, 1_000_003, 48, 80),
+    ],
+    ids=["no blocks", "no tokens", "three halves", "two halves twice", "K and V without heads"],
+)
+def test_a_shape_that_cannot_be_read_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutRefused, match="cannot be told apart"):
+        Axes.from_probe(shape, **NUMBERS)
+
+
+def test_layers_of_several_kinds_are_described_one_after_the_other() -> None:
+    """In the model's order, so that both sides have the same."""
+    wide, narrow = Geometry(era="packed", num_pools=2), Geometry(era="packed", num_pools=1, num_kv_heads=2)
+    caches: dict[str, Any] = wide.allocate()[0]
+    (name, other), *_ = narrow.allocate()[0].items()
+    first, second = caches.values()
+    found = planes_of({"a": first, f"b {name}": other, "c": second}, wide.axes(), first_head=4)
+    assert [(len(kind.bases), kind.num_heads, kind.first_head) for kind in found] == [(2, 4, 4), (1, 2, 4)]
+    assert found[0].bases == (first.data_ptr(), second.data_ptr())
+
+
+def test_layers_of_several_groups_in_the_same_memory_are_one_plane() -> None:
+    one, _ = Geometry(groups=1).allocate()
+    three, _ = Geometry(groups=3).allocate()
+    axes = Geometry().axes()
+    assert [len(kind.bases) for kind in planes_of(three, axes, first_head=0)] == [
+        len(kind.bases) for kind in planes_of(one, axes, first_head=0)
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["holes", "another stride", "another size"])
+def test_cells_with_holes_and_layers_that_share_memory_and_differ_are_refused(wrong: str) -> None:
+    geometry = Geometry(era="packed", num_pools=2, groups=2)
+    caches: dict[str, Any] = geometry.allocate()[0]
+    last = list(caches)[-1]
+    if wrong == "holes":
+        caches = {layer: cache[..., ::2] for layer, cache in caches.items()}
+    elif wrong == "another stride":
+        caches[last] = caches[last][::2]
+    else:
+        caches[last] = caches[last][..., :-1]
+    with pytest.raises(LayoutRefused, match="other bytes"):
+        planes_of(caches, geometry.axes(), first_head=0)

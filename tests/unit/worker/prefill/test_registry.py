@@ -1,0 +1,931 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/handover/{serving,offer,writing}.py: who is written what, and when prefill's blocks are free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.worker_fakes import (
+    DIGEST,
+    OTHER_DIGEST,
+    TOKENS,
+    Local,
+    Memory,
+    Remote,
+    address,
+    manifest,
+    registration,
+)
+
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.messages import Message, Registration, Release, Stopped, Withdrawal, Written, decode
+from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
+from kvcached_nixl.worker.prefill.registry import PROBE_SECONDS, OfferRegistry
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
+from kvcached_nixl.worker.transfer.recent_set import CAPACITY, RecentSet
+
+P1, P2 = PrefillRequestId("p-1"), PrefillRequestId("p-2")
+BLOCKS = ([7, 3, 9],)
+LEASE, UNMATCHED = 30.0, 60.0
+NAME = "transfer:t"
+
+
+class Prefill(Local):
+    """`OfferRegistry`, and what it has reported. ``is_push``: prefill WRITEs."""
+
+    def __init__(self, *, is_push: bool = True, unmatched: float = UNMATCHED, **more: Any) -> None:
+        super().__init__(**more)
+        self.done: list[str] = []
+        self.quiet: list[int] = []
+        self.expired: list[str] = []
+        self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
+        self.registry = OfferRegistry(
+            self.side,
+            self.gate_connections,
+            self.clock,
+            self.table,
+            is_push=is_push,
+            lease_seconds=LEASE,
+            unmatched_seconds=unmatched,
+            done=self._done,
+            hold_idle=self.quiet.append,
+            expired=self.expired.append,
+        )
+        self.listener.role = self.registry
+        self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
+
+    def _done(self, request_id: PrefillRequestId) -> None:
+        assert request_id not in self.done, "done twice"
+        assert request_id not in self.table._token_of, "its word outlives it"
+        self.done.append(request_id)
+
+    def offer(
+        self,
+        ready_tokens: int = TOKENS,
+        request_id: PrefillRequestId = P1,
+        *,
+        name: str = NAME,
+        digest: str = DIGEST,
+        blocks: tuple[list[int], ...] = BLOCKS,
+        is_finished: bool = False,
+    ) -> None:
+        made = manifest(request_id=request_id, digest=digest) if ready_tokens >= TOKENS else None
+        self.registry.offer(OfferUpdate(request_id, name, digest, TOKENS, blocks, ready_tokens, made))
+        if is_finished:
+            self.registry.finish(request_id)
+
+    def register(self, remote: Remote, attempt: int = 1, **changed: Any) -> Registration:
+        made = registration(attempt, remote.address, **changed)
+        self.registry.handle(remote.transport.name, made)
+        return made
+
+    def is_clean(self) -> bool:
+        registry, pairing = self.registry, self.registry._matcher
+        tables = [pairing.offers, pairing._named, pairing._unmatched, pairing._unmatched_of, pairing._released]
+        tables += [
+            pairing._released_ranks,
+            registry._write_tasks,
+            registry._of_agent,
+            registry._stuck,
+            registry._leases,
+        ]
+        return not any(map(len, tables)) and not self.unreleased() and registry._writer.num_final == 0
+
+
+@pytest.fixture
+def prefill() -> Prefill:
+    return Prefill()
+
+
+@pytest.fixture
+def remote(prefill: Prefill) -> Remote:
+    return prefill.remote()
+
+
+def said(remote: Remote) -> list[Message]:
+    return [decode(one) for _, one in remote.transport.received()]
+
+
+def written(manifest_: Manifest | None = None, index: int = 0, attempt: int = 1, end_token: int = TOKENS) -> Written:
+    return Written(attempt, 0, index, manifest_, end_token)
+
+
+LAST = manifest()
+
+
+def is_written(
+    prefill: Prefill, remote: Remote, blocks: tuple[int, ...] = (7, 3, 9), theirs: tuple[int, ...] = (17, 13, 19)
+) -> bool:
+    return all(
+        np.array_equal(prefill.memory.cells[:, here], remote.memory.cells[:, there])
+        for here, there in zip(blocks, theirs, strict=True)
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- pairing
+
+
+@pytest.mark.parametrize("is_first", ["registration", "offer"])
+def test_the_same_prompt_under_the_same_name_is_written(prefill: Prefill, remote: Remote, is_first: str) -> None:
+    if is_first == "registration":
+        prefill.register(remote)
+        prefill.deliver()
+        prefill.offer(is_finished=True)
+    else:
+        prefill.offer(is_finished=True)
+        prefill.register(remote)
+    prefill.deliver()
+    assert said(remote) == [written(LAST)]
+    assert is_written(prefill, remote)
+    assert prefill.done == ["p-1"] and prefill.expired == []
+    assert prefill.is_clean()
+
+
+@pytest.mark.parametrize("is_first", ["registration", "offer"])
+@pytest.mark.parametrize("digest", [OTHER_DIGEST, DIGEST])
+def test_another_prompt_under_the_same_name_is_never_written(
+    prefill: Prefill, remote: Remote, is_first: str, digest: str
+) -> None:
+    """A2: two prompts under one name, either order; the same digest of another length is another one as well."""
+    end_token = TOKENS if digest != DIGEST else 9
+    if is_first == "registration":
+        prefill.register(remote, digest=digest, num_tokens=end_token, end_token=end_token)
+        prefill.offer(is_finished=True)
+    else:
+        prefill.offer(is_finished=True)
+        prefill.register(remote, digest=digest, num_tokens=end_token, end_token=end_token)
+    prefill.deliver()
+    assert said(remote) == [] and not remote.memory.cells.any()
+    prefill.clock.advance(UNMATCHED)
+    prefill.registry.turn()
+    prefill.deliver()
+    (stopped,) = said(remote)
+    assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.DEADLINE
+    assert "of this name and prompt" in stopped.reason
+    assert not remote.memory.cells.any()
+
+
+def test_two_prompts_under_one_name_each_go_to_their_own(prefill: Prefill) -> None:
+    """B11 and A2: neither is ambiguous, and none poisons the name."""
+    one, two = prefill.remote("one", address=address("one")), prefill.remote("two", address=address("two", port=5602))
+    prefill.register(one)
+    prefill.offer(request_id=P2, digest=OTHER_DIGEST, blocks=([1, 2, 4],), is_finished=True)
+    prefill.offer(request_id=P1, is_finished=True)
+    prefill.register(two, 2, digest=OTHER_DIGEST)
+    prefill.deliver()
+    assert said(one) == [written(LAST)]
+    assert said(two) == [written(manifest(request_id="p-2", digest=OTHER_DIGEST), attempt=2)]
+    assert is_written(prefill, one) and is_written(prefill, two, (1, 2, 4))
+    assert sorted(prefill.done) == ["p-1", "p-2"]
+
+
+def test_requests_of_the_same_prompt_under_one_name_are_had_one_each(prefill: Prefill, remote: Remote) -> None:
+    """``n`` > 1, a retry, one X-Request-Id for many: oldest first, and no one twice."""
+    for request_id in (P1, P2):
+        prefill.offer(request_id=request_id)
+    for attempt in (1, 2, 3):
+        prefill.register(remote, attempt, block_ids=(tuple(range(4 * attempt, 4 * attempt + 3)),))
+    prefill.deliver()
+    found = {one.attempt: one.manifest for one in said(remote) if isinstance(one, Written)}
+    assert {attempt: made.request_id for attempt, made in found.items() if made} == {1: "p-1", 2: "p-2"}
+    assert len(prefill.registry._matcher._unmatched) == 1
+
+
+def test_an_exact_request_is_found_by_its_id_alone(prefill: Prefill, remote: Remote) -> None:
+    """Where decode knows it, a name proposes nothing."""
+    prefill.offer(request_id=P2, is_finished=True)
+    prefill.offer(request_id=P1, name="transfer:other", is_finished=True)
+    prefill.register(remote, request_id="p-1")
+    prefill.deliver()
+    assert said(remote) == [written(LAST)] and prefill.done == ["p-1"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"request_id": "p-9"}, FailureCause.LEASE),
+        ({"request_id": "p-1", "digest": OTHER_DIGEST}, FailureCause.DIGEST),
+        ({"request_id": "p-1", "num_tokens": 9, "end_token": 9}, FailureCause.DIGEST),
+    ],
+    ids=["unknown", "digest", "length"],
+)
+def test_an_exact_request_that_is_not_there_is_refused_at_once(
+    prefill: Prefill, remote: Remote, changed: dict[str, Any], cause: FailureCause
+) -> None:
+    prefill.offer(is_finished=True)
+    prefill.register(remote, **changed)
+    prefill.deliver()
+    (stopped,) = said(remote)
+    assert isinstance(stopped, Stopped) and (stopped.attempt, stopped.cause) == (1, cause)
+    assert not remote.memory.cells.any()
+
+
+def test_a_name_that_nobody_knows_is_waited_for(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.deliver()
+    prefill.clock.advance(UNMATCHED - 0.1)
+    prefill.registry.turn()
+    prefill.deliver()
+    assert said(remote) == []
+    assert prefill.registry.is_awaiting
+    assert prefill.registry.turn() == pytest.approx(prefill.clock.now_seconds() + 0.1)
+    prefill.clock.advance(0.1)
+    prefill.registry.turn()
+    prefill.deliver()
+    assert [type(one) for one in said(remote)] == [Stopped]
+    assert prefill.is_clean() and not prefill.registry.is_awaiting
+
+
+@pytest.mark.parametrize("how", ["there", "of before"])
+def test_a_known_name_has_a_grace_and_no_more(prefill: Prefill, remote: Remote, how: str) -> None:
+    """B11: again under a served transfer waited for 120 s. A router may try both again, prefill's second."""
+    prefill.offer(is_finished=True, digest=OTHER_DIGEST)
+    if how == "of before":
+        prefill.registry.stop(P1, "aborted")
+    prefill.register(remote)
+    prefill.clock.advance(GRACE_SECONDS - 0.1)
+    prefill.registry.turn()
+    prefill.deliver()
+    assert said(remote) == []
+    prefill.clock.advance(0.1)
+    prefill.registry.turn()
+    prefill.deliver()
+    assert [type(one) for one in said(remote)] == [Stopped]
+
+
+def test_a_retry_of_both_is_served(prefill: Prefill, remote: Remote) -> None:
+    """B11: the second time, under the same name, decode first."""
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.deliver()
+    assert prefill.done == ["p-1"]
+    prefill.register(remote, 2)
+    prefill.clock.advance(GRACE_SECONDS / 2)
+    prefill.registry.turn()
+    prefill.offer(request_id=P2, is_finished=True)
+    prefill.deliver()
+    assert [one.attempt for one in said(remote) if isinstance(one, Written)] == [1, 2]
+    assert prefill.done == ["p-1", "p-2"] and prefill.is_clean()
+
+
+def test_grace_is_never_longer_than_the_wait() -> None:
+    prefill = Prefill(unmatched=1.0)
+    prefill.offer(digest=OTHER_DIGEST)
+    remote = prefill.remote()
+    prefill.register(remote)
+    prefill.clock.advance(1.0)
+    prefill.registry.turn()
+    prefill.deliver()
+    assert len(said(remote)) == 1
+
+
+def test_a_name_is_forgotten_with_its_lease(prefill: Prefill, remote: Remote) -> None:
+    prefill.offer(is_finished=True)
+    prefill.registry.stop(P1, "aborted")
+    prefill.clock.advance(LEASE)
+    prefill.registry.turn()
+    assert len(prefill.registry._matcher._recent) == 0
+    prefill.register(remote)
+    assert list(prefill.registry._matcher._unmatched.values()) == [prefill.clock.now_seconds() + UNMATCHED]
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def test_what_a_step_has_computed_is_written_while_the_next_one_computes(prefill: Prefill, remote: Remote) -> None:
+    """Up to a boundary that both sides' blocks share; numbered; the last one with the manifest."""
+    prefill.register(remote)
+    prefill.offer(0, blocks=())
+    prefill.deliver()
+    assert said(remote) == []
+    for ready, blocks in ((3, [7]), (4, [7]), (7, [7, 3]), (9, [7, 3, 9])):
+        prefill.offer(ready, blocks=(blocks,))
+        prefill.deliver()
+    assert said(remote) == [written(end_token=4), written(index=1, end_token=8)]
+    assert is_written(prefill, remote, (7, 3), (17, 13)) and not remote.memory.cells[:, 19].any()
+    assert not prefill.registry.is_delivering
+    prefill.offer(TOKENS)
+    prefill.turn()
+    assert prefill.registry.is_delivering
+    prefill.deliver()
+    assert said(remote) == [written(LAST, 2)]
+    assert is_written(prefill, remote) and not prefill.registry.is_delivering
+    assert prefill.done == [], "it generates"
+    prefill.registry.finish(P1)
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_a_write_waits_for_the_handshake(prefill: Prefill) -> None:
+    remote = prefill.remote(is_answering=False)
+    prefill.register(remote)
+    prefill.offer(is_finished=True)
+    prefill.deliver()
+    assert prefill.transport.posted == []
+    prefill.asking.open.pop().set_result(remote.answer())
+    prefill.deliver()
+    assert said(remote) == [written(LAST)]
+
+
+def test_tokens_of_decodes_prefix_cache_are_not_written(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote, first_token=4, block_ids=((13, 19),))
+    prefill.offer(is_finished=True)
+    prefill.deliver()
+    assert is_written(prefill, remote, (3, 9), (13, 19)) and not remote.memory.cells[:, 17].any()
+
+
+def test_sizes_of_blocks_may_differ() -> None:
+    prefill = Prefill(memory=Memory(block_size=2))
+    remote = prefill.remote(memory=Memory(block_size=8))
+    prefill.register(remote, block_size=8, block_ids=((17, 13),))
+    prefill.offer(7, blocks=([1, 2, 4, 5],))
+    prefill.deliver()
+    assert said(remote) == [], "half of decode's block goes with the other half"
+    prefill.offer(TOKENS, blocks=([1, 2, 4, 5, 6],))
+    prefill.deliver()
+    assert said(remote) == [written(LAST)]
+    here = prefill.memory.cells[:, [1, 2, 4, 5, 6]].reshape(2, TOKENS)
+    assert np.array_equal(remote.memory.cells[:, [17, 13]].reshape(2, 16)[:, :TOKENS], here)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"block_ids": ((17, 13),)},
+        {"block_ids": ((17, 13, 32),)},
+        {"block_ids": ((17, 13, 19), (1, 2, 3))},
+        {"block_size": 2, "block_ids": ((17, 13, 19, 20, 21),)},
+    ],
+    ids=["too few", "out of range", "groups", "block size"],
+)
+def test_a_registration_that_does_not_fit_is_stopped_and_writes_nothing(
+    prefill: Prefill, remote: Remote, changed: dict[str, Any]
+) -> None:
+    """Whatever a peer says, prefill works out what it touches."""
+    prefill.register(remote, **changed)
+    prefill.offer(is_finished=True)
+    prefill.deliver()
+    (stopped,) = said(remote)
+    assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.RANGE
+    assert not remote.memory.cells.any() and prefill.peers.is_known("remote-0")
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_who_registers_for_another_is_refused(prefill: Prefill, remote: Remote) -> None:
+    """The address leads to another agent than the one that speaks: nothing is written to either."""
+    prefill.offer(is_finished=True)
+    prefill.registry.handle("stranger-0", registration(1, remote.address))
+    prefill.deliver()
+    assert prefill.transport.posted == [] and said(remote) == []
+    assert not prefill.registry._write_tasks
+    prefill.register(remote, 2)
+    prefill.deliver()
+    assert said(remote) == [], "it counts as a rank that needs no more; another offer will be its own"
+    assert prefill.done == ["p-1"]
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), OSError("no route")], ids=["dead", "silent"])
+def test_a_decode_that_is_not_met_costs_its_registration(prefill: Prefill, remote: Remote, error: Exception) -> None:
+    prefill.asking.answers[remote.place] = error
+    prefill.register(remote)
+    prefill.offer(is_finished=True)
+    prefill.deliver()
+    assert not prefill.registry._write_tasks
+
+
+def test_a_registration_counts_once(prefill: Prefill, remote: Remote) -> None:
+    """Doubled, late, or behind its own end."""
+    prefill.register(remote)
+    prefill.register(remote)
+    prefill.offer(is_finished=True)
+    prefill.deliver()
+    prefill.register(remote)
+    prefill.deliver()
+    assert prefill.registry.dropped == {"doubled or late registration": 2}
+    assert said(remote) == [written(LAST)]
+
+
+def test_a_write_that_fails_is_answered_when_nothing_is_in_flight(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.offer(4, blocks=([7],))
+    prefill.turn()
+    prefill.network.fail(prefill.in_flight[0])
+    prefill.deliver()
+    (stopped,) = said(remote)
+    assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.LOST
+    prefill.offer(TOKENS, is_finished=True)
+    prefill.deliver()
+    assert prefill.done == ["p-1"] and not remote.memory.cells.any()
+
+
+def test_every_rank_of_decode_that_shares_heads_is_waited_for() -> None:
+    """Decode at tensor parallel 2, prefill at 1."""
+    prefill = Prefill(memory=Memory(num_heads=2))
+    remotes = [
+        prefill.remote(address=address(tp_size=2, tp_rank=rank), memory=Memory(num_heads=1, first_head=rank))
+        for rank in range(2)
+    ]
+    prefill.offer(is_finished=True)
+    prefill.register(remotes[0])
+    prefill.deliver()
+    assert said(remotes[0]) == [written(LAST)] and prefill.done == []
+    prefill.register(remotes[1])
+    prefill.deliver()
+    assert prefill.done == ["p-1"]
+    for rank, remote in enumerate(remotes):
+        assert np.array_equal(remote.memory.cells[:, [17, 13, 19], :, 0], prefill.memory.cells[:, [7, 3, 9], :, rank])
+
+
+# ------------------------------------------------------------------------------------------------------ withdrawn, gone
+
+
+def test_a_write_that_never_ends_is_given_up_and_its_reader_is_probed(prefill: Prefill, remote: Remote) -> None:
+    """Decode has vanished without a word: its blocks come free when its address tells that nobody is there."""
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.turn()
+    assert len(prefill.in_flight) == 1
+    asked = len(prefill.asking.asked)
+    prefill.clock.advance(UNMATCHED + PROBE_SECONDS)
+    assert prefill.registry.turn() is not None
+    assert len(prefill.asking.asked) == asked + 1
+    prefill.clock.advance(PROBE_SECONDS)
+    prefill.registry.turn()
+    prefill.turn()
+    assert len(prefill.asking.asked) >= asked + 1 and not prefill.done, "a READ of its blocks may be under way"
+    prefill.network.fail(prefill.in_flight[0])
+    prefill.clock.advance(1)
+    prefill.deliver()
+    assert prefill.done == [P1] and prefill.is_clean() and not prefill.registry._stuck
+
+
+def test_a_withdrawn_registration_is_answered_when_nothing_is_in_flight(prefill: Prefill, remote: Remote) -> None:
+    """R2, nixl#2067."""
+    prefill.register(remote)
+    prefill.offer(8, blocks=([7, 3],))
+    prefill.turn()
+    prefill.registry.handle("remote-0", Withdrawal(1, remote.address))
+    prefill.turn()
+    assert len(prefill.in_flight) == 1 and prefill.registry._write_tasks
+    prefill.network.deliver(prefill.in_flight[0])
+    prefill.clock.advance(1)
+    prefill.deliver()
+    assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "withdrawn")
+    prefill.offer(TOKENS, is_finished=True)
+    prefill.deliver()
+    assert len(prefill.transport.posted) == 1, "nothing more"
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_a_withdrawal_before_its_registration_is_answered_and_counts(prefill: Prefill, remote: Remote) -> None:
+    """Reordered: what comes afterwards must not be taken in."""
+    prefill.registry.handle("remote-0", Withdrawal(1, remote.address))
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.deliver()
+    assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")]
+    assert prefill.transport.posted == [] and prefill.registry.dropped == {"doubled or late registration": 1}
+    prefill.register(remote, 2)
+    prefill.deliver()
+    assert said(remote) == [written(LAST, attempt=2)], "another attempt of it is served"
+
+
+def test_a_withdrawal_that_is_asked_again_is_answered_again(prefill: Prefill, remote: Remote) -> None:
+    """An answer may get lost."""
+    prefill.register(remote)
+    for _ in range(3):
+        prefill.registry.handle("remote-0", Withdrawal(1, remote.address))
+    prefill.deliver()
+    assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")] * 3
+
+
+def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.register(remote, 2, name="transfer:waiting")
+    prefill.offer(4, blocks=([7],))
+    prefill.turn()
+    prefill.registry.dead("remote-0")
+    prefill.registry.dead("nobody")
+    prefill.deliver()
+    prefill.clock.advance(1)
+    prefill.deliver()
+    assert len(prefill.transport.posted) == 1
+    prefill.offer(TOKENS, is_finished=True)
+    prefill.deliver()
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_a_rank_that_disappears_without_a_word_keeps_nobody_waiting_but_itself(prefill: Prefill) -> None:
+    """B3: its blocks stay until NIXL says that nothing is in flight; others are served."""
+    silent = prefill.remote("silent", address=address("silent"))
+    prefill.network.vanish("silent-0")
+    prefill.register(silent)
+    prefill.offer(is_finished=True)
+    prefill.turn()
+    prefill.clock.advance(10 * LEASE)
+    prefill.registry.turn()
+    prefill.turn()
+    assert prefill.done == [], "it may still be read"
+    other = prefill.remote("other", address=address("other", port=5602))
+    prefill.offer(request_id=P2, name="transfer:u", is_finished=True)
+    prefill.register(other, 2, name="transfer:u")
+    prefill.deliver()
+    assert prefill.done == ["p-2"] and len(said(other)) == 1
+    prefill.peers.lost("silent-0")
+    prefill.turn()
+    prefill.clock.advance(1)
+    prefill.deliver()
+    assert prefill.done == ["p-2", "p-1"]
+
+
+def test_a_defect_fails_the_registration_that_it_met(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.registry.fail(("remote-0", 1), "IndexError: of ours")
+    prefill.registry.fail(("remote-0", 2), "unknown")
+    prefill.deliver()
+    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours")]
+    assert prefill.is_clean()
+
+
+# ----------------------------------------------------------------------------------------------- prefill's request ends
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_lets_decode_down(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.offer(4, blocks=([7],))
+    prefill.turn()
+    prefill.registry.stop(P1, "aborted")
+    assert prefill.done == [], "it is being read"
+    prefill.deliver()
+    prefill.clock.advance(1)
+    prefill.deliver()
+    assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "aborted")
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_one_that_finishes_short_lets_decode_down(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.offer(4, blocks=([7],), is_finished=True)
+    prefill.clock.advance(1)
+    prefill.deliver()
+    assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "prefill computed 4 of 10 tokens")
+
+
+@pytest.mark.parametrize("ends", ["finish", "stop", "preempt"])
+def test_a_request_that_nobody_was_told_of_is_done_at_once(prefill: Prefill, ends: str) -> None:
+    if ends == "finish":
+        prefill.registry.finish(P1)
+    elif ends == "stop":
+        prefill.registry.stop(P1, "aborted")
+    else:
+        prefill.registry.preempt(P1, 4)
+    assert (prefill.done, prefill.quiet) == (([], [4]) if ends == "preempt" else (["p-1"], []))
+
+
+def test_a_stopped_offer_that_is_still_read_takes_in_nobody(prefill: Prefill, remote: Remote) -> None:
+    other = prefill.remote("other", address=address("other", port=5602))
+    prefill.register(remote)
+    prefill.offer()
+    prefill.turn()
+    prefill.registry.stop(P1, "aborted")
+    prefill.register(other, 2, request_id="p-1")
+    prefill.register(other, 3)
+    prefill.turn()
+    prefill.network.deliver_all()
+    assert [one.cause for one in said(other) if isinstance(one, Stopped)] == [FailureCause.LEASE]
+    assert len(prefill.registry._matcher._unmatched) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- leases
+
+
+def test_what_nobody_fetches_is_kept_as_long_as_its_lease(prefill: Prefill) -> None:
+    prefill.offer(is_finished=True)
+    prefill.table.publish(P1, LAST.ownership_token)
+    prefill.clock.advance(LEASE - 0.1)
+    assert prefill.registry.turn() == pytest.approx(prefill.clock.now_seconds() + 0.1)
+    assert prefill.done == []
+    prefill.clock.advance(0.1)
+    prefill.registry.turn()
+    assert (prefill.done, prefill.expired) == (["p-1"], ["p-1"])
+    assert len(prefill.table) == 0 and prefill.is_clean()
+
+
+@pytest.mark.parametrize("name", ["p-1", NAME])
+def test_a_beat_renews_by_id_and_by_name(prefill: Prefill, name: str) -> None:
+    prefill.offer(is_finished=True)
+    prefill.clock.advance(LEASE - 1)
+    prefill.registry.renew(["unknown", name])
+    prefill.clock.advance(2)
+    prefill.registry.turn()
+    assert prefill.done == []
+    prefill.clock.advance(LEASE)
+    prefill.registry.turn()
+    assert prefill.expired == ["p-1"]
+
+
+def test_a_lease_begins_with_the_end(prefill: Prefill) -> None:
+    """A request that generates for a minute has none yet."""
+    prefill.offer()
+    prefill.clock.advance(10 * LEASE)
+    prefill.registry.turn()
+    assert prefill.done == []
+    prefill.registry.finish(P1)
+    prefill.clock.advance(LEASE)
+    prefill.registry.turn()
+    assert prefill.expired == ["p-1"]
+
+
+def test_a_lease_that_ends_while_decode_is_written_to_ends_nothing(prefill: Prefill, remote: Remote) -> None:
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.turn()
+    prefill.clock.advance(LEASE)
+    prefill.registry.turn()
+    assert prefill.done == []
+    prefill.deliver()
+    assert prefill.done == ["p-1"] and prefill.expired == []
+
+
+# -------------------------------------------------------------------------------------------------------------- release
+
+
+@pytest.mark.parametrize("is_push", [False, True])
+def test_decode_that_needs_no_more_frees_the_blocks(is_push: bool) -> None:
+    """It has read everything, or had it. Its word goes first (R3)."""
+    prefill = Prefill(is_push=is_push)
+    prefill.offer(is_finished=True)
+    prefill.table.publish(P1, LAST.ownership_token)
+    prefill.registry.handle("remote-0", Release("p-1", "", DIGEST, 0, 1))
+    assert prefill.done == ["p-1"] and prefill.expired == [] and len(prefill.table) == 0
+    assert prefill.is_clean()
+    prefill.registry.handle("remote-0", Release("p-1", "", DIGEST, 0, 1))
+    assert prefill.is_clean()
+
+
+def test_a_release_before_the_end_counts_when_it_comes(prefill: Prefill) -> None:
+    prefill.offer(4, blocks=([7],))
+    prefill.registry.handle("remote-0", Release("p-1", "", DIGEST, 0, 1))
+    assert prefill.done == []
+    prefill.registry.finish(P1)
+    assert prefill.done == ["p-1"]
+
+
+def test_a_release_by_name_before_its_offer_counts(prefill: Prefill) -> None:
+    """Both were asked at once, and decode had everything."""
+    prefill.registry.handle("remote-0", Release("", NAME, DIGEST, 0, 1))
+    prefill.registry.handle("remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
+    prefill.offer(is_finished=True)
+    assert prefill.done == ["p-1"]
+    prefill.offer(request_id=P2, is_finished=True)
+    assert prefill.done == ["p-1"], "once"
+    prefill.clock.advance(LEASE)
+    prefill.registry.turn()
+    prefill.registry.turn()
+    assert not prefill.registry._matcher._released_ranks and prefill.is_clean()
+
+
+def test_a_release_by_id_before_its_offer_is_dropped(prefill: Prefill) -> None:
+    """Prefill's parameters are told when it has ended, so whoever knows the id comes too late, or lies."""
+    prefill.registry.handle("remote-0", Release("p-1", NAME, DIGEST, 0, 1))
+    prefill.offer(is_finished=True)
+    assert prefill.done == []
+
+
+def test_a_release_by_name_means_that_prompt_and_one_that_is_not_settled(prefill: Prefill) -> None:
+    for request_id in (P1, P2):
+        prefill.offer(request_id=request_id, is_finished=True)
+    prefill.registry.handle("remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
+    assert prefill.done == []
+    for expected in (["p-1"], ["p-1", "p-2"]):
+        prefill.registry.handle("remote-0", Release("", NAME, DIGEST, 0, 1))
+        assert prefill.done == expected
+
+
+WAIVED = Release("", NAME, "", 0, 1)
+"""Of a request that decode's server has rejected: nobody there knows its prompt."""
+
+
+def test_a_name_alone_gives_up_the_offer_that_has_it(prefill: Prefill) -> None:
+    """Row B10. None of another name."""
+    prefill.offer(is_finished=True)
+    prefill.offer(request_id=P2, name="transfer:another", is_finished=True)
+    prefill.registry.handle("remote-0", WAIVED)
+    assert prefill.done == ["p-1"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_name_alone_is_remembered_for_a_moment(is_late: bool, prefill: Prefill) -> None:
+    """Row B10: decode's server is faster than prefill's queue. A later request may have the same name."""
+    prefill.registry.handle("remote-0", WAIVED)
+    if is_late:
+        prefill.clock.advance(GRACE_SECONDS)
+        prefill.registry.turn()
+        assert prefill.is_clean()
+    prefill.offer(4, blocks=([7],))
+    assert not prefill.done
+    prefill.offer(is_finished=True)
+    assert prefill.done == ([] if is_late else ["p-1"])
+
+
+def test_of_several_offers_a_name_alone_gives_up_none(prefill: Prefill) -> None:
+    """Rule R7: it may cost the request that it names, and names none of them."""
+    prefill.offer(is_finished=True)
+    prefill.offer(request_id=P2, digest=OTHER_DIGEST, is_finished=True)
+    prefill.registry.handle("remote-0", WAIVED)
+    assert not prefill.done
+
+
+def test_a_name_alone_gives_up_the_first_offer_that_comes(prefill: Prefill) -> None:
+    prefill.offer(is_finished=True)
+    prefill.registry.handle("remote-0", WAIVED)
+    prefill.offer(request_id=P2, is_finished=True)
+    assert prefill.done == ["p-1"]
+
+
+def test_a_name_alone_gives_up_nothing_that_is_being_written(prefill: Prefill, remote: Remote) -> None:
+    """A router has tried again with another decode server."""
+    prefill.offer(4, blocks=([7],))
+    prefill.register(remote)
+    prefill.registry.handle("another", WAIVED)
+    prefill.offer(is_finished=True)
+    assert not prefill.done
+    prefill.deliver()
+    assert is_written(prefill, remote) and prefill.done == ["p-1"]
+
+
+@pytest.mark.parametrize("when", ["before its offer", "behind its offer"])
+def test_who_wants_the_prompt_has_it_whatever_a_name_gave_up(when: str, prefill: Prefill, remote: Remote) -> None:
+    """Rule R7: names pair nothing, and part nothing that a digest pairs, as long as prefill computes."""
+    if when == "behind its offer":
+        prefill.offer(4, blocks=([7],))
+    prefill.registry.handle("another", WAIVED)
+    prefill.register(remote)
+    prefill.offer(is_finished=True)
+    assert not prefill.done
+    prefill.deliver()
+    assert is_written(prefill, remote) and prefill.done == ["p-1"] and prefill.expired == []
+
+
+def test_who_wants_another_prompt_does_not_have_what_a_name_gave_up(prefill: Prefill, remote: Remote) -> None:
+    prefill.offer(4, blocks=([7],))
+    prefill.registry.handle("another", WAIVED)
+    prefill.register(remote, digest=OTHER_DIGEST)
+    prefill.offer(is_finished=True)
+    assert prefill.done == ["p-1"]
+
+
+def test_a_name_alone_counts_rank_by_rank() -> None:
+    prefill = Prefill()
+    prefill.registry.handle("a", Release("", NAME, "", 0, 2))
+    prefill.offer(is_finished=True)
+    assert not prefill.done
+    prefill.registry.handle("b", Release("", NAME, "", 1, 2))
+    assert prefill.done == ["p-1"]
+
+
+def test_all_ranks_of_decode_have_to_need_no_more() -> None:
+    prefill = Prefill(is_push=False)
+    prefill.offer(is_finished=True)
+    prefill.registry.handle("a", Release("p-1", "", DIGEST, 0, 2))
+    prefill.registry.handle("a", Release("p-1", "", DIGEST, 0, 2))
+    assert prefill.done == []
+    prefill.registry.handle("b", Release("p-1", "", DIGEST, 1, 2))
+    assert prefill.done == ["p-1"]
+
+
+def test_of_many_ranks_only_those_that_share_its_heads_are_awaited() -> None:
+    prefill = Prefill(is_push=False, tp_size=2)
+    prefill.offer(is_finished=True)
+    prefill.registry.handle("a", Release("p-1", "", DIGEST, 0, 4))
+    assert prefill.done == []
+    prefill.registry.handle("b", Release("p-1", "", DIGEST, 1, 4))
+    assert prefill.done == ["p-1"]
+
+
+# ---------------------------------------------------------------------------------------------- preemption and rollback
+
+
+def test_a_preempted_request_that_nobody_reads_is_quiet_at_once(prefill: Prefill) -> None:
+    prefill.offer(4, blocks=([7],))
+    prefill.registry.preempt(P1, 4)
+    assert prefill.quiet == [4]
+
+
+def test_blocks_of_a_preempted_request_are_held_until_nothing_reads_them(prefill: Prefill, remote: Remote) -> None:
+    """And no longer: prefill may wait for just these blocks to go on. What was written stays written."""
+    prefill.register(remote)
+    prefill.offer(4, blocks=([7],))
+    prefill.turn()
+    prefill.registry.preempt(P1, 4)
+    prefill.turn()
+    assert prefill.quiet == []
+    prefill.deliver()
+    assert prefill.quiet == [4]
+    prefill.offer(4, blocks=([1],))
+    prefill.deliver()
+    assert [type(one) for one in said(remote)] == [Written]
+    prefill.offer(TOKENS, blocks=([1, 2, 4],), is_finished=True)
+    prefill.deliver()
+    assert said(remote) == [written(LAST, 1)]
+    assert is_written(prefill, remote, (7, 2, 4))
+    assert prefill.quiet == [4] and prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_a_request_may_be_preempted_while_the_blocks_of_before_are_still_read(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.offer(4, blocks=([7],))
+    prefill.turn()
+    prefill.registry.preempt(P1, 4)
+    prefill.offer(8, blocks=([1, 2],))
+    prefill.turn()
+    prefill.registry.preempt(P1, 5)
+    first, second = prefill.in_flight
+    prefill.network.deliver(second)
+    prefill.turn()
+    assert prefill.quiet == []
+    prefill.network.deliver(first)
+    prefill.turn()
+    assert prefill.quiet == [4, 5]
+
+
+def test_tokens_that_were_written_and_are_computed_anew_end_the_hand_over(prefill: Prefill, remote: Remote) -> None:
+    """A8: 48, then 32; what was pushed was not sent again, and decode used it."""
+    prefill.register(remote)
+    prefill.offer(8, blocks=([7, 3],))
+    prefill.deliver()
+    assert said(remote) == [written(end_token=8)]
+    prefill.offer(4, blocks=([7, 3],))
+    prefill.offer(TOKENS, is_finished=True)
+    prefill.deliver()
+    (stopped,) = said(remote)
+    assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.STOPPED and "anew" in stopped.reason
+    assert prefill.done == ["p-1"]
+
+
+def test_tokens_that_were_not_written_yet_may_be_computed_anew(prefill: Prefill, remote: Remote) -> None:
+    """While nobody is there, or by one that begins behind them."""
+    prefill.offer(8, blocks=([7, 3],))
+    prefill.offer(4, blocks=([7, 3],))
+    prefill.register(remote)
+    prefill.deliver()
+    prefill.offer(3, blocks=([7, 3],))
+    prefill.deliver()
+    assert [type(one) for one in said(remote)] == [Written, Stopped]
+    prefill.register(remote, 2, request_id="p-1", first_token=8, block_ids=((19,),))
+    prefill.offer(TOKENS, is_finished=True)
+    prefill.deliver()
+    assert is_written(prefill, remote, (9,), (19,))
+
+
+# ----------------------------------------------------------------------------------------------------------- in general
+
+
+def test_what_is_awaited_is_known() -> None:
+    """Whether notifications have to be looked for soon."""
+    pull, push = Prefill(is_push=False), Prefill()
+    for prefill in (pull, push):
+        assert not prefill.registry.is_awaiting and len(prefill.registry) == 0
+        prefill.offer()
+        assert len(prefill.registry) == 1
+    assert push.registry.is_awaiting and not pull.registry.is_awaiting
+
+
+def test_a_turn_costs_what_is_due() -> None:
+    """C1: ten thousand that wait are not looked at."""
+    prefill = Prefill()
+    remote = prefill.remote()
+    for number in range(2000):
+        prefill.register(remote, number, name=f"transfer:{number}")
+        prefill.offer(request_id=PrefillRequestId(f"p{number}"), name=f"transfer:x{number}", is_finished=True)
+
+    class Untouched(dict):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            raise AssertionError("all that wait were looked at")
+
+        values = items = keys = __iter__  # type: ignore[assignment]
+
+    prefill.registry._matcher.offers = Untouched(prefill.registry._matcher.offers)
+    prefill.registry._write_tasks = Untouched(prefill.registry._write_tasks)
+    for _ in range(3):
+        prefill.registry.turn()
+
+
+def test_what_is_remembered_has_an_end() -> None:
+    remembered = RecentSet[int]()
+    for number in range(CAPACITY + 10):
+        remembered.add(number)
+    assert len(remembered._held) == CAPACITY
+    assert 9 not in remembered and 10 in remembered and CAPACITY + 9 in remembered
+
+
+def test_blocks_are_kept_as_the_kernel_counts_them() -> None:
+    """The scheduler counts logical blocks; memory is laid out in kernel blocks."""
+    prefill = Prefill(kernel_blocks_per_block=2)
+    prefill.offer(4, blocks=([7], [3]))
+    (offer,) = prefill.registry._matcher.offers.values()
+    assert offer.block_ids == ([14, 15], [6, 7])

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/build.py: a worker's parts over the memory that was registered, and what it tells its peers."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from kvcached_memory import Geometry
+
+from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.memory import Network
+from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
+from kvcached_nixl.worker.build import record_event, start
+from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.geometry.layout import Layout, plan
+from kvcached_nixl.worker.memory_registration import Registered
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
+
+
+class Agent:
+    """NIXL's agent, as far as a start asks it."""
+
+    def __init__(self) -> None:
+        self.registered: list[tuple[list[tuple[int, int, int, str]], str, list[str]]] = []
+
+    def get_agent_metadata(self) -> bytes:
+        return b"\x00nixl"
+
+    def get_reg_descs(self, rows: list[Any], memory_type: str) -> Any:
+        return rows, memory_type
+
+    def register_memory(self, descriptors: Any, backends: list[str]) -> None:
+        self.registered.append((*descriptors, backends))
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {}
+
+
+WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
+
+
+class Stock:
+    """vLLM's worker, as ``compat.nixl_worker.WorkerView`` shows it."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.agent = Agent()
+        self.backends = ["UCX"]
+        self.memory_type = "DRAM"
+        self.device_id = 3
+        self.engine_id = "e"
+        self.tp_size, self.tp_rank = 2, 1
+        self.total_kv_heads = 8
+        self.kernel_blocks_per_block = 2
+        self.use_mla = False
+        self.answers_before_drafts = False
+        self.facts = (("vLLM", "0.19.1"), ("model", "m"))
+        self.kept: list[Any] = []
+        self.offered: tuple[str, RankHandshake] | None = None
+        vars(self).update(fields)
+
+    def keep_registered(self, descriptors: Any) -> None:
+        self.kept.append(descriptors)
+
+    def offer_handshake(self, compatibility: str, metadata: bytes) -> None:
+        self.offered = compatibility, read_rank(metadata)
+
+
+class Channel:
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        raise AssertionError("nobody is to be asked")
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        raise AssertionError("nothing has ended")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def laid_out(geometry: Geometry) -> Layout:
+    caches, _ = geometry.allocate()
+    return plan(
+        caches,
+        axes=geometry.axes(),
+        pages=dict.fromkeys(caches, geometry.page()),
+        num_blocks=geometry.num_blocks,
+        num_pools=geometry.num_pools,
+    )
+
+
+@pytest.fixture(autouse=True)
+def gates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was opened, in the order of `open_gate`'s arguments."""
+    opened: list[tuple[Any, ...]] = []
+    network = Network()
+
+    def open_gate(*arguments: Any) -> Any:
+        opened.append(arguments)
+        return network.open_gate("e")
+
+    monkeypatch.setattr("kvcached_nixl.worker.build.open_gate", open_gate)
+    return opened
+
+
+def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[WorkerFacade, Channel]:
+    channel = Channel()
+    side = start(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
+    side.identify(WEIGHTS)
+    side.close()
+    return side, channel
+
+
+@pytest.mark.parametrize(
+    ("mode", "answers_before_drafts", "waits"),
+    [(TransferMode.PULL, True, True), (TransferMode.PULL, False, False), (TransferMode.PUSH, True, False)],
+)
+def test_the_device_is_waited_for_where_an_answer_comes_too_early(
+    mode: TransferMode, answers_before_drafts: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push has an event with each of its offers, and says itself what it wrote."""
+    waited: list[str] = []
+    monkeypatch.setattr("kvcached_nixl.worker.build.wait_for", lambda device: waited.append(device.type))
+    side, _ = started(Stock(answers_before_drafts=answers_before_drafts), Geometry(num_pools=2), mode)
+    side._before_answer()
+    assert waited == (["cpu"] if waits else [])
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tuple[Any, ...]]) -> None:
+    """To the memory that they write and to no other; what is read needs none."""
+    geometry = Geometry(num_pools=2)
+    found = Registered(laid_out(geometry), extents=((4096, 8192),), device_id=3)
+    start(Stock(), found, Settings(mode), Channel(), MonotonicClock()).close()
+    expected = (("UCX",), ((4096, 8192),), "DRAM", 3)
+    assert gates == ([expected] if mode is TransferMode.PUSH else [])
+
+
+def test_peers_are_told_where_this_rank_keeps_what() -> None:
+    stock = Stock()
+    side, channel = started(stock, Geometry(num_pools=2))
+    assert stock.offered is not None
+    tag, rank = stock.offered
+    assert tag == (
+        "kvcached_nixl/8 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; 4 planes of cells of 16 bytes]"
+    )
+    assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
+    assert (rank.agent_metadata, rank.kernel_blocks_per_block) == (b"\x00nixl", 2)
+    (kind,) = rank.memory
+    assert (len(kind.bases), kind.num_heads, kind.first_head, kind.num_blocks) == (4, 4, 4, 5)
+    assert channel.is_closed
+    # The words are there, registered, and empty; a word that is published is where peers look for it.
+    ((rows, memory_type, backends),) = stock.agent.registered
+    ((address, length, device, _),) = rows
+    assert (address, memory_type, backends, device) == (rank.token_table_address, "DRAM", ["UCX"], 0)
+    assert length == (BUCKETS + BUFFERS) * TOKENS_PER_BUCKET * 8
+    assert stock.kept == [(rows, "DRAM")]
+    assert ctypes.string_at(address, length) == bytes(length)
+    side.tokens.publish("p", BUCKETS + 5)
+    place = address + 5 * TOKENS_PER_BUCKET * 8
+    assert int.from_bytes(ctypes.string_at(place, 8), "little") == BUCKETS + 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "geometry", "mode"),
+    [
+        ({"facts": (("vLLM", "0.19.1"), ("model", "n"))}, Geometry(num_pools=2), TransferMode.PULL),
+        ({}, Geometry(num_pools=2), TransferMode.PUSH),
+        ({}, Geometry(num_pools=3), TransferMode.PULL),
+        ({}, Geometry(num_pools=2, contiguous=True), TransferMode.PULL),
+        ({}, Geometry(num_pools=2, head_size=4), TransferMode.PULL),
+        ({}, Geometry(num_pools=2, dtype=torch.float32), TransferMode.PULL),
+    ],
+    ids=["model", "direction", "layers", "layout", "head size", "type"],
+)
+def test_whatever_bytes_mean_is_in_the_tag(changed: dict[str, Any], geometry: Geometry, mode: TransferMode) -> None:
+    plain, other = Stock(), Stock(**changed)
+    started(plain, Geometry(num_pools=2))
+    started(other, geometry, mode)
+    assert plain.offered is not None and other.offered is not None
+    assert plain.offered[0] != other.offered[0]
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [Geometry(num_pools=2, block_size=8), Geometry(num_pools=2, num_kv_heads=2), Geometry(num_pools=2, num_blocks=3)],
+    ids=["block size", "share of the heads", "blocks"],
+)
+def test_what_positions_make_up_for_is_not(geometry: Geometry) -> None:
+    """Unequal tensor-parallel and block sizes are served."""
+    plain, other = Stock(), Stock()
+    started(plain, Geometry(num_pools=2))
+    started(other, geometry)
+    assert plain.offered is not None and other.offered is not None
+    assert plain.offered[0] == other.offered[0]
+
+
+def test_a_latent_has_all_heads_on_every_rank() -> None:
+    stock = Stock(use_mla=True)
+    started(stock, Geometry(era="mla", num_pools=2))
+    assert stock.offered is not None
+    (kind,) = stock.offered[1].memory
+    assert (kind.num_heads, kind.first_head) == (1, 0)
+
+
+def test_a_cpu_has_done_what_it_was_given() -> None:
+    """vLLM's CPU worker computes before it returns."""
+    assert record_event(torch.device("cpu"))()
+
+
+def test_another_device_is_asked_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded now, asked later, on any thread."""
+    reached: list[bool] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            assert device.type == "cuda"
+            self.is_recorded = False
+
+        def record(self) -> None:
+            self.is_recorded = True
+
+        def query(self) -> bool:
+            return self.is_recorded and bool(reached)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    is_reached = record_event(torch.device("cuda"))
+    assert not is_reached()
+    reached.append(True)
+    assert is_reached()

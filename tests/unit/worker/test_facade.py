@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/facade.py: what a step becomes, when, and what vLLM is told of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from unit.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
+
+from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.handshake import Weights
+from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import (
+    FetchSpec,
+    LeaseRenewal,
+    OfferUpdate,
+    Step,
+    UnneededOffer,
+    failed_mark,
+    finished_attempt_id,
+    idle_hold_id,
+)
+from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.thread_messages import (
+    BlocksWritable,
+    Command,
+    Computed,
+    EndRenewal,
+    Failed,
+    Finish,
+    LocalIdentity,
+    Outcome,
+    Preempt,
+    Stop,
+    Withdraw,
+)
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
+from kvcached_nixl.worker.transfer_thread import TransferThread
+
+P1 = PrefillRequestId("p-1")
+PREFILL = RemotePrefill("remote", "10.0.0.2", 5601, 1)
+MANIFEST = manifest(7, 3, 9)
+
+
+class Thread:
+    """Stands in for the transfer thread."""
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+        self.outcome = Outcome()
+        self.engine_computes = False
+        self.is_closed = False
+
+    def submit(self, *commands: Command) -> None:
+        self.commands += commands
+
+    def take_outcome(self) -> Outcome:
+        outcome, self.outcome = self.outcome, Outcome()
+        return outcome
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def take(self) -> list[Command]:
+        commands, self.commands = self.commands, []
+        return commands
+
+
+class Device:
+    """Lags behind: each event is reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.events: list[bool] = []
+
+    def record(self) -> Any:
+        place = len(self.events)
+        self.events.append(False)
+        return lambda: self.events[place]
+
+
+class Worker:
+    def __init__(self, *, is_read: bool = True, is_known: bool = True, **place: Any) -> None:
+        self.thread = Thread()
+        self.device = Device()
+        self.offered: list[Weights] = []
+        self.words = np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64)
+        table = TokenTable(self.words)
+        self.side = WorkerFacade(
+            cast(TransferThread, self.thread),
+            Local(**place).side.local,
+            table,
+            self.device.record,
+            self.offered.append,
+            is_read=is_read,
+        )
+        if is_known:
+            self.side.begin_step(step())
+            self.side.end_step()
+            self.thread.take()
+
+
+def step(**fields: Any) -> Step:
+    return Step("10.0.0.1", 5600, "key", "0" * 16, **fields)
+
+
+def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), request_id: str = "p-1") -> OfferUpdate:
+    made = manifest(7, 3, 9, request_id=request_id) if ready >= TOKENS else None
+    return OfferUpdate(PrefillRequestId(request_id), "transfer:t", DIGEST, TOKENS, blocks, ready, made)
+
+
+def test_the_thread_learns_once_where_it_is() -> None:
+    worker = Worker(is_known=False, tp_size=2, tp_rank=1)
+    worker.side.begin_step(step())
+    worker.side.begin_step(step())
+    assert worker.thread.take() == [
+        LocalIdentity(Peer(worker.side._local.engine_id, "10.0.0.1", 5600, 2, 1), "key", "0" * 16)
+    ]
+
+
+def test_a_step_that_is_told_twice_begins_once() -> None:
+    """vLLM 0.29: before the forward pass (``handle_preemptions``) and, where loads begin, behind it."""
+    worker = Worker()
+    one = step(fetches=[wanted(1, MANIFEST)], offered=[offered()], is_idle=False)
+    worker.side.begin_step(one)
+    assert [type(command) for command in worker.thread.take()] == [FetchSpec, BlocksWritable]
+    worker.side.begin_step(one)
+    assert worker.thread.take() == []
+    worker.side.end_step()
+    assert [type(command) for command in worker.thread.take()] == [Computed]
+
+
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: bool) -> None:
+    """Again, or for the first time: a connector around ours may keep what comes before to itself."""
+    worker = Worker()
+    one = step(offered=[offered()], is_idle=False)
+    if is_told_before:
+        worker.side.begin_step(one)
+    worker.side.begin_step(one)
+    worker.side.end_step()
+    assert [type(command) for command in worker.thread.take()] == [Computed]
+
+
+def test_a_step_without_news_costs_nothing() -> None:
+    """No command, and no event on the device."""
+    worker = Worker()
+    worker.side.begin_step(step(is_idle=False))
+    worker.side.end_step()
+    worker.side.take_ended()
+    assert worker.thread.take() == [] and worker.device.events == []
+
+
+def test_decodes_blocks_are_begun_when_the_device_has_ended_all_that_it_was_given() -> None:
+    """A3, R8, vllm#45357: the event is recorded before this step is given to the device, and asked by the thread."""
+    worker = Worker()
+    ones = [wanted(number, MANIFEST) for number in (1, 2)]
+    worker.side.begin_step(step(fetches=ones))
+    want1, want2, begin = worker.thread.take()
+    assert (want1, want2) == (ones[0], ones[1])
+    assert isinstance(begin, BlocksWritable) and begin.attempts == (1, 2)
+    assert len(worker.device.events) == 1
+    assert not begin.is_reached()
+    worker.device.events[0] = True
+    assert begin.is_reached()
+
+
+def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> None:
+    """With an event behind it; the word is there before decode can come."""
+    worker = Worker()
+    update = offered()
+    worker.side.begin_step(step(offered=[update], is_idle=False))
+    assert worker.thread.take() == [] and not worker.words.any()
+    worker.side.end_step()
+    (offer,) = worker.thread.take()
+    assert isinstance(offer, Computed)
+    assert offer.update is update, "as the scheduler has said it"
+    assert not offer.is_reached()
+    worker.device.events[0] = True
+    assert offer.is_reached()
+    assert worker.words[np.nonzero(worker.words)].tolist() == [MANIFEST.ownership_token]
+    worker.side.end_step()
+    assert worker.thread.take() == [], "once"
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "staged"])
+def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_not_say_so(is_read: bool) -> None:
+    """Model runner V2 answers before a draft model has run: decode would read what is not there yet, and trust it."""
+    worker = Worker(is_read=is_read, is_known=False)
+    seen: list[tuple[int, bool, list[Command]]] = []
+    worker.side = WorkerFacade(
+        cast(TransferThread, worker.thread),
+        worker.side._local,
+        worker.side.tokens,
+        worker.device.record,
+        worker.offered.append,
+        lambda: seen.append((len(worker.device.events), bool(worker.words.any()), worker.thread.take())),
+        is_read=is_read,
+    )
+    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.side.end_step()
+    assert not seen, "there is no answer yet"
+    worker.thread.take()
+    worker.side.begin_step(step(offered=[offered()], is_idle=False))
+    worker.side.end_step()
+    assert seen == [(1, False, [])]
+    assert bool(worker.words.any()) is is_read and len(worker.thread.take()) == 1
+
+
+def test_all_that_a_step_offers_shares_one_event() -> None:
+    worker = Worker(is_read=False)
+    worker.side.begin_step(step(offered=[offered(4, ([7],)), offered(8, ([1, 2],), "p-2")]))
+    worker.side.end_step()
+    assert len(worker.thread.take()) == 2 and len(worker.device.events) == 1
+
+
+def test_a_push_has_no_words() -> None:
+    """Prefill itself says what it wrote."""
+    worker = Worker(is_read=False)
+    worker.side.begin_step(step(offered=[offered()]))
+    worker.side.end_step()
+    assert not worker.words.any()
+
+
+def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
+    """It was preempted, and has other blocks now."""
+    worker = Worker()
+    worker.side.begin_step(step(offered=[offered()]))
+    again = OfferUpdate(P1, "n", DIGEST, TOKENS, ([1, 2, 4],), TOKENS, manifest(1, 2, 4))
+    worker.side.begin_step(step(offered=[again]))
+    worker.side.end_step()
+    assert worker.words[np.nonzero(worker.words)].tolist() == [manifest(1, 2, 4).ownership_token]
+
+
+def test_a_word_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    worker.words[:] = 1
+    worker.side.begin_step(step(offered=[offered()]))
+    worker.side.end_step()
+    assert "The ownership-token table is full, so decode will not use the KV of request p-1" in caplog.text
+    assert len(worker.thread.take()) == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_idle"), [("end_step", False), ("end_step", True), ("begin_step", True), ("take_ended", True)], ids=str
+)
+def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str, is_idle: bool) -> None:
+    """vLLM calls ``wait_for_save`` only for a step that computes."""
+    worker = Worker(is_read=False)
+    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=is_idle))
+    assert worker.thread.engine_computes is not is_idle
+    if ends == "begin_step":
+        worker.side.begin_step(step(finished=[P1]))
+        assert [type(one) for one in worker.thread.take()] == [Computed, Finish]
+    else:
+        getattr(worker.side, ends)()
+        assert [type(one) for one in worker.thread.take()] == [Computed]
+        assert not worker.thread.engine_computes
+
+
+def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_has() -> None:
+    """With one, vLLM asks what has ended between the two, and calls ``wait_for_save`` behind both."""
+    worker = Worker(is_read=False)
+    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.side.take_ended()
+    assert worker.thread.take() == [] and not worker.thread.engine_computes
+    worker.side.end_step()
+    assert [type(one) for one in worker.thread.take()] == [Computed]
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool) -> None:
+    """Nor has decode a word for it; what prefill has ended is let go of. An engine may live on (fault tolerance)."""
+    worker = Worker(is_read=True)
+    worker.side.begin_step(step(offered=[offered()], finished=[P1], is_idle=False))
+    if is_said:
+        worker.side.end_step(has_failed=True)
+    worker.side.take_ended()
+    worker.side.begin_step(step())
+    assert worker.thread.take() == [Finish(P1)]
+    assert not worker.words.any()
+
+
+def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
+    """Leases, then what decode wants, then what prefill has; a request that comes and goes in one is not renewed."""
+    worker = Worker()
+    d1 = DecodeRequestId("d1")
+    renewed, released = LeaseRenewal(d1, PREFILL, "p-1", 30.0, 120.0), UnneededOffer(PREFILL, "p-1", "n", DIGEST)
+    worker.side.begin_step(
+        step(
+            renewed=[renewed],
+            unrenewed=[d1],
+            fetches=[wanted(1, MANIFEST)],
+            withdrawn={2: "dead"},
+            released=[released],
+            preempted=[(P1, 4)],
+            finished=[P1],
+            stopped={PrefillRequestId("p-2"): "aborted", PrefillRequestId("p-3"): "early"},
+            unkept={PrefillRequestId("p-3")},
+        )
+    )
+    commands = worker.thread.take()
+    assert [type(one) for one in commands] == [
+        LeaseRenewal, EndRenewal, FetchSpec, BlocksWritable, Withdraw, UnneededOffer, Preempt, Finish, Stop, Stop
+    ]  # fmt: skip
+    assert commands[:2] == [renewed, EndRenewal(d1)]
+    assert commands[4:] == [
+        Withdraw(2, "dead"),
+        released,
+        Preempt(P1, 4),
+        Finish(P1),
+        Stop(PrefillRequestId("p-2"), "aborted", True),
+        Stop(PrefillRequestId("p-3"), "early", False),
+    ]
+
+
+def test_what_is_offered_at_its_end_only_is_offered_before_it_ends() -> None:
+    """Where another connector may have loaded some of it (A8)."""
+    worker = Worker(is_read=False)
+    worker.side.begin_step(step(offered=[offered()], finished=[P1, PrefillRequestId("p-3")]))
+    assert worker.thread.take() == [Finish(PrefillRequestId("p-3"))]
+    worker.side.end_step()
+    offer, finish = worker.thread.take()
+    assert isinstance(offer, Computed) and finish == Finish(P1)
+
+
+def test_the_thread_knows_while_a_step_is_given_to_the_device() -> None:
+    worker = Worker()
+    for is_idle in (False, True):
+        worker.side.begin_step(step(is_idle=is_idle))
+        assert worker.thread.engine_computes is not is_idle
+        worker.side.end_step()
+        assert not worker.thread.engine_computes
+
+
+# ---------------------------------------------------------------------------------------------------- what vLLM is told
+
+
+def test_what_has_ended_is_told_in_words_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    worker.thread.outcome = Outcome(
+        finished={5, 6},
+        failed={6: Failed(DecodeRequestId("d6"), FailureCause.LEASE, "prefill does not keep it")},
+        done={P1},
+        idle_holds={4},
+        expired={P1},
+    )
+    ended = worker.side.take_ended()
+    assert ended.sent == {"p-1", idle_hold_id(4)}
+    assert ended.received == {finished_attempt_id(5), finished_attempt_id(6)}
+    assert worker.side.take_marks() == {failed_mark(6, FailureCause.LEASE)}
+    assert worker.side.take_marks() == set()
+    assert "The KV of request d6 was not received: prefill does not keep it" in caplog.text
+    assert "The lease of request p-1 has ended" in caplog.text
+    assert worker.side.take_ended().sent == set()
+
+
+def test_marks_wait_until_they_are_taken() -> None:
+    worker = Worker()
+    for number in (1, 2):
+        worker.thread.outcome = Outcome(failed={number: Failed(DecodeRequestId("d"), FailureCause.LOST, "")})
+        worker.side.take_ended()
+    assert worker.side.take_marks() == {failed_mark(1, FailureCause.LOST), failed_mark(2, FailureCause.LOST)}
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_the_engines_own_counts_are_told_by_one_rank(tp_rank: int) -> None:
+    """Transfers and leases by each: each has its own."""
+    worker = Worker(tp_size=2, tp_rank=tp_rank)
+    for blocks in (3, None):
+        worker.side.begin_step(step(counts={FailureCause.LEASE: 1, FailureCause.LOST: 2}, quarantined_blocks=blocks))
+    worker.thread.outcome = Outcome(moved=[(8, 1, 0.5)], expired={P1})
+    worker.side.take_ended()
+    counted = worker.side.take_counted()
+    assert (counted.moved, counted.expired) == ([(8, 1, 0.5)], 1)
+    is_first = tp_rank == 0
+    assert counted.failures == (Counter({FailureCause.LEASE: 2, FailureCause.LOST: 4}) if is_first else Counter())
+    assert counted.quarantined_blocks == (3 if is_first else None)
+    counted = worker.side.take_counted()
+    assert (counted.moved, counted.expired, counted.failures, counted.quarantined_blocks) == ([], 0, Counter(), None)
+
+
+def test_closing_stops_the_thread() -> None:
+    worker = Worker()
+    worker.side.close()
+    assert worker.thread.is_closed

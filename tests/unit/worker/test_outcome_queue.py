@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/outcome_queue.py: what has ended crosses once, and a sleeping engine is told until it looks."""
+
+from __future__ import annotations
+
+from unit.worker_fakes import manifest, wanted
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.worker.outcome_queue import TELL_AGAIN_SECONDS, OutcomeQueue
+from kvcached_nixl.worker.thread_messages import Failed, Outcome
+
+P1 = PrefillRequestId("p1")
+
+
+def test_everything_is_taken_once() -> None:
+    outcomes = OutcomeQueue(ManualClock())
+    assert outcomes.take() == Outcome()
+    outcomes.failed(wanted(1, manifest(7, 3, 9)), HandOverFailed(FailureCause.LEASE, "words"))
+    outcomes.finished(wanted(1))
+    outcomes.done(P1)
+    outcomes.hold_idle(4)
+    outcomes.expired(P1)
+    outcomes.moved("READ", 10, 2, 0.5)
+    assert outcomes.take() == Outcome(
+        finished={1},
+        failed={1: Failed(wanted(1).request_id, FailureCause.LEASE, "words")},
+        done={P1},
+        idle_holds={4},
+        expired={P1},
+        moved=[(10, 2, 0.5)],
+    )
+    assert outcomes.take() == Outcome()
+
+
+def test_the_engine_is_told_at_once_and_again_until_it_looks() -> None:
+    """A word may get lost, and memory would not come back before the next request."""
+    clock = ManualClock()
+    outcomes = OutcomeQueue(clock)
+    assert not outcomes.take_news()
+    for report in (
+        lambda: outcomes.finished(wanted(1)),
+        lambda: outcomes.failed(wanted(1), HandOverFailed(FailureCause.LOST, "")),
+        lambda: outcomes.done(P1),
+        lambda: outcomes.hold_idle(4),
+    ):
+        report()
+        assert outcomes.take_news()
+        report()
+        assert not outcomes.take_news(), "one word for what it takes at once"
+        clock.advance(TELL_AGAIN_SECONDS)
+        assert outcomes.take_news()
+        outcomes.take()
+        clock.advance(TELL_AGAIN_SECONDS)
+        assert not outcomes.take_news()
+
+
+def test_what_can_wait_wakes_nobody() -> None:
+    """Figures, and a lease whose request is done, too."""
+    outcomes = OutcomeQueue(ManualClock())
+    outcomes.moved("WRITE", 1, 1, 1.0)
+    outcomes.expired(P1)
+    assert not outcomes.take_news()

@@ -1,0 +1,563 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/transfer/peers.py: who is met, who is refused in words, who is gone; and one peer costs only what names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from unit.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote, address
+
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.handshake import Answer
+from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES
+
+
+class Needing:
+    """Callbacks of one that needs a peer."""
+
+    def __init__(self, local: Local, where: Peer, start: str = "", *, is_doubted: bool = False) -> None:
+        self.known: list[ConnectedPeer] = []
+        self.failed: list[HandOverFailed] = []
+        local.peers.need(where, start, self.known.append, self.failed.append, is_doubted=is_doubted)
+
+    @property
+    def cause(self) -> FailureCause:
+        (failed,) = self.failed
+        assert self.known == []
+        return failed.cause
+
+    @property
+    def words(self) -> str:
+        return str(self.failed[0])
+
+
+@pytest.fixture
+def local() -> Local:
+    return Local()
+
+
+def test_a_peer_that_offers_the_same_is_met_once(local: Local) -> None:
+    """Its agent, its start and its memory are what it says; whoever needs it later has it at once."""
+    remote = local.remote()
+    first, second = Needing(local, remote.address), Needing(local, remote.address, START)
+    assert first.known == [], "not before a turn: the answer came on another thread"
+    assert local.woken > 0
+    local.turn()
+    assert first.known == second.known == [ConnectedPeer("remote-0", START, remote.handshake())]
+    assert Needing(local, remote.address).known == first.known
+    assert local.asking.asked == [remote.place]
+    assert local.peers.is_known("remote-0")
+    assert len(local.peers) == 1 and not first.failed
+
+
+@pytest.mark.parametrize("theirs", ["abc", TAG.replace("pull", "push"), TAG + " ", "", "x" * 10_000], ids=len)
+def test_a_peer_that_offers_something_else_is_refused_in_words(local: Local, theirs: str) -> None:
+    """Before a byte of its metadata is looked at: it may be in another protocol."""
+    remote = local.remote()
+    local.asking.answers[remote.place] = theirs, b"of another protocol"
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is FailureCause.REFUSED
+    shown = ("found kvcached_nixl/6 push;", "expected kvcached_nixl/6 pull.") if "push" in theirs else ()
+    assert all(one in needing.words for one in shown or (repr(theirs)[:1000], repr(TAG)))
+    assert "engine remote at 10.0.0.2:5601" in needing.words
+    assert "KVCACHED_CONTIGUOUS_LAYOUT" in needing.words and len(needing.words) < 3000
+    assert len(local.peers) == 0
+    Needing(local, remote.address)
+    assert len(local.asking.asked) == 2, "it may have been replaced by one that fits"
+
+
+def test_nobody_listens(local: Local) -> None:
+    remote = local.remote()
+    local.asking.answers[remote.place] = ConnectionRefusedError()
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is FailureCause.UNREACHABLE
+    assert "nobody listens at 10.0.0.2:5601" in needing.words
+    assert len(local.asking.asked) == 1
+
+
+@pytest.mark.parametrize("cause", [TimeoutError("slow"), ConnectionResetError("reset"), OSError("no route to host")])
+def test_who_does_not_answer_is_asked_again_and_then_given_up(local: Local, cause: Exception) -> None:
+    """A busy host; measured: the first handshake of a pair of vLLM 0.28 with its multiprocess executor."""
+    remote = local.remote()
+    local.asking.answers[remote.place] = cause
+    needing = Needing(local, remote.address)
+    local.peers.turn()
+    assert len(local.asking.asked) == HANDSHAKE_TRIES
+    assert needing.cause is FailureCause.UNREACHABLE
+    assert str(cause) in needing.words
+    assert len(local.peers) == 0 and local.dead == []
+    # What was tried before does not count for the next one.
+    local.asking.answers[remote.place] = remote.answer()
+    again = Needing(local, remote.address)
+    local.turn()
+    assert len(again.known) == 1
+
+
+def test_who_answers_at_last_is_met(local: Local) -> None:
+    remote = local.remote(is_answering=False)
+    needing = Needing(local, remote.address)
+    for _ in range(HANDSHAKE_TRIES - 1):
+        local.asking.open.pop().set_exception(TimeoutError("busy"))
+        local.turn()
+        assert not needing.failed
+    local.asking.open.pop().set_result(remote.answer())
+    local.turn()
+    assert len(needing.known) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"engine_id": EngineId("q")}, FailureCause.UNREACHABLE),
+        ({"tp_rank": 1, "tp_size": 2}, FailureCause.REFUSED),
+        ({"tp_size": 4}, FailureCause.REFUSED),
+    ],
+    ids=["engine", "rank", "size"],
+)
+def test_another_rank_at_the_address_is_not_taken_for_the_one_asked_for(
+    local: Local, changed: dict[str, Any], cause: FailureCause
+) -> None:
+    """An engine draws its id at its start; a router's ``tp_size`` may be wrong."""
+    remote = local.remote()
+    local.asking.answers[remote.place] = remote.answer(**changed)
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is cause
+    assert "answers at 10.0.0.2:5601; expected rank 0 of 1 of engine remote" in needing.words
+    assert not local.peers.is_known("remote-0")
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [Memory(block_size=6), Memory(num_heads=1, first_head=1)],
+    ids=["block size", "heads"],
+)
+def test_memory_that_does_not_fit_is_refused_in_words(local: Local, memory: Memory) -> None:
+    remote = local.remote(memory=memory)
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is FailureCause.REFUSED and "does not fit: " in needing.words
+
+
+def spoiled(remote: Remote) -> list[bytes]:
+    sound = remote.answer()[1]
+    half = msgspec.msgpack.encode(Answer(START, b"\x91" * 5000))
+    rank = msgspec.to_builtins(remote.handshake(), builtin_types=(bytes,)) | {"token_table_address": 2**63}
+    huge = msgspec.msgpack.encode(Answer(START, msgspec.msgpack.encode(rank)))
+    return [
+        b"",
+        sound[:-3],
+        b"\xc1" + sound,
+        b"\x91" * 100_000,
+        half,
+        huge,
+        remote.answer()[1].replace(START.encode(), b"x" * 16),
+    ]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_metadata_that_cannot_be_read_costs_the_attempt(local: Local, number: int) -> None:
+    """B6: it ended the engine. Nobody is gone by it."""
+    remote = local.remote()
+    local.asking.answers[remote.place] = TAG, spoiled(remote)[number]
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is FailureCause.PROTOCOL
+    assert local.dead == []
+
+
+def test_an_agent_that_cannot_be_added_costs_the_attempt(local: Local) -> None:
+    remote = local.remote()
+    local.asking.answers[remote.place] = remote.answer(agent_metadata=b"nobody")
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is FailureCause.PROTOCOL and "found no agent" in needing.words
+
+
+# ---------------------------------------------------------------------------------------------------------------- start
+
+
+def met(local: Local, **more: Any) -> Remote:
+    remote = local.remote(**more)
+    Needing(local, remote.address)
+    local.turn()
+    assert local.peers.is_known(remote.transport.name)
+    return remote
+
+
+def test_parameters_of_an_earlier_start_are_refused(local: Local) -> None:
+    """A restarted prefill is another one even under the same id. It is asked, because it may have been restarted."""
+    remote = met(local)
+    stale = Needing(local, remote.address, OTHER_START)
+    assert stale.known == [] and len(local.asking.asked) == 2
+    local.turn()
+    assert stale.cause is FailureCause.RESTARTED
+    assert Needing(local, remote.address, START).known
+
+
+def test_who_was_restarted_under_the_same_id_is_met_anew_and_the_old_one_is_gone(local: Local) -> None:
+    remote = met(local)
+    again = Remote(remote.address, local.network.agent("another agent"), incarnation=OTHER_START)
+    local.asking.answers[remote.place] = again.answer()
+    needing = Needing(local, remote.address, OTHER_START)
+    local.turn()
+    assert [(known.agent, known.incarnation) for known in needing.known] == [("another agent", OTHER_START)]
+    assert local.dead == ["remote-0"]
+    assert not local.peers.is_known("remote-0") and local.peers.is_known("another agent")
+
+
+def test_another_engine_at_the_same_place_means_that_the_earlier_is_gone(local: Local) -> None:
+    remote = met(local)
+    successor = local.remote("successor", address=address("successor"))
+    needing = Needing(local, successor.address)
+    local.turn()
+    assert len(needing.known) == 1
+    assert local.dead == ["remote-0"]
+    assert not local.peers.is_known("remote-0") and len(local.peers) == 1
+    # The other way round the same: nobody is at two places at once.
+    local.asking.answers[remote.place] = remote.answer()
+    Needing(local, remote.address)
+    local.turn()
+    assert local.dead == ["remote-0", "successor-0"]
+
+
+# ----------------------------------------------------------------------------------------------------- lost, and others
+
+
+def test_a_lost_peer_is_met_again_at_once_whatever_else_is_in_flight(local: Local) -> None:
+    """B9: once it waited until no READ to anyone was in flight."""
+    remote, other = met(local), met(local, name="other", address=address("other", port=5602))
+    local.peers.lost("remote-0")
+    assert not local.peers.is_known("remote-0") and local.peers.is_known("other-0")
+    assert local.asking.asked[-1] == remote.place
+    local.turn()
+    assert local.peers.is_known("remote-0")
+    assert local.dead == [], "it lives"
+    assert Needing(local, other.address).known
+    local.peers.lost("nobody")
+    local.peers.lost("remote-0")
+    local.peers.lost("remote-0")
+    assert local.asking.asked.count(remote.place) == 3
+
+
+@pytest.mark.parametrize("how", ["lost", "probe"])
+def test_who_does_not_listen_is_unreachable_and_never_gone(local: Local, how: str) -> None:
+    """A8: a firewall, a Service that is not ready, an engine's core that was killed while its workers live on."""
+    remote = met(local)
+    local.peers.probe(remote.address)
+    local.turn()
+    assert local.unreachable == local.dead == [] and local.peers.is_known("remote-0")
+    local.asking.answers[remote.place] = ConnectionRefusedError()
+    if how == "lost":
+        local.peers.lost("remote-0")
+    else:
+        local.peers.probe(remote.address)
+    local.turn()
+    for _ in range(5):
+        local.clock.advance(60.0)
+        local.peers.probe(remote.address)
+        local.turn()
+    assert set(local.unreachable) == {"remote-0"} and local.dead == []
+    assert not local.peers.is_known("remote-0")
+
+
+def test_who_may_write_keeps_its_connection_without_its_side_channel(local: Local) -> None:
+    """It is to be told to stop, and to say so. Whoever needs it for something new hears that nobody listens."""
+    remote = met(local)
+    local.listener.may_write = lambda agent: agent == "remote-0"
+    local.asking.answers[remote.place] = ConnectionRefusedError()
+    for _ in range(3):
+        local.peers.probe(remote.address)
+        local.turn()
+    assert local.unreachable == ["remote-0"] * 3 and local.peers.is_known("remote-0")
+    local.peers.send(remote.address, b"stop", only="remote-0")
+    local.network.deliver_all()
+    assert remote.transport.received() == [("local", b"stop")]
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is FailureCause.UNREACHABLE and not needing.known
+    local.listener.may_write = lambda agent: False
+    local.peers.probe(remote.address)
+    local.turn()
+    assert not local.peers.is_known("remote-0")
+
+
+def test_a_listener_that_starts_again_is_one_that_was_never_gone(local: Local) -> None:
+    remote = met(local)
+    for _ in range(3):
+        local.asking.answers[remote.place] = ConnectionRefusedError()
+        local.peers.probe(remote.address)
+        local.turn()
+        local.asking.answers[remote.place] = remote.answer()
+        local.peers.probe(remote.address)
+        local.turn()
+        local.clock.advance(60.0)
+    assert local.dead == [] and local.peers.is_known("remote-0")
+
+
+def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(local: Local) -> None:
+    """B8: the first one's handshake runs while the second one is met; its end ended the transfer thread."""
+    one = local.remote("one", is_answering=False)
+    other = local.remote("other", is_answering=False)
+    assert one.place == other.place
+    first, second = Needing(local, one.address), Needing(local, other.address)
+    local.asking.open[0].set_result(one.answer())
+    local.turn()
+    assert first.known
+    # Behind one address are two engines: whoever is asked for is asked again, and either may answer.
+    again = Needing(local, one.address, is_doubted=True)
+    local.asking.open[1].set_result(other.answer())
+    local.turn()
+    assert second.known and local.dead == ["one-0"]
+    local.asking.open[2].set_result(one.answer())
+    local.turn()
+    assert again.known and local.dead == ["one-0", "other-0"]
+    local.asking.answers[one.place] = one.answer()
+    local.peers.lost("one-0")
+    local.turn()
+    local.peers.send(one.address, b"on")
+    local.turn()
+    assert len(local.peers) == 1
+
+
+def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
+    """By an address and by a name: gone where it is known nowhere, lost when neither connection works."""
+    remote = met(local)
+    where = Peer(remote.address.engine_id, "by.name", 5601, 1, 0)
+    local.asking.answers["by.name", 5601, 0] = remote.answer()
+    by_name = Needing(local, where)
+    local.turn()
+    assert [known.agent for known in by_name.known] == ["remote-0"] and len(local.peers) == 2
+    local.asking.answers[remote.place] = ("another tag", b"")
+    local.peers.probe(remote.address)
+    local.turn()
+    assert local.dead == [] and local.peers.is_known("remote-0")
+    local.transport.send("remote-0", b"still there")
+    local.asking.answers["by.name", 5601, 0] = ("another tag", b"")
+    local.peers.probe(where)
+    local.turn()
+    assert local.dead == ["remote-0"] and len(local.peers) == 0
+
+
+def test_a_word_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) -> None:
+    """Whoever has asked may be gone, and another engine answer in its place."""
+    remote = met(local)
+    local.peers.send(remote.address, b"for you", only="remote-0")
+    local.peers.send(remote.address, b"for another", only="another agent")
+    local.deliver()
+    assert [said for _, said in remote.transport.received()] == [b"for you"]
+    assert local.peers.dropped == {"meant for another agent": 1}
+    again = Remote(remote.address, local.network.agent("another agent"), incarnation=OTHER_START)
+    local.asking.answers[remote.place] = again.answer()
+    local.peers.send(remote.address, b"for another", only="another agent")
+    local.deliver()
+    assert [said for _, said in again.transport.received()] == [b"for another"], "it was started since it was met"
+
+
+def test_a_connection_is_another_one_once_it_was_lost(local: Local) -> None:
+    """What was posted over the first one ends with it."""
+    met(local)
+    first = local.peers.connection("remote-0")
+    assert first is not None and local.peers.connection("remote-0") is first
+    local.peers.lost("remote-0")
+    assert local.peers.connection("remote-0") is None
+    local.turn()
+    again = local.peers.connection("remote-0")
+    assert again is not None and again is not first, "though it is equal"
+    assert local.peers.connection("nobody") is None
+
+
+def test_a_connection_is_the_same_one_after_another_handshake(local: Local) -> None:
+    """Else what is in flight over it would count as lost already, and its blocks as quiet, when it fails."""
+    remote = met(local)
+    first = local.peers.connection("remote-0")
+    local.peers.probe(remote.address)
+    local.turn()
+    assert local.peers.connection("remote-0") is first
+    by_name = msgspec.structs.replace(remote.address, host="by.name")
+    local.asking.answers["by.name", remote.address.port, 0] = remote.answer()
+    Needing(local, by_name)
+    local.turn()
+    local.asking.answers[remote.place] = ConnectionRefusedError("nobody")
+    local.peers.probe(remote.address)
+    local.turn()
+    assert local.peers.connection("remote-0") is first, "it is known by the other name still"
+
+
+def test_who_was_started_again_is_looked_for_by_all_its_names(local: Local) -> None:
+    remote = met(local)
+    by_name = msgspec.structs.replace(remote.address, host="by.name")
+    local.asking.answers["by.name", remote.address.port, 0] = remote.answer()
+    Needing(local, by_name)
+    local.turn()
+    again = Remote(remote.address, local.network.agent("another agent"), incarnation=OTHER_START)
+    local.asking.answers[remote.place] = local.asking.answers["by.name", remote.address.port, 0] = again.answer()
+    local.peers.probe(remote.address)
+    local.turn()
+    local.turn()
+    assert local.dead == ["remote-0"]
+
+
+def test_a_handshake_that_meets_a_defect_costs_what_it_belongs_to(local: Local) -> None:
+    remote = local.remote()
+    local.asking.answers[remote.place] = IndexError("of ours")
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.cause is FailureCause.DEFECT and "IndexError: of ours" in needing.words
+
+
+def test_who_does_not_answer_a_probe_loses_the_connection_and_is_not_called_gone(local: Local) -> None:
+    """B3: a host that disappeared without a word. What was in flight to it ends; it may still write."""
+    remote = met(local)
+    local.network.vanish("remote-0")
+    local.transport.send("remote-0", b"in flight")
+    local.asking.answers[remote.place] = TimeoutError("silent")
+    local.peers.probe(remote.address)
+    local.turn()
+    assert local.dead == []
+    assert not local.peers.is_known("remote-0")
+    with pytest.raises(Exception, match="no way"):
+        local.transport.send("remote-0", b"again")
+    # When it comes back as somebody else, the first one is gone.
+    again = Remote(remote.address, local.network.agent("another agent"))
+    local.asking.answers[remote.place] = again.answer()
+    Needing(local, remote.address)
+    local.turn()
+    assert local.dead == ["remote-0"]
+
+
+def test_one_that_never_answers_holds_up_nobody(local: Local) -> None:
+    """C5: eight black holes occupied the handshakes of all."""
+    silent = [
+        local.remote(f"silent{n}", address=address(f"silent{n}", port=6000 + n), is_answering=False) for n in range(50)
+    ]
+    waiting = [Needing(local, remote.address) for remote in silent]
+    assert len(local.asking.asked) == 50
+    assert met(local)
+    assert not any(one.failed or one.known for one in waiting)
+    assert len(local.asking.asked) == 51
+
+
+def test_a_callback_that_raises_fails_what_it_belongs_to(local: Local, caplog: pytest.LogCaptureFixture) -> None:
+    remote = local.remote()
+    failed: list[HandOverFailed] = []
+
+    def defect(known: ConnectedPeer) -> None:
+        raise IndexError("of ours")
+
+    local.peers.need(remote.address, "", defect, failed.append)
+    sound = Needing(local, remote.address)
+    local.turn()
+    assert [one.cause for one in failed] == [FailureCause.DEFECT]
+    assert "IndexError: of ours" in str(failed[0]) and "by a defect" in caplog.text
+    assert len(sound.known) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+def test_a_word_waits_for_the_handshake(local: Local) -> None:
+    remote = local.remote(is_answering=False)
+    local.peers.send(remote.address, b"one")
+    local.peers.send(remote.address, b"two")
+    assert local.asking.asked == [remote.place]
+    local.asking.open.pop().set_result(remote.answer())
+    local.deliver()
+    assert [said for _, said in remote.transport.received()] == [b"one", b"two"]
+
+
+def test_a_word_over_a_lost_connection_is_said_once_more_over_another(local: Local) -> None:
+    """What is not heard by then is counted: whoever said it counts on an answer or a deadline."""
+    remote = met(local)
+    local.transport.lose("remote-0")
+    local.peers.send(remote.address, b"one")
+    local.deliver()
+    local.peers.send(remote.address, b"two")
+    local.deliver()
+    assert [said for _, said in remote.transport.received()] == [b"one", b"two"]
+    assert not local.peers.dropped
+    local.asking.answers[remote.place] = ConnectionRefusedError()
+    local.peers.lost("remote-0")
+    local.peers.send(remote.address, b"three")
+    local.turn()
+    assert local.peers.dropped == {"not sent": 1}
+
+
+def test_a_connection_that_is_lost_again_and_again_is_given_up(local: Local) -> None:
+    """Every handshake succeeds, and nothing goes through."""
+    remote = met(local)
+
+    def refuse(peer: str, notification: bytes) -> None:
+        raise TransportError("no way")
+
+    local.transport.send = refuse  # type: ignore[method-assign]
+    local.peers.send(remote.address, b"one")
+    for _ in range(5):
+        local.turn()
+    assert local.peers.dropped == {"not sent": 1}
+    assert len(local.asking.asked) == 3
+
+
+# ----------------------------------------------------------------------------------------------------------- forgetting
+
+
+def test_who_is_named_no_more_is_forgotten(local: Local) -> None:
+    """C5: decodes that were restarted stayed for ever, with all that was found out about them."""
+    remotes = [met(local, name=f"r{n}", address=address(f"r{n}", port=6000 + n)) for n in range(3)]
+    local.clock.advance(FORGOTTEN_SECONDS - 1)
+    assert Needing(local, remotes[0].address).known
+    local.clock.advance(1)
+    local.turn()
+    assert len(local.peers) == 1
+    assert local.dead == ["r1-0", "r2-0"], "whoever keeps something of them lets go of it"
+    assert local.transport._peers == {"r0-0"}
+    Needing(local, remotes[1].address)
+    local.turn()
+    assert local.peers.is_known("r1-0")
+    local.clock.advance(2 * FORGOTTEN_SECONDS)
+    local.turn()
+    peers = local.peers
+    assert [len(one) for one in (peers._links, peers._addresses, peers._places, peers._unused)] == [0, 0, 0, 0]
+
+
+def test_who_is_counted_on_is_not_forgotten(local: Local) -> None:
+    met(local)
+    local.listener.used = {"remote-0"}
+    local.clock.advance(FORGOTTEN_SECONDS)
+    local.turn()
+    assert len(local.peers) == 1 and not local.dead
+    local.listener.used = set()
+    local.clock.advance(FORGOTTEN_SECONDS)
+    local.turn()
+    assert len(local.peers) == 0 and local.dead == ["remote-0"]
+
+
+def test_who_is_being_asked_is_not_forgotten(local: Local) -> None:
+    remote = local.remote(is_answering=False)
+    needing = Needing(local, remote.address)
+    local.clock.advance(FORGOTTEN_SECONDS)
+    local.turn()
+    assert len(local.peers) == 1
+    local.asking.open.pop().set_result(remote.answer())
+    local.turn()
+    assert len(needing.known) == 1
+
+
+def test_many_that_cannot_be_met_leave_nothing(local: Local) -> None:
+    """Whoever sends parameters may name any number of engines."""
+    for number in range(100):
+        where = address(f"x{number}", port=1000 + number)
+        local.asking.answers[where.host, where.port, 0] = ConnectionRefusedError()
+        Needing(local, where)
+        local.peers.probe(where)
+    local.turn()
+    peers = local.peers
+    assert [len(one) for one in (peers._links, peers._addresses, peers._places, peers._unused)] == [0, 0, 0, 0]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""worker/transfer/topology.py: which ranks have bytes of which, and the ranges between them."""
+
+from __future__ import annotations
+
+import pytest
+from unit.worker_fakes import Local, Memory
+
+from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.transfer.topology import contributors, fits, kernel_blocks, kernel_blocks_of, peers_of
+
+MAX_RANKS = 12
+MAX_HEADS = 24
+
+
+def named(prefill_size: int, tp_rank: int, tp_size: int, is_latent: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    prefill = RemotePrefill("p", "h", 1, prefill_size)
+    return contributors(prefill, tp_rank=tp_rank, tp_size=tp_size, is_latent=is_latent)
+
+
+def sizes() -> list[tuple[int, int]]:
+    """(prefill's, decode's) of which one divides the other."""
+    numbers = range(1, MAX_RANKS + 1)
+    return [(theirs, ours) for theirs in numbers for ours in numbers if theirs % ours == 0 or ours % theirs == 0]
+
+
+@pytest.mark.parametrize(
+    ("prefill_size", "tp_size", "expected", "latent"),
+    [
+        (1, 1, [((0,), ())], [((0,), ())]),
+        (1, 2, [((0,), ()), ((0,), ())], [((0,), ()), ((0,), ())]),
+        (2, 1, [((0, 1), ())], [((0,), (1,))]),
+        (2, 4, [((0,), ()), ((0,), ()), ((1,), ()), ((1,), ())], [((0,), ()), ((0,), ()), ((1,), ()), ((1,), ())]),
+        (4, 2, [((0, 1), ()), ((2, 3), ())], [((0,), (1,)), ((2,), (3,))]),
+    ],
+    ids=["1 to 1", "1 to 2", "2 to 1", "2 to 4", "4 to 2"],
+)
+def test_contributors_of_each_rank_of_decode(
+    prefill_size: int,
+    tp_size: int,
+    expected: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    latent: list[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> None:
+    """(writers, others); of a latent that all ranks have, one rank is enough."""
+    assert [named(prefill_size, rank, tp_size, False) for rank in range(tp_size)] == expected
+    assert [named(prefill_size, rank, tp_size, True) for rank in range(tp_size)] == latent
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize(("prefill_size", "tp_size"), [(3, 2), (2, 3), (4, 6), (2048, 1)])
+def test_sizes_that_do_not_divide_are_an_error_that_names_both(
+    prefill_size: int, tp_size: int, is_latent: bool
+) -> None:
+    with pytest.raises(ValueError, match=f"{prefill_size} and decode's {tp_size} do not divide"):
+        named(prefill_size, 0, tp_size, is_latent)
+
+
+def test_a_rank_of_prefill_hears_of_every_rank_of_decode_that_it_shares_heads_with() -> None:
+    """And of no other: it waits for as many as there are. Rank r of n has the share from r/n to (r+1)/n."""
+    for prefill_size, tp_size in sizes():
+        for rank in range(tp_size):
+            overlapping = tuple(
+                theirs
+                for theirs in range(prefill_size)
+                if theirs * tp_size < (rank + 1) * prefill_size and rank * prefill_size < (theirs + 1) * tp_size
+            )
+            assert named(prefill_size, rank, tp_size, False) == (overlapping, ())
+            writers, others = named(prefill_size, rank, tp_size, True)
+            assert (*writers, *others) == overlapping
+            assert len(writers) == 1
+        for is_latent in (False, True):
+            found = [named(prefill_size, rank, tp_size, is_latent) for rank in range(tp_size)]
+            writing = [theirs for writers, _ in found for theirs in writers]
+            told = [theirs for _, others in found for theirs in others]
+            assert {*writing, *told} == set(range(prefill_size)), "none waits for its lease to end"
+            assert not set(writing) & set(told)
+            # What `OfferRegistry` waits for before it lets go of an offer.
+            assert {writing.count(theirs) for theirs in writing} == {max(1, tp_size // prefill_size)}
+
+
+def test_writers_have_every_head_of_the_rank_they_write_to() -> None:
+    """With heads split or, where there are fewer than ranks, repeated, as vLLM does."""
+
+    def heads_of(rank: int, size: int, total: int) -> set[int]:
+        first = rank * total // size
+        return set(range(first, first + max(1, total // size)))
+
+    for prefill_size, tp_size in sizes():
+        for total in range(1, MAX_HEADS + 1):
+            if any(total % size and size % total for size in (prefill_size, tp_size)):
+                continue
+            for rank in range(tp_size):
+                writers, _ = named(prefill_size, rank, tp_size, False)
+                written: set[int] = set().union(*(heads_of(theirs, prefill_size, total) for theirs in writers))
+                assert written >= heads_of(rank, tp_size, total), (prefill_size, tp_size, total, rank)
+
+
+def test_ranks_are_at_their_engines_address() -> None:
+    found = peers_of(RemotePrefill("e", "h", 7, 4), (1, 3))
+    assert [(one.engine_id, one.host, one.port, one.tp_size, one.tp_rank) for one in found] == [
+        ("e", "h", 7, 4, 1),
+        ("e", "h", 7, 4, 3),
+    ]
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+def test_a_block_of_the_scheduler_is_so_many_of_the_kernel(ratio: int) -> None:
+    """A4: each side with its own ratio."""
+    assert list(kernel_blocks([5, 2], ratio)) == [*range(5 * ratio, 6 * ratio), *range(2 * ratio, 3 * ratio)]
+    assert list(kernel_blocks([], ratio)) == []
+    assert kernel_blocks_of(BlockRange(8, (5,)), ratio) == Blocks(kernel_blocks((5,), ratio), 8)
+
+
+def test_a_place_knows_its_block_sizes() -> None:
+    place = Local(kernel_blocks_per_block=3, memory=Memory(block_size=2)).side.local
+    assert (place.kernel_block_size, place.block_size) == (2, 6)
+
+
+def test_what_lies_between_two_ranks_is_found_once_and_forgotten() -> None:
+    local = Local()
+    there = Memory().planes
+    routes = local.side.routes
+    first = routes.of("a", (there,))
+    assert routes.of("a", (there,)) is first and len(routes) == 1
+    with pytest.raises(ValueError, match="kinds of planes"):
+        routes.of("b", (there, there))
+    routes.forget("a")
+    routes.forget("a")
+    assert len(routes) == 0
+
+
+def test_what_one_address_says_of_an_agents_memory_is_not_used_for_another() -> None:
+    """Anybody may answer with the metadata of another engine's agent, and with places of its own making."""
+    routes, liar, honest = Local().side.routes, Memory(), Memory()
+    lie = routes.of("a", (liar.planes,))
+    truth = routes.of("a", (honest.planes,))
+    groups = [(Blocks((1,)), Blocks((2,)), 0)]
+    assert not (routes.ranges(lie, groups, 4).remote == routes.ranges(truth, groups, 4).remote).all()
+    assert routes.of("a", (honest.planes,)) is truth and len(routes) == 1
+
+
+def test_groups_are_moved_together_and_those_without_a_token_left_out() -> None:
+    local = Local()
+    routes = local.side.routes.of("a", (Memory().planes,))
+    one, two = (Blocks([1, 2]), Blocks([3, 4]), 0), (Blocks([5, 6]), Blocks([7, 8]), 0)
+    both = local.side.routes.ranges(routes, [one, two], 8)
+    alone = local.side.routes.ranges(routes, [one], 8)
+    assert both.total_bytes == 2 * alone.total_bytes > 0
+    behind = (Blocks([5], 8), Blocks([7], 8), 8)
+    assert local.side.routes.ranges(routes, [one, behind], 8).total_bytes == alone.total_bytes
+    with pytest.raises(ValueError, match="no token before 8"):
+        local.side.routes.ranges(routes, [behind], 8)
+
+
+def test_what_does_not_fit_is_said_in_words() -> None:
+    local = Local(tp_size=2)
+    remote = local.remote()
+    assert fits(local.side.local, remote.handshake()) == ""
+    assert "tensor parallel 3; expected a multiple or a divisor of 2" in fits(
+        local.side.local, remote.handshake(tp_size=3)
+    )
+    other = Planes((4096,), 8, 8, 8, 8, 4, 4, 1)
+    assert "1 planes of cells of 8 bytes" in fits(local.side.local, remote.handshake(memory=(other,)))

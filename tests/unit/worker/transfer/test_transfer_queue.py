@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transfer/transfer_queue.py: what is in flight is bounded, its ends are waited for, and no peer holds up another."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.transport.base import State
+from kvcached_nixl.transport.memory import Network, Posted
+from kvcached_nixl.worker.transfer.transfer_queue import (
+    DROPPED_POLL_SECONDS,
+    POSTING_SECONDS,
+    Budget,
+    TransferJob,
+    TransferQueue,
+)
+
+ROW = 8
+SMALL = Budget(descriptors=4, batch_bytes=2 * ROW, peer_bytes=4 * ROW, all_bytes=6 * ROW, peer_transfers=3)
+
+
+class Mover:
+    """`TransferQueue` to some peers, and memory of its own to move."""
+
+    def __init__(self, budget: Budget | None = SMALL, peers: tuple[str, ...] = ("a", "b", "c")) -> None:
+        self.network = Network()
+        self.clock = ManualClock()
+        self.transport = self.network.agent("here")
+        for peer in peers:
+            self.network.agent(peer)
+            self.transport.add_peer(peer.encode())
+        self.lost: list[str] = []
+        self.moved: list[tuple[str, int, int, float]] = []
+        self.ended: dict[str, str] = {}
+        self.transfer_queue = TransferQueue(
+            self.transport, self.clock, self.lose, lambda *one: self.moved.append(one), budget
+        )
+        self.memory = np.zeros((2, 4096), dtype=np.int64)
+
+    def lose(self, peer: str) -> None:
+        self.lost.append(peer)
+        self.transport.remove_peer(peer)
+
+    def job(self, name: str, rows: int, peer: str = "a", *, is_urgent: bool = False, **more: Any) -> TransferJob:
+        starts = self.memory.ctypes.data + ROW * np.arange(rows, dtype=np.int64)
+        ranges = np.stack((starts, np.full(rows, ROW)), axis=1)
+        there = ranges + np.array([self.memory.strides[0], 0])
+        job = TransferJob("WRITE", peer, ranges, there, lambda failed: self.end(name, failed), **more)
+        self.transfer_queue.submit(job, is_urgent=is_urgent)
+        return job
+
+    def end(self, name: str, failed: str) -> None:
+        assert name not in self.ended, "ended twice"
+        self.ended[name] = failed
+
+    def in_flight(self, peer: str | None = None) -> list[Posted]:
+        return [one for one in self.network.pending if peer in (None, one.receiver)]
+
+    def rows(self, peer: str | None = None) -> int:
+        return sum(len(one.local) for one in self.in_flight(peer) if one.local is not None)
+
+    def deliver(self, *posted: Posted) -> None:
+        for one in posted:
+            self.network.deliver(one)
+        self.transfer_queue.turn()
+
+
+def test_a_job_moves_in_batches_and_ends_when_the_last_has() -> None:
+    mover = Mover()
+    mover.memory[0, :7] = np.arange(1, 8)
+    told: list[tuple[int, bool]] = []
+    mover.job("one", 7, notify=lambda index, is_last: told.append((index, is_last)) or b"n%d" % index)
+    mover.transfer_queue.turn()
+    assert [len(one.local) for one in mover.in_flight() if one.local is not None] == [2, 2]
+    while mover.network.pending:
+        assert not mover.ended
+        assert mover.transfer_queue.is_busy and len(mover.transfer_queue) > 0
+        mover.deliver(*mover.in_flight())
+    assert mover.ended == {"one": ""}
+    assert told == [(0, False), (1, False), (2, False), (3, True)]
+    assert mover.memory[1, :8].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert mover.transport.unreleased() == []
+    assert not mover.transfer_queue.is_busy and len(mover.transfer_queue) == 0
+    assert [(operation, size, rows) for operation, size, rows, _ in mover.moved] == [("WRITE", 16, 2)] * 3 + [
+        ("WRITE", 8, 1)
+    ]
+
+
+def test_what_is_moved_is_timed() -> None:
+    mover = Mover()
+    mover.job("one", 1)
+    mover.transfer_queue.turn()
+    mover.clock.advance(2.5)
+    mover.deliver(*mover.in_flight())
+    assert mover.moved == [("WRITE", ROW, 1, 2.5)]
+
+
+def test_the_next_batch_follows_a_completion_and_not_the_clock() -> None:
+    """C2: once it was a poll."""
+    mover = Mover()
+    mover.job("one", 20)
+    mover.transfer_queue.turn()
+    for _ in range(5):
+        mover.transfer_queue.turn()
+        mover.clock.advance(10)
+        assert mover.rows() == 4
+    mover.deliver(mover.in_flight()[0])
+    assert mover.rows() == 4, "one that has ended, one that follows, in the same turn"
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows", "batches"),
+    [
+        (Budget(descriptors=3, batch_bytes=100 * ROW), 10, [3, 3, 3, 1]),
+        (Budget(descriptors=100, batch_bytes=4 * ROW), 10, [4, 4, 2]),
+        (Budget(descriptors=100, batch_bytes=1), 3, [1, 1, 1]),
+        (Budget(peer_transfers=2, descriptors=3), 10, [3, 3]),
+        (Budget(), 10, [10]),
+    ],
+    ids=["descriptors", "bytes", "less than a row", "transfers", "as it is"],
+)
+def test_batches_are_cut_to_size(budget: Budget, rows: int, batches: list[int]) -> None:
+    mover = Mover(budget)
+    mover.job("one", rows)
+    mover.transfer_queue.turn()
+    assert [len(one.local) for one in mover.in_flight() if one.local is not None] == batches
+
+
+def test_a_peer_has_a_budget_of_its_own_and_all_have_one_together() -> None:
+    mover = Mover()
+    for peer in "abc":
+        mover.job(peer, 50, peer)
+    mover.transfer_queue.turn()
+    assert max(mover.rows(peer) for peer in "abc") <= 4
+    # Whoever has nothing in flight gets one transfer beyond the budget of all.
+    assert min(mover.rows(peer) for peer in "abc") >= 2
+    assert mover.rows() <= 8
+    while len(mover.ended) < 3:
+        mover.deliver(mover.in_flight()[0])
+        assert mover.rows() <= 8 and max(mover.rows(peer) for peer in "abc") <= 5
+    assert mover.ended == {"a": "", "b": "", "c": ""}
+
+
+def test_however_many_peers_have_nothing_in_flight_there_is_an_end() -> None:
+    """Twice the budget of all, and no more."""
+    peers = tuple(f"p{number}" for number in range(40))
+    mover = Mover(peers=peers)
+    for peer in peers:
+        mover.job(peer, 10, peer)
+    for _ in range(10):
+        mover.transfer_queue.turn()
+    assert 12 <= mover.rows() <= 14
+    while len(mover.ended) < 40:
+        mover.deliver(mover.in_flight()[0])
+
+
+def test_a_peer_that_takes_nothing_costs_the_others_its_budget_and_no_more() -> None:
+    """Everything is per peer."""
+    mover = Mover()
+    mover.job("slow", 1000, "a")
+    mover.transfer_queue.turn()
+    for number in range(20):
+        mover.job(str(number), 10, "b")
+    for _ in range(200):
+        mover.deliver(*mover.in_flight("b"))
+    assert [str(number) in mover.ended for number in range(20)] == [True] * 20
+    assert mover.rows("a") == 4
+
+
+def test_peers_take_turns() -> None:
+    """A long job of one does not come before a short one of another."""
+    mover = Mover(Budget(descriptors=1, peer_bytes=ROW, all_bytes=10 * ROW))
+    mover.job("long", 500, "a")
+    mover.job("short", 3, "b")
+    turns = 0
+    while "short" not in mover.ended:
+        turns += 1
+        mover.transfer_queue.turn()
+        mover.deliver(*mover.in_flight())
+        assert turns < 10
+
+
+def test_where_a_turns_time_runs_out_another_peer_comes_first_in_the_next() -> None:
+    mover = Mover(Budget(descriptors=1, peer_bytes=1000 * ROW), peers=("a", "b"))
+
+    class Slow:
+        """Each look at it takes as long as a turn may post."""
+
+        def __init__(self) -> None:
+            self.now = 0.0
+
+        def now_seconds(self) -> float:
+            self.now += POSTING_SECONDS / 2
+            return self.now
+
+    mover.transfer_queue._clock = Slow()
+    mover.job("a", 100, "a")
+    mover.job("b", 100, "b")
+    posted = []
+    for _ in range(4):
+        before = set(mover.in_flight())
+        mover.transfer_queue.turn()
+        posted.append({one.receiver for one in mover.in_flight() if one not in before})
+    assert {"a"} in posted and {"b"} in posted
+    assert all(len(one) == 1 for one in posted)
+
+
+def test_what_a_turn_had_no_time_for_is_told_from_what_there_is_no_room_for() -> None:
+    """The transfer thread comes back at once for the first; for the second it waits until something has ended."""
+    mover = Mover(Budget(descriptors=1, peer_transfers=3))
+    mover.job("a", 3)
+    mover.job("b", 1)
+    calls = iter([0.0, 0.0, 0.0, 2 * POSTING_SECONDS])
+
+    class Late:
+        def now_seconds(self) -> float:
+            return next(calls, 2 * POSTING_SECONDS)
+
+    mover.transfer_queue._clock, clock = Late(), mover.transfer_queue._clock
+    mover.transfer_queue.turn()
+    assert mover.transfer_queue.has_more and 0 < len(mover.in_flight()) < 3
+    mover.transfer_queue._clock = clock
+    mover.transfer_queue.turn()
+    assert not mover.transfer_queue.has_more and len(mover.in_flight()) == 3
+    while mover.network.pending:
+        mover.deliver(*mover.in_flight())
+    assert mover.ended == {"a": "", "b": ""} and not mover.transfer_queue.has_more
+
+
+def test_what_is_urgent_comes_before_what_waits() -> None:
+    """A word to look at, behind a thousand blocks: it is 512 bytes, and a request waits for nothing else."""
+    mover = Mover()
+    mover.job("blocks", 100)
+    mover.transfer_queue.turn()
+    mover.job("word", 1, is_urgent=True)
+    mover.deliver(mover.in_flight()[0])
+    mover.deliver(*mover.in_flight())
+    assert list(mover.ended) == ["word"]
+
+
+def test_nothing_to_move_ends_at_once_but_not_inside_submit() -> None:
+    mover = Mover()
+    mover.job("nothing", 0)
+    assert not mover.ended and mover.transfer_queue.is_busy
+    mover.transfer_queue.turn()
+    assert mover.ended == {"nothing": ""}
+
+
+# -------------------------------------------------------------------------------------------------------------- failure
+
+
+def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_quiet() -> None:
+    """A failed one may have moved any part of its bytes, and NIXL has not waited for the rest (nixl#2044)."""
+    mover = Mover()
+    mover.job("one", 100)
+    mover.job("behind", 1)
+    mover.job("other", 3, "b")
+    mover.transfer_queue.turn()
+    first, second = mover.in_flight("a")
+    # A transport on which removing the peer does not end what is in flight at once.
+    mover.transport.remove_peer = lambda peer: None  # type: ignore[method-assign]
+    mover.network.fail(first)
+    mover.transfer_queue.turn()
+    assert mover.lost == ["a"]
+    assert "one" not in mover.ended, "its second batch is in flight"
+    assert second.state is State.IN_FLIGHT and not second.released and first.released
+    mover.network.fail(second)
+    mover.transfer_queue.turn()
+    assert mover.ended["one"] == "a WRITE failed"
+    while mover.network.pending:
+        mover.deliver(*mover.in_flight())
+    assert (mover.ended["other"], mover.ended["behind"]) == ("", "")
+    assert mover.transport.unreleased() == []
+
+
+def test_what_cannot_be_posted_fails_its_job_and_loses_the_peer() -> None:
+    """B9: a lost connection is not noticed in another way."""
+    mover = Mover()
+    mover.transport.refuse_posts = True
+    mover.job("one", 100)
+    mover.transfer_queue.turn()
+    mover.transfer_queue.turn()
+    assert "no WRITE" in mover.ended["one"]
+    assert mover.lost == ["a"]
+    assert not mover.transfer_queue.is_busy
+
+
+def test_who_is_unknown_fails_at_once() -> None:
+    mover = Mover()
+    mover.job("one", 1, "nobody")
+    mover.transfer_queue.turn()
+    assert "no way to 'nobody'" in mover.ended["one"]
+
+
+def test_what_fails_of_an_earlier_connection_says_nothing_of_this_one() -> None:
+    """Its peer was met again meanwhile: other transfers go on."""
+    mover = Mover()
+    connections = {"a": object()}
+    mover.transfer_queue._connection = connections.get
+    mover.job("before", 2)
+    mover.transfer_queue.turn()
+    (before,) = mover.in_flight()
+    connections["a"] = object()
+    mover.job("after", 2)
+    mover.transfer_queue.turn()
+    mover.network.fail(before)
+    mover.transfer_queue.turn()
+    assert (mover.ended, mover.lost) == ({"before": "a WRITE failed"}, [])
+    mover.network.fail(mover.in_flight()[0])
+    mover.transfer_queue.turn()
+    assert mover.lost == ["a"]
+
+
+def test_a_job_that_failed_posts_nothing_more() -> None:
+    mover = Mover()
+    mover.job("one", 100)
+    mover.transfer_queue.turn()
+    mover.network.fail(mover.in_flight()[0])
+    mover.transfer_queue.turn()
+    mover.transfer_queue.turn()
+    assert mover.ended == {"one": "a WRITE failed"}
+    assert len(mover.transport.posted) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- given up
+
+
+def test_what_was_dropped_before_it_was_posted_ends_with_the_next_turn() -> None:
+    mover = Mover()
+    mover.job("first", 100)
+    job = mover.job("second", 1)
+    mover.transfer_queue.turn()
+    mover.transfer_queue.drop(job)
+    mover.transfer_queue.drop(job)
+    assert "second" not in mover.ended, "never inside a call of its owner's"
+    mover.transfer_queue.turn()
+    assert mover.ended == {"second": ""}
+    assert all(one.local is None or len(one.local) == 2 for one in mover.transport.posted)
+
+
+def test_what_is_in_flight_when_it_is_dropped_is_waited_for() -> None:
+    """R2: nothing that was posted can be called back (nixl#2067)."""
+    mover = Mover()
+    job = mover.job("one", 100)
+    mover.transfer_queue.turn()
+    mover.transfer_queue.drop(job)
+    assert (len(mover.transfer_queue), mover.transfer_queue.num_dropped) == (0, 2)
+    mover.transfer_queue.turn()
+    assert not mover.transfer_queue.is_busy, "nobody waits for it, so nobody polls for it"
+    first, second = mover.in_flight()
+    mover.clock.advance(DROPPED_POLL_SECONDS)
+    mover.deliver(first)
+    assert not mover.ended
+    mover.clock.advance(DROPPED_POLL_SECONDS)
+    mover.deliver(second)
+    assert mover.ended == {"one": ""}
+    assert mover.transfer_queue.num_dropped == 0
+    assert mover.transport.unreleased() == []
+    assert len(mover.transport.posted) == 2
+    assert mover.moved == []
+
+
+def test_what_was_dropped_gives_its_room_to_others() -> None:
+    """B3: a peer that is gone without a word keeps nobody from working."""
+    mover = Mover()
+    mover.network.vanish("a")
+    jobs = [mover.job(f"a{number}", 100) for number in range(3)]
+    mover.transfer_queue.turn()
+    for job in jobs:
+        mover.transfer_queue.drop(job)
+    mover.job("b", 40, "b")
+    for _ in range(60):
+        mover.deliver(*mover.in_flight("b"))
+    assert mover.ended["b"] == ""
+    assert mover.transfer_queue.num_dropped == 2
+    assert "a0" not in mover.ended
+
+
+def test_the_end_of_what_was_dropped_is_looked_for_now_and_then() -> None:
+    mover = Mover()
+    job = mover.job("one", 1)
+    mover.transfer_queue.turn()
+    mover.transfer_queue.turn()
+    mover.transfer_queue.drop(job)
+    mover.transfer_queue.turn()
+    asked: list[Any] = []
+    real = mover.transport.state
+    mover.transport.state = lambda handle: asked.append(handle) or real(handle)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(10):
+        mover.transfer_queue.turn()
+    assert asked == []
+    mover.clock.advance(DROPPED_POLL_SECONDS)
+    mover.transfer_queue.turn()
+    assert len(asked) == 1
+
+
+def test_a_dropped_transfer_that_fails_still_loses_the_peer() -> None:
+    mover = Mover()
+    job = mover.job("one", 1)
+    mover.transfer_queue.turn()
+    mover.transfer_queue.drop(job)
+    mover.network.fail(mover.in_flight()[0])
+    mover.clock.advance(1)
+    mover.transfer_queue.turn()
+    assert mover.lost == ["a"]
+    assert mover.ended == {"one": "a WRITE failed"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_order_of_ends_leaves_nothing_behind(data: st.DataObject) -> None:
+    """Jobs of any size to any peer, dropped, failed, delivered in any order: each ends once, and all room is back."""
+    mover = Mover()
+    jobs = []
+    for number in range(data.draw(st.integers(1, 8))):
+        peer = data.draw(st.sampled_from("abc"))
+        jobs.append(mover.job(str(number), data.draw(st.integers(0, 9)), peer, is_urgent=data.draw(st.booleans())))
+    for _ in range(200):
+        mover.transfer_queue.turn()
+        mover.clock.advance(0.03)
+        pending = mover.in_flight()
+        if not pending and not mover.transfer_queue.is_busy and not mover.transfer_queue.num_dropped:
+            break
+        assert mover.rows() <= 2 * 6 + 2 + 2 * mover.transfer_queue.num_dropped
+        match data.draw(st.sampled_from(["deliver", "deliver", "fail", "drop"])):
+            case "drop":
+                job = jobs[data.draw(st.integers(0, len(jobs) - 1))]
+                if not job.is_idle:
+                    mover.transfer_queue.drop(job)
+            case "fail" if pending:
+                mover.network.fail(pending[data.draw(st.integers(0, len(pending) - 1))])
+            case _ if pending:
+                mover.network.deliver(pending[data.draw(st.integers(0, len(pending) - 1))])
+        for peer in mover.lost:
+            mover.transport.add_peer(peer.encode())
+    assert len(mover.ended) == len(jobs)
+    assert mover.transport.unreleased() == []
+    transfer_queue = mover.transfer_queue
+    assert (transfer_queue._lanes, transfer_queue._active, transfer_queue._dropped, transfer_queue._all_bytes) == (
+        {},
+        {},
+        {},
+        0,
+    )
+
+
+def test_a_turn_with_nothing_in_flight_costs_nothing() -> None:
+    mover = Mover()
+    begun = time.perf_counter()
+    for _ in range(1000):
+        mover.transfer_queue.turn()
+    assert time.perf_counter() - begun < 0.5
+
+
+def test_nixl_posts_nothing_on_threads_of_its_own() -> None:
+    """They select no device. Its UCX backend splits a transfer of ``split_batch_size`` descriptors or more, 1,024."""
+    assert Budget().descriptors < 1024
