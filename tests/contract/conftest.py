@@ -22,6 +22,10 @@ def agents_wait_for_events_and_no_thread_is_pinned() -> None:
     # vLLM's connector would pin this process, and with it every process that a test starts, to one core.
     use_every_core()
     wait_for_events(pytest.importorskip("nixl._bindings", reason="needs an environment: bash experiments/env.sh"))
+    # What was imported is not looked at again: with vLLM that takes a second each time. Once: an engine that a test still
+    # holds would be frozen, too, and never freed.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +33,6 @@ def no_agent_is_left_over() -> Iterator[None]:
     """An agent's threads live as long as it does, and an engine is in a cycle."""
     # Not after the test: then pytest still holds its fixtures' values.
     gc.collect()
-    # What is here by now is not looked at again: with vLLM imported, that takes a second each time.
-    gc.freeze()
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads < MANY_THREADS, f"{threads} threads: a test before this one has left its engines or agents running"
     yield
