@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md: what it repeats is what the code says."""
+"""README.md and what moved from it to docs/: what they repeat is what the code and the results say."""
 
 from __future__ import annotations
 
@@ -12,20 +12,45 @@ import pytest
 
 from kvcached_nixl.compat.matrix import markdown
 from kvcached_nixl.compat.series import ROWS, Evidence
+from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
+SUPPORT = (REPOSITORY / "docs/support.md").read_text()
+MEASUREMENTS = (REPOSITORY / "docs/measurements.md").read_text()
+
+
+def row_of(text: str, first_cell: str) -> str:
+    """The only row of a table that begins with this cell."""
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {first_cell} |")]
+    return row
 
 
 def section(name: str) -> str:
-    found = re.search(rf"<!-- {name}:.*?-->\n(.*?)\n<!-- end of {name} -->", README, re.DOTALL)
-    assert found is not None, f"README.md has no section between '<!-- {name}: ... -->' and '<!-- end of {name} -->'"
+    found = re.search(rf"<!-- {name}:.*?-->\n(.*?)\n<!-- end of {name} -->", SUPPORT, re.DOTALL)
+    assert found is not None, f"docs/support.md has nothing between '<!-- {name}: ... -->' and '<!-- end of {name} -->'"
     return found[1].strip()
 
 
 def test_the_support_matrix_is_the_capability_table() -> None:
     """Regenerate it with: python -m kvcached_nixl.compat.matrix."""
     assert section("support matrix") == markdown()
+
+
+def test_the_summary_of_support_names_the_same_versions() -> None:
+    """README.md has one table for all: the first and the last series, those that no server was run with, kvcached's."""
+    served = {Evidence.E2E, Evidence.EQUIVALENCE, Evidence.GPU}
+    contract_only = [row.series for row in ROWS if not served & set(row.evidence)]
+    vllm = row_of(README, "vLLM")
+    assert f"{ROWS[0].series} to {ROWS[-1].series}" in vllm
+    assert f"{contract_only[0]} to {contract_only[-1]} by contract tests only" in vllm
+    assert f"kvcached {KVCACHED_SUPPORTED.removeprefix('==')}," in row_of(README, "kvcached, NIXL")
+
+
+def test_no_page_says_that_a_gpu_was_used_before_the_table_does() -> None:
+    """When a series has that evidence, the first lines of README.md and the table in docs/support.md change."""
+    has_run = any(Evidence.GPU in row.evidence for row in ROWS)
+    assert ("nothing yet" in row_of(SUPPORT, Evidence.GPU.value)) is not has_run
 
 
 RESULTS = REPOSITORY / "experiments/byte_equivalence/results"
@@ -46,17 +71,36 @@ def test_byte_equivalence_of_the_matrix_has_a_committed_result(version: str) -> 
     assert not all(map(lacking, found))
 
 
-def test_the_byte_equivalence_claim_has_whole_runs() -> None:
-    """The table of results names versions; each has the summary of a run of all arms."""
-    (claim,) = [line for line in README.splitlines() if line.startswith("| Is it what one stock instance gives?")]
-    named = re.findall(r"0\.\d+\.\d+", claim)
+CLAIMS = {
+    "README.md": row_of(README, "Are bytes and tokens right?"),
+    "docs/measurements.md": row_of(MEASUREMENTS, "Is the output identical to one stock instance?"),
+}
+
+
+@pytest.mark.parametrize("page", CLAIMS)
+def test_the_byte_equivalence_claim_has_whole_runs(page: str) -> None:
+    """Both tables of results name versions; each has the summary of a run of all arms."""
+    named = re.findall(r"0\.\d+\.\d+", CLAIMS[page])
     assert named and set(named) <= set(COMPARED)
     for version in named:
         assert not lacking(json.loads((RESULTS / f"last-{version}.json").read_text()))
 
 
-def test_every_experiment_has_a_row() -> None:
-    """experiments/README.md: question, command, last result, versions, hardware, one row per folder with a run.sh."""
+SCRIPTS = sorted((REPOSITORY / "experiments").glob("*/run.sh"))
+MOST_CELL_CHARACTERS = 90
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.parent.name)
+def test_every_experiment_has_a_row(script: Path) -> None:
+    """experiments/README.md: question, command, last result, versions; docs/measurements.md has the figures."""
+    command = f"`bash experiments/{script.parent.name}/run.sh"
     table = (REPOSITORY / "experiments/README.md").read_text()
-    for script in sorted((REPOSITORY / "experiments").glob("*/run.sh")):
-        assert f"experiments/{script.parent.name}/run.sh" in table
+    (row,) = [line for line in table.splitlines() if line.startswith("|") and f"{command}`" in line]
+    cells = [cell.strip() for cell in row.strip("| ").split(" | ")]
+    assert len(cells) == 4
+    assert all(len(cell) <= MOST_CELL_CHARACTERS for cell in cells), "a row is for reading: details go below the table"
+    assert command in MEASUREMENTS
+
+
+def test_all_experiments_are_found() -> None:
+    assert len(SCRIPTS) >= 12
