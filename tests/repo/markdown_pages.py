@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation says, read from its Markdown: headings, links, rows of tables, sentences."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+LONGEST_SENTENCE = 40
+"""In terms. A code span counts as one."""
+
+OLD_TERMS: Mapping[str, str] = MappingProxyType(
+    {
+        r"\bbeats?\b": "heartbeat",
+        r"\bwords?\b": "ownership token, message or reason",
+        r"\blandings?\b": "token buffer",
+        r"\bpostings?\b": "transfer queue",
+        r"\bbytes come to\b": "checksum",
+        r"\banew\b": "again",
+        r"\b(nobody|somebody)'s\b": "free, or who owns it",
+        r"\bis none\b": "is not one, or is ignored",
+        r"\bthe own\b": "its own",
+        r"\bmakes? of (it|them|such)\b": "handles",
+        r"\bquiet\b": "idle",
+        r"\bwish(es)?\b": "request",
+        r"\bof before\b": "earlier",
+        r"\bwhat of\b": "how are ... handled",
+    }
+)
+"""Terms that readers took for something else -> the field's."""
+
+_FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.DOTALL | re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- ([a-z ]+):[^>]*-->\n.*?<!-- end of \1 -->", re.DOTALL)
+_CODE = re.compile(r"(`+)(.+?)\1")
+_LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^(#{1,6})\s+(.*?)\s*#*$", re.MULTILINE)
+_ITEM = re.compile(r"^\s*([*+-]|\d+\.)\s+")
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*([A-Z0-9]|vLLM|kvcached|nginx))")
+
+
+def headings(text: str) -> list[tuple[int, str]]:
+    """(level, text) of each, in order; what is code in them without its quotes."""
+    found = _HEADING.findall(_FENCE.sub("", text))
+    return [(len(marks), _LINK.sub(r"\1", title).replace("`", "")) for marks, title in found]
+
+
+def section(text: str, title: str) -> str:
+    """What is below the heading ``title``, up to the next one of its level or above; "" if there is no such heading."""
+    text = _FENCE.sub("", text)
+    places = list(_HEADING.finditer(text))
+    for number, one in enumerate(places):
+        if one[2].replace("`", "") == title:
+            later = (other.start() for other in places[number + 1 :] if len(other[1]) <= len(one[1]))
+            return text[one.end() : next(later, len(text))]
+    return ""
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name: anchors that the site and a repository's web page both give to a heading."""
+    titles = [title for _, title in headings(text)]
+    return _numbered(map(_of_site, titles), "_") & _numbered(map(_of_repository, titles), "-")
+
+
+def links(text: str) -> list[str]:
+    """Targets of links and images, without those that leave the repository."""
+    text = _CODE.sub("", "\n".join(_lines_of_prose(text)))
+    return [target for _, target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+
+
+def broken_links(page: Path, root: Path) -> list[str]:
+    """Links of a page whose file or anchor is not there.
+
+    Args:
+        root: no link may lead out of it.
+    """
+    found = []
+    for target in links(page.read_text()):
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.is_relative_to(root.resolve()):
+            found.append(f"{target}: leads out of {root.name}")
+        elif not file.exists():
+            found.append(f"{target}: no such file")
+        elif anchor and anchor not in anchors(file.read_text()):
+            found.append(f"{target}: no such heading")
+    return found
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """First cell, without quotes of code -> the row's cells, of every table. Each name in a first cell has the row."""
+    found: dict[str, list[str]] = {}
+    for line in _FENCE.sub("", text).splitlines():
+        if line.startswith("|") and not _is_ruler(line):
+            cells = cells_of(line)
+            for name in re.findall(r"`([^`]+)`", cells[0]) or [cells[0]]:
+                found.setdefault(name, cells)
+    return found
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a table's row."""
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Every sentence that a person reads: of paragraphs, items, cells and headings. No code, nothing generated."""
+    for unit in _units(text):
+        plain = _LINK.sub(r"\1", _CODE.sub("CODE", unit))
+        begin = 0
+        for end in [*_SENTENCE_END.finditer(plain), None]:
+            one = plain[begin : end.start() if end else None].strip()
+            begin = end.end() if end else begin
+            if one:
+                yield one
+
+
+def faults(text: str) -> list[str]:
+    """Sentences that are too long, and old terms, each with what is wrong."""
+    found = []
+    for one in sentences(text):
+        length = sum(1 for term in one.split() if re.search(r"\w", term))
+        if length > LONGEST_SENTENCE:
+            found.append(f"{length} terms, at most {LONGEST_SENTENCE}: {one}")
+        for pattern, better in OLD_TERMS.items():
+            if re.search(pattern, one, re.IGNORECASE):
+                found.append(f"{pattern} -> {better}: {one}")
+    return found
+
+
+def _lines_of_prose(text: str) -> Iterator[str]:
+    """Lines without code blocks; what belongs to an admonition without its indentation."""
+    text = _FENCE.sub("", _COMMENT.sub("", _GENERATED.sub("", text)))
+    is_admonition, is_after_text = False, False
+    for line in text.splitlines():
+        if line.startswith(("!!!", "???")):
+            is_admonition = True
+            yield "\n" + " ".join(re.findall(r'"([^"]*)"', line))
+            continue
+        is_indented = line.startswith("    ")
+        is_admonition = is_admonition and (is_indented or not line)
+        if is_admonition:
+            yield line[4:]
+        elif is_indented and not is_after_text:
+            continue
+        else:
+            yield line
+        is_after_text = bool(line.strip())
+
+
+def _units(text: str) -> Iterator[str]:
+    unit: list[str] = []
+    for line in [*_lines_of_prose(text), ""]:
+        heading = _HEADING.match(line)
+        is_row = line.startswith("|")
+        if unit and (not line.strip() or heading or is_row or _ITEM.match(line)):
+            yield " ".join(unit)
+            unit = []
+        if is_row:
+            yield from () if _is_ruler(line) else cells_of(line)
+        elif heading:
+            yield heading[2]
+        elif line.strip():
+            unit.append(_ITEM.sub("", line).strip())
+
+
+def _is_ruler(line: str) -> bool:
+    return re.fullmatch(r"[\s|:-]+", line) is not None
+
+
+def _of_site(title: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+def _of_repository(title: str) -> str:
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.strip().lower()))
+
+
+def _numbered(names: Iterator[str], separator: str) -> set[str]:
+    """The second of a name gets a number."""
+    count: Counter[str] = Counter()
+    found = set()
+    for name in names:
+        found.add(f"{name}{separator}{count[name]}" if count[name] else name)
+        count[name] += 1
+    return found

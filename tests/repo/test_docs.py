@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README.md and docs/: everything an operator can meet is there, links resolve, and sentences are short."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import markdown_pages as pages
+import pytest
+
+from kvcached_nixl.errors import Refused
+from kvcached_nixl.hostvmm.errors import HostvmmError
+from kvcached_nixl.proxy.failure import RouterFailure
+from kvcached_nixl.proxy.options import add_arguments
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.wire.causes import FailureCause
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCS = REPOSITORY / "docs"
+README = REPOSITORY / "README.md"
+PAGES = [README, REPOSITORY / "experiments/README.md", *sorted(DOCS.rglob("*.md"))]
+MOST_README_LINES = 150
+STATE_WITHIN_LINES = 10
+_STATE = re.compile(r"not (yet )?run on a GPU", re.IGNORECASE)
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def sources() -> Iterator[ast.AST]:
+    """Every node of the package's code."""
+    for path in sorted((REPOSITORY / "kvcached_nixl").rglob("*.py")):
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def texts_of(nodes: Iterator[ast.AST]) -> set[str]:
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+# ------------------------------------------------------------------------------------------------ causes and refusals
+
+HAND_OVER, ROUTER, REFUSALS = "Hand-over causes", "Router causes", "Start-time refusals"
+HAND_OVER_LABELS = [cause.label for cause in FailureCause]
+ROUTER_LABELS = [cause.value for cause in RouterFailure]
+
+
+def kinds_of(kind: type[Refused]) -> Iterator[type[Refused]]:
+    for one in kind.__subclasses__():
+        if one.__module__.startswith("kvcached_nixl."):
+            yield one
+            yield from kinds_of(one)
+
+
+REFUSAL_NAMES = sorted({one.__name__ for one in kinds_of(Refused)})
+
+
+def titles(text: str) -> list[str]:
+    return [title for _, title in pages.headings(text)]
+
+
+@pytest.mark.parametrize("label", [*dict.fromkeys([*HAND_OVER_LABELS, *ROUTER_LABELS])])
+def test_every_cause_has_a_heading_of_its_own(label: str) -> None:
+    """Exactly its label, so that a label from a dashboard or a log is found; once, so that a link to it leads there."""
+    assert titles(page("troubleshooting.md")).count(label) == 1
+
+
+@pytest.mark.parametrize("label", [*dict.fromkeys([*HAND_OVER_LABELS, *ROUTER_LABELS])])
+def test_every_cause_says_what_it_means(label: str) -> None:
+    """Below the heading; most have more to look at and to do."""
+    assert "**Means.**" in pages.section(page("troubleshooting.md"), label)
+
+
+def test_a_cause_that_both_have_is_told_for_both() -> None:
+    """It stands among the hand-over's; the router's section leads there."""
+    text = page("troubleshooting.md")
+    for label in sorted({*HAND_OVER_LABELS} & {*ROUTER_LABELS}):
+        assert "**At the router**" in pages.section(text, label), label
+        assert f"(#{label})" in pages.section(text, ROUTER), label
+
+
+def test_no_heading_is_of_a_cause_that_is_gone() -> None:
+    """What was renamed in the code is renamed here."""
+    text = page("troubleshooting.md")
+    assert {*titles(pages.section(text, HAND_OVER))} == {*HAND_OVER_LABELS}
+    assert {*titles(pages.section(text, ROUTER))} == {*ROUTER_LABELS} - {*HAND_OVER_LABELS}
+
+
+def test_every_refusal_has_a_heading_of_its_own() -> None:
+    """The classes of errors.py, and that of the emulated device; the only other heading there is the model runner's."""
+    assert HostvmmError.__name__ in REFUSAL_NAMES
+    found = titles(pages.section(page("troubleshooting.md"), REFUSALS))
+    assert sorted(found) == sorted([*REFUSAL_NAMES, "Model runner"])
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+class Asked(Mapping[str, Any]):
+    """An empty configuration that remembers for which keys it was asked."""
+
+    def __init__(self) -> None:
+        self.keys_asked: list[str] = []
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked.append(key)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def settings_keys() -> list[str]:
+    asked = Asked()
+    Settings.from_extra_config(asked)
+    return [*dict.fromkeys(asked.keys_asked)]
+
+
+@pytest.mark.parametrize("key", settings_keys())
+def test_every_settings_key_has_a_row(key: str) -> None:
+    assert key in pages.rows(pages.section(page("configuration.md"), "kv_connector_extra_config"))
+
+
+def test_the_defaults_of_settings_are_the_documented_ones() -> None:
+    """Every key whose default is a value; those that depend on the engine say so in their row."""
+    rows = pages.rows(page("configuration.md"))
+    keys = {one.name.removesuffix("_seconds"): getattr(Settings(), one.name) for one in dataclasses.fields(Settings)}
+    shown = {key: shown_default(value) for key, value in keys.items() if value is not None}
+    assert len(shown) >= 4
+    assert {key: rows[key][1].strip("`") for key in shown} == shown
+
+
+def shown_default(value: object) -> str:
+    """A default as a table shows it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if value not in (None, []) else "none"
+
+
+_VARIABLE = re.compile(r"ENABLE_KVCACHED|NO_COLOR|(KVCACHED|VLLM|UCX|XDG)(_[A-Z0-9]+)+|KVCACHED_NIXL")
+
+
+def variables() -> list[str]:
+    """Environment variables that the package names; what is assigned to such a name is one of its own constants."""
+    nodes = list(sources())
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return sorted(name for name in (texts_of(iter(nodes)) | read) - assigned if _VARIABLE.fullmatch(name))
+
+
+VARIABLES = variables()
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_every_environment_variable_has_a_row(name: str) -> None:
+    assert name in pages.rows(page("configuration.md"))
+
+
+def test_variables_are_found_in_the_code() -> None:
+    """Through a constant, in a call and as an attribute of vLLM's settings."""
+    assert {"ENABLE_KVCACHED", "KVCACHED_NIXL", "KVCACHED_HOSTVMM_GIB", "KVCACHED_NIXL_API_KEY"} <= {*VARIABLES}
+    assert {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "UCX_TLS"} <= {*VARIABLES}
+
+
+# -------------------------------------------------------------------------------------------------------------- router
+
+
+def router_flags() -> dict[str, object]:
+    """Flag -> default; those that are kept for one release and not shown by --help are left out."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    return {
+        max(action.option_strings, key=len): action.default
+        for action in parser._actions
+        if action.option_strings and action.help is not argparse.SUPPRESS
+    }
+
+
+def documented_flags() -> dict[str, str]:
+    """Flag -> default, as the table has it."""
+    rows = pages.rows(pages.section(page("router.md"), "Flags"))
+    return {name: cells[1].strip("`") for name, cells in rows.items() if name.startswith("--")}
+
+
+def test_every_router_flag_is_documented_with_its_default() -> None:
+    """And no other one is."""
+    assert documented_flags() == {flag: shown_default(default) for flag, default in router_flags().items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+def engine_metrics() -> set[str]:
+    """Names that the package gives to metrics of an engine, without what Prometheus adds."""
+    found = (re.fullmatch(r"kvcached_nixl:[a-z_]+", text) for text in texts_of(sources()))
+    return {one[0].removesuffix("_total") for one in found if one}
+
+
+def test_every_metric_of_an_engine_has_a_row() -> None:
+    documented = {name.removesuffix("_total") for name in pages.rows(pages.section(page("metrics.md"), "Engines"))}
+    assert len(engine_metrics()) >= 2
+    assert engine_metrics() <= documented
+    assert {name for name in documented if name.startswith("kvcached_nixl")} == engine_metrics()
+
+
+def test_every_metric_of_the_router_has_a_row_with_its_type() -> None:
+    """As /metrics has them. And no other one is there."""
+    pytest.importorskip("prometheus_client", reason="the router's metrics need it")
+    from kvcached_nixl.proxy.metrics import Metrics
+
+    exposed = dict(re.findall(r"^# TYPE (\S+) (\S+)$", Metrics(tuple).text().decode(), re.MULTILINE))
+    rows = pages.rows(pages.section(page("metrics.md"), "Router"))
+    documented = {name: cells[1].partition(";")[0] for name, cells in rows.items() if name.startswith("kvcached_nixl")}
+    assert documented == exposed
+
+
+# -------------------------------------------------------------------------------------------------------------- README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_README_LINES
+
+
+def test_the_readme_says_at_once_that_no_gpu_was_used() -> None:
+    """Whoever reads ten lines knows what state this is in."""
+    assert _STATE.search("\n".join(README.read_text().splitlines()[:STATE_WITHIN_LINES]))
+
+
+@pytest.mark.parametrize("text", ["It was run on a GPU.", "GPUs: run.", "It runs on a GPU."])
+def test_the_check_of_the_state_can_fail(text: str) -> None:
+    assert not _STATE.search(text)
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    """Of the site none leads out of its folder, since only that is built."""
+    assert pages.broken_links(path, DOCS if path.is_relative_to(DOCS) else REPOSITORY) == []
+
+
+PLANTED_LINKS = {
+    "[a](other.md)": [],
+    "[a](other.md#a-heading)": [],
+    "[a](#this)": [],
+    "[a](https://example.org/x#y) and `[a](not-a-link.md)`": [],
+    "    [a](in-code.md)": [],
+    "[a](missing.md)": ["missing.md: no such file"],
+    "![a](missing.png)": ["missing.png: no such file"],
+    "[a](other.md#gone)": ["other.md#gone: no such heading"],
+    "[a](other.md#not--on-the-site)": ["other.md#not--on-the-site: no such heading"],
+    "| [a](#gone) |": ["#gone: no such heading"],
+    "[a](../outside.md)": ["../outside.md: leads out of docs"],
+}
+
+
+@pytest.mark.parametrize("text", PLANTED_LINKS)
+def test_the_check_of_links_sees_planted_ones(text: str, tmp_path: Path) -> None:
+    """Files, anchors, images, cells; what a repository's page and the site name in another way is broken, too."""
+    root = tmp_path / "docs"
+    root.mkdir()
+    (tmp_path / "outside.md").write_text("# Outside\n")
+    (root / "other.md").write_text("# A heading\n\n## Not & on the site\n")
+    (root / "page.md").write_text(f"# This\n\n{text}\n")
+    assert pages.broken_links(root / "page.md", root) == PLANTED_LINKS[text]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = re.findall(r":\s(\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strictly: a link or an anchor that leads nowhere ends it."""
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed in this environment: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- prose
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_sentences_are_short_and_in_the_terms_of_the_field(path: Path) -> None:
+    assert pages.faults(path.read_text()) == []
+
+
+LONG = "It " + "goes on " * 20 + "and ends."
+PLANTED_PROSE = {
+    "paragraph": LONG,
+    "two lines of a paragraph": LONG.replace("and", "\nand"),
+    "item": f"* {LONG}",
+    "cell": f"| short | {LONG} |",
+    "admonition": f'!!! note "Title"\n    {LONG}',
+    "beat": "Decode sends a beat.",
+    "word": "The words are 64 bits.",
+    "landing": "A landing is free.",
+    "checksum": "It says what the bytes come to.",
+    "again": "It is computed anew.",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_PROSE)
+def test_the_check_of_prose_sees_planted_faults(name: str) -> None:
+    assert len(pages.faults(f"# Title\n\n{PLANTED_PROSE[name]}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"    {LONG}",
+        f"```\n{LONG}\n```",
+        f"<!-- {LONG} -->",
+        f"<!-- support matrix: how -->\n| {LONG} |\n<!-- end of support matrix -->",
+        "One sentence. " * 30,
+        f"`{LONG}` is one term, and so is `words`.",
+        "| " + "one | " * 50,
+    ],
+    ids=["indented code", "fenced code", "comment", "generated", "short sentences", "code span", "cells"],
+)
+def test_the_check_of_prose_lets_others_through(text: str) -> None:
+    assert pages.faults(f"# Title\n\nText:\n\n{text}\n") == []
+
+
+def test_a_section_ends_where_the_next_one_begins() -> None:
+    """Headings are read by level, not in code, and a row by each of its names."""
+    text = "# A\n\n## B\n\n### c_d\n\none\n\n```\n## no heading\n```\n\n## `E`\n\n| `x`, `y` | 1 |\n"
+    assert titles(text) == ["A", "B", "c_d", "E"]
+    assert "one" in pages.section(text, "B") and "`x`" not in pages.section(text, "B")
+    assert {*pages.rows(pages.section(text, "E"))} == {"x", "y"}
+    assert pages.section(text, "F") == ""
