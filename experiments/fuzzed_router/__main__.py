@@ -124,7 +124,7 @@ def fuzz_mode(
     from experiments.fuzzed_router.messages import BODY_BYTES, CLIENT_SECONDS
     from experiments.fuzzed_router.traffic import Found
 
-    limits = (f"--body-bytes={BODY_BYTES}", f"--client-seconds={CLIENT_SECONDS}")
+    limits = (f"--max-body-bytes={BODY_BYTES}", f"--client-timeout={CLIENT_SECONDS}")
     found, counts, trouble = Found(), {}, ""
     with running(specs(mode), logs, progress) as (prefill, decode):
         fuzz: Fuzz | None = None

@@ -13,9 +13,9 @@ from experiments.fuzzed_router.bodies import Body
 __all__ = ["BODY_BYTES", "CLIENT_SECONDS", "Case", "Expects", "Message", "odd_http", "plain"]
 
 BODY_BYTES = 200_000
-"""The router's --body-bytes: small, so that many may be too large."""
+"""The router's --max-body-bytes: small, so that many may be too large."""
 CLIENT_SECONDS = 10
-"""The router's --client-seconds: a body that does not come takes so long."""
+"""The router's --client-timeout: a body that does not come takes so long."""
 
 
 class Expects(str, Enum):

@@ -74,7 +74,7 @@ def module(name: str, *words: object) -> list[str]:
 
 def router_command(port: int, prefill: int, decode: int) -> list[str]:
     where = ["--prefill", f"http://{HOST}:{prefill}", "--decode", f"http://{HOST}:{decode}"]
-    return module("kvcached_nixl", "proxy", "--port", port, "--most-requests", 4096, *where)
+    return module("kvcached_nixl", "proxy", "--port", port, "--max-inflight", 4096, *where)
 
 
 def passthrough_command(port: int, prefill: int, decode: int) -> list[str]:

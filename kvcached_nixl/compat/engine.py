@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.attached_state import side_of, sides
+from kvcached_nixl.compat.metrics import take_reasons
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.step import BlockIds, Reports
 
@@ -183,7 +184,8 @@ def reports_of(model_runner_output: Any) -> Reports:
     found = model_runner_output.kv_connector_output
     if found is None:
         return Reports(set(), set(), set())
-    return Reports(set(found.finished_sending or ()), set(found.finished_recving or ()), set(found.invalid_block_ids))
+    sent, received = set(found.finished_sending or ()), set(found.finished_recving or ())
+    return Reports(sent, received, set(found.invalid_block_ids), take_reasons(found.kv_connector_stats))
 
 
 def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Reports) -> Any:
@@ -257,6 +259,15 @@ def with_refused(outputs: Any, refused: Iterable[tuple[str, int]]) -> Any:
     for request_id, client_index in refused:
         told = outputs.setdefault(client_index, EngineCoreOutputs())
         told.outputs = [*told.outputs, EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
+    return outputs
+
+
+def with_told(outputs: Any, told: dict[str, str]) -> Any:
+    """Say with the ends of failed requests what their clients are told of it, where vLLM says nothing."""
+    for of_client in outputs.values() if told else ():
+        for output in of_client.outputs:
+            if output.stop_reason is None and output.finish_reason is not None and output.finish_reason.name == "ERROR":
+                output.stop_reason = told.get(output.request_id)
     return outputs
 
 

@@ -107,4 +107,14 @@ def _fail(request_state: Any) -> None:
 
     # What is wrapped so reaches the endpoint as it is: the error that vLLM says of any other request. It takes the
     # place of what nobody has fetched yet, tokens among it: they are of a request that has failed.
-    queue.put(InputStreamError(first_bound(ERROR_MODULES, "GenerationError")()))
+    told = _told(private(queue, "output"))
+    error = first_bound(ERROR_MODULES, "GenerationError")
+    queue.put(InputStreamError(error(told) if told else error()))
+
+
+def _told(output: Any) -> str:
+    """What the engine says of a failure, with the end of a request; "" if it says nothing."""
+    from vllm.outputs import RequestOutput
+
+    said = [private(one, "stop_reason") for one in output.outputs] if isinstance(output, RequestOutput) else []
+    return next((one for one in said if isinstance(one, str) and one), "")

@@ -18,9 +18,11 @@ from kvcached_nixl.compat.locate import STATS_MODULES
 from kvcached_nixl.compat.private import first_module, private
 from kvcached_nixl.wire.causes import FailureCause
 
-__all__ = ["prom_metrics", "record", "stats"]
+__all__ = ["prom_metrics", "record", "stats", "take_reasons"]
 
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
+_REASONS = "kvcached_nixl_failure_reasons"
+MAX_REASON = 1000
 
 
 def stats(data: dict[str, Any] | None = None) -> Any:
@@ -46,8 +48,23 @@ def record(account: Any, counted: Any) -> None:
             account.data[_FAILURES].append(int(cause))
     for _ in range(counted.expired):
         account.record_kv_expired_req()
+    account.data[_REASONS] += [[attempt, reason[:MAX_REASON]] for attempt, reason in counted.reasons]
     if counted.quarantined_blocks is not None:
         account.data[_QUARANTINED].append(counted.quarantined_blocks)
+
+
+def take_reasons(account: Any) -> dict[int, str]:
+    """Why attempts have failed, taken out of what the workers of an engine have counted: for its log, not for metrics.
+
+    Args:
+        account: ``KVConnectorOutput.kv_connector_stats``; of a ``MultiConnector``, one for each of its connectors.
+    """
+    found: dict[int, str] = {}
+    for one in () if account is None else (account, *account.data.values()):
+        if isinstance(one, _stats_class()):
+            for attempt, reason in one.data.pop(_REASONS, ()):
+                found.setdefault(attempt, reason)
+    return found
 
 
 @functools.cache
@@ -63,9 +80,11 @@ def _stats_class() -> Any:
             super().reset()
             self.data[_FAILURES] = []
             self.data[_QUARANTINED] = []
+            self.data[_REASONS] = []
 
         def is_empty(self) -> bool:
-            return bool(super().is_empty() and not self.data[_FAILURES] and not self.data[_QUARANTINED])
+            ours = (_FAILURES, _QUARANTINED, _REASONS)
+            return bool(super().is_empty() and not any(self.data.get(key) for key in ours))
 
     return HandOverStats
 

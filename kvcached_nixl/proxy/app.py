@@ -62,7 +62,7 @@ class Routed:
         self._options = options
         self._fleet = fleet
         self._guards: set[Guard] = set()
-        self._room = BodyBudget(options.bodies_bytes)
+        self._room = BodyBudget(options.max_total_body_bytes)
         self.recorder = Recorder(fleet.metrics, as_json=options.log_json)
         self.in_flight = 0
         self.is_draining = False
@@ -132,15 +132,15 @@ class Routed:
             raise Refusal(
                 503, RouterFailure.DRAINING, "The router ends. Ask another.", retry_after_seconds=RETRY_SECONDS
             )
-        if self.in_flight > options.most_requests:
+        if self.in_flight > options.max_inflight:
             raise Refusal(
                 429,
                 RouterFailure.BUSY,
-                f"{options.most_requests} requests are in flight, as many as may be. Try again.",
+                f"{options.max_inflight} requests are in flight, as many as may be. Try again.",
                 retry_after_seconds=RETRY_SECONDS,
             )
-        refuse_odd_head(scope, options.body_bytes)
-        body = await read_body(receive, options.body_bytes, options.client_seconds, take)
+        refuse_odd_head(scope, options.max_body_bytes)
+        body = await read_body(receive, options.max_body_bytes, options.client_timeout_seconds, take)
         asked = read(Route(scope["path"]), body, allows_params=options.client_params)
         record.asked(asked)
         watching = asyncio.create_task(until_left(receive, guard, out))

@@ -60,7 +60,7 @@ class Router(uvicorn.Server):
         if self.routed.is_draining and not self.should_exit:
             now = asyncio.get_running_loop().time()
             if self._deadline_seconds is None:
-                self._deadline_seconds = now + self._options.drain_seconds
+                self._deadline_seconds = now + self._options.drain_timeout_seconds
             if self._is_hurried or now > self._deadline_seconds:
                 self.routed.end_all()
                 self.should_exit = True

@@ -93,14 +93,14 @@ class Connections:
         url: its scheme, host and port.
     """
 
-    def __init__(self, name: str, url: str, connect_seconds: float) -> None:
+    def __init__(self, name: str, url: str, connect_timeout_seconds: float) -> None:
         parts = urlsplit(url)
         self.name = name
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._head = f"Host: {name}\r\nAccept-Encoding: identity\r\nContent-Length: ".encode()
-        self._connect_seconds = connect_seconds
+        self._connect_seconds = connect_timeout_seconds
         self._kept: deque[tuple[float, Line]] = deque()
         self._is_closed = False
 

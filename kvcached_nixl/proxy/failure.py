@@ -9,11 +9,21 @@ ClientLeft   nobody is there to hear anything
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 import msgspec
 
-__all__ = ["Answered", "RouterFailure", "ClientLeft", "LegFailed", "Refusal", "error_body", "type_of"]
+__all__ = [
+    "Answered",
+    "ClientLeft",
+    "LegFailed",
+    "Refusal",
+    "RouterFailure",
+    "error_body",
+    "hand_over_tags",
+    "type_of",
+]
 
 
 class RouterFailure(str, Enum):
@@ -54,6 +64,12 @@ class RouterFailure(str, Enum):
     """The server answered 4xx, and the client hears it."""
     DEFECT = "defect"
     """An exception of our own, or of a policy; its trace is in the log."""
+
+
+_HAND_OVER = re.compile(
+    rb"KV hand-over failed: (cause=[a-z_]{1,32}(?: (?:attempt|request|prefill_request)=[!#-&(-\[\]-~]{1,200})*)"
+)
+"""As `wire.causes` writes it."""
 
 
 class Refusal(Exception):
@@ -120,6 +136,18 @@ class Answered(Exception):
 
 class ClientLeft(Exception):
     """The client has closed its connection."""
+
+
+def hand_over_tags(said: bytes) -> str:
+    """What a server says of a hand-over that has failed: cause, attempt and both requests' ids, as its log has them.
+
+    Args:
+        said: an error, as JSON or as an event of a stream.
+
+    Returns: "" if it says nothing of one.
+    """
+    found = _HAND_OVER.search(said)
+    return "" if found is None else found[1].decode()
 
 
 def type_of(status: int) -> str:

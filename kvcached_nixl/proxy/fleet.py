@@ -67,7 +67,7 @@ class Fleet:
             raise Refusal(409, RouterFailure.BODY, f"{name} is known already, as {self._instances[name].role.value}.")
         if len(self._instances) >= MOST_INSTANCES:
             raise Refusal(409, RouterFailure.BODY, f"{MOST_INSTANCES} servers are known already.")
-        instance = self._instances[name] = Instance(role, url, self._options.connect_seconds)
+        instance = self._instances[name] = Instance(role, url, self._options.connect_timeout_seconds)
         self._watchers[name] = asyncio.create_task(watch(instance, self._options, self.metrics))
         logger.info("%s server %s: added", role.value, name)
         return instance

@@ -66,9 +66,11 @@ def pause_seconds(failures: int, is_up: bool, options: Options) -> float:
     One that is down is looked at later each time, so that a list of dead servers costs nothing.
     """
     if is_up:
-        return options.health_seconds / 10 if failures else options.health_seconds
+        return options.health_interval_seconds / 10 if failures else options.health_interval_seconds
     more = max(0, failures - options.health_failures)
-    return min(options.health_seconds * 2.0 ** min(more, 16), max(MOST_PAUSE_SECONDS, options.health_seconds))
+    return min(
+        options.health_interval_seconds * 2.0 ** min(more, 16), max(MOST_PAUSE_SECONDS, options.health_interval_seconds)
+    )
 
 
 async def _pause(instance: Instance, options: Options, failures: int) -> None:
@@ -86,7 +88,7 @@ async def _pause(instance: Instance, options: Options, failures: int) -> None:
 async def _ask(instance: Instance, path: str, options: Options) -> bytes:
     late = LegFailed(RouterFailure.TIME, instance.name, f"{path} has not answered in time")
     with Guard() as guard:
-        guard.limit(max(options.health_seconds, options.connect_seconds), late)
+        guard.limit(max(options.health_interval_seconds, options.connect_timeout_seconds), late)
         key = [(b"Authorization", b"Bearer " + options.upstream_key.encode())] if options.upstream_key else []
         reply = await instance.connections.ask("GET", path, key)
         try:

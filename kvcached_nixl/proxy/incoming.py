@@ -39,7 +39,7 @@ def draw_id(scope: Scope) -> tuple[str, bytes]:
     return f"{theirs.decode('ascii')}-{drawn}", theirs
 
 
-def refuse_odd_head(scope: Scope, body_bytes: int) -> None:
+def refuse_odd_head(scope: Scope, max_body_bytes: int) -> None:
     """Before the body is read.
 
     Raises:
@@ -50,8 +50,8 @@ def refuse_odd_head(scope: Scope, body_bytes: int) -> None:
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() != b"identity":
             raise Refusal(415, RouterFailure.BODY, "The body is compressed; expected it as it is.")
-        if name == b"content-length" and (not value.isdigit() or int(value) > body_bytes):
-            raise _too_large(body_bytes)
+        if name == b"content-length" and (not value.isdigit() or int(value) > max_body_bytes):
+            raise _too_large(max_body_bytes)
     kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise Refusal(
@@ -142,5 +142,5 @@ def passed_on(scope: Scope, upstream_key: str) -> list[tuple[bytes, bytes]]:
 
 def _too_large(limit_bytes: int) -> Refusal:
     return Refusal(
-        413, RouterFailure.SIZE, f"The body has more than {limit_bytes} bytes. Send less, or raise --body-bytes."
+        413, RouterFailure.SIZE, f"The body has more than {limit_bytes} bytes. Send less, or raise --max-body-bytes."
     )

@@ -68,7 +68,7 @@ class Instance:
         reported_failures: hand-overs without KV that a decode server has counted, when last looked at.
     """
 
-    def __init__(self, role: Role, url: str, connect_seconds: float) -> None:
+    def __init__(self, role: Role, url: str, connect_timeout_seconds: float) -> None:
         self.role = role
         self.url = url
         self.name = address_of(url)
@@ -85,7 +85,7 @@ class Instance:
         self.suspected = asyncio.Event()
         self.quiet = asyncio.Event()
         self.quiet.set()
-        self.connections = Connections(self.name, url, connect_seconds)
+        self.connections = Connections(self.name, url, connect_timeout_seconds)
         self._guards: set[Guard] = set()
         self._of_ranks: dict[int, Load] = {}
 

@@ -69,7 +69,9 @@ class Administration:
 
     async def _add(self, request: Request) -> Response:
         refuse_odd_head(request.scope, MOST_BODY_BYTES)
-        body = await read_body(request.receive, MOST_BODY_BYTES, self._options.client_seconds, lambda size: None)
+        body = await read_body(
+            request.receive, MOST_BODY_BYTES, self._options.client_timeout_seconds, lambda size: None
+        )
         try:
             added = msgspec.json.decode(body, type=_Added)
             instance = self._fleet.add(added.role, added.url)

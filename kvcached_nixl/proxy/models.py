@@ -49,7 +49,7 @@ async def models(scope: Scope, options: Options, fleet: Fleet) -> Response:
 async def _ask(server: Instance, scope: Scope, options: Options) -> Response:
     late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
     with Guard() as guard:
-        guard.limit(options.connect_seconds + options.health_seconds, late)
+        guard.limit(options.connect_timeout_seconds + options.health_interval_seconds, late)
         reply = await server.connections.ask("GET", "/v1/models", passed_on(scope, options.upstream_key))
         try:
             said = await reply.body(MOST_BYTES)

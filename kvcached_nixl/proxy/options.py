@@ -11,9 +11,11 @@ Environment, so that no key is seen in a list of processes:
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,11 +34,11 @@ class Options:
     Attributes:
         attempts: how often a request is tried at most, before anything of it has reached the client.
         decode_alone: decode may compute prompts, where there is no prefill or nothing can be handed over.
-        prefill_seconds: for the whole answer of a prefill leg.
-        first_token_seconds: of a streamed answer; ``token_seconds``: between two pieces of it.
-        answer_seconds: for the whole of an answer that is not streamed.
-        client_seconds: how long a client may take for its head, its body, or to read one piece.
-        drain_seconds: how long requests in flight may take after SIGTERM.
+        prefill_timeout_seconds: for the whole response of a prefill leg.
+        first_token_timeout_seconds: of a streamed response; ``inter_token_timeout_seconds``: between two pieces of it.
+        response_timeout_seconds: for the whole of a response that is not streamed.
+        client_timeout_seconds: how long a client may take for its head, its body, or to read one piece.
+        drain_timeout_seconds: how long requests in flight may take after SIGTERM.
     """
 
     prefill: tuple[str, ...] = ()
@@ -47,18 +49,18 @@ class Options:
     attempts: int = 2
     decode_alone: bool = False
     client_params: bool = False
-    most_requests: int = 1024
-    body_bytes: int = 16 * MIB
-    bodies_bytes: int = 1024 * MIB
-    answer_bytes: int = 64 * MIB
-    connect_seconds: float = 2.0
-    prefill_seconds: float = 300.0
-    first_token_seconds: float = 300.0
-    token_seconds: float = 120.0
-    answer_seconds: float = 3600.0
-    client_seconds: float = 60.0
-    drain_seconds: float = 60.0
-    health_seconds: float = 2.0
+    max_inflight: int = 1024
+    max_body_bytes: int = 16 * MIB
+    max_total_body_bytes: int = 1024 * MIB
+    max_response_bytes: int = 64 * MIB
+    connect_timeout_seconds: float = 2.0
+    prefill_timeout_seconds: float = 300.0
+    first_token_timeout_seconds: float = 300.0
+    inter_token_timeout_seconds: float = 120.0
+    response_timeout_seconds: float = 3600.0
+    client_timeout_seconds: float = 60.0
+    drain_timeout_seconds: float = 60.0
+    health_interval_seconds: float = 2.0
     health_failures: int = 3
     log_json: bool = False
     api_key: str = field(default="", repr=False)
@@ -70,7 +72,14 @@ class Options:
         for name in names:
             if names.count(name) > 1:
                 raise _bad(f"the server {name} twice", "each server once, as prefill or as decode")
-        for key in ("attempts", "most_requests", "body_bytes", "bodies_bytes", "answer_bytes", "health_failures"):
+        for key in (
+            "attempts",
+            "max_inflight",
+            "max_body_bytes",
+            "max_total_body_bytes",
+            "max_response_bytes",
+            "health_failures",
+        ):
             if getattr(self, key) < 1:
                 raise _bad(f"{key}={getattr(self, key)}", "at least 1")
         for key in self.__dataclass_fields__:
@@ -88,22 +97,90 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     decode: list[str] = []
 
 
-_NUMBERS: tuple[tuple[str, type, str], ...] = (
-    ("attempts", int, "how often a request is tried at most, before anything of it has reached the client"),
-    ("most_requests", int, "in flight; one more is answered 429"),
-    ("body_bytes", int, "of a request; a longer one is answered 413"),
-    ("bodies_bytes", int, "of all requests in flight together; one more is answered 429"),
-    ("answer_bytes", int, "of an answer that is not streamed"),
-    ("connect_seconds", float, "to a server"),
-    ("prefill_seconds", float, "for a prefill leg"),
-    ("first_token_seconds", float, "until the first piece of a streamed answer"),
-    ("token_seconds", float, "between two pieces of it"),
-    ("answer_seconds", float, "for an answer that is not streamed"),
-    ("client_seconds", float, "for a client to send its head or its body, or to read a piece"),
-    ("drain_seconds", float, "for requests in flight after SIGTERM"),
-    ("health_seconds", float, "between two looks at a server's /health"),
-    ("health_failures", int, "in a row, after which a server gets no requests"),
+class _Number(NamedTuple):
+    """A number on the command line: the field of `Options`, its flag, and what it was called at first."""
+
+    field: str
+    flag: str
+    old_flag: str
+    kind: type
+    words: str
+
+
+_NUMBERS = (
+    _Number("attempts", "--attempts", "", int, "how often a request is tried at most, before the client has any of it"),
+    _Number("max_inflight", "--max-inflight", "--most-requests", int, "requests in flight; one more is answered 429"),
+    _Number("max_body_bytes", "--max-body-bytes", "--body-bytes", int, "of one request; a longer body is answered 413"),
+    _Number(
+        "max_total_body_bytes",
+        "--max-total-body-bytes",
+        "--bodies-bytes",
+        int,
+        "of all requests in flight together; one more is answered 429",
+    ),
+    _Number("max_response_bytes", "--max-response-bytes", "--answer-bytes", int, "of a response that is not streamed"),
+    _Number("connect_timeout_seconds", "--connect-timeout", "--connect-seconds", float, "seconds until connected"),
+    _Number("prefill_timeout_seconds", "--prefill-timeout", "--prefill-seconds", float, "seconds for a prefill leg"),
+    _Number(
+        "first_token_timeout_seconds",
+        "--first-token-timeout",
+        "--first-token-seconds",
+        float,
+        "seconds until the first piece of a streamed response",
+    ),
+    _Number(
+        "inter_token_timeout_seconds",
+        "--inter-token-timeout",
+        "--token-seconds",
+        float,
+        "seconds between two pieces of a streamed response",
+    ),
+    _Number(
+        "response_timeout_seconds",
+        "--response-timeout",
+        "--answer-seconds",
+        float,
+        "seconds for a response that is not streamed",
+    ),
+    _Number(
+        "client_timeout_seconds",
+        "--client-timeout",
+        "--client-seconds",
+        float,
+        "seconds for a client to send its head or its body, or to read a piece",
+    ),
+    _Number(
+        "drain_timeout_seconds",
+        "--drain-timeout",
+        "--drain-seconds",
+        float,
+        "seconds for what is in flight at SIGTERM",
+    ),
+    _Number(
+        "health_interval_seconds",
+        "--health-interval",
+        "--health-seconds",
+        float,
+        "seconds between two GETs of /health",
+    ),
+    _Number("health_failures", "--health-failures", "", int, "in a row, after which a server gets no requests"),
 )
+
+
+class _OldFlag(argparse.Action):
+    """A flag's earlier name: it works for one release, and says what to write instead. ``const``: the new name."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        sys.stderr.write(
+            f"{parser.prog}: {option_string} is called {self.const} now; the old name goes with the next release\n"
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,14 +210,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take kv_transfer_params of clients: they then say which server decode connects to",
     )
     parser.add_argument("--log-json", action="store_true", help="one JSON object per request, not a line of words")
-    for name, kind, words in _NUMBERS:
+    for one in _NUMBERS:
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            default=getattr(default, name),
+            one.flag,
+            dest=one.field,
+            type=one.kind,
+            default=getattr(default, one.field),
             metavar="N",
-            help=f"{words} (%(default)s)",
+            help=f"{one.words} (%(default)s)",
         )
+        if one.old_flag:
+            parser.add_argument(
+                one.old_flag,
+                dest=one.field,
+                action=_OldFlag,
+                const=one.flag,
+                type=one.kind,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
 
 def from_arguments(found: argparse.Namespace, environ: Mapping[str, str]) -> Options:
@@ -150,7 +238,7 @@ def from_arguments(found: argparse.Namespace, environ: Mapping[str, str]) -> Opt
         SettingsError: one cannot be used, or the file of servers cannot be read.
     """
     servers = _read(found.servers) if found.servers is not None else _File()
-    plain = ("host", "port", "policy", "decode_alone", "client_params", "log_json", *(name for name, _, _ in _NUMBERS))
+    plain = ("host", "port", "policy", "decode_alone", "client_params", "log_json", *(one.field for one in _NUMBERS))
     return Options(
         prefill=(*servers.prefill, *found.prefill),
         decode=(*servers.decode, *found.decode),

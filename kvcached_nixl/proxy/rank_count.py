@@ -37,7 +37,7 @@ async def ask_rank_count(server: Instance, asked: Asked, headers: list[tuple[byt
     ranks.asking()
     try:
         with server.leg(0) as guard:
-            guard.limit(options.connect_seconds + options.health_seconds, late)
+            guard.limit(options.connect_timeout_seconds + options.health_interval_seconds, late)
             headers = [*headers, (RANK_HEADER, b"%d" % NOBODY)]
             reply = await server.connections.ask("POST", Route.COMPLETIONS.value, headers, body)
             try:

@@ -11,7 +11,7 @@ import msgspec
 
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.connections import Reply
-from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, RouterFailure
+from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, RouterFailure, hand_over_tags
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.outgoing import GIVEN_UP, Events, Outgoing
@@ -42,7 +42,7 @@ async def relay(
         ClientLeft: the client does not read.
     """
     streams = bytes(asked.fields["stream"]) == b"true" if "stream" in asked.fields else False
-    seconds = options.first_token_seconds if streams else options.answer_seconds
+    seconds = options.first_token_timeout_seconds if streams else options.response_timeout_seconds
     late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
     guard.limit(seconds, late)
     reply = await server.connections.ask("POST", asked.route.value, headers, body)
@@ -53,13 +53,13 @@ async def relay(
             async with aclosing(reply.pieces()) as pieces:
                 await _stream(server, asked.route, reply, pieces, out, guard, options, record)
             return
-        said = await reply.body(options.answer_bytes)
+        said = await reply.body(options.max_response_bytes)
     finally:
         reply.close()
     require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
     _require_answer(said, server.name)
     record.first()
-    guard.limit(options.client_seconds, ClientLeft())
+    guard.limit(options.client_timeout_seconds, ClientLeft())
     await out.whole(200, reply.content_type, said)
 
 
@@ -81,26 +81,28 @@ async def _stream(
         if events.has_ended and not events.is_complete:
             raise LegFailed(RouterFailure.BROKEN, server.name, "the server's answer ended before it began")
         if events.has_error:
-            # Its text may be of the prompt; the server's log has the cause.
-            raise LegFailed(RouterFailure.HANDOVER, server.name, "the server's answer begins with an error")
+            # No more of its text: it may be of the prompt.
+            tags = hand_over_tags(held)
+            words = f"the KV hand-over failed: {tags}" if tags else "the server's answer begins with an error"
+            raise LegFailed(RouterFailure.HANDOVER, server.name, words)
         _require_reason(events, server.name)
-        guard.limit(options.client_seconds, slow)
+        guard.limit(options.client_timeout_seconds, slow)
         record.first()
         await out.begin(reply.content_type)
         await out.piece(held)
-        guard.limit(options.token_seconds, pause)
+        guard.limit(options.inter_token_timeout_seconds, pause)
         async for piece in pieces:
             whole = events.cut(piece)
             _require_reason(events, server.name)
             if whole:
-                guard.limit(options.client_seconds, slow)
+                guard.limit(options.client_timeout_seconds, slow)
                 await out.piece(whole)
-                guard.limit(options.token_seconds, pause)
+                guard.limit(options.inter_token_timeout_seconds, pause)
     except ValueError as cause:
         raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sends {cause}") from cause
     if not events.is_complete:
         raise LegFailed(RouterFailure.BROKEN, server.name, "the server's answer ended before its end")
-    guard.limit(options.client_seconds, slow)
+    guard.limit(options.client_timeout_seconds, slow)
     await out.end()
     if events.has_error:
         record.outcome = RouterFailure.SERVER.value
@@ -166,5 +168,7 @@ def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool
     if 400 <= status < 500:
         raise Answered(status, reply.content_type, said)
     if status >= 500:
-        raise LegFailed(RouterFailure.SERVER, server, f"the server answers {status}")
+        tags = hand_over_tags(said)
+        cause = RouterFailure.HANDOVER if tags else RouterFailure.SERVER
+        raise LegFailed(cause, server, f"the server answers {status}{tags and f', the KV hand-over failed: {tags}'}")
     raise LegFailed(RouterFailure.ANSWER, server, f"the server answers {status}", is_retriable=False)

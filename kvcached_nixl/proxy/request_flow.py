@@ -186,7 +186,7 @@ class Journey:
         leg_id = self._leg_id()
         late = LegFailed(RouterFailure.TIME, prefill.name, "prefill has not answered in time", status=504)
         with self._leg(prefill, asked.prompt_tokens, place.rank) as guard:
-            guard.limit(options.prefill_seconds, late)
+            guard.limit(options.prefill_timeout_seconds, late)
             body = prefill_body(asked, transfer_id, leg_id)
             headers = self._headers_of(leg_id, place.rank)
             reply = await prefill.connections.ask("POST", asked.route.value, headers, body)

@@ -13,7 +13,6 @@ until no rank has anything in flight into them.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import Blocks, Request
+from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import FetchRequest, Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -49,12 +49,11 @@ class DecodeFetches:
     """See the module.
 
     Attributes:
-        counts: hand-overs that brought no KV, by `FailureCause`; whoever takes them clears them.
         ended: requests that have been ended between steps, and whose clients have to be told; the same.
         num_quarantined_blocks: held for requests which have ended without KV.
     """
 
-    def __init__(self, terms: Terms, clock: Clock, holds: Holds) -> None:
+    def __init__(self, terms: Terms, clock: Clock, holds: Holds, failures: Failures) -> None:
         self._terms = terms
         self._clock = clock
         self._holds = holds
@@ -71,7 +70,7 @@ class DecodeFetches:
         self.ended: list[tuple[str, int]] = []
         self._aborted: set[DecodeRequestId] = set()
         self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
-        self.counts: Counter[int] = Counter()
+        self._failures = failures
         self.num_quarantined_blocks = 0
 
     @property
@@ -221,6 +220,7 @@ class DecodeFetches:
         """A request ended, whatever had become of its KV."""
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.pop(request_id, None)
+        self._failures.request_ended(request_id)
         if fetch_request is None:
             return
         self._queued.pop(request_id, None)
@@ -262,17 +262,17 @@ class DecodeFetches:
     # ----------------------------------------------------------------------------------------------- what has become
 
     def collect(
-        self, failures: Iterable[tuple[int, FailureCause]], overs: Iterable[int], blocks: Blocks, step: Step
+        self, failures: Iterable[tuple[int, HandOverFailed]], finished: Iterable[int], blocks: Blocks, step: Step
     ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
         """What the workers have reported, and whose time is over.
 
         Returns: requests that wait no more, and those of them whose KV has not come.
         """
-        ended = set(overs)
-        for number, cause in failures:
+        ended = set(finished)
+        for number, failure in failures:
             attempt = self._attempts.get(number)
             if attempt is not None and attempt.is_waiting:
-                self._end(number, attempt, HandOverFailed(cause, "see the worker's log"), step, logged=True)
+                self._end(number, attempt, failure, step)
                 if number not in ended:
                     self._hold(number, attempt, blocks)
                     # Ranks that have met nothing would wait for ever for what is not sent to them.
@@ -361,23 +361,27 @@ class DecodeFetches:
             self._refuse(request_id, cause)
             self._ending.add(request_id)
 
-    def _refuse(self, request_id: DecodeRequestId, cause: HandOverFailed) -> None:
-        self.counts[cause.cause] += 1
-        logger.warning("The KV of request %s is not taken from prefill: %s", request_id, cause)
+    def _refuse(self, request_id: DecodeRequestId, failure: HandOverFailed) -> None:
+        self._failures.not_received(request_id, failure, prefill_request_id=self._prefill_request_id(request_id))
 
-    def _end(self, number: int, attempt: _Attempt, cause: HandOverFailed, step: Step, *, logged: bool = False) -> None:
+    def _prefill_request_id(self, request_id: DecodeRequestId) -> str:
+        fetch_request = self._fetch_requests.get(request_id)
+        fetch = None if fetch_request is None else fetch_request.fetch
+        return "" if fetch is None or fetch.manifest is None else fetch.manifest.request_id
+
+    def _end(self, number: int, attempt: _Attempt, failure: HandOverFailed, step: Step) -> None:
         """The client hears of it with the next output."""
         attempt.is_waiting = False
         self._deadlines.pop(number, None)
-        del self._attempt_of[attempt.request_id]
-        self._failing[attempt.request_id] = cause
-        fetch_request = self._fetch_requests.get(attempt.request_id)
+        request_id = attempt.request_id
+        del self._attempt_of[request_id]
+        self._failing[request_id] = failure
+        fetch_request = self._fetch_requests.get(request_id)
         if fetch_request is not None and not fetch_request.may_be_computed:
-            self._ending.add(attempt.request_id)
-        step.unrenewed.append(attempt.request_id)
-        self.counts[cause.cause] += 1
-        if not logged:
-            logger.warning("The KV of request %s was not received: %s", attempt.request_id, cause)
+            self._ending.add(request_id)
+        step.unrenewed.append(request_id)
+        prefill_request_id = self._prefill_request_id(request_id)
+        self._failures.not_received(request_id, failure, attempt=number, prefill_request_id=prefill_request_id)
 
     def _give_up(self, number: int, blocks: Blocks) -> None:
         attempt = self._attempts[number]
@@ -399,13 +403,11 @@ class DecodeFetches:
 
     def _pass_over(self, request: Request, fetch: FetchParams | None, step: Step) -> None:
         """Have it computed here, whatever the policy: a session that fails would go on without its beginning."""
-        self.counts[FailureCause.PARAMETERS] += 1
-        logger.warning(
-            "The KV of request %s is not taken from prefill: it is a streaming session (resumable), whose blocks go on "
-            "being filled with later input; expected a prompt that is complete. It is computed here. Send "
-            "kv_transfer_params with requests of one prompt each.",
-            request.request_id,
+        reason = (
+            "it is a streaming session (resumable), whose blocks go on being filled with later input; expected a "
+            "complete prompt. It is computed here. Send kv_transfer_params with requests of one prompt each"
         )
+        self._refuse(DecodeRequestId(request.request_id), HandOverFailed(FailureCause.PARAMETERS, reason))
         fetch_request = FetchRequest(fetch, self._clock.now_seconds())
         fetch_request.check(request, self._terms)
         self._release(fetch_request, step)

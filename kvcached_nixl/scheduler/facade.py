@@ -15,12 +15,13 @@ from typing import Any
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import Blocks, Progress, Reader, Request
+from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.side_channel_listener import Answers, Envelope, Listener, answers_of, is_staged, weights_of
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, BlockIds, Reports, Step, failure_of, finished_attempts_of, idle_holds_of
 
@@ -29,6 +30,7 @@ __all__ = ["SchedulerFacade"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 
+NO_REASON = "the worker did not say why"
 QUIET_SECONDS = 2.0
 """How long a pause waits for what may still be in flight, before whoever pauses hears that the cache is not clear."""
 
@@ -38,7 +40,7 @@ class SchedulerFacade:
 
     Args:
         own: what a peer needs to find this engine's ranks.
-        start: 16 hexadecimal digits, drawn when this engine started; another one whenever its weights have changed.
+        incarnation: 16 hexadecimal digits, drawn when this engine started, and anew whenever its weights have changed.
         read: how requests of the engine are read.
         wake_key: by which the side channel knows a word of this engine's own workers.
     """
@@ -54,8 +56,9 @@ class SchedulerFacade:
         self._timeout_seconds = terms.timeout_seconds
         self._clock = clock
         self._holds = Holds()
-        self._fetching = DecodeFetches(terms, clock, self._holds)
-        self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds)
+        self._failures = Failures()
+        self._fetching = DecodeFetches(terms, clock, self._holds, self._failures)
+        self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds, self._failures)
         self._step = self._new_step()
         self._quarantined = 0
         self._has_news = False
@@ -250,11 +253,8 @@ class SchedulerFacade:
         self._offering.turn(self._step)
         self._has_news = False
         step, self._step = self._step, self._new_step()
-        step.counts = {**self._fetching.counts}
-        for cause, count in self._offering.counts.items():
-            step.counts[cause] = step.counts.get(cause, 0) + count
-        self._fetching.counts.clear()
-        self._offering.counts.clear()
+        step.counts = {**self._failures.counts}
+        self._failures.counts.clear()
         quarantined = self._fetching.num_quarantined_blocks
         if quarantined != self._quarantined:
             step.quarantined_blocks = self._quarantined = quarantined
@@ -290,18 +290,18 @@ class SchedulerFacade:
 
     def collect(self, reports: Reports) -> None:
         """What all ranks have reported: takes our ids and marks out, and puts in the requests that they mean."""
-        failures = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
+        marked = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
+        failures = [(number, HandOverFailed(cause, reports.reasons.get(number, NO_REASON))) for number, cause in marked]
         reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}
-        overs, blocks = finished_attempts_of(reports.received), self._bound()
+        finished, blocks = finished_attempts_of(reports.received), self._bound()
         self._fetching.let_go(reports.sent, blocks)
-        received, failed = self._fetching.collect(failures, overs, blocks, self._step)
+        received, failed = self._fetching.collect(failures, finished, blocks, self._step)
         # What another connector has loaded, or has not, frees no blocks that decode may be reading.
         reports.received = {one for one in reports.received if not self._offering.keeps(one)} | received
         self._failed |= failed
         if failed:
             reports.invalid.add(FAILING)
-        quiet = idle_holds_of(reports.sent)
-        self._offering.ended(reports.sent, quiet, blocks)
+        self._offering.ended(reports.sent, idle_holds_of(reports.sent), blocks)
         reports.sent |= self._offering.let_go(blocks)
         self.freshen()
 
@@ -330,16 +330,18 @@ class SchedulerFacade:
         if now < self._stalled[1] + self._timeout_seconds:
             return set()
         self._stalled = None
-        self._fetching.counts[FailureCause.QUARANTINE] += 1
-        logger.warning(
-            "Request %s fails: it has waited %g s for blocks, nothing else runs, and %d blocks are in quarantine for "
-            "peers that are not heard of and may still write. Those of other hosts are kept from it within about two "
-            "minutes and their blocks are free then; one of this host that stands still has to go on or to end.",
-            request_id,
-            self._timeout_seconds,
-            self._fetching.num_quarantined_blocks,
+        reason = (
+            f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and "
+            f"{self._fetching.num_quarantined_blocks} blocks are in quarantine for peers that are not heard of and may "
+            "still write. Peers on other hosts are fenced within about two minutes, and their blocks are free then. A "
+            "peer on this host that stands still has to go on or to end"
         )
+        self._failures.not_received(request_id, HandOverFailed(FailureCause.QUARANTINE, reason))
         return {request_id}
+
+    def take_told(self) -> dict[str, str]:
+        """Requests that have ended since the last call, and had no KV -> what their clients are told of it."""
+        return self._failures.take_ended()
 
     def take_failed(self) -> set[str]:
         """Requests whose KV has not come, since the last call."""

@@ -8,8 +8,6 @@ to vLLM only when every rank has said that nobody needs them (rule R2).
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +16,15 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Blocks, Progress, Request
+from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import NULL_BLOCK_ID, Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest, ranges_of
 from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
 
 __all__ = ["PrefillOffers"]
-
-logger = logging.getLogger(SERVER_LOGGER)
 
 GRACE_SECONDS = 1.0
 """How long decode has for what ends while the engine waits for its last requests (``/pause?mode=wait``)."""
@@ -41,6 +37,7 @@ class _Sending:
     Attributes:
         ready_tokens: how many the workers were told of, or would have been.
         manifest: when its whole prompt is scheduled.
+        refused: why there is none then.
         is_offered: the workers know of it, with or without tokens, and whatever it has lost since.
         is_read: they know of tokens in blocks that it still has, and may be reading them before it has ended.
         is_revoked: it was taken back while it was computed, so decode may have none of it any more.
@@ -56,6 +53,7 @@ class _Sending:
     block_ids: BlockIds = ()
     ready_tokens: int = 0
     manifest: Manifest | None = None
+    refused: HandOverFailed | None = None
     is_offered: bool = False
     is_read: bool = False
     is_revoked: bool = False
@@ -77,7 +75,9 @@ class PrefillOffers:
             copy it into a slab.
     """
 
-    def __init__(self, own: RemotePrefill, incarnation: str, terms: Terms, clock: Clock, holds: Holds) -> None:
+    def __init__(
+        self, own: RemotePrefill, incarnation: str, terms: Terms, clock: Clock, holds: Holds, failures: Failures
+    ) -> None:
         self._own = own
         self.incarnation = incarnation
         self._terms = terms
@@ -93,7 +93,7 @@ class PrefillOffers:
         self.stale: set[int | None] = set()
         self._revoked_at = Deadlines[PrefillRequestId]()
         self._draining: set[int] = set()
-        self.counts: Counter[int] = Counter()
+        self._failures = failures
         self.is_read_early = terms.pushes
 
     @property
@@ -172,18 +172,16 @@ class PrefillOffers:
             return
         try:
             name = read_offer(params, request.request_id)
-        except HandOverFailed as cause:
-            self.counts[FailureCause.PARAMETERS] += 1
-            logger.warning("Request %s is not offered to decode: %s", request_id, cause)
+        except HandOverFailed as failure:
+            self._failures.not_offered(request_id, failure)
             return
         if request.is_session:
-            self.counts[FailureCause.PARAMETERS] += 1
-            logger.warning(
-                "Request %s is not offered to decode: it is a streaming session (resumable), whose blocks go on being "
-                "filled with later input; expected a prompt that is complete. It is computed as without "
-                "kv_transfer_params. Send them with requests of one prompt each.",
-                request_id,
+            reason = (
+                "it is a streaming session (resumable), whose blocks go on being filled with later input; expected a "
+                "complete prompt. It is computed as without kv_transfer_params. Send them with requests of one "
+                "prompt each"
             )
+            self._failures.not_offered(request_id, HandOverFailed(FailureCause.PARAMETERS, reason))
             return
         num_tokens = request.num_prompt_tokens
         sending = _Sending(request, name, request.digest(num_tokens), num_tokens)
@@ -248,10 +246,8 @@ class PrefillOffers:
             params = prefill_params(self._own, sending.manifest, transfer_id=transfer_id, transfer_mode=mode)
             return True, params
         if is_whole and not sending.is_revoked:
-            self.counts[FailureCause.RANGE] += 1
-            logger.warning(
-                "Request %s is not offered to decode: it does not have the blocks of its prompt any more", request_id
-            )
+            lost = HandOverFailed(FailureCause.RANGE, "it does not have the blocks of its prompt any more")
+            self._failures.not_offered(request_id, sending.refused or lost)
         # It may have arrived since the last step. Whoever has registered for it hears that it was there and is gone.
         step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
         if sending.is_offered:
@@ -314,7 +310,7 @@ class PrefillOffers:
         if sending.ready_tokens < sending.num_tokens:
             return None
         if sending.request.adapter and sending.request.digest(sending.num_tokens) != sending.digest:
-            logger.warning("Request %s is not offered to decode: its adapter was replaced meanwhile", request_id)
+            sending.refused = HandOverFailed(FailureCause.REVOKED, "its adapter was replaced meanwhile")
             return None
         # Where decode computes the last token again, its window begins there.
         first_tokens = blocks.first_tokens(sending.num_tokens - self._terms.drops_blocks)
@@ -331,10 +327,9 @@ class PrefillOffers:
                 lease_seconds=self._terms.lease_seconds,
                 num_media=sending.request.num_media,
             )
-        except ValueError as cause:
-            logger.warning(
-                "The blocks of request %s are not those of its %d tokens: %s", request_id, sending.num_tokens, cause
-            )
+        except ValueError as error:
+            reason = f"its blocks are not those of its {sending.num_tokens} tokens: {error}"
+            sending.refused = HandOverFailed(FailureCause.RANGE, reason)
             return None
 
     def _is_kept(self, sending: _Sending, block_ids: BlockIds) -> bool:

@@ -20,6 +20,7 @@ from kvcached_nixl.compat.engine import (
     with_ended,
     with_refused,
     with_reports,
+    with_told,
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
 from kvcached_nixl.compat.pausing import drains
@@ -110,6 +111,8 @@ def update_from_output(call: Call) -> Any:
         refused += side.take_refused()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
     outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
+    for side in bound_sides(call.instance):
+        outputs = with_told(outputs, side.take_told())
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 __all__ = ["FailureCause", "HandOverFailed"]
+
+MAX_SHOWN = 200
+"""Characters of an id in a log line."""
 
 
 class FailureCause(IntEnum):
@@ -39,7 +43,7 @@ class FailureCause(IntEnum):
     """An exception of our own that only this hand-over pays for."""
     QUARANTINE = 13
     """What it needs is in quarantine, and nothing else would free enough."""
-    BYTES = 14
+    CHECKSUM = 14
     """What has come is not what prefill sent (``verify_fraction``)."""
     REVOKED = 15
     """One side has taken it back: it was paused, put to sleep or shut down, or its weights were changed."""
@@ -54,6 +58,21 @@ class FailureCause(IntEnum):
 class HandOverFailed(Exception):
     """One hand-over brings no KV. ``cause`` is counted, the text is logged with the request."""
 
-    def __init__(self, cause: FailureCause, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, cause: FailureCause, reason: str) -> None:
+        super().__init__(reason)
         self.cause = cause
+
+    def tags(self, request_id: str = "", *, attempt: int | None = None, prefill_request_id: str = "") -> str:
+        """What every line about one failure has, in either engine and at the router, so that ``grep`` finds them all.
+
+        Args:
+            request_id: decode's; ids are in their engine's form. What is not known is left out.
+        """
+        ids = {"attempt": attempt, "request": request_id, "prefill_request": prefill_request_id}
+        known = " ".join(f"{key}={_plain(str(one))}" for key, one in ids.items() if one not in (None, ""))
+        return f"cause={self.cause.label} {known}".rstrip()
+
+
+def _plain(said: str) -> str:
+    # A client's id must neither begin a line of its own nor end its field.
+    return re.sub(r"[^!-~]|[\"'\\\\]", "?", said[:MAX_SHOWN])

@@ -247,7 +247,10 @@ class StagingRequest(_OfContributor, frozen=True, tag="ready"):
 
 
 class Stopped(_OfContributor, frozen=True, tag="stopped"):
-    """A contributor has stopped: none of its WRITEs is in flight, and none will be posted. ``cause``: a `FailureCause`."""
+    """A contributor has stopped: none of its WRITEs is in flight, and none will be posted.
+
+    ``cause``: a `FailureCause`.
+    """
 
     cause: Count
     reason: str

@@ -13,7 +13,7 @@ taken out again before vLLM looks. A request of prefill's whose blocks nobody ne
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -95,11 +95,13 @@ class Reports:
         sent: requests whose blocks are free; ids of ours among them.
         received: requests that wait no more; ids of ours among them.
         invalid: block ids that hold no KV; marks of ours among them.
+        reasons: attempts that have failed -> what the first rank to meet a failure says of it.
     """
 
     sent: set[str]
     received: set[str]
     invalid: set[int]
+    reasons: dict[int, str] = field(default_factory=dict)
 
 
 class FetchSpec(msgspec.Struct):

@@ -150,8 +150,8 @@ def start(
         worker.offer_handshake(str(tag), msgspec.msgpack.encode(told))
 
     device = layout.device
-    # Whatever runs beside the transfer thread holds its event and not the thread: an engine that nobody holds is gone at
-    # once, and its NIXL agent with it.
+    # Other threads hold this event and not the transfer thread: an engine that nobody holds is freed at once, with its
+    # NIXL agent.
     wake = threading.Event()
     staging = None
     if slab is not None:

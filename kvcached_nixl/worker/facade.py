@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import Step, failed_mark, finished_attempt_id, idle_hold_id
@@ -61,12 +62,14 @@ class WorkerCounters:
         moved: (bytes, descriptors, seconds) of each transfer.
         failures: hand-overs that brought no KV, by `FailureCause`; counted by the engine's scheduler, told by rank 0.
         quarantined_blocks: held for what may still be in flight; None if that has not changed.
+        reasons: (attempt, why it has failed).
     """
 
     moved: list[tuple[int, int, float]] = field(default_factory=list)
     failures: Counter[int] = field(default_factory=Counter)
     expired: int = 0
     quarantined_blocks: int | None = None
+    reasons: list[tuple[int, str]] = field(default_factory=list)
 
 
 class WorkerFacade:
@@ -185,9 +188,11 @@ class WorkerFacade:
         outcome = self.thread.take_outcome()
         for attempt, failed in outcome.failed.items():
             self._marks.add(failed_mark(attempt, failed.cause))
-            logger.warning("The KV of request %s was not received: %s", failed.request_id, failed.words)
+            self._counted.reasons.append((attempt, failed.reason))
+            logger.debug("attempt=%d request=%s: %s", attempt, failed.request_id, failed.reason)
         for request_id in outcome.expired:
-            logger.warning("The lease of request %s has ended; decode has not fetched its KV", request_id)
+            tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
+            logger.warning("KV was not fetched: %s: its lease has ended", tags)
         self._counted.expired += len(outcome.expired)
         self._counted.moved += outcome.moved
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}

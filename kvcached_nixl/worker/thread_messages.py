@@ -147,7 +147,7 @@ class Failed(NamedTuple):
 
     request_id: DecodeRequestId
     cause: FailureCause
-    words: str
+    reason: str
 
 
 @dataclass

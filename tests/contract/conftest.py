@@ -22,8 +22,8 @@ def agents_wait_for_events_and_no_thread_is_pinned() -> None:
     # vLLM's connector would pin this process, and with it every process that a test starts, to one core.
     use_every_core()
     wait_for_events(pytest.importorskip("nixl._bindings", reason="needs an environment: bash experiments/env.sh"))
-    # What was imported is not looked at again: with vLLM that takes a second each time. Once: an engine that a test still
-    # holds would be frozen, too, and never freed.
+    # What was imported is not looked at again: with vLLM that takes a second each time. Only now: an engine that a test
+    # still holds would be frozen, too, and never freed.
     gc.collect()
     gc.freeze()
 

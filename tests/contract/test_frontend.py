@@ -50,14 +50,16 @@ def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) 
     )
 
 
-def left_for_the_client(kind: RequestOutputKind, reason: FinishReason, *token_ids: int) -> Any:
+def left_for_the_client(
+    kind: RequestOutputKind, reason: FinishReason, *token_ids: int, stop_reason: str | None = None
+) -> Any:
     """What is in the queue of a request of that kind after these tokens, one a step, and an end for that reason."""
     processor = OutputProcessor(None, log_stats=False)
     queue = RequestOutputCollector(kind, "inner")
     processor.add_request(request_of(kind), None, queue=queue)
     for token_id in token_ids:
         processor.process_outputs([EngineCoreOutput("inner", [token_id])])
-    processor.process_outputs([EngineCoreOutput("inner", [], finish_reason=reason)])
+    processor.process_outputs([EngineCoreOutput("inner", [], finish_reason=reason, stop_reason=stop_reason)])
     assert not processor.request_states
     return queue.output
 
@@ -74,6 +76,9 @@ def test_whoever_waits_for_a_request_that_fails_gets_an_error(
 ) -> None:
     """However its output is asked for, and behind tokens, too; no endpoint has to look by itself."""
     assert is_failure(left_for_the_client(kind, FinishReason.ERROR, *token_ids))
+    told = "KV hand-over failed: cause=lease attempt=7 request=inner prefill_request=p"
+    left = left_for_the_client(kind, FinishReason.ERROR, *token_ids, stop_reason=told)
+    assert is_failure(left) and str(left.cause) == told, "in the words of the engine's log"
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])

@@ -78,7 +78,7 @@ async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) 
                 PROMPT, max_tokens=8, salt=f"turn-{turn}", request_id=f"turn-{turn}", kv_transfer_params=offered
             )
             if policy == "fail":
-                with pytest.raises(AnswerError, match="answered 5"):
+                with pytest.raises(AnswerError, match=r"answered 5.*KV hand-over failed: cause=no_manifest"):
                     await request
                 for endpoint in ENDPOINTS:
                     await _fails_on(endpoint, decode_url, http, offered)
@@ -107,6 +107,8 @@ async def _fails_on(endpoint: Endpoint, url: str, http: httpx.AsyncClient, param
                 read(endpoint, reply.headers["content-type"], reply.text)
         else:
             assert reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR, f"{endpoint.name}, n = {n}: {reply.text}"
+            # Of several choices vLLM has one error for all, which may be of one that was not told.
+            assert n > 1 or "KV hand-over failed: cause=no_manifest" in reply.text, f"{endpoint.name}: {reply.text}"
 
 
 @pytest.mark.parametrize(

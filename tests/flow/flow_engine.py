@@ -352,6 +352,7 @@ class Output:
     sent: list[set[str]] = field(default_factory=list)
     received: list[set[str]] = field(default_factory=list)
     invalid: set[int] = field(default_factory=set)
+    reasons: dict[int, str] = field(default_factory=dict)
 
     @property
     def tells(self) -> bool:
@@ -587,6 +588,8 @@ class Engine:
             output.invalid |= side.take_marks()
             counted = side.take_counted()
             self.failures += counted.failures
+            for attempt, reason in counted.reasons:
+                output.reasons.setdefault(attempt, reason)
             if counted.quarantined_blocks is not None:
                 self.quarantined = counted.quarantined_blocks
             output.marks.append(worker.device.given)
@@ -636,6 +639,7 @@ class Engine:
             self._sum_up(self._reported[0], output.sent),
             self._sum_up(self._reported[1], output.received),
             set(output.invalid),
+            output.reasons,
         )
         self.handover.collect(reports)
         starved = self.handover.take_ending()

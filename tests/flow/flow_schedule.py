@@ -478,7 +478,7 @@ class Schedule:
         for task in self.tasks:
             for child in task.children:
                 self._judge(task, child)
-        differing = [engine.own.engine_id for engine in cluster.engines if engine.failures.get(FailureCause.BYTES)]
+        differing = [engine.own.engine_id for engine in cluster.engines if engine.failures.get(FailureCause.CHECKSUM)]
         assert not differing, f"other bytes than were sent came to {differing}"
         self._wait(FORGOTTEN_SECONDS, lambda: next(cluster.left(), None) is None)
         left = "\n".join(cluster.left())

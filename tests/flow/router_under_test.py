@@ -17,7 +17,7 @@ from kvcached_nixl.proxy.command import Router
 from kvcached_nixl.proxy.options import Options
 
 WAIT_SECONDS = 20.0
-QUICK: dict[str, Any] = {"health_seconds": 0.1, "connect_seconds": 1.0, "drain_seconds": 2.0}
+QUICK: dict[str, Any] = {"health_interval_seconds": 0.1, "connect_timeout_seconds": 1.0, "drain_timeout_seconds": 2.0}
 
 
 class UnderTest:

@@ -29,6 +29,10 @@ def prompt_of(body: dict[str, Any]) -> str:
     return json.dumps(body.get("prompt", body.get("messages")))
 
 
+HAND_OVER_FAILED = "KV hand-over failed: cause=lease attempt=7 request=cmpl-d-1 prefill_request=cmpl-p-1"
+"""As a decode server says it of one whose KV has not come (fault ``kv``)."""
+
+
 def reason_of(fault: str) -> str | None:
     """Why an answer says that it has ended."""
     reason = fault.removeprefix("reason ") if fault.startswith("reason ") else "length"
@@ -308,7 +312,7 @@ class Stub:
         if asked.body.get("stream"):
             await self._stream(fault, asked, writer, is_chat)
         elif fault == "kv":
-            await self._json(writer, 500, {"error": {"message": "KV load failure", "code": 500}})
+            await self._json(writer, 500, {"error": {"message": f"{HAND_OVER_FAILED}.", "code": 500}})
         else:
             tokens = tokens_of(asked.body)
             await asyncio.sleep(self.token_seconds * len(tokens))
@@ -334,7 +338,8 @@ class Stub:
             writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
             await writer.drain()
 
-        error = b'data: {"error": {"message": "Internal server error", "type": "x", "param": null, "code": 500}}\n\n'
+        failed = {"error": {"message": HAND_OVER_FAILED, "type": "x", "param": None, "code": 500}}
+        error = b"data: " + json.dumps(failed).encode() + b"\n\n"
         if is_chat:
             await send(event({"delta": {"role": "assistant", "content": ""}}))
         is_whole = fault != "kv"

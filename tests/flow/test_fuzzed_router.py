@@ -68,7 +68,7 @@ class Strict(Stub):
 async def fuzz(mode: str, count: int, wrong: str = "") -> Found:
     fabric = Fabric()
     prefill, decode = (Strict(fabric, pushes=mode == "push") for _ in range(2))
-    options = {"body_bytes": BODY_BYTES, "client_seconds": 2.0}
+    options = {"max_body_bytes": BODY_BYTES, "client_timeout_seconds": 2.0}
     async with (
         stubs(prefill, decode),
         serving_before([prefill], [decode], **options) as plain,

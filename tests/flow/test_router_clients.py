@@ -70,7 +70,7 @@ def test_a_client_that_does_not_read_holds_nothing_for_ever_and_fills_no_memory(
     """The server is not read ahead of the client; in the end the connection is closed."""
 
     async def run() -> None:
-        async with serving(client_seconds=0.5) as at:
+        async with serving(client_timeout_seconds=0.5) as at:
             body = json.dumps({**HELLO, "max_tokens": 2_000, "stream": True})
             at.decodes[0].pad_bytes = 1 << 20
             reader, writer = await asyncio.open_connection(HOST, at.port, limit=1024)
@@ -145,7 +145,7 @@ def test_two_thousand_mutated_bodies_are_answered_rightly_or_refused() -> None:
 
 def test_more_than_may_be_in_flight_are_told_to_come_again() -> None:
     async def run() -> None:
-        async with serving(most_requests=2) as at:
+        async with serving(max_inflight=2) as at:
             at.decodes[0].token_seconds = 0.1
             running = [asyncio.create_task(at.complete(max_tokens=4)) for _ in range(2)]
             await until(lambda: at.router.routed.in_flight == 2, "they are not in flight")
@@ -160,7 +160,7 @@ def test_more_than_may_be_in_flight_are_told_to_come_again() -> None:
 
 def test_bodies_that_have_no_room_together_are_told_to_come_again() -> None:
     async def run() -> None:
-        async with serving(bodies_bytes=50_000) as at:
+        async with serving(max_total_body_bytes=50_000) as at:
             at.decodes[0].token_seconds = 0.1
             long = "x" * 30_000
             running = asyncio.create_task(at.complete(long, max_tokens=4))
@@ -213,7 +213,7 @@ def test_a_router_that_ends_refuses_new_requests_and_finishes_others() -> None:
 
 def test_what_does_not_end_in_time_is_broken_off_with_an_error_event() -> None:
     async def run() -> None:
-        async with serving(drain_seconds=0.3) as at:
+        async with serving(drain_timeout_seconds=0.3) as at:
             at.decodes[0].token_seconds = 0.05
             running = asyncio.create_task(at.complete(max_tokens=10_000, stream=True))
             await until(lambda: bool(at.decodes[0].asked), "decode is not asked")
@@ -271,7 +271,7 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 )
 def test_what_a_connection_says_is_answered_and_no_part_of_it_chooses_a_server(sent: bytes, status: bytes) -> None:
     async def run() -> None:
-        async with serving(body_bytes=1 << 20) as at:
+        async with serving(max_body_bytes=1 << 20) as at:
             heard = await raw(at, sent)
             assert heard.split(b" ")[1] == status, heard[:300]
             assert {one.path for server in (*at.prefills, *at.decodes) for one in server.asked} <= {"/v1/completions"}
@@ -330,7 +330,7 @@ def test_a_path_or_a_method_that_is_none_is_an_error_as_clients_know_it(method: 
 
 def test_a_chunked_body_that_is_too_large_is_refused_while_it_comes() -> None:
     async def run() -> None:
-        async with serving(body_bytes=1 << 16) as at:
+        async with serving(max_body_bytes=1 << 16) as at:
             chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
             head = b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n"
             assert b" 413 " in await raw(at, head + chunk * 4)
@@ -341,7 +341,7 @@ def test_a_chunked_body_that_is_too_large_is_refused_while_it_comes() -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
     async def run() -> None:
-        async with serving(client_seconds=0.2) as at:
+        async with serving(client_timeout_seconds=0.2) as at:
             assert b" 408 " in await raw(at, b"POST /v1/completions HTTP/1.1\r\n" + JSON + LENGTH + b'\r\n{"a"')
             await quiet(at)
 

@@ -195,7 +195,7 @@ def test_a_server_that_has_another_number_of_ranks_is_learnt_anew(before: int, a
     """Also where it is back under its name before any health check has failed."""
 
     async def run() -> None:
-        options: dict[str, Any] = {} if noticed else {"health_seconds": 60.0}
+        options: dict[str, Any] = {} if noticed else {"health_interval_seconds": 60.0}
         async with parallel(before, **options) as at:
             (prefill,) = at.prefills
             await ask(at, 13)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from router_under_test import HELLO, check, learn, quiet, right, serving, until
-from stub_servers import tokens_of
+from stub_servers import HAND_OVER_FAILED, tokens_of
 
 pytestmark = pytest.mark.long
 
@@ -62,8 +62,12 @@ DECODE_FAULTS = [
 
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize(("fault", "stream"), DECODE_FAULTS)
-def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(fault: str, stream: bool, pushes: bool) -> None:
+def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(
+    fault: str, stream: bool, pushes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also where vLLM has said 200 already and its stream begins with an error."""
+
+    caplog.set_level(logging.INFO, logger="kvcached_nixl.proxy.requests")
 
     async def run() -> None:
         async with serving(2, 2, pushes=pushes) as at:
@@ -74,6 +78,12 @@ def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(fault: str
             # Both fail once, and two attempts are all there are: what the client has is an error, and no token.
             assert answer.status_code in (502, 503), answer.text
             assert answer.json()["error"]["code"] == answer.status_code
+            if fault == "kv":
+                # The client, and whoever reads the router's log, find decode's own line by it.
+                _, _, tags = HAND_OVER_FAILED.partition(": ")
+                assert tags in answer.json()["error"]["message"]
+                (line,) = [line for line in caplog.messages if f" status={answer.status_code} " in line]
+                assert tags in line
             assert ("retry-after" in answer.headers) == (answer.status_code == 503)
             assert right(await at.complete(max_tokens=4))
             at.decodes[0].faults.append(fault)
@@ -172,7 +182,7 @@ def test_hand_overs_that_decode_reports_as_failed_are_counted_and_warned_of(capl
     """One that was recomputed looks like any other; only decode knows."""
 
     async def run() -> None:
-        async with serving(health_seconds=0.02) as at:
+        async with serving(health_interval_seconds=0.02) as at:
             await asyncio.sleep(0.3)
             at.decodes[0].failures = 3
             while await at.count("reported_handover_failures_total", instance=at.decodes[0].name) < 3:
@@ -192,7 +202,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(fault: str, pushes: b
     """After whole events of right tokens, in vLLM's shape, and without the word that would say: complete."""
 
     async def run() -> None:
-        async with serving(pushes=pushes, token_seconds=0.3) as at:
+        async with serving(pushes=pushes, inter_token_timeout_seconds=0.3) as at:
             await learn(at)
             at.decodes[0].faults.append(fault)
             answer = await at.complete(max_tokens=4, stream=True)
@@ -320,7 +330,7 @@ def test_a_prefill_that_was_started_again_is_learnt_anew(engine_id: str) -> None
     """Between two looks at its health, on the same address: what was learnt of it does not hold any more."""
 
     async def run() -> None:
-        async with serving(pushes=True, health_seconds=5.0) as at:
+        async with serving(pushes=True, health_interval_seconds=5.0) as at:
             await learn(at)
             (prefill,) = at.prefills
             old = prefill.start_number
@@ -340,7 +350,7 @@ def test_what_waits_for_a_server_that_stands_still_does_not_wait_for_ever() -> N
     """Its health checks fail, its legs end, and they are tried elsewhere; later it is asked again."""
 
     async def run() -> None:
-        async with serving(2, 1, health_seconds=0.1) as at:
+        async with serving(2, 1, health_interval_seconds=0.1) as at:
             still, other = at.prefills
             still.prefill_seconds = 3600.0
             waiting = [asyncio.create_task(at.complete(max_tokens=4)) for _ in range(4)]
@@ -388,7 +398,7 @@ def test_a_decode_that_cannot_be_reached_leaves_prefill_s_kv_to_another() -> Non
     """Nothing was delivered, so prefill need not compute again."""
 
     async def run() -> None:
-        async with serving(1, 2, health_seconds=5.0, policy="round-robin") as at:
+        async with serving(1, 2, health_interval_seconds=5.0, policy="round-robin") as at:
             await at.decodes[0].stop()
             for _ in range(2):
                 assert right(await at.complete(max_tokens=4))
@@ -400,7 +410,9 @@ def test_a_decode_that_cannot_be_reached_leaves_prefill_s_kv_to_another() -> Non
 
 def test_a_server_that_never_answers_has_a_time_limit() -> None:
     async def run() -> None:
-        async with serving(prefill_seconds=0.2, answer_seconds=0.2, first_token_seconds=0.2, attempts=1) as at:
+        async with serving(
+            prefill_timeout_seconds=0.2, response_timeout_seconds=0.2, first_token_timeout_seconds=0.2, attempts=1
+        ) as at:
             at.prefills[0].faults.append("hang")
             begun = time.monotonic()
             assert (await at.complete()).status_code == 504
@@ -416,7 +428,7 @@ def test_a_server_that_never_answers_has_a_time_limit() -> None:
 
 def test_an_answer_without_an_end_is_not_read_for_ever() -> None:
     async def run() -> None:
-        async with serving(answer_bytes=1 << 20) as at:
+        async with serving(max_response_bytes=1 << 20) as at:
             at.decodes[0].faults.append("endless")
             answer = await at.complete()
             assert answer.status_code == 502 and "longer than" in answer.text

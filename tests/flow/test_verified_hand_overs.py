@@ -106,9 +106,9 @@ def test_other_bytes_are_not_used_and_their_sender_is_not_believed_again(
     spoil(pair, request)
     pair.settle()
     assert is_right(request, 0)
-    assert pair.causes() == {"bytes": 1}
+    assert pair.causes() == {"checksum": 1}
     assert is_right(pair.hand_over(OTHER), 0)
-    assert pair.causes() == {"bytes": 2}
+    assert pair.causes() == {"checksum": 2}
     pair.pass_time(LEASE_SECONDS + 1)
     pair.nothing_is_left()
 
@@ -120,7 +120,7 @@ def test_a_prefill_that_was_started_again_is_believed(made: Made) -> None:
     request = under_way(pair, pair.decode.workers)
     spoil(pair, request)
     pair.settle()
-    assert pair.causes() == {"bytes": 1}
+    assert pair.causes() == {"checksum": 1}
     pair.prefill = pair.cluster.restart(pair.prefill)
     assert is_right(pair.hand_over(OTHER), len(OTHER))
     pair.nothing_is_left()
@@ -139,7 +139,7 @@ def test_others_are_still_believed(made: Made) -> None:
     found = pair.ask_decode(upstream.answer, OTHER)
     pair.settle()
     assert is_right(found, len(OTHER))
-    assert pair.causes() == {"bytes": 1}
+    assert pair.causes() == {"checksum": 1}
     pair.nothing_is_left()
 
 
@@ -241,7 +241,7 @@ def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
     assert pair.causes() or pair.decode.workers[0].side.thread._outcomes._outcome.failed
     pair.settle()
     assert is_right(verified, 0) and all(is_right(one, 0) for one in others)
-    assert pair.causes() == {"bytes": 3}
+    assert pair.causes() == {"checksum": 3}
     pair.pass_time(LEASE_SECONDS + 1)
     pair.nothing_is_left()
 

@@ -62,7 +62,8 @@ def section(text: str, title: str) -> str:
 def anchors(text: str) -> set[str]:
     """What a link may name: anchors that the site and a repository's web page both give to a heading."""
     titles = [title for _, title in headings(text)]
-    return _numbered(map(_of_site, titles), "_") & _numbered(map(_of_repository, titles), "-")
+    named = set(re.findall(r'<a id="([^"]+)"></a>', text))
+    return named | _numbered(map(_of_site, titles), "_") & _numbered(map(_of_repository, titles), "-")
 
 
 def links(text: str) -> list[str]:

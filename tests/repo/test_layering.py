@@ -60,7 +60,7 @@ ALLOWED = {
     "seams/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
     "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.lease import Leases\nfrom . import offer",
-    "worker/build.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker.decode import receiver",
+    "worker/build.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker import decode",
 }
 
 

@@ -49,7 +49,7 @@ def compare(
                 f"the bytes of the tokens before {written[local].end_token} are not those that prefill sent: found "
                 f"{checksums[local]}; expected {said[local]}"
             )
-            ended(HandOverFailed(FailureCause.BYTES, words))
+            ended(HandOverFailed(FailureCause.CHECKSUM, words))
         else:
             ended(None)
 

@@ -213,7 +213,7 @@ class WritePart:
             else:
                 self._end_if_complete()
             return
-        if wrong.cause is FailureCause.BYTES and self._known is not None:
+        if wrong.cause is FailureCause.CHECKSUM and self._known is not None:
             self._context.distrust(self.address, self._known.incarnation)
         # Everything has been written.
         self._end()

@@ -49,7 +49,8 @@ class Descriptors:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A request's kernel blocks on one side, of one KV-cache group: ``ids[i]`` holds the tokens from ``first_token + i * block_size`` on."""
+    """A request's kernel blocks on one side, of one KV-cache group: ``ids[i]`` holds the tokens from
+    ``first_token + i * block_size`` on."""
 
     ids: Sequence[KernelBlock]
     first_token: int = 0

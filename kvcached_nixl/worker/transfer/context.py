@@ -68,7 +68,7 @@ class WorkerContext:
             "the bytes of another hand-over from this engine were not those that it sent, so none of its is used. "
             'Start both sides again, with "memory_path": "host" in kv_connector_extra_config'
         )
-        return HandOverFailed(FailureCause.BYTES, words)
+        return HandOverFailed(FailureCause.CHECKSUM, words)
 
     def meet(
         self,

@@ -2,8 +2,8 @@
 """READs and WRITEs: cut into batches, posted as there is room, and looked after until NIXL says that they have ended.
 
 What is in flight is limited in bytes, with one peer and in all, and in transfers; whenever one ends the next is posted.
-Peers take turns. What is given up (`TransferQueue.drop`) counts for nobody any more, but its end is still waited for: nothing
-that was posted can be called back. Owned by the transfer thread; once per worker.
+Peers take turns. What is given up (`TransferQueue.drop`) counts for nobody any more, but its end is still waited for:
+nothing that was posted can be cancelled. Owned by the transfer thread; once per worker.
 """
 
 from __future__ import annotations

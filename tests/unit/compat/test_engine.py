@@ -21,6 +21,7 @@ from kvcached_nixl.compat.engine import (
     scheduled,
     tell_finished,
     with_reports,
+    with_told,
 )
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.wire.step import Reports
@@ -253,6 +254,7 @@ class KVConnectorOutput:
     def __init__(self):
         self.finished_sending = self.finished_recving = None
         self.invalid_block_ids = set()
+        self.kv_connector_stats = None
 """
 
 
@@ -366,3 +368,22 @@ def test_or_it_fails(counted: int, expected: int) -> None:
 
 def test_nothing_has_failed() -> None:
     assert let_load_fail(failing(False), set()) == set()
+
+
+def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> None:
+    """With no other output, and not in place of what vLLM says."""
+
+    def output(request_id: str, reason: str | None, stop_reason: Any = None) -> SimpleNamespace:
+        finish_reason = None if reason is None else SimpleNamespace(name=reason)
+        return SimpleNamespace(request_id=request_id, finish_reason=finish_reason, stop_reason=stop_reason)
+
+    failed, others, fine = output("a", "ERROR"), output("b", "ERROR"), output("a", "STOP")
+    said, on_its_way = output("a", "ERROR", "as vLLM says"), output("a", None)
+    outputs = {
+        0: SimpleNamespace(outputs=[failed, others, said]),
+        1: SimpleNamespace(outputs=[fine, on_its_way]),
+    }
+    assert with_told(outputs, {"a": "KV hand-over failed: cause=lease"}) is outputs
+    assert failed.stop_reason == "KV hand-over failed: cause=lease" and said.stop_reason == "as vLLM says"
+    assert others.stop_reason is fine.stop_reason is on_its_way.stop_reason is None
+    with_told(outputs, {})

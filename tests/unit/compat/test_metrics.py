@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +123,7 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
         "expired": [1, 1],
         "kvcached_nixl_failures": [FailureCause.LEASE, FailureCause.LEASE, FailureCause.DIGEST],
         "kvcached_nixl_quarantined_blocks": [3],
+        "kvcached_nixl_failure_reasons": [],
     }
     assert all(type(cause) is int for cause in account.data["kvcached_nixl_failures"]), "they go through msgpack"
 
@@ -196,3 +197,16 @@ def test_without_vllm_there_is_nothing_to_count_in() -> None:
     metrics._stats_class.cache_clear()
     with pytest.raises(ImportError):
         metrics.first_module(["no_such_package.stats"])
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_reasons_are_taken_out_for_the_engines_log(is_one_of_several: bool) -> None:
+    """The first rank's of an attempt; the metrics of the API server are not given any. Bounded."""
+    account = metrics.stats()
+    metrics.record(account, counted(reasons=[(7, "gone"), (7, "another rank's"), (8, "x" * 5000)]))
+    assert not account.is_empty()
+    several = SimpleNamespace(data={"0": account, "1": SimpleNamespace(data={})})
+    found = metrics.take_reasons(several if is_one_of_several else account)
+    assert found == {7: "gone", 8: "x" * metrics.MAX_REASON}
+    assert account.is_empty() and metrics.take_reasons(account) == metrics.take_reasons(None) == {}

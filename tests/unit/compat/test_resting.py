@@ -98,7 +98,12 @@ def rested(one: Any) -> list[float]:
     return waited
 
 
-NO_REPORTS: dict[str, Any] = {"finished_sending": None, "finished_recving": None, "invalid_block_ids": set()}
+NO_REPORTS: dict[str, Any] = {
+    "finished_sending": None,
+    "finished_recving": None,
+    "invalid_block_ids": set(),
+    "kv_connector_stats": None,
+}
 
 
 def batch(

@@ -19,7 +19,7 @@ from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.app import create_app
 from kvcached_nixl.proxy.auth import may_administer, require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body
+from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body, hand_over_tags
 from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
 from kvcached_nixl.proxy.incoming import draw_id, passed_on
 from kvcached_nixl.proxy.options import Options, add_arguments, from_arguments
@@ -194,8 +194,8 @@ def test_keys_come_from_the_environment_and_are_in_no_text() -> None:
         ["--prefill", "http://a:1", "--decode", "http://a:1"],
         ["--prefill", "http://a:1/v1"],
         ["--attempts", "0"],
-        ["--token-seconds", "0"],
-        ["--token-seconds", "nan"],
+        ["--inter-token-timeout", "0"],
+        ["--inter-token-timeout", "nan"],
         ["--port", "70000"],
         ["--servers", "/no/such/file"],
     ],
@@ -284,7 +284,7 @@ def test_an_error_has_vllm_s_shape() -> None:
 
 
 def test_a_server_that_is_down_is_looked_at_later_each_time_and_one_that_is_suspected_soon() -> None:
-    options = Options(health_seconds=2.0, health_failures=3)
+    options = Options(health_interval_seconds=2.0, health_failures=3)
     assert pause_seconds(0, True, options) == 2.0 and pause_seconds(1, True, options) == 0.2
     down = [pause_seconds(failures, False, options) for failures in range(1, 40)]
     assert down[:5] == [2.0, 2.0, 2.0, 4.0, 8.0]
@@ -369,3 +369,20 @@ def test_a_client_that_leaves_before_its_refusal_has_left_and_nothing_is_logged_
     asyncio.run(routed(scope, receive, closed))
     assert [(one.outcome, one.status) for one in ended] == [(RouterFailure.CLIENT_LEFT.value, 400)]
     assert aborted == [True] and routed.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "tags"),
+    [
+        (b'{"error": {"message": "KV hand-over failed: cause=lease attempt=7 request=d prefill_request=p."}}', "p."),
+        (b'data: {"error": {"message": "KV hand-over failed: cause=lease attempt=7 request=d"}}', "d"),
+        (b'{"error": {"message": "KV hand-over failed: cause=no_manifest"}}', "cause=no_manifest"),
+        (b'{"error": {"message": "KV hand-over failed: cause=LEASE"}}', ""),
+        (b'{"error": {"message": "cause=lease attempt=7"}}', ""),
+        (b"", ""),
+    ],
+)
+def test_what_a_server_says_of_a_failed_hand_over_is_found(said: bytes, tags: str) -> None:
+    found = hand_over_tags(said)
+    assert found.endswith(tags) and bool(found) == bool(tags)
+    assert '"' not in found and "\n" not in found

@@ -25,8 +25,9 @@ from unit.engine_fakes import (
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import MANIFEST_KEY
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer
@@ -44,7 +45,8 @@ class Decode:
         self.clock = ManualClock()
         self.holds = Holds()
         self.pool = Pool() if pool is None else pool
-        self.fetching = DecodeFetches(terms(**changed), self.clock, self.holds)
+        self.failures = Failures()
+        self.fetching = DecodeFetches(terms(**changed), self.clock, self.holds, self.failures)
         self.step = Step("h", 1, "k", "s")
 
     def take(self) -> Step:
@@ -67,7 +69,8 @@ class Decode:
     def collect(
         self, failures: tuple[tuple[int, FailureCause], ...] = (), overs: tuple[int, ...] = ()
     ) -> tuple[set[str], set[str]]:
-        return self.fetching.collect(failures, overs, self.pool, self.step)  # type: ignore[return-value]
+        told = [(number, HandOverFailed(cause, "as the worker says")) for number, cause in failures]
+        return self.fetching.collect(told, overs, self.pool, self.step)  # type: ignore[return-value]
 
     def wait(self, request: Asked) -> int:
         """Until it waits for its KV; returns its attempt."""
@@ -84,8 +87,8 @@ class Decode:
         self.allocate(request, BLOCKS, missing)
         step = self.take()
         assert (step.fetches, step.released, step.unrenewed) == ([], [], [request.request_id])
-        (cause,) = self.fetching.counts
-        assert self.fetching.counts == {cause: 1}
+        (cause,) = self.failures.counts
+        assert self.failures.counts == {cause: 1}
         assert self.fetching.has_news
         assert self.fetching.num_waiting == 0
         assert self.collect() == ({request.request_id}, {request.request_id})
@@ -132,7 +135,7 @@ def test_requests_of_others_are_not_looked_at(params: dict[str, Any] | None) -> 
     assert decode.match(request) == NOTHING
     decode.allocate(request, BLOCKS, 0)
     decode.finish(request)
-    assert not decode.step.has_news and not decode.fetching.counts and not decode.fetching.has_news
+    assert not decode.step.has_news and not decode.failures.counts and not decode.fetching.has_news
     assert request.digested == 0
     assert decode.collect() == (set(), set())
 
@@ -217,7 +220,7 @@ def test_a_request_whose_prompt_is_in_the_cache_tells_prefill_so() -> None:
     assert step.unrenewed == [D1]
     decode.finish(request)
     assert decode.take().released == [], "once"
-    assert not decode.fetching.counts
+    assert not decode.failures.counts
 
 
 def test_without_a_manifest_it_is_released_by_name_and_digest() -> None:
@@ -297,7 +300,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
     decode.allocate(request, BLOCKS, 0)
     step = decode.take()
     assert not step.fetches and [one.digest for one in step.released] == [request.digest(TOKENS)]
-    assert step.unrenewed == [D1] and not decode.fetching.counts
+    assert step.unrenewed == [D1] and not decode.failures.counts
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -314,8 +317,8 @@ def test_a_session_is_computed_here(pushes: bool, recomputes: bool, caplog: pyte
     step = decode.take()
     assert not (step.fetches or step.renewed)
     assert [one.digest for one in step.released] == [request.digest(TOKENS)]
-    assert decode.fetching.counts == {FailureCause.PARAMETERS: 1} and not decode.fetching.has_news
-    for word in ("a streaming session", "expected a prompt that is complete", "computed here", "Send kv_transfer"):
+    assert decode.failures.counts == {FailureCause.PARAMETERS: 1} and not decode.fetching.has_news
+    for word in ("a streaming session", "expected a complete prompt", "computed here", "Send kv_transfer"):
         assert word in caplog.text
 
 
@@ -414,7 +417,7 @@ def test_blocks_that_do_not_hold_the_range_are_refused(
     decode.arrive(request)
     decode.allocate(request, blocks, decode.match(request)[0])
     assert decode.take().fetches == []
-    assert decode.fetching.counts == {FailureCause.RANGE: 1}
+    assert decode.failures.counts == {FailureCause.RANGE: 1}
     assert words in caplog.text
     assert decode.collect() == ({D1}, {D1})
 
@@ -450,7 +453,7 @@ def test_what_prefill_did_not_compute_for_this_request_fails_it(case: str, caplo
     """A1, A2, B1, B2: no byte is moved, it is counted, and logged once."""
     request, cause = other_prompts()[case]
     assert Decode().fails(request) is cause
-    assert caplog.text.count("The KV of request d1 is not taken from prefill") == 1
+    assert caplog.text.count("KV hand-over failed: cause=") == caplog.text.count(" request=d1") == 1
 
 
 @pytest.mark.parametrize("case", other_prompts())
@@ -463,8 +466,8 @@ def test_or_it_is_computed_here(case: str, caplog: pytest.LogCaptureFixture) -> 
     assert decode.match(request) == decode.match(request) == NOTHING
     step = decode.take()
     assert (step.fetches, step.released, step.unrenewed) == ([], [], [D1])
-    assert decode.fetching.counts == {cause: 1}
-    assert caplog.text.count("is not taken from prefill") == 1
+    assert decode.failures.counts == {cause: 1}
+    assert caplog.text.count("KV hand-over failed: ") == 1
     decode.allocate(request, BLOCKS, 0)
     assert not decode.fetching.has_news
     decode.finish(request)
@@ -479,7 +482,7 @@ def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> Non
     request = of_decode()
     decode.arrive(request)
     assert decode.match(request, 3) == NOTHING
-    assert decode.fetching.counts == {FailureCause.RANGE: 1}
+    assert decode.failures.counts == {FailureCause.RANGE: 1}
 
 
 def test_a_request_that_another_connector_loads_is_released() -> None:
@@ -509,7 +512,7 @@ def test_when_all_ranks_are_over_it_has_been_received() -> None:
     assert decode.collect() == (set(), set()), "its deadline has gone with it"
     decode.finish(of_decode())
     assert decode.take().withdrawn == {}
-    assert not decode.fetching.counts
+    assert not decode.failures.counts
 
 
 def test_one_rank_that_fails_ends_it_and_its_blocks_are_held_until_all_are_over() -> None:
@@ -518,7 +521,7 @@ def test_one_rank_that_fails_ends_it_and_its_blocks_are_held_until_all_are_over(
     request = of_decode()
     attempt = decode.wait(request)
     assert decode.collect(failures=((attempt, FailureCause.LOST),)) == ({D1}, {D1})
-    assert decode.fetching.counts == {FailureCause.LOST: 1}
+    assert decode.failures.counts == {FailureCause.LOST: 1}
     assert decode.fetching.num_waiting == 0
     assert (decode.holds.num_blocks, decode.fetching.num_quarantined_blocks) == (3, 3)
     assert decode.pool.of == {}, "vLLM frees nothing that may still be written"
@@ -549,7 +552,7 @@ def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
     attempt = decode.wait(of_decode())
     decode.clock.advance(TIMEOUT)
     assert decode.collect() == ({D1}, {D1})
-    assert decode.fetching.counts == {FailureCause.DEADLINE: 1}
+    assert decode.failures.counts == {FailureCause.DEADLINE: 1}
     assert "has not come within 120 s" in caplog.text
     step = decode.take()
     assert step.withdrawn == {attempt: "it has not come within 120 s"}
@@ -559,7 +562,7 @@ def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
     assert decode.collect(failures=((attempt, FailureCause.STOPPED),), overs=(attempt,)) == (set(), set())
     assert len(decode.pool.freed) == 3
     assert decode.fetching.num_quarantined_blocks == 0
-    assert decode.fetching.counts == {FailureCause.DEADLINE: 1}
+    assert decode.failures.counts == {FailureCause.DEADLINE: 1}
 
 
 def test_what_has_come_at_the_last_moment_has_come() -> None:
@@ -567,7 +570,7 @@ def test_what_has_come_at_the_last_moment_has_come() -> None:
     attempt = decode.wait(of_decode())
     decode.clock.advance(TIMEOUT)
     assert decode.collect(overs=(attempt,)) == ({D1}, set())
-    assert not decode.fetching.counts
+    assert not decode.failures.counts
 
 
 def test_an_unknown_attempt_means_nothing() -> None:
@@ -622,7 +625,7 @@ def test_aborted_while_it_waits_it_is_withdrawn_and_its_blocks_are_held() -> Non
     assert decode.collect(failures=((attempt, FailureCause.STOPPED),)) == (set(), set())
     assert decode.collect(overs=(attempt,)) == (set(), set())
     assert len(decode.pool.freed) == 3
-    assert not decode.fetching.counts, "nobody waited for it"
+    assert not decode.failures.counts, "nobody waited for it"
 
 
 def test_aborted_when_it_has_been_refused_and_vllm_does_not_know_yet() -> None:
@@ -716,3 +719,19 @@ def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded
     assert decode.match(request) == ALL
     decode.allocate(request, BLOCKS, 0)
     assert decode.fetching.take_ending() == {request.request_id} and decode.fetching.num_waiting == 0
+
+
+def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
+    """The metric's label, the log line and what the client is told: found by the same words, the reason in the log."""
+    decode = Decode()
+    request = of_decode()
+    attempt = decode.wait(request)
+    decode.collect(failures=((attempt, FailureCause.LEASE),))
+    theirs = request.params["kvcached_nixl"]["request_id"]
+    tags = f"cause=lease attempt={attempt} request=d1 prefill_request={theirs}"
+    assert f"KV hand-over failed: {tags}: as the worker says" in caplog.text
+    assert decode.failures.counts == {FailureCause.LEASE: 1}
+    assert decode.failures.take_ended() == {}, "it may be computed here"
+    decode.finish(request)
+    assert decode.failures.take_ended() == {"d1": f"KV hand-over failed: {tags}"}
+    assert decode.failures.take_ended() == {}

@@ -23,6 +23,7 @@ from unit.engine_fakes import (
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import FailureCause
@@ -43,7 +44,8 @@ class Prefill:
         self.holds = Holds()
         self.clock = ManualClock()
         self.pool = Pool() if pool is None else pool
-        self.offering = PrefillOffers(OWN, OWN_START, terms(**changed), self.clock, self.holds)
+        self.failures = Failures()
+        self.offering = PrefillOffers(OWN, OWN_START, terms(**changed), self.clock, self.holds, self.failures)
         self.step = Step("h", 1, "k", "s")
 
     def take(self) -> Step:
@@ -193,7 +195,7 @@ def test_requests_of_others_are_not_told() -> None:
         assert not prefill.offering.is_read(request.request_id)
         assert prefill.finish(request) == (False, None)
         assert request.digested == 0
-    assert not prefill.offering.counts
+    assert not prefill.failures.counts
 
 
 @pytest.mark.parametrize(
@@ -207,12 +209,12 @@ def test_a_request_that_cannot_be_offered_is_computed_even_so(
     """Warned of and counted once; vLLM frees its blocks as ever."""
     prefill = Prefill(pushes=True)
     request = prefill.arrive(of_prefill(**more))
-    assert prefill.offering.counts == {FailureCause.PARAMETERS: 1}
+    assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
     assert not prefill.compute(TOKENS, BLOCKS, replaces=True).offered
     assert not prefill.offering.is_read("p1")
     assert prefill.finish(request) == (False, None)
     assert not prefill.take().has_news
-    assert caplog.text.count("Request p1 is not offered to decode: ") == 1
+    assert caplog.text.count("KV is not offered: cause=parameters prefill_request=p1: ") == 1
     assert next(iter(more)) in caplog.text
 
 
@@ -429,7 +431,7 @@ def test_a_request_that_has_lost_its_blocks_is_not_handed_over(now: BlockIds, ca
     request = prefill.arrive(of_prefill())
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert prefill.finish(request, block_ids=now) == (False, None)
-    assert prefill.offering.counts == {FailureCause.RANGE: 1}
+    assert prefill.failures.counts == {FailureCause.RANGE: 1}
     assert list(prefill.take().stopped) == [P1]
     assert "does not have the blocks of its prompt any more" in caplog.text
 
@@ -439,9 +441,9 @@ def test_blocks_that_cannot_be_those_of_the_prompt_make_no_manifest(caplog: pyte
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
     assert prefill.compute(TOKENS, ([0, 0, 9],), replaces=True).offered == []
-    assert "no block twice" in caplog.text
     assert prefill.finish(request, block_ids=([0, 0, 9],)) == (False, None)
-    assert prefill.offering.counts == {FailureCause.RANGE: 1}
+    assert "cause=range prefill_request=p1: " in caplog.text and "no block twice" in caplog.text
+    assert prefill.failures.counts == {FailureCause.RANGE: 1}
 
 
 def test_a_null_block_is_never_handed_over() -> None:
@@ -455,7 +457,7 @@ def test_a_request_that_ends_whole_without_a_step_of_ours_is_not_handed_over() -
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
     assert prefill.finish(request) == (False, None)
-    assert prefill.offering.counts == {FailureCause.RANGE: 1}
+    assert prefill.failures.counts == {FailureCause.RANGE: 1}
     assert not prefill.take().has_news
 
 
@@ -468,6 +470,6 @@ def test_a_session_is_not_offered(pushes: bool, caplog: pytest.LogCaptureFixture
     prefill.arrive(request)
     assert not prefill.compute(TOKENS, BLOCKS).offered
     assert prefill.finish(request) == (False, None)
-    assert prefill.offering.counts == {FailureCause.PARAMETERS: 1}
-    for word in ("a streaming session", "expected a prompt that is complete", "computed as without", "Send them with"):
+    assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
+    for word in ("a streaming session", "expected a complete prompt", "computed as without", "Send them with"):
         assert word in caplog.text

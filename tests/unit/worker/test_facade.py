@@ -354,8 +354,8 @@ def test_what_has_ended_is_told_in_words_of_ours(caplog: pytest.LogCaptureFixtur
     assert ended.received == {finished_attempt_id(5), finished_attempt_id(6)}
     assert worker.side.take_marks() == {failed_mark(6, FailureCause.LEASE)}
     assert worker.side.take_marks() == set()
-    assert "The KV of request d6 was not received: prefill does not keep it" in caplog.text
-    assert "The lease of request p-1 has ended" in caplog.text
+    assert worker.side.take_counted().reasons == [(6, "prefill does not keep it")]
+    assert "KV was not fetched: cause=lease prefill_request=p-1: " in caplog.text
     assert worker.side.take_ended().sent == set()
 
 

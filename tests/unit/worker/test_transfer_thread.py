@@ -86,11 +86,11 @@ class Worker:
         self.asking = Asking()
         self.offered: list[Weights] = []
         self.memory = Memory()
-        self.words = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
+        self.reason = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         place = LocalRank(EngineId("local"), 1, 0, (self.memory.planes,), 1, False)
         made = Settings(mode, **settings)
         self.side = assemble(
-            self.transport, self.clock if clock is None else clock, place, self.words, made, TAG, self.asking,
+            self.transport, self.clock if clock is None else clock, place, self.reason, made, TAG, self.asking,
             lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)), Host(Process(), "DRAM"),
             self.offered.append, threading.Event(),
         )  # fmt: skip
@@ -185,7 +185,7 @@ def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
     pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), never), commands.Withdraw(1, "dead"))
     outcome = pull.deliver()
     assert outcome.finished == {1} and outcome.failed[1].cause is FailureCause.STOPPED
-    assert outcome.failed[1].words == "dead"
+    assert outcome.failed[1].reason == "dead"
 
 
 def test_what_is_not_needed_is_told(push: Worker) -> None:
