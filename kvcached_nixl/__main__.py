@@ -142,13 +142,13 @@ def _proxy(options: argparse.Namespace) -> int:
     try:
         from kvcached_nixl.proxy import command
         from kvcached_nixl.proxy.options import from_arguments
-    except ImportError as cause:
-        print(f"proxy: {cause}. pip install '.[proxy]' in a clone brings what it needs.", file=sys.stderr)
+    except ImportError as error:
+        print(f"proxy: {error}. pip install '.[proxy]' in a clone brings what it needs.", file=sys.stderr)
         return 1
     try:
         return command.run(from_arguments(options, os.environ))
-    except Refused as cause:
-        print(cause, file=sys.stderr)
+    except Refused as error:
+        print(error, file=sys.stderr)
         return 1
 
 
@@ -170,14 +170,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
             peer = None if options.peer is None else (*options.peer, options.rank)
             found = doctor.examine(tuple(options.backend or ("UCX",)), options.device, peer)
-    except ImportError as cause:
-        print(f"doctor: {cause}. Run it where vLLM, kvcached and NIXL are installed.", file=sys.stderr)
+    except ImportError as error:
+        print(f"doctor: {error}. Run it where vLLM, kvcached and NIXL are installed.", file=sys.stderr)
         return 1
-    except Refused as cause:
-        print(cause, file=sys.stderr)
+    except Refused as error:
+        print(error, file=sys.stderr)
         return 1
-    except (OSError, ValueError) as cause:
-        print(f"doctor: {cause}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"doctor: {error}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(doctor.to_json(found), indent=2))
@@ -202,8 +202,8 @@ def _only_ours_on_standard_output() -> Iterator[None]:
 def _gate() -> str:
     try:
         return read_gate(os.environ).value
-    except Refused as cause:
-        return f"unclear: {cause.found}"
+    except Refused as error:
+        return f"unclear: {error.found}"
 
 
 def _take_stock(model: str | None) -> Report:
@@ -216,8 +216,8 @@ def _take_stock(model: str | None) -> Report:
         print("importing vLLM, which takes some seconds ...", file=sys.stderr)
         try:
             import_vllm()
-        except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which the report shows
-            installation.registry.refuse("vLLM", _cannot_import(cause))
+        except Exception as error:  # noqa: BLE001 - recorded as a refusal, which the report shows
+            installation.registry.refuse("vLLM", _cannot_import(error))
         else:
             installation.registry.complete()
             if model is not None:

@@ -181,7 +181,7 @@ class Engine:
         )
         self.own = own
         self.pool = pool
-        self.words = words
+        self.token_table = words
         self.handover = SchedulerFacade(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
         self.handover.bind(pool)
         place = LocalRank(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)

@@ -141,7 +141,7 @@ def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, sa
     left = left_over(
         sizes(mesh.roots),
         blocks=sum(pool.num_blocks - len(set(pool.free_blocks)) for pool in pools),
-        words=sum(bool(member.engine.words[:BUCKETS].any()) for member in mesh.members),
+        words=sum(bool(member.engine.token_table[:BUCKETS].any()) for member in mesh.members),
         remembered=2 * engines * remembered,
     )
     ends = {end.value: number for end, number in mesh.ends.items()}

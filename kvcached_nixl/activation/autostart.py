@@ -21,9 +21,9 @@ def _install() -> bool:
     """Returns: whether there is an installation now."""
     try:
         from kvcached_nixl.activation.bootstrap import install
-    except Exception as cause:  # noqa: BLE001 - turned into a refusal at the import of the connector
+    except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
         from kvcached_nixl.errors import not_importable
 
-        raise_barrier(not_importable("kvcached_nixl cannot be imported", cause))
+        raise_barrier(not_importable("kvcached_nixl cannot be imported", error))
         return False
     return install() is not None

@@ -61,8 +61,8 @@ class Installation:
     def _load_seams(self) -> None:
         try:
             from kvcached_nixl.seams import PATCHES
-        except Exception as cause:  # noqa: BLE001 - turned into a refusal at the import of the connector
-            refusal = not_importable("the patches of kvcached_nixl cannot be loaded", cause)
+        except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
+            refusal = not_importable("the patches of kvcached_nixl cannot be loaded", error)
             self.registry.refuse("seams", refusal)
             raise_barrier(refusal)
             return
@@ -86,16 +86,16 @@ def install() -> Installation | None:
     refusal: Refused | None = None
     try:
         gate = read_gate(os.environ)
-    except Refused as cause:
-        gate, refusal = Gate.ON, cause
+    except Refused as error:
+        gate, refusal = Gate.ON, error
     if gate is not Gate.ON:
         return _Holder.installation
     with _Holder.lock:
         if _Holder.installation is None:
             try:
                 _Holder.installation = _start()
-            except Exception as cause:  # noqa: BLE001 - turned into a refusal at the import of the connector
-                raise_barrier(not_importable("kvcached_nixl cannot be started", cause))
+            except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
+                raise_barrier(not_importable("kvcached_nixl cannot be started", error))
                 return None
             if refusal is not None:
                 _Holder.installation.registry.refuse("settings", refusal)
@@ -123,8 +123,8 @@ def _start() -> Installation:
         wrapt.register_post_import_hook(installation.on_root_import, root)
     try:
         installation.hostvmm = _host_memory()
-    except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which the gate raises
-        installation.registry.refuse("hostvmm", not_importable("kvcached on host memory cannot be activated", cause))
+    except Exception as error:  # noqa: BLE001 - recorded as a refusal, which the gate raises
+        installation.registry.refuse("hostvmm", not_importable("kvcached on host memory cannot be activated", error))
     return installation
 
 

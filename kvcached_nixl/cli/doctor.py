@@ -71,10 +71,10 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
         channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
         try:
             met = read_from(channel, *peer, question)
-        except (OSError, ValueError, TransportError) as cause:
+        except (OSError, ValueError, TransportError) as error:
             host, port, _ = peer
-            words = str(cause) or type(cause).__name__
-            raise ValueError(f"{host}:{port} was not read from: {words}") from cause
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"{host}:{port} was not read from: {reason}") from error
         finally:
             channel.close()
     return Findings(here, proof, limits, (*_of_lanes(proof), *_of_limits(proof, limits)), met)
@@ -107,7 +107,7 @@ def render(findings: Findings, *, colour: bool = False) -> str:
     if findings.peer is not None:
         lines += _of_peer(findings.peer)
     if findings.advice:
-        lines += ["", "what to change", *(f"  - {words}" for words in findings.advice)]
+        lines += ["", "what to change", *(f"  - {reason}" for reason in findings.advice)]
     verdict = "kvcached's pages are registered with NIXL" if findings.is_direct else "KV is copied through a slab"
     return "\n".join([*lines, "", f"memory path of a server: {findings.proof.memory_path.value}: {verdict}"])
 
@@ -168,8 +168,8 @@ def _limits() -> dict[str, int | str]:
     def known(look: Callable[[], int]) -> int | str:
         try:
             return look()
-        except OSError as cause:
-            return f"not known: {cause}"
+        except OSError as error:
+            return f"not known: {error}"
 
     return {
         "ulimit -l, bytes": limit(resource.RLIMIT_MEMLOCK),

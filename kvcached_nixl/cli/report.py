@@ -54,8 +54,8 @@ def make(registry: Registry | None) -> Report:
     """Take stock; ``registry`` is None if nothing is installed. Imports none of the libraries it reports on."""
     try:
         gate = read_gate(os.environ).value
-    except Refused as cause:
-        gate = f"unclear: {cause.found}"
+    except Refused as error:
+        gate = f"unclear: {error.found}"
     versions = {library: found_version(library) for library in ("vllm", "kvcached", "nixl", "torch")}
     row = row_of(versions["vllm"])
     refusals = dict(registry.refusals() if registry is not None else ())
@@ -82,10 +82,10 @@ def _with_runners(report: Report, find: Callable[[], tuple[RunnerFound, ...]]) -
     refusals = {name: cause for name, cause in report.refusals if name != _RUNNER}
     try:
         runners = find()
-    except SettingsError as cause:
-        return replace(report, refusals=(*refusals.items(), (_RUNNER, cause)))
-    except Refused as cause:
-        return replace(report, refusals=(*report.refusals, ("model", cause)))
+    except SettingsError as error:
+        return replace(report, refusals=(*refusals.items(), (_RUNNER, error)))
+    except Refused as error:
+        return replace(report, refusals=(*report.refusals, ("model", error)))
     # Only a server that starts here is stopped by it.
     new = [(_RUNNER, one.refusal) for one in runners if one.is_here and one.refusal is not None]
     return replace(report, runners=runners, refusals=(*refusals.items(), *new))

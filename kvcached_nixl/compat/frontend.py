@@ -53,23 +53,23 @@ def require_readable(core_request: Any) -> None:
     for name, kind in _READABLE.items():
         try:
             msgspec.convert(private(core_request, name), kind)
-        except msgspec.ValidationError as cause:
-            raise _refusal(f"{name}: {cause}. Send a value of that kind, or leave it out.") from cause
+        except msgspec.ValidationError as error:
+            raise _refusal(f"{name}: {error}. Send a value of that kind, or leave it out.") from error
     sampling = private(core_request, "sampling_params")
     if sampling is None:
         return
     try:
         msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
-    except (OverflowError, UnicodeError, RecursionError) as cause:
-        words = "expected numbers of 64 bits, Unicode text, and nothing nested hundreds deep"
-        raise _refusal(f"request_id, cache_salt, kv_transfer_params or another field: {cause}; {words}.") from cause
+    except (OverflowError, UnicodeError, RecursionError) as error:
+        reason = "expected numbers of 64 bits, Unicode text, and nothing nested hundreds deep"
+        raise _refusal(f"request_id, cache_salt, kv_transfer_params or another field: {error}; {reason}.") from error
     except TypeError:
         # A program of one's own may hand on what vLLM's own encoder knows, as tensors.
         return
 
 
-def _refusal(words: str) -> Exception:
-    found: Exception = first_bound(("vllm.exceptions",), "VLLMValidationError")(words)
+def _refusal(reason: str) -> Exception:
+    found: Exception = first_bound(("vllm.exceptions",), "VLLMValidationError")(reason)
     return found
 
 

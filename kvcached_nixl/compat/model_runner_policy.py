@@ -127,13 +127,13 @@ def stated(environ: Mapping[str, str], vllm: str | None) -> bool | None:
         return False if version is not None and version < _SWITCH_ALONE else None
     try:
         return bool(int(text))
-    except ValueError as cause:
+    except ValueError as error:
         raise SettingsError(
             found=f"{SWITCH}={text!r}",
             expected="0 or 1",
             consequence="vLLM reads a number there, and does not start.",
             remedy=f"Set {SWITCH} to 0 or 1, or unset it.",
-        ) from cause
+        ) from error
 
 
 def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, ...]:
@@ -150,8 +150,8 @@ def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, 
         return (judged(vllm, "", "", f"kvcached stops below vLLM {_ACCEPTED[-1][0]}"),)
     if wish is not None:
         return (judged(vllm, "", named(wish), by_switch(environ)),)
-    words = next(words for below, words in _OUTLOOK if version < below)
-    return (judged(vllm, "", "", f"{words} (--model MODEL asks vLLM)"),)
+    reason = next(reason for below, reason in _OUTLOOK if version < below)
+    return (judged(vllm, "", "", f"{reason} (--model MODEL asks vLLM)"),)
 
 
 def judged(vllm: str, device: str, runner: str, why: str, *, is_here: bool = True) -> RunnerFound:

@@ -72,7 +72,7 @@ def _on_a_gpu(vllm: str, config: Any) -> RunnerFound:
 
 def _by_model(config: Any, said: list[str]) -> str:
     names = ", ".join(config.model_config.architectures)
-    return f"vLLM's choice for {names}" + "".join(f": {words.rstrip('.')}" for words in said[-1:])
+    return f"vLLM's choice for {names}" + "".join(f": {reason.rstrip('.')}" for reason in said[-1:])
 
 
 def _config_of(model: str) -> Any:
@@ -84,15 +84,15 @@ def _config_of(model: str) -> Any:
             # vLLM fetches these even if the hub is offline.
             raise ValueError("this is an address")
         return EngineArgs(model=model).create_engine_config()
-    except Exception as cause:
-        words = " ".join(str(cause).split())
+    except Exception as error:
+        reason = " ".join(str(error).split())
         raise Refused(
-            found=f"vLLM makes no configuration of {model!r}: {type(cause).__name__}: {words}",
+            found=f"vLLM makes no configuration of {model!r}: {type(error).__name__}: {reason}",
             expected="a model whose config.json is on this machine, as a folder or by a name in Hugging Face's cache, "
             "and settings that vLLM takes for it",
             consequence="Which model runner it gets cannot be said.",
             remedy="Mend what vLLM says, or give the folder of a model that it serves.",
-        ) from cause
+        ) from error
 
 
 def runner_of(config: Any) -> str:
@@ -125,9 +125,9 @@ def _listening() -> Iterator[list[str]]:
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            words = record.getMessage()
-            if "v1 model runner" in words.lower():
-                said.append(words)
+            reason = record.getMessage()
+            if "v1 model runner" in reason.lower():
+                said.append(reason)
 
     logger, ear = logging.getLogger(_CONFIG), Ear()
     logger.addHandler(ear)

@@ -197,9 +197,9 @@ class WorkerView:
                     consequence="state and attention share pools in a way not described yet; the engine stops",
                     remedy="serve this model without ENABLE_KVCACHED, or without a KV connector",
                 )
-            if words := odd_cells(own):
+            if reason := odd_cells(own):
                 raise LayoutRefused(
-                    found=f"layer {layer!r} with {words}",
+                    found=f"layer {layer!r} with {reason}",
                     expected="cells of one token and one head, K and V in the same or apart",
                     consequence="peers with other blocks or heads would take one for the other; the engine stops",
                     remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",

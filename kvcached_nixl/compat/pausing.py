@@ -141,9 +141,9 @@ class _Guarded:
     def __call__(self, engine: Any) -> None:
         try:
             self.callback(engine)
-        except Exception as cause:
+        except Exception as error:
             future = self.callback.keywords.get("future") if isinstance(self.callback, functools.partial) else None
             if not isinstance(future, Future) or future.done():
                 raise
-            self.logger.warning("An engine that was paused goes on, and whoever paused it is told: %s", cause)
-            future.set_exception(cause)
+            self.logger.warning("An engine that was paused goes on, and whoever paused it is told: %s", error)
+            future.set_exception(error)

@@ -98,8 +98,8 @@ class RequestReader:
         else:
             self._adapters.forget(adapter)
 
-    def _unknown(self, words: str) -> None:
-        logger.warning("Nothing that is computed with an adapter is handed over: %s.", words)
+    def _unknown(self, reason: str) -> None:
+        logger.warning("Nothing that is computed with an adapter is handed over: %s.", reason)
 
 
 def _placeholders_in(values: Mapping[str, Any]) -> set[int]:
@@ -123,8 +123,8 @@ def _folder(path: str, is_new: bool) -> str:
     try:
         # A worker that reads it again has the hub's newest, which is then what lies here.
         return str(snapshot_download(path, local_files_only=True))
-    except LocalEntryNotFoundError as cause:
-        raise OSError(f"{path} is not in the hub's cache any more") from cause
+    except LocalEntryNotFoundError as error:
+        raise OSError(f"{path} is not in the hub's cache any more") from error
 
 
 def _lora_settings(config: Any) -> str:

@@ -80,15 +80,15 @@ class Adapters:
                 found = self._content(number, path)
                 self._unread.discard(number)
                 return found
-            except _Replaced as cause:
-                self.doubt(number, f"the adapter at {path}: {cause}")
-            except (OSError, ValueError) as cause:
+            except _Replaced as error:
+                self.doubt(number, f"the adapter at {path}: {error}")
+            except (OSError, ValueError) as error:
                 # A worker may read what cannot be read here, and be given something else to read later.
                 if number not in self._known:
-                    self.doubt(number, f"the adapter at {path} cannot be read: {cause}")
+                    self.doubt(number, f"the adapter at {path} cannot be read: {error}")
                 elif number not in self._unread:
                     self._unread.add(number)
-                    self._unknown(f"the adapter at {path} cannot be read: {cause}. It is tried again with each request")
+                    self._unknown(f"the adapter at {path} cannot be read: {error}. It is tried again with each request")
         return None
 
     def _content(self, number: int, path: str) -> str:
@@ -112,11 +112,11 @@ class Adapters:
             raise _Replaced("its files have been replaced since it was loaded")
         return known.content
 
-    def doubt(self, number: int, words: str) -> None:
+    def doubt(self, number: int, reason: str) -> None:
         """What was loaded under this number cannot be known until it is loaded anew."""
         if number not in self._doubted:
             self._doubted.add(number)
-            self._unknown(f"{words}. Load it anew (load_inplace)")
+            self._unknown(f"{reason}. Load it anew (load_inplace)")
 
     def loaded(self, number: int) -> None:
         """It was loaded anew, by all workers."""

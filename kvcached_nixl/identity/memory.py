@@ -69,10 +69,10 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch
 
 
 def _bytes_of(tensor: torch.Tensor, is_whole: bool) -> torch.Tensor:
-    words = tensor.view(_INTEGERS[tensor.element_size()])
-    count = words.numel()
-    if is_whole or count <= SAMPLED or words.dim() == 0:
-        return words.reshape(-1).contiguous().view(torch.uint8)
-    places = torch.arange(SAMPLED, dtype=torch.int64, device=words.device) * (count - 1) // (SAMPLED - 1)
+    reason = tensor.view(_INTEGERS[tensor.element_size()])
+    count = reason.numel()
+    if is_whole or count <= SAMPLED or reason.dim() == 0:
+        return reason.reshape(-1).contiguous().view(torch.uint8)
+    places = torch.arange(SAMPLED, dtype=torch.int64, device=reason.device) * (count - 1) // (SAMPLED - 1)
     # Not flattened: that would copy all of a tensor that is a view.
-    return words[torch.unravel_index(places, words.shape)].contiguous().view(torch.uint8)
+    return reason[torch.unravel_index(places, reason.shape)].contiguous().view(torch.uint8)

@@ -95,8 +95,8 @@ def take(wish: str, rank: int | None, places: Places, draw: Callable[[], str] = 
             folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
-        except OSError as cause:
-            raise _no_place(folder, cause) from cause
+        except OSError as error:
+            raise _no_place(folder, error) from error
         if any(path.exists() for path in places.of(name)):
             folder.rmdir()
             continue
@@ -113,8 +113,8 @@ def join(name: str, places: Places) -> Claim:
     folder = places.sockets(name)
     try:
         descriptor = _open(folder)
-    except OSError as cause:
-        raise _nobody(name, folder, str(cause)) from cause
+    except OSError as error:
+        raise _nobody(name, folder, str(error)) from error
     if _lock(descriptor, fcntl.LOCK_EX):
         os.close(descriptor)
         raise _nobody(name, folder, "no process of the engine is left")

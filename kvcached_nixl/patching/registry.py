@@ -170,10 +170,10 @@ class Registry:
             call = functools.partial(Call, name=patch.name, signature=seat.signature, registry=self, note=entry.note)
             entry.attachment = attach(entry.seam, seat, call)
             entry.state, entry.reason = State.APPLIED, seat.where
-        except Refused as cause:
-            entry.refuse(cause)
-        except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which stops the start
-            entry.refuse(_unforeseen(patch, cause))
+        except Refused as error:
+            entry.refuse(error)
+        except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
+            entry.refuse(_unforeseen(patch, error))
 
     def _seek(self, entry: _Entry) -> None:
         """Import the places of a pending patch, best first, until it is decided."""
@@ -182,14 +182,14 @@ class Registry:
         for place in patch.target.places:
             try:
                 module = importlib.import_module(place.module)
-            except ModuleNotFoundError as cause:
-                if cause.name is None or not (place.module + ".").startswith(cause.name + "."):
-                    entry.refuse(_unforeseen(patch, cause))
+            except ModuleNotFoundError as error:
+                if error.name is None or not (place.module + ".").startswith(error.name + "."):
+                    entry.refuse(_unforeseen(patch, error))
                     return
                 missing.append(str(place))
                 continue
-            except Exception as cause:  # noqa: BLE001 - recorded as a refusal, which stops the start
-                entry.refuse(_unforeseen(patch, cause))
+            except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
+                entry.refuse(_unforeseen(patch, error))
                 return
             self.imported(module)
             if entry.state is not State.PENDING:
@@ -205,8 +205,8 @@ class Registry:
             return
         try:
             reason = self._judge(patch)
-        except Refused as cause:
-            entry.refuse(cause)
+        except Refused as error:
+            entry.refuse(error)
             return
         if reason is None and patch.when_absent == "skip":
             reason = f"not there: {', '.join(missing)}"

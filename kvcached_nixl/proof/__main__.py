@@ -25,8 +25,8 @@ def main() -> int:
 
     try:
         said = prove_lanes(question)
-    except Answered as cause:
-        sys.stderr.write(f"{cause}\n")
+    except Answered as error:
+        sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(f"{msgspec.json.encode(said).decode()}\n")
     return 0

@@ -72,8 +72,8 @@ def find(
     try:
         kept = _folder(environ) / f"proof-{hashlib.sha256(known).hexdigest()[:32]}.json"
         kept.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as cause:
-        logger.info("What is proved of NIXL and kvcached's pages is not kept: %s", cause)
+    except (OSError, RuntimeError) as error:
+        logger.info("What is proved of NIXL and kvcached's pages is not kept: %s", error)
         return _seen(_ask(question, environment, environ), here)
 
     def read() -> Proof | None:
@@ -103,8 +103,8 @@ def find_here(question: Question, *, is_needed: bool = False) -> Proof:
     if "UCX" in question.backends:
         try:
             here = ucx_of_this_process()
-        except (OSError, RuntimeError) as cause:
-            raise _unknown(str(cause)) from cause
+        except (OSError, RuntimeError) as error:
+            raise _unknown(str(error)) from error
     return find(question, here=here, is_needed=is_needed)
 
 
@@ -135,19 +135,19 @@ def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, 
             msgspec.json.encode(question),
             {**inherited, **private, "ENABLE_KVCACHED": "true"},
         )
-    except (OSError, subprocess.TimeoutExpired) as cause:
-        raise _unknown(str(cause)) from cause
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _unknown(str(error)) from error
     finally:
         for left in Path("/dev/shm").glob(f"*{own}*"):
             left.unlink(missing_ok=True)
     lines = finished.stdout.decode(errors="replace").strip().splitlines()
     if finished.returncode or not lines:
-        words = finished.stderr.decode(errors="replace").strip()[-2000:]
-        raise _unknown(f"the prover ended with status {finished.returncode}: {words}")
+        reason = finished.stderr.decode(errors="replace").strip()[-2000:]
+        raise _unknown(f"the prover ended with status {finished.returncode}: {reason}")
     try:
         said = msgspec.json.decode(lines[-1], type=Said)
-    except msgspec.MsgspecError as cause:
-        raise _unknown(f"the prover said {lines[-1]:.500}") from cause
+    except msgspec.MsgspecError as error:
+        raise _unknown(f"the prover said {lines[-1]:.500}") from error
     if not said.lanes:
         raise _unknown("no lane between two processes of this host")
     return Proof(question, environment, said.lanes, said.ucx, time.monotonic() - begun)
@@ -176,9 +176,9 @@ def _seen(found: Proof, here: Ucx | None) -> Proof:
     return msgspec.structs.replace(found, lanes=(*found.lanes, *unseen))
 
 
-def _unknown(words: str) -> Unproved:
+def _unknown(reason: str) -> Unproved:
     return Unproved(
-        found=f"no proof that NIXL follows kvcached's pages: {words}",
+        found=f"no proof that NIXL follows kvcached's pages: {reason}",
         expected="a prover that finds out on this host, in some seconds",
         consequence="Decode might be handed bytes of pages that were unmapped, with HTTP 200; the engine stops.",
         remedy="Repair what is said above (python -m kvcached_nixl doctor asks again), or stage KV, which needs no "
@@ -207,8 +207,8 @@ def _one_at_a_time(kept: Path) -> Iterator[None]:
             until = time.monotonic() + PROVER_SECONDS
             while not _is_locked(lock) and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
-        except OSError as cause:
-            logger.info("Others may be asking for the same proof: %s", cause)
+        except OSError as error:
+            logger.info("Others may be asking for the same proof: %s", error)
         yield
 
 

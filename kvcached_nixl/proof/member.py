@@ -198,8 +198,8 @@ class Remote:
         self._told = name
         try:
             self._pipe.send((name, arguments, options))
-        except OSError as cause:
-            raise Answered(f"the process ended before {name}") from cause
+        except OSError as error:
+            raise Answered(f"the process ended before {name}") from error
 
     def answer(self) -> Any:
         """Of what it was told last; raises as `call`."""
@@ -208,8 +208,8 @@ class Remote:
                 raise Answered(f"{self._told} did not end within {self._seconds:g} s")
             failed, answer = self._pipe.recv()
             self._seconds = ANSWER_SECONDS
-        except (EOFError, OSError) as cause:
-            raise Answered(f"the process ended in {self._told}") from cause
+        except (EOFError, OSError) as error:
+            raise Answered(f"the process ended in {self._told}") from error
         if failed:
             raise Answered(failed)
         return answer
@@ -235,6 +235,6 @@ def _serve(pipe: Connection, theirs: Connection, said: int, question: Question, 
             return
         try:
             answer = "", do(name)(*arguments, **options)
-        except Exception as cause:  # noqa: BLE001 - the prover is told, and records it
-            answer = traceback.format_exception_only(cause)[-1].strip(), None
+        except Exception as error:  # noqa: BLE001 - the prover is told, and records it
+            answer = traceback.format_exception_only(error)[-1].strip(), None
         pipe.send(answer)

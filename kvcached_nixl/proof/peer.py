@@ -75,9 +75,9 @@ def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Qu
     try:
         agent = make_agent(question.backends)
         agent.register_memory(agent.get_reg_descs(extent, question.memory_type), backends=list(question.backends))
-    except Exception as cause:
+    except Exception as error:
         # NIXL's exceptions have no common base.
-        raise TransportError(f"no memory was registered here: {type(cause).__name__}: {cause}") from cause
+        raise TransportError(f"no memory was registered here: {type(error).__name__}: {error}") from error
     transport = NixlTransport(agent, question.memory_type, question.device_index)
     peer = transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
     long = _ranges(rank)

@@ -67,10 +67,10 @@ def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneF
             if question.backends != ("UCX",) or name == AS_CONFIGURED or is_behind_another or name in carried:
                 return pair.found
             unusable.append(f"UCX moves bytes over {', '.join(sorted(carried)) or 'nothing'} where it has {one}")
-        except Answered as cause:
+        except Answered as error:
             if is_never_chosen(name, pair.said):
                 return LaneFound(name, one, never="it does not notice the end of a peer, so NIXL does not use it")
-            unusable.append(f"{cause}, where it has {one}" if one else str(cause))
+            unusable.append(f"{error}, where it has {one}" if one else str(error))
         finally:
             pair.end()
     return LaneFound(name, transports[-1], "; ".join(unusable))

@@ -102,7 +102,7 @@ class Routed:
             await self._refuse(out, refusal)
         except LegFailed as failure:
             _note(record, failure.cause, str(failure))
-            message = f"The request has failed: {failure.words}."
+            message = f"The request has failed: {failure.reason}."
             if out.has_begun:
                 await out.break_off(failure.status, message)
             else:
@@ -216,5 +216,5 @@ def create_app(options: Options) -> tuple[Starlette, Routed]:
     return app, routed
 
 
-def _note(record: Record, cause: RouterFailure, words: str) -> None:
-    record.outcome, record.words = cause.value, words
+def _note(record: Record, cause: RouterFailure, reason: str) -> None:
+    record.outcome, record.reason = cause.value, reason

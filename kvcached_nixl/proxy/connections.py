@@ -54,8 +54,8 @@ class Reply:
         try:
             while piece := await self._line.piece():
                 yield piece
-        except LineEnded as cause:
-            raise self._owner.broken(cause) from cause
+        except LineEnded as error:
+            raise self._owner.broken(error) from error
 
     async def body(self, limit_bytes: int) -> bytes:
         """All of it.
@@ -68,8 +68,8 @@ class Reply:
         async for piece in self.pieces():
             size += len(piece)
             if size > limit_bytes:
-                words = f"its answer is longer than {limit_bytes} bytes"
-                raise LegFailed(RouterFailure.ANSWER, self._owner.name, words, is_retriable=False)
+                reason = f"its answer is longer than {limit_bytes} bytes"
+                raise LegFailed(RouterFailure.ANSWER, self._owner.name, reason, is_retriable=False)
             parts.append(piece)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -121,8 +121,8 @@ class Connections:
         try:
             line.send(request)
             await line.head()
-        except LineEnded as cause:
-            raise self.broken(cause) from cause
+        except LineEnded as error:
+            raise self.broken(error) from error
         except BaseException:
             line.abort()
             raise
@@ -168,7 +168,7 @@ class Connections:
             guard.limit(self._connect_seconds, late)
             try:
                 await asyncio.get_running_loop().create_connection(lambda: line, self._host, self._port, ssl=self._ssl)
-            except OSError as cause:
-                words = f"no connection: {type(cause).__name__} {cause.errno or ''}".rstrip()
-                raise LegFailed(RouterFailure.UNREACHABLE, self.name, words) from cause
+            except OSError as error:
+                reason = f"no connection: {type(error).__name__} {error.errno or ''}".rstrip()
+                raise LegFailed(RouterFailure.UNREACHABLE, self.name, reason) from error
         return line

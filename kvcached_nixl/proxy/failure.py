@@ -110,12 +110,12 @@ class LegFailed(Exception):
     """
 
     def __init__(
-        self, cause: RouterFailure, server: str, words: str, *, status: int = 502, is_retriable: bool = True
+        self, cause: RouterFailure, server: str, reason: str, *, status: int = 502, is_retriable: bool = True
     ) -> None:
-        super().__init__(f"{server}: {words}")
+        super().__init__(f"{server}: {reason}")
         self.cause = cause
         self.server = server
-        self.words = words
+        self.reason = reason
         self.status = status
         self.is_retriable = is_retriable
 

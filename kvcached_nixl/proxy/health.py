@@ -55,9 +55,9 @@ def _eject(instance: Instance, failure: LegFailed, metrics: Metrics) -> None:
             "%s server %s gets no requests: %s. It is looked at again, later each time.",
             instance.role.value,
             instance.name,
-            failure.words,
+            failure.reason,
         )
-    instance.went_down(failure.words)
+    instance.went_down(failure.reason)
 
 
 def pause_seconds(failures: int, is_up: bool, options: Options) -> float:
@@ -105,7 +105,7 @@ async def _look_at_metrics(instance: Instance, options: Options, metrics: Metric
     try:
         said = await _ask(instance, "/metrics", options)
     except LegFailed as failure:
-        logger.debug("%s: %s", instance.name, failure.words)
+        logger.debug("%s: %s", instance.name, failure.reason)
         return
     total = sum(float(found) for found in _FAILURES.findall(said))
     before, instance.reported_failures = instance.reported_failures, total

@@ -112,8 +112,8 @@ class Line(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as cause:
-            self._fail(f"what it says is no HTTP: {type(cause).__name__}")
+        except httptools.HttpParserError as error:
+            self._fail(f"what it says is no HTTP: {type(error).__name__}")
             return
         if not self._has_head:
             self._head_bytes += len(data)
@@ -130,13 +130,13 @@ class Line(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._over("the server has closed it" if exc is None else f"{type(exc).__name__}: {exc}")
 
-    def _over(self, words: str) -> None:
+    def _over(self, reason: str) -> None:
         if self._has_head and self._ends_with_line and not self._is_done:
             self._is_done = True
-        self._fail(words)
+        self._fail(reason)
 
-    def _fail(self, words: str) -> None:
-        self._failure = self._failure or words
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
         self._keeps_alive = False
         if self._transport is not None:
             self._transport.abort()

@@ -147,7 +147,7 @@ class Instance:
 
         Only a health check ends what else it works on: a server that is busy may refuse a connection, too.
         """
-        self.last_failure = failure.words
+        self.last_failure = failure.reason
         if failure.cause in (
             RouterFailure.UNREACHABLE,
             RouterFailure.BROKEN,
@@ -160,10 +160,10 @@ class Instance:
         if failure.cause is RouterFailure.UNREACHABLE:
             self.is_doubted = True
 
-    def went_down(self, words: str) -> None:
+    def went_down(self, reason: str) -> None:
         """Nothing goes to it any more, and whoever waits for it waits no longer."""
         self.state = State.DOWN
-        self.last_failure = words
+        self.last_failure = reason
         self.ranks.forget()
         for guard in tuple(self._guards):
             guard.end(LegFailed(RouterFailure.LOST, self.name, "its health checks fail", status=502))

@@ -75,13 +75,13 @@ class Administration:
         try:
             added = msgspec.json.decode(body, type=_Added)
             instance = self._fleet.add(added.role, added.url)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
-            words = f'{str(cause)[:200]}; expected {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}'
-            raise Refusal(400, RouterFailure.BODY, words) from cause
-        except SettingsError as cause:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            reason = f'{str(error)[:200]}; expected {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}'
+            raise Refusal(400, RouterFailure.BODY, reason) from error
+        except SettingsError as error:
             raise Refusal(
-                400, RouterFailure.BODY, f"Found {cause.found}; expected {cause.expected}.", param="url"
-            ) from cause
+                400, RouterFailure.BODY, f"Found {error.found}; expected {error.expected}.", param="url"
+            ) from error
         return JSONResponse(as_dict(instance), 201)
 
     async def _drain(self, request: Request) -> Response:

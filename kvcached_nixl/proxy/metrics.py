@@ -27,11 +27,11 @@ class Metrics:
     def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
         registry = self._registry = CollectorRegistry()
 
-        def counter(name: str, words: str, *labels: str) -> Counter:
-            return Counter(f"{PREFIX}_{name}", words, labels, registry=registry)
+        def counter(name: str, description: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}_{name}", description, labels, registry=registry)
 
-        def histogram(name: str, words: str, *labels: str) -> Histogram:
-            return Histogram(f"{PREFIX}_{name}", words, labels, registry=registry, buckets=_SECONDS)
+        def histogram(name: str, description: str, *labels: str) -> Histogram:
+            return Histogram(f"{PREFIX}_{name}", description, labels, registry=registry, buckets=_SECONDS)
 
         self.requests = counter("requests", "Requests, by outcome: ok, or the cause of failure", "route", "outcome")
         self.legs = counter("legs", "Legs, by outcome: ok, or the cause of failure", "role", "instance", "outcome")

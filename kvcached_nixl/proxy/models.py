@@ -37,7 +37,7 @@ async def models(scope: Scope, options: Options, fleet: Fleet) -> Response:
                 server.failed(failure)
                 tried.append(server.name)
                 if len(tried) >= options.attempts:
-                    raise Refusal(failure.status, failure.cause, f"{failure.words}.") from failure
+                    raise Refusal(failure.status, failure.cause, f"{failure.reason}.") from failure
     except Refusal as refusal:
         headers = {} if refusal.retry_after_seconds is None else {"retry-after": str(refusal.retry_after_seconds)}
         body = error_body(refusal.status, refusal.message)

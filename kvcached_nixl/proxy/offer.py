@@ -55,9 +55,9 @@ def read_offer(name: str, said: bytes) -> Offer:
         if not params.do_remote_prefill:
             return Offer(None, None)
         return Offer(raw, Found.of(params))
-    except (msgspec.MsgspecError, Malformed, RecursionError) as cause:
-        words = f"prefill's answer cannot be used: {str(cause)[:200]}"
-        raise LegFailed(RouterFailure.ANSWER, name, words) from cause
+    except (msgspec.MsgspecError, Malformed, RecursionError) as error:
+        reason = f"prefill's answer cannot be used: {str(error)[:200]}"
+        raise LegFailed(RouterFailure.ANSWER, name, reason) from error
 
 
 class NoParameters(LegFailed):
@@ -90,6 +90,6 @@ class Beside:
         if offer.found is None:
             return NoParameters(RouterFailure.ANSWER, self._prefill.name, "prefill hands nothing over")
         if replace(offer.found, incarnation=self._found.incarnation) != self._found:
-            words = "prefill was started again, and is not where it was"
-            return LegFailed(RouterFailure.RESTARTED, self._prefill.name, words)
+            reason = "prefill was started again, and is not where it was"
+            return LegFailed(RouterFailure.RESTARTED, self._prefill.name, reason)
         return None

@@ -104,7 +104,7 @@ class _Number(NamedTuple):
     flag: str
     old_flag: str
     kind: type
-    words: str
+    description: str
 
 
 _NUMBERS = (
@@ -217,7 +217,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=one.kind,
             default=getattr(default, one.field),
             metavar="N",
-            help=f"{one.words} (%(default)s)",
+            help=f"{one.description} (%(default)s)",
         )
         if one.old_flag:
             parser.add_argument(
@@ -252,13 +252,13 @@ def from_arguments(found: argparse.Namespace, environ: Mapping[str, str]) -> Opt
 def _read(path: Path) -> _File:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_File)
-    except (OSError, msgspec.MsgspecError) as cause:
+    except (OSError, msgspec.MsgspecError) as error:
         raise SettingsError(
-            found=f"--servers {path}: {cause}",
+            found=f"--servers {path}: {error}",
             expected='JSON: {"prefill": ["http://HOST:PORT", ...], "decode": [...]}',
             consequence="It is not known which servers there are.",
             remedy="Correct the file or its name.",
-        ) from cause
+        ) from error
 
 
 def _bad(found: str, expected: str) -> SettingsError:

@@ -123,15 +123,15 @@ def make(name: str) -> Policy:
             return kind()
     module, colon, attribute = name.partition(":")
     found: object = None
-    words = "no such policy"
+    reason = "no such policy"
     if colon:
         try:
             found = getattr(importlib.import_module(module), attribute)()
-        except (ImportError, AttributeError, TypeError, ValueError) as cause:
-            words = f"{type(cause).__name__}: {cause}"
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
     if found is None or not callable(getattr(found, "choose", None)):
         raise SettingsError(
-            found=f"--policy {name} ({words if found is None else 'an object without a method choose'})",
+            found=f"--policy {name} ({reason if found is None else 'an object without a method choose'})",
             expected=f"{', '.join(known for known, _ in POLICIES)} or module:Class, a class without arguments whose "
             "objects have choose(candidates, request)",
             consequence="It is not known which server gets a request.",

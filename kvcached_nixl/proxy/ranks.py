@@ -205,14 +205,14 @@ class Ranks:
         self._is_asking = False
         self._pull("does not say how many data-parallel ranks it has")
 
-    def _pull(self, words: str) -> None:
+    def _pull(self, reason: str) -> None:
         if not self._pulls_until:
             logger.warning(
                 "prefill server %s %s; expected that X-data-parallel-rank says which one computes. Nothing is pushed "
                 "to it: decode is asked when it has answered. It is tried anew every %.0f s. Let whatever stands "
                 "before it pass that header on, or give each engine an address of its own. Said once.",
                 self._name,
-                words,
+                reason,
                 PULL_SECONDS,
             )
         self._known.clear()

@@ -41,7 +41,7 @@ class Record:
     status: int = 0
     sent_bytes: int = 0
     outcome: str = "ok"
-    words: str = ""
+    reason: str = ""
     on_first: Callable[[], None] | None = None
 
     def asked(self, asked: Asked) -> None:
@@ -88,7 +88,7 @@ class Recorder:
             "first_ms": None if record.first_seconds is None else round(record.first_seconds * 1000, 2),
             "ms": round(seconds * 1000, 2),
             "bytes": record.sent_bytes,
-            "words": record.words,
+            "reason": record.reason,
         }
         self._latest.appendleft(line)
         if logger.isEnabledFor(logging.INFO):

@@ -83,8 +83,8 @@ async def _stream(
         if events.has_error:
             # No more of its text: it may be of the prompt.
             tags = hand_over_tags(held)
-            words = f"the KV hand-over failed: {tags}" if tags else "the server's answer begins with an error"
-            raise LegFailed(RouterFailure.HANDOVER, server.name, words)
+            reason = f"the KV hand-over failed: {tags}" if tags else "the server's answer begins with an error"
+            raise LegFailed(RouterFailure.HANDOVER, server.name, reason)
         _require_reason(events, server.name)
         guard.limit(options.client_timeout_seconds, slow)
         record.first()
@@ -98,15 +98,15 @@ async def _stream(
                 guard.limit(options.client_timeout_seconds, slow)
                 await out.piece(whole)
                 guard.limit(options.inter_token_timeout_seconds, pause)
-    except ValueError as cause:
-        raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sends {cause}") from cause
+    except ValueError as error:
+        raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sends {error}") from error
     if not events.is_complete:
         raise LegFailed(RouterFailure.BROKEN, server.name, "the server's answer ended before its end")
     guard.limit(options.client_timeout_seconds, slow)
     await out.end()
     if events.has_error:
         record.outcome = RouterFailure.SERVER.value
-        record.words = "the server ended its answer with an error"
+        record.reason = "the server ended its answer with an error"
 
 
 async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> bytes:
@@ -143,10 +143,10 @@ def _require_answer(said: bytes, server: str) -> None:
     """A 200 that is no answer is not passed on as one; what it says is not looked at."""
     try:
         choices = _answer.decode(said).choices
-    except (msgspec.MsgspecError, RecursionError) as cause:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise LegFailed(
             RouterFailure.ANSWER, server, "the server answers 200 and no JSON with choices that ended"
-        ) from cause
+        ) from error
     if any(one.finish_reason in GIVEN_UP for one in choices):
         raise LegFailed(RouterFailure.SERVER, server, "the server has given the request up")
 

@@ -58,7 +58,7 @@ class Asked:
         params: the client's own, allowed and checked; ``None`` if there are none that name a role.
         raw_params: the same as they came.
         alone: why there is nothing to hand over, or None.
-        needs_leave: only if the router may let decode compute prompts; ``words`` say what else to do.
+        needs_leave: only if the router may let decode compute prompts; ``reason`` say what else to do.
         namespace: of the prefix; requests of two namespaces share no computed blocks.
         prefix: what the prompt begins with: its bytes, or those of the ids that the client has sent.
         prompt_tokens, max_tokens: about how much work it is, for balancing only.
@@ -70,7 +70,7 @@ class Asked:
     raw_params: msgspec.Raw | None
     alone: Alone | None
     needs_leave: bool
-    words: str
+    reason: str
     param: str
     namespace: bytes
     prefix: bytes
@@ -132,11 +132,11 @@ def read(route: Route, body: bytes, *, allows_params: bool) -> Asked:
             raise _bad("prefix_prompt_ids", "found two that differ, in the body and in kv_transfer_params")
         ids = params.prefix_prompt_ids
     text = bytes(fields.get("prompt" if route is Route.COMPLETIONS else "messages", msgspec.Raw(b"")))
-    alone, words, param = _alone(route, fields, known, text)
+    alone, reason, param = _alone(route, fields, known, text)
     if params is None or params.is_hint:
         params = raw_params = None
     else:
-        alone, words = Alone.CLIENT, ""
+        alone, reason = Alone.CLIENT, ""
     limit = known.get("max_completion_tokens") or known.get("max_tokens")
     return Asked(
         route=route,
@@ -144,8 +144,8 @@ def read(route: Route, body: bytes, *, allows_params: bool) -> Asked:
         params=params,
         raw_params=raw_params,
         alone=alone,
-        needs_leave=bool(words),
-        words=words,
+        needs_leave=bool(reason),
+        reason=reason,
         param=param,
         namespace=b"\0".join(
             bytes(fields[name]) for name in ("model", "cache_salt", "tools", "chat_template") if name in fields
@@ -192,14 +192,14 @@ def _top_level(body: bytes) -> dict[str, msgspec.Raw]:
         fields = _top.decode(body)
         if _ODD_NUMBER.search(body):
             _refuse_odd_numbers(msgspec.json.decode(body))
-    except UnicodeDecodeError as cause:
-        raise _bad(None, f"the body is no UTF-8: {cause.reason} at byte {cause.start}") from cause
-    except RecursionError as cause:
-        raise _bad(None, "the body is nested too deep") from cause
-    except msgspec.MsgspecError as cause:
+    except UnicodeDecodeError as error:
+        raise _bad(None, f"the body is no UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise _bad(None, "the body is nested too deep") from error
+    except msgspec.MsgspecError as error:
         # msgspec has no other word for half of a surrogate pair.
-        words = str(cause).replace("Input data was truncated", "it ends too soon, or has half of a surrogate pair")
-        raise _bad(None, f"the body is not the JSON object that is expected: {words[:300]}") from cause
+        reason = str(error).replace("Input data was truncated", "it ends too soon, or has half of a surrogate pair")
+        raise _bad(None, f"the body is not the JSON object that is expected: {reason[:300]}") from error
     return fields
 
 
@@ -219,8 +219,8 @@ def _refuse_odd_numbers(found: Any) -> None:
 def _known(fields: Mapping[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
     try:
         return decoder.decode(fields[name])
-    except (msgspec.MsgspecError, RecursionError) as cause:
-        raise _bad(name, f"{name}: {str(cause)[:300]}") from cause
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _bad(name, f"{name}: {str(error)[:300]}") from error
 
 
 def _refuse_side_doors(fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], allows_params: bool) -> None:
@@ -241,8 +241,8 @@ def _own_params(
         params = parse(raw)
         if params.do_remote_prefill:
             params.require_coordinates()
-    except Malformed as cause:
-        raise _bad("kv_transfer_params", f"kv_transfer_params: {cause}", RouterFailure.PARAMETERS) from cause
+    except Malformed as error:
+        raise _bad("kv_transfer_params", f"kv_transfer_params: {error}", RouterFailure.PARAMETERS) from error
     if params.is_hint:
         return params, raw
     if not allows_params:
@@ -275,8 +275,8 @@ def _alone(
     elif route is Route.COMPLETIONS and (count := _prompts(fields)) > 1:
         several, name = f"prompt: found a list of {count}", "prompt"
     if several:
-        words = f"{several}; expected one sequence. Each is a hand-over of its own: send them one by one"
-        return Alone.SEVERAL, words, name
+        reason = f"{several}; expected one sequence. Each is a hand-over of its own: send them one by one"
+        return Alone.SEVERAL, reason, name
     if known.get("prompt_logprobs") is not None or (
         route is Route.COMPLETIONS and known.get("echo") and known.get("logprobs") is not None
     ):
@@ -285,11 +285,11 @@ def _alone(
         return Alone.NOTHING_TO_DECODE, "", ""
     truncated = known.get("truncate_prompt_tokens")
     if truncated is not None and truncated < 0:
-        words = (
+        reason = (
             f"truncate_prompt_tokens: found {truncated}; expected a number of tokens. What is left of the prompt would "
             "follow from max_tokens, which is another one for prefill"
         )
-        return Alone.TRUNCATION, words, "truncate_prompt_tokens"
+        return Alone.TRUNCATION, reason, "truncate_prompt_tokens"
     return None, "", ""
 
 

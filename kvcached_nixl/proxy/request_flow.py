@@ -82,7 +82,7 @@ class Journey:
         """
         asked, options = self._asked, self._options
         if asked.needs_leave and not options.decode_alone:
-            raise Refusal(400, RouterFailure.SEVERAL, f"{asked.words}.", param=asked.param)
+            raise Refusal(400, RouterFailure.SEVERAL, f"{asked.reason}.", param=asked.param)
         attempt = 0
         while True:
             attempt += 1
@@ -104,7 +104,7 @@ class Journey:
                 if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER, RouterFailure.RESTARTED):
                     # Decode may have been told of a prefill that is gone; one that is asked first says where it is.
                     self._may_push = False
-                self._record.words = failure.words
+                self._record.reason = failure.reason
             await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
 
     async def _attempt(self) -> None:
@@ -195,8 +195,8 @@ class Journey:
             finally:
                 reply.close()
             if place.rank is not None and reply.status == 400 and range_of(said, place.rank) is not None:
-                words = f"prefill was started again, and has no data-parallel rank {place.rank} any more"
-                raise LegFailed(RouterFailure.RESTARTED, prefill.name, words)
+                reason = f"prefill was started again, and has no data-parallel rank {place.rank} any more"
+                raise LegFailed(RouterFailure.RESTARTED, prefill.name, reason)
             require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
             offer = read_offer(prefill.name, said)
         self._learn(place, offer)

@@ -100,11 +100,11 @@ class DecodeFetches:
         now = self._clock.now_seconds()
         try:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.pushes)
-        except HandOverFailed as cause:
+        except HandOverFailed as error:
             if request.is_session:
                 self._pass_over(request, None, step)
             else:
-                self._fetch_requests[request_id] = FetchRequest(None, now, request.adapter, refused=cause)
+                self._fetch_requests[request_id] = FetchRequest(None, now, request.adapter, refused=error)
             return
         if request.is_session:
             self._pass_over(request, fetch, step)
@@ -137,12 +137,12 @@ class DecodeFetches:
             return 0, False
         fetch_request.check(request, self._terms)
         if fetch_request.refused is None and num_computed_tokens % self._terms.block_size:
-            words = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
-            fetch_request.refused = HandOverFailed(FailureCause.RANGE, words)
+            reason = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
+            fetch_request.refused = HandOverFailed(FailureCause.RANGE, reason)
         if fetch_request.refused is None and is_stale and num_computed_tokens:
-            words = "its first tokens are in the prefix cache, which may hold what other weights have computed"
+            reason = "its first tokens are in the prefix cache, which may hold what other weights have computed"
             fetch_request.refused = HandOverFailed(
-                FailureCause.REVOKED, f"{words}. Clear it, or wait until nothing runs"
+                FailureCause.REVOKED, f"{reason}. Clear it, or wait until nothing runs"
             )
         if fetch_request.refused is None and request.computes_prompt:
             logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request_id)
@@ -184,9 +184,9 @@ class DecodeFetches:
             if refused is not None:
                 raise refused
             groups = fetch_request.groups(block_ids, first_token, self._terms)
-        except HandOverFailed as cause:
-            self._refuse(request_id, cause)
-            self._failing[request_id] = cause
+        except HandOverFailed as error:
+            self._refuse(request_id, error)
+            self._failing[request_id] = error
             step.unrenewed.append(request_id)
             if not fetch_request.may_be_computed:
                 self._ending.add(request_id)

@@ -96,8 +96,8 @@ class FetchRequest:
             self.num_tokens = num_tokens = manifest.num_tokens
             self.end_token = min(num_tokens, request.num_prompt_tokens)
             if num_tokens > request.num_prompt_tokens:
-                words = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
-                self.refused = HandOverFailed(FailureCause.DIGEST, words)
+                reason = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
+                self.refused = HandOverFailed(FailureCause.DIGEST, reason)
                 return
         self.digest = request.digest(num_tokens)
         self.lacks_media |= manifest is not None and manifest.num_media > request.num_media
@@ -106,8 +106,8 @@ class FetchRequest:
                 FailureCause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens"
             )
             if self.lacks_media:
-                words = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
-                self.refused = HandOverFailed(FailureCause.MEDIA, f"{words}; send them to decode, too")
+                reason = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
+                self.refused = HandOverFailed(FailureCause.MEDIA, f"{reason}; send them to decode, too")
         if terms.drops_blocks:
             # The last token is computed again here, and its window begins one token earlier than the next one's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)

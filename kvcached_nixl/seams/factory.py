@@ -113,13 +113,13 @@ def _children(extra_config: Mapping[str, Any]) -> Iterable[str]:
 def _config_of(call: Call) -> Any:
     try:
         return call.argument("vllm_config").kv_transfer_config
-    except TypeError as cause:
+    except TypeError as error:
         raise ContractChanged(
-            found=f"{type(call.instance).__name__}.__init__: {cause}",
+            found=f"{type(call.instance).__name__}.__init__: {error}",
             expected="a parameter vllm_config",
             consequence="The settings of the connector cannot be read, so it is not constructed.",
             remedy="Use a supported vLLM (python -m kvcached_nixl lists them).",
-        ) from cause
+        ) from error
 
 
 def _server(cls: type, config: Any) -> Server:

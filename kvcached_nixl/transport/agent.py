@@ -69,8 +69,8 @@ def _heard(agent: Any) -> list[tuple[str, bytes]]:
     """Raises `TransportError`."""
     try:
         heard = agent.get_new_notifs()
-    except Exception as cause:
-        raise TransportError(f"NIXL cannot be asked for notifications: {cause}") from cause
+    except Exception as error:
+        raise TransportError(f"NIXL cannot be asked for notifications: {error}") from error
     return [(peer, notification) for peer, some in heard.items() for notification in some]
 
 
@@ -121,8 +121,8 @@ def open_gate(
         agent = _make_resting_agent(uuid.uuid4().hex, backends)
         rows = [(address, length, device_id, "") for address, length in extents]
         agent.register_memory(agent.get_reg_descs(rows, memory_type), backends=list(backends))
-    except Exception as cause:
-        raise TransportError(f"NIXL has made no agent to be written through: {cause}") from cause
+    except Exception as error:
+        raise TransportError(f"NIXL has made no agent to be written through: {error}") from error
     return NixlGate(agent)
 
 
@@ -173,8 +173,8 @@ class NixlTransport:
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         try:
             name = self._agent.add_remote_agent(metadata)
-        except Exception as cause:
-            raise TransportError(f"the peer's NIXL metadata was not accepted: {cause}") from cause
+        except Exception as error:
+            raise TransportError(f"the peer's NIXL metadata was not accepted: {error}") from error
         peer = peer_name(name)
         self._peers[peer] = memory_type or self._memory_type, device_id
         return peer
@@ -183,15 +183,15 @@ class NixlTransport:
         if self._peers.pop(peer, None) is not None:
             try:
                 self._agent.remove_remote_agent(peer)
-            except Exception as cause:  # noqa: BLE001 - NIXL's; it has let go of the peer by itself before
-                logger.info("NIXL did not know %s any more: %s", peer, cause)
+            except Exception as error:  # noqa: BLE001 - NIXL's; it has let go of the peer by itself before
+                logger.info("NIXL did not know %s any more: %s", peer, error)
 
     def send(self, peer: str, notification: bytes) -> None:
         self._memory_of(peer)
         try:
             self._agent.send_notif(peer, notif_msg=notification)
-        except Exception as cause:
-            raise TransportError(f"no notification reaches {peer}: {cause}") from cause
+        except Exception as error:
+            raise TransportError(f"no notification reaches {peer}: {error}") from error
 
     def received(self) -> list[tuple[str, bytes]]:
         return _heard(self._agent)
@@ -217,8 +217,8 @@ class NixlTransport:
                 peer,
                 notification,
             )
-        except Exception as cause:
-            raise TransportError(f"a {operation} with {peer} was not made: {cause}") from cause
+        except Exception as error:
+            raise TransportError(f"a {operation} with {peer} was not made: {error}") from error
         # It may have been posted in part even so; its state decides.
         with contextlib.suppress(Exception):
             self._agent.transfer(handle)
@@ -230,8 +230,8 @@ class NixlTransport:
     def release(self, handle: Handle) -> None:
         try:
             self._agent.release_xfer_handle(handle)
-        except Exception as cause:  # noqa: BLE001 - NIXL's; the handle is let go of with its last reference
-            logger.warning("NIXL did not release a transfer: %s", cause)
+        except Exception as error:  # noqa: BLE001 - NIXL's; the handle is let go of with its last reference
+            logger.warning("NIXL did not release a transfer: %s", error)
 
     def _memory_of(self, peer: str) -> tuple[str, int]:
         try:

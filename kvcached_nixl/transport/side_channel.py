@@ -76,9 +76,9 @@ class Listener:
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         try:
             self._socket.bind(_address(host, port))
-        except zmq.ZMQError as cause:
+        except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise OSError(f"the side channel cannot listen at {host}:{port}: {cause}") from cause
+            raise OSError(f"the side channel cannot listen at {host}:{port}: {error}") from error
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
         self._thread.start()
 
@@ -106,8 +106,8 @@ class Listener:
             return
         try:
             said = msgspec.msgpack.decode(question)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError) as cause:
-            logger.warning("Dropped a message to the side channel that cannot be read: %s", cause)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            logger.warning("Dropped a message to the side channel that cannot be read: %s", error)
             return
         if not isinstance(said, list) or len(said) not in (2, 3):
             logger.warning("Dropped a message to the side channel: expected a question for a rank")
@@ -131,8 +131,8 @@ class Listener:
     def _send(self, frames: list[bytes]) -> None:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError as cause:
-            logger.warning("A handshake was not answered: %s", cause)
+        except zmq.ZMQError as error:
+            logger.warning("A handshake was not answered: %s", error)
 
 
 class SideChannel:
@@ -213,8 +213,8 @@ class SideChannel:
         async with there, self._asked_at_once:
             try:
                 return await self._asked_alone(host, port, tp_rank)
-            except zmq.ZMQError as cause:
-                raise OSError(f"the side channel at {host}:{port} cannot be asked: {cause}") from cause
+            except zmq.ZMQError as error:
+                raise OSError(f"the side channel at {host}:{port} cannot be asked: {error}") from error
 
     async def _asked_alone(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
         address = await self._listening(host, port)
@@ -227,13 +227,13 @@ class SideChannel:
                 asking.connect(_address(address, port))
                 await asking.send(msgspec.msgpack.encode((_ASK, 0, tp_rank) if self._names_stage else (_ASK, tp_rank)))
                 frames = await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS)
-            except asyncio.TimeoutError as cause:
-                words = f"the side channel at {host}:{port} does not answer within {_REPLY_SECONDS:g} s"
-                raise TimeoutError(words) from cause
+            except asyncio.TimeoutError as error:
+                reason = f"the side channel at {host}:{port} does not answer within {_REPLY_SECONDS:g} s"
+                raise TimeoutError(reason) from error
         try:
             reply = msgspec.msgpack.decode(frames[0], type=_Reply)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as cause:
-            raise ValueError(f"the side channel at {host}:{port} answers what cannot be read: {cause}") from cause
+        except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
+            raise ValueError(f"the side channel at {host}:{port} answers what cannot be read: {error}") from error
         return reply.compatibility_hash, reply.agent_metadata_bytes
 
     async def _listening(self, host: str, port: int) -> str:
@@ -244,8 +244,8 @@ class SideChannel:
             for one in asyncio.as_completed(trying):
                 try:
                     return await one
-                except OSError as cause:
-                    failures.append(cause)
+                except OSError as error:
+                    failures.append(error)
         finally:
             for task in trying:
                 task.cancel()
@@ -255,8 +255,8 @@ class SideChannel:
     async def _reached(self, address: str, port: int) -> str:
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _REPLY_SECONDS)
-        except asyncio.TimeoutError as cause:
-            raise TimeoutError(f"no connection to {address}:{port} within {_REPLY_SECONDS:g} s") from cause
+        except asyncio.TimeoutError as error:
+            raise TimeoutError(f"no connection to {address}:{port} within {_REPLY_SECONDS:g} s") from error
         writer.close()
         return address
 
@@ -274,9 +274,9 @@ class SideChannel:
         found.add_done_callback(self._looked)
         try:
             addresses = await asyncio.wait_for(asyncio.shield(found), _REPLY_SECONDS)
-        except (asyncio.TimeoutError, OSError) as cause:
+        except (asyncio.TimeoutError, OSError) as error:
             if host not in self._looked_up:
-                raise OSError(f"no address of {host} was found within {_REPLY_SECONDS:g} s: {cause}") from cause
+                raise OSError(f"no address of {host} was found within {_REPLY_SECONDS:g} s: {error}") from error
             return self._looked_up[host]
         if len(self._looked_up) >= _NAMES_REMEMBERED:
             self._looked_up.clear()
@@ -297,8 +297,8 @@ class SideChannel:
             own.connect(_address(host, port))
         try:
             own.send_multipart([b"", msgspec.msgpack.encode((_WAKE, key.encode()))], zmq.NOBLOCK)
-        except zmq.ZMQError as cause:
-            logger.info("The engine was not told that something has ended: %s", cause)
+        except zmq.ZMQError as error:
+            logger.info("The engine was not told that something has ended: %s", error)
 
 
 def _look_up(host: str) -> list[str]:

@@ -74,8 +74,8 @@ def convert(value: Any, kind: type[T]) -> T:
     """
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError, OverflowError, UnicodeError) as cause:
-        raise Malformed(f"{cause!s:.{_SHOWN}}") from cause
+    except (msgspec.ValidationError, RecursionError, OverflowError, UnicodeError) as error:
+        raise Malformed(f"{error!s:.{_SHOWN}}") from error
 
 
 class decoder:
@@ -87,5 +87,5 @@ class decoder:
     def __call__(self, encoded: bytes) -> Any:
         try:
             return self._decoder.decode(encoded)
-        except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as cause:
-            raise Malformed(f"{cause!s:.{_SHOWN}}") from cause
+        except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:
+            raise Malformed(f"{error!s:.{_SHOWN}}") from error

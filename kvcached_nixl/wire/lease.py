@@ -59,6 +59,6 @@ def read_beat(notification: bytes) -> list[str]:
         raise Malformed(f"found {notification[:16]!r} ({len(notification)} bytes); expected a heartbeat of {_BEAT!r}")
     try:
         names = notification[len(_BEAT) :].decode().split(",")
-    except UnicodeDecodeError as cause:
-        raise Malformed(str(cause)) from cause
+    except UnicodeDecodeError as error:
+        raise Malformed(str(error)) from error
     return [name for name in names if name]

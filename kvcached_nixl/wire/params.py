@@ -153,8 +153,8 @@ def parse(encoded: bytes | msgspec.Raw) -> KvTransferParams:
     """
     try:
         return _decoder.decode(encoded)
-    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as cause:
-        raise Malformed(f"{cause!s:.{_SHOWN}}".replace("`$.", "`kv_transfer_params.")) from cause
+    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:
+        raise Malformed(f"{error!s:.{_SHOWN}}".replace("`$.", "`kv_transfer_params.")) from error
 
 
 _decoder = msgspec.json.Decoder(KvTransferParams)
@@ -208,8 +208,8 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
         found = _model(params)
         prefill, manifest = found.prefill, found.manifest
         name = _name_of(found, request_id)
-    except Malformed as cause:
-        raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
+    except Malformed as error:
+        raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {error}") from error
     if manifest is None and not may_rendezvous:
         raise HandOverFailed(
             FailureCause.NO_MANIFEST,
@@ -230,8 +230,8 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
     require_one_role(params)
     try:
         return _name_of(_model(params), request_id)
-    except Malformed as cause:
-        raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {cause}") from cause
+    except Malformed as error:
+        raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {error}") from error
 
 
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
@@ -295,6 +295,6 @@ def require_one_role(params: Mapping[str, Any]) -> None:
 def _utf8(name: str) -> str:
     try:
         name.encode()
-    except UnicodeEncodeError as cause:
-        raise Malformed(f"an id that is no Unicode text: {name!r:.80}") from cause
+    except UnicodeEncodeError as error:
+        raise Malformed(f"an id that is no Unicode text: {name!r:.80}") from error
     return name

@@ -57,10 +57,10 @@ class Registered:
 
     def __str__(self) -> str:
         one = self.layout
-        words = f"{one.arrangement.value}, {one.num_blocks} blocks, {one.descriptors_per_block} descriptors a block"
+        reason = f"{one.arrangement.value}, {one.num_blocks} blocks, {one.descriptors_per_block} descriptors a block"
         if self.slab is None:
-            return words
-        return f"{words}; {self.slab.num_slots} slots of {self.slab.extent[1] / 2**20:,.0f} MiB in all"
+            return reason
+        return f"{reason}; {self.slab.num_slots} slots of {self.slab.extent[1] / 2**20:,.0f} MiB in all"
 
 
 def register(

@@ -289,8 +289,8 @@ class TransferThread:
         for one in listening:
             try:
                 heard = one.received()
-            except TransportError as cause:
-                logger.warning("%s", cause)
+            except TransportError as error:
+                logger.warning("%s", error)
                 continue
             for agent, notification in heard:
                 self._contain(None, self._take_notification, agent, notification)
@@ -301,9 +301,9 @@ class TransferThread:
                 self._registry.renew(read_beat(notification))
                 return
             message = decode(notification)
-        except Malformed as cause:
+        except Malformed as error:
             if not self._malformed:
-                logger.warning("Dropped what %s says, and whatever like it follows: %s", agent, cause)
+                logger.warning("Dropped what %s says, and whatever like it follows: %s", agent, error)
             self._malformed += 1
             return
         try:
@@ -312,11 +312,11 @@ class TransferThread:
             else:
                 self._registry.handle(agent, message)
         except Exception as defect:
-            words = f"{type(defect).__name__}: {defect}"
+            reason = f"{type(defect).__name__}: {defect}"
             if isinstance(message, (StagingRequest, Written, Stopped)):
-                self._receiver.fail(message.attempt, HandOverFailed(FailureCause.DEFECT, words))
+                self._receiver.fail(message.attempt, HandOverFailed(FailureCause.DEFECT, reason))
             elif isinstance(message, (Registration, StagingGrant)):
-                self._registry.fail((agent, message.attempt), words)
+                self._registry.fail((agent, message.attempt), reason)
             raise
 
     def _renew(self) -> float | None:

@@ -93,15 +93,15 @@ class Rank:
     def __init__(self, role: str, folder: Path) -> None:
         self.role = role
         self.memory = np.full((NUM_BLOCKS, BLOCK_BYTES), WRITTEN if role == "prefill" else BEFORE, dtype=np.uint8)
-        self.words = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
+        self.token_table = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         self.agent = make_agent(BACKENDS)
-        self.registered = [register_host_memory(self.agent, one, BACKENDS) for one in (self.memory, self.words)]
+        self.registered = [register_host_memory(self.agent, one, BACKENDS) for one in (self.memory, self.token_table)]
         address, cell = self.memory.ctypes.data, BLOCK_BYTES // BLOCK_SIZE
         planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
         transport, clock = NixlTransport(self.agent, "DRAM"), MonotonicClock()
         host = Host.here("DRAM", os.environ)
         place = LocalRank(EngineId(role), 1, 0, (planes,), 1, is_latent=False)
-        metadata, words = transport.metadata(), int(self.words.ctypes.data)
+        metadata, words = transport.metadata(), int(self.token_table.ctypes.data)
         rank = RankHandshake(
             place.engine_id,
             1,
@@ -122,7 +122,7 @@ class Rank:
         nothing = Content((), ())
         settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
         self.side = assemble(
-            transport, clock, place, self.words, settings, TAG, self.channel, lambda: lambda: True,
+            transport, clock, place, self.token_table, settings, TAG, self.channel, lambda: lambda: True,
             Checksums(nothing, nothing, background, 0.0), host, lambda weights: None, threading.Event(), None,
             self.gates,
         )  # fmt: skip

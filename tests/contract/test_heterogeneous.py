@@ -83,7 +83,7 @@ class Shape:
 
     def __str__(self) -> str:
         words = f"{self.era}{' contiguous' * self.contiguous}{' head-major' * self.head_major}"
-        return f"{words} {self.ratio}x{self.block_size}"
+        return f"{token_table} {self.ratio}x{self.block_size}"
 
     @property
     def logical_block_size(self) -> int:
@@ -247,8 +247,8 @@ class Rank:
         self.arena = endpoint.arena
         self.arena.copy_(torch.randint(0, 256, self.arena.shape, dtype=torch.uint8, generator=cluster.random))
         (self.planes,) = planes_of(self._caches(self.arena), self.geometry.axes(), first_head=self.heads.start)
-        self.words = endpoint.words
-        self.words[:] = 0
+        self.token_table = endpoint.token_table
+        self.token_table[:] = 0
         is_latent = shape.era == "mla"
         place = LocalRank(EngineId(engine_id), shape.tp_size, tp_rank, (self.planes,), shape.ratio, is_latent)
         self.handshake = RankHandshake(
@@ -259,7 +259,7 @@ class Rank:
             device_id=0,
             memory=place.memory,
             kernel_blocks_per_block=shape.ratio,
-            token_table_address=self.words.ctypes.data,
+            token_table_address=self.token_table.ctypes.data,
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
@@ -271,7 +271,7 @@ class Rank:
             self.transport,
             cluster.clock,
             place,
-            self.words,
+            self.token_table,
             settings,
             TAG,
             Channel(cluster),
@@ -509,7 +509,7 @@ class Cluster:
         for rank in self.ranks:
             assert (len(rank.registry), len(rank.receiver), rank.transport.unreleased) == (0, 0, 0)
             assert not +rank.thread.dropped
-            assert not rank.words[:BUCKETS].any()
+            assert not rank.token_table[:BUCKETS].any()
         for rank in self.prefill:
             self.assert_equal(rank, rank.arena, rank.expected)
 

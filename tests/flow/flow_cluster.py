@@ -373,7 +373,7 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
         yield f"posting counts {registry._writer.num_final} {side.transfer_queue._all_bytes}"
     if len(side.token_buffers._free) != worker.engine.kind.token_buffers:
         yield "a landing"
-    if len(worker.side.tokens) or worker.words.any():
+    if len(worker.side.tokens) or worker.token_table.any():
         yield "a word"
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"

@@ -255,7 +255,9 @@ class Worker:
         self.memory, self.device = RankMemory(shape, tp_rank), Device()
         self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{tp_rank}"
         self.agent = cluster.wire.agent(self.agent_name)
-        self.words: TokenArray = np.zeros((BUCKETS + engine.kind.token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64)
+        self.token_table: TokenArray = np.zeros(
+            (BUCKETS + engine.kind.token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64
+        )
         self.staging, self.copier = slab_of(self, *engine.kind.slots) if engine.kind.slots[0] else (None, None)
         self.host = FlowHost(cluster, engine, tp_rank)
         self.moved = self.memory if self.copier is None else self.copier.slab
@@ -270,7 +272,7 @@ class Worker:
             device_id=0,
             memory=planes,
             kernel_blocks_per_block=shape.ratio,
-            token_table_address=int(self.words.ctypes.data),
+            token_table_address=int(self.token_table.ctypes.data),
             memory_type="DRAM",
             is_staged=self.staging is not None,
             weights=engine.kind.weights,
@@ -288,7 +290,7 @@ class Worker:
             self.agent,
             cluster.clock,
             place,
-            self.words,
+            self.token_table,
             engine.settings,
             tag,
             self.channel,

@@ -133,13 +133,13 @@ class Remote:
     incarnation: str = START
     process: Process = Process()
     kernel_blocks_per_block: int = 1
-    words: TokenArray = field(default_factory=lambda: np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
+    token_table: TokenArray = field(default_factory=lambda: np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
 
     @property
     def table(self) -> TokenTable:
         made = TokenTable.__new__(TokenTable)
-        TokenTable.__init__(made, np.zeros_like(self.words))
-        made._tokens = self.words
+        TokenTable.__init__(made, np.zeros_like(self.token_table))
+        made._tokens = self.token_table
         return made
 
     def handshake(self, **changed: Any) -> RankHandshake:
@@ -151,7 +151,7 @@ class Remote:
             device_id=0,
             memory=(self.memory.planes,),
             kernel_blocks_per_block=self.kernel_blocks_per_block,
-            token_table_address=int(self.words.ctypes.data),
+            token_table_address=int(self.token_table.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
@@ -254,7 +254,7 @@ class Local:
         checksums = digests_over(
             self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.awaiting_checksum
         )
-        words = TokenBuffers(self.token_rows)
+        token_table = TokenBuffers(self.token_rows)
         self.host = KnownHost()
         self.gates = WriteGates(lambda: self.network.open_gate("local"), self.awaiting_checksum, self.clock)
         self.side = WorkerContext(
@@ -263,7 +263,7 @@ class Local:
             self.peers,
             self.transfer_queue,
             PeerRoutes(place),
-            words,
+            token_table,
             checksums,
             self.host,
             own=own,

@@ -133,8 +133,8 @@ class ActiveWriters:
                 if isinstance(part, WritePart) and part.address == address and part.may_write and part.is_dead:
                     assert attempt is not None
                     self.look_after(attempt)
-                    words = f"the process of rank {address.tp_rank} of prefill has ended"
-                    attempt.fail(HandOverFailed(FailureCause.LOST, words))
+                    reason = f"the process of rank {address.tp_rank} of prefill has ended"
+                    attempt.fail(HandOverFailed(FailureCause.LOST, reason))
 
     def _say_held(self, agent: str, address: Peer) -> None:
         if agent in self._said_held:

@@ -45,11 +45,11 @@ def compare(
             ended(HandOverFailed(FailureCause.DEFECT, failed))
         elif checksums != said:
             local = next(i for i, pair in enumerate(zip(checksums, said, strict=True)) if pair[0] != pair[1])
-            words = (
+            reason = (
                 f"the bytes of the tokens before {written[local].end_token} are not those that prefill sent: found "
                 f"{checksums[local]}; expected {said[local]}"
             )
-            ended(HandOverFailed(FailureCause.CHECKSUM, words))
+            ended(HandOverFailed(FailureCause.CHECKSUM, reason))
         else:
             ended(None)
 

@@ -79,8 +79,8 @@ class ReadPart:
         try:
             routes = context.routes.of(known.agent, known.rank.memory)
             found = context.routes.ranges(routes, groups, spec.end_token)
-        except ValueError as cause:
-            self._fail(HandOverFailed(FailureCause.RANGE, str(cause)))
+        except ValueError as error:
+            self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return
         ended = context.contained(self._read, self._fail)
         self._job = TransferJob("READ", known.agent, found.local, found.remote, ended)
@@ -127,8 +127,8 @@ class ReadPart:
         elif failed:
             self._fail(HandOverFailed(FailureCause.LOST, failed))
         elif not is_kept:
-            words = f"prefill does not keep {self._manifest.request_id} any more, or never made these parameters"
-            self._fail(HandOverFailed(FailureCause.LEASE, words))
+            reason = f"prefill does not keep {self._manifest.request_id} any more, or never made these parameters"
+            self._fail(HandOverFailed(FailureCause.LEASE, reason))
         elif (doubt := context.distrust_of(self.address, known.incarnation)) is not None:
             # Found meanwhile, in another hand-over.
             self._fail(doubt)

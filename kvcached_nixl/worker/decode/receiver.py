@@ -169,8 +169,8 @@ class Receiver:
         for attempt in list(self._attempts.values()):
             for part in attempt.parts:
                 if part.agent == agent and not part.is_idle:
-                    words = f"nobody listens any more where rank {part.address.tp_rank} of prefill was"
-                    attempt.fail(HandOverFailed(FailureCause.LOST, words))
+                    reason = f"nobody listens any more where rank {part.address.tp_rank} of prefill was"
+                    attempt.fail(HandOverFailed(FailureCause.LOST, reason))
                     self._writers.look_after(attempt)
 
     def turn(self) -> float | None:

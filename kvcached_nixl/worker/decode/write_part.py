@@ -118,8 +118,8 @@ class WritePart:
         self._end_without("is gone")
 
     def cut_off(self) -> None:
-        words = f"rank {self.address.tp_rank} of prefill has taken too long, and what it writes through is closed"
-        self._fail(HandOverFailed(FailureCause.LOST, words))
+        reason = f"rank {self.address.tp_rank} of prefill has taken too long, and what it writes through is closed"
+        self._fail(HandOverFailed(FailureCause.LOST, reason))
 
     def finish(self) -> None:
         """Its attempt is."""
@@ -144,8 +144,8 @@ class WritePart:
             if cause is FailureCause.RESTARTED:
                 # It answers, as somebody else than is known here.
                 self._context.peers.probe(self.address)
-            words = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
-            self._fail(HandOverFailed(cause, words))
+            reason = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
+            self._fail(HandOverFailed(cause, reason))
             return
         self._take_written(message)
 
@@ -277,8 +277,8 @@ class WritePart:
             groups = tuple(KernelBlockRange(group.first_token, ()) for group in groups)
         try:
             gate = self._enter(known)
-        except TransportError as cause:
-            self._fail(HandOverFailed(FailureCause.LOST, f"this rank cannot be written: {cause}"))
+        except TransportError as error:
+            self._fail(HandOverFailed(FailureCause.LOST, f"this rank cannot be written: {error}"))
             return
         registration = Registration(
             attempt=spec.attempt,
@@ -300,13 +300,13 @@ class WritePart:
         )
         try:
             context.transport.send(known.agent, encode(registration))
-        except TransportError as cause:
+        except TransportError as error:
             # It was not told, so it will not write.
             self.finish()
             context.peers.lost(known.agent)
             if self._is_begun_again:
-                words = f"rank {self.address.tp_rank} of prefill was not reached: {cause}"
-                self._fail(HandOverFailed(FailureCause.LOST, words))
+                reason = f"rank {self.address.tp_rank} of prefill was not reached: {error}"
+                self._fail(HandOverFailed(FailureCause.LOST, reason))
             else:
                 # It may have been started again since it was met.
                 self._is_begun_again = True

@@ -84,9 +84,9 @@ class Route:
     """
 
     def __init__(self, local: Planes, remote: Planes) -> None:
-        words = misfit((local,), (remote,))
-        if words:
-            raise ValueError(words)
+        reason = misfit((local,), (remote,))
+        if reason:
+            raise ValueError(reason)
         self._local, self._remote = local, remote
         # The largest run of tokens that is inside one block on either side.
         self.step = math.gcd(local.block_size, remote.block_size)

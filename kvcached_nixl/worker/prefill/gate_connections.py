@@ -54,8 +54,8 @@ class GateConnections:
         if name is None:
             try:
                 name = self._transport.add_peer(metadata, known.rank.device_id, known.rank.memory_type)
-            except TransportError as cause:
-                raise HandOverFailed(FailureCause.LOST, f"decode's gate was not reached: {cause}") from cause
+            except TransportError as error:
+                raise HandOverFailed(FailureCause.LOST, f"decode's gate was not reached: {error}") from error
             if self._agent_of.get(name, known.agent) != known.agent:
                 raise HandOverFailed(FailureCause.PROTOCOL, "decode names a gate of somebody else's")
             before = list(self._of_agent.get(known.agent, ()))

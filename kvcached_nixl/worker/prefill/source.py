@@ -229,8 +229,8 @@ class Staged(FromBlocks):
             return True
         groups = [group.first_token for group in task.registration.groups]
         if len(groups) != len(offer.block_ids):
-            words = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.block_ids)}"
-            raise HandOverFailed(FailureCause.RANGE, words)
+            reason = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.block_ids)}"
+            raise HandOverFailed(FailureCause.RANGE, reason)
         held = self._staging.take(Use.SENDING, groups, first_token, end_token, self._step(task))
         if held is None:
             self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token))
@@ -259,8 +259,8 @@ class Staged(FromBlocks):
             return True
         try:
             return self._open(task, end_token)
-        except (ValueError, HandOverFailed) as cause:
-            self._fail(task, str(cause))
+        except (ValueError, HandOverFailed) as error:
+            self._fail(task, str(error))
             return True
 
     def _copied(self, offer: Offer) -> None:

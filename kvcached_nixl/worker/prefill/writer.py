@@ -80,15 +80,15 @@ class Writer:
         if task.stopping is not None or task.is_complete or offer is None:
             return
         if offer.finished and offer.ready_tokens < registration.end_token:
-            words = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
-            self.stop(task, FailureCause.STOPPED, words)
+            reason = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
+            self.stop(task, FailureCause.STOPPED, reason)
             return
         try:
             while self._advance(task, offer):
                 pass
-        except (ValueError, HandOverFailed) as cause:
-            what = cause.cause if isinstance(cause, HandOverFailed) else FailureCause.RANGE
-            self.stop(task, what, f"no WRITE was made: {cause}")
+        except (ValueError, HandOverFailed) as error:
+            what = error.cause if isinstance(error, HandOverFailed) else FailureCause.RANGE
+            self.stop(task, what, f"no WRITE was made: {error}")
         except Exception as defect:
             logger.exception("A registration fails by a defect of kvcached_nixl")
             self.stop(task, FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")

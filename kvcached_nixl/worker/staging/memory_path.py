@@ -33,9 +33,9 @@ def choose(wish: MemoryPath, prove: Callable[[], Proof], staged: MemoryPath = Me
         return MemoryPath.DIRECT
     try:
         proof = prove()
-    except Unproved as cause:
-        words = "python -m kvcached_nixl doctor asks again"
-        logger.warning("KV is staged (memory_path %s): %s. %s", staged.value, cause.found, words)
+    except Unproved as error:
+        reason = "python -m kvcached_nixl doctor asks again"
+        logger.warning("KV is staged (memory_path %s): %s. %s", staged.value, error.found, reason)
         return staged
     if not proof.is_direct:
         logger.warning(
@@ -55,5 +55,5 @@ def _require(proof: Proof) -> None:
             consequence="Decode would be handed other bytes than prefill computed, with HTTP 200; the engine stops.",
             remedy=f"Remove memory_path: KV is then staged through other memory. {proof.remedy}",
         )
-    for words in proof.why_slow:
-        logger.warning("Hand-overs will be slow where it is chosen: %s. See python -m kvcached_nixl doctor", words)
+    for reason in proof.why_slow:
+        logger.warning("Hand-overs will be slow where it is chosen: %s. See python -m kvcached_nixl doctor", reason)

@@ -91,11 +91,11 @@ def make_slab(layout: Layout, path: MemoryPath, load: Load, settings: Settings) 
     count = num_slots(layout, load, settings.staging_gib, is_host=device.type == "cpu")
     try:
         return Slab(layout, count, device)
-    except RuntimeError as cause:
+    except RuntimeError as error:
         # Torch's word for memory that is not there, on every device.
         raise SettingsError(
-            found=f"no {Slab.bytes_for(layout, count) / 2**30:.3g} GiB of memory on {device}: {cause}",
+            found=f"no {Slab.bytes_for(layout, count) / 2**30:.3g} GiB of memory on {device}: {error}",
             expected=f"room for {count} slots, through which KV is staged (memory_path {path.value!r})",
             consequence="Nothing could be handed over; the engine stops.",
             remedy="Lower staging_gib in kv_connector_extra_config, or gpu-memory-utilization.",
-        ) from cause
+        ) from error

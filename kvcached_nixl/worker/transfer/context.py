@@ -64,11 +64,11 @@ class WorkerContext:
         """Why nothing of an engine is used; None if it may be."""
         if (address.host, address.port, incarnation) not in self.distrusted:
             return None
-        words = (
+        reason = (
             "the bytes of another hand-over from this engine were not those that it sent, so none of its is used. "
             'Start both sides again, with "memory_path": "host" in kv_connector_extra_config'
         )
-        return HandOverFailed(FailureCause.CHECKSUM, words)
+        return HandOverFailed(FailureCause.CHECKSUM, reason)
 
     def meet(
         self,
@@ -102,9 +102,9 @@ class WorkerContext:
         misfit = self.weights.misfit(known.rank.weights)
         if not misfit:
             return None
-        words = f"prefill (engine {known.rank.engine_id}) computes with other weights: {misfit}"
+        reason = f"prefill (engine {known.rank.engine_id}) computes with other weights: {misfit}"
         return HandOverFailed(
-            FailureCause.REFUSED, f"{words}. Load the same on both sides, or update those that are older."
+            FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update those that are older."
         )
 
     @staticmethod

@@ -179,8 +179,8 @@ class Peers:
                 return
             try:
                 self._transport.send(known.agent, notification)
-            except TransportError as cause:
-                logger.info("%s", cause)
+            except TransportError as error:
+                logger.info("%s", error)
                 self.lost(known.agent)
                 if is_repeated:
                     self.send(address, notification, only=only, is_repeated=False)
@@ -250,25 +250,25 @@ class Peers:
         try:
             known = self._handshaker.examine(link.address, *future.result())
         except ConnectionRefusedError:
-            agent, words = link.last_agent, f"nobody listens at {link.address.host}:{link.address.port}"
-            self._fail(link, FailureCause.UNREACHABLE, words, is_gone=False)
+            agent, reason = link.last_agent, f"nobody listens at {link.address.host}:{link.address.port}"
+            self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
             if agent is not None and self._listener is not None:
                 # Its listener may start again, and its workers outlive it: that it is gone is for others to say.
                 self._listener.unreachable(agent)
-        except OSError as cause:
+        except OSError as error:
             if link.tries < HANDSHAKE_TRIES:
-                logger.log(link.level, "No handshake with %s yet, it is asked again: %s", link.address, cause)
+                logger.log(link.level, "No handshake with %s yet, it is asked again: %s", link.address, error)
                 self._begin(link)
             else:
-                self._fail(link, FailureCause.UNREACHABLE, f"no handshake with {link.address}: {cause}", is_gone=False)
-        except HandOverFailed as cause:
-            self._fail(link, cause.cause, str(cause), is_gone=True)
-        except (TransportError, ValueError) as cause:
-            self._fail(link, FailureCause.PROTOCOL, f"no handshake with {link.address}: {cause}", is_gone=False)
+                self._fail(link, FailureCause.UNREACHABLE, f"no handshake with {link.address}: {error}", is_gone=False)
+        except HandOverFailed as error:
+            self._fail(link, error.cause, str(error), is_gone=True)
+        except (TransportError, ValueError) as error:
+            self._fail(link, FailureCause.PROTOCOL, f"no handshake with {link.address}: {error}", is_gone=False)
         except Exception as defect:
             logger.exception("A handshake fails by a defect of kvcached_nixl")
-            words = f"no handshake with {link.address}: {type(defect).__name__}: {defect}"
-            self._fail(link, FailureCause.DEFECT, words, is_gone=False)
+            reason = f"no handshake with {link.address}: {type(defect).__name__}: {defect}"
+            self._fail(link, FailureCause.DEFECT, reason, is_gone=False)
         else:
             self._know(link, known)
 
@@ -305,8 +305,8 @@ class Peers:
             logger.exception("A hand-over fails by a defect of kvcached_nixl")
             one.failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
-    def _fail(self, link: _Link, cause: FailureCause, words: str, *, is_gone: bool) -> None:
-        logger.log(link.level, "%s", words)
+    def _fail(self, link: _Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
+        logger.log(link.level, "%s", reason)
         link.tries, link.is_failing = 0, True
         if is_gone:
             self._let_go(link)
@@ -315,7 +315,7 @@ class Peers:
             self._forget(link)
         waiting, link.waiting = link.waiting, []
         for one in waiting:
-            one.failed(HandOverFailed(cause, words))
+            one.failed(HandOverFailed(cause, reason))
         if link.known is None and not link.waiting and not link.is_asked and link.last_agent is None:
             self._drop(link)
 

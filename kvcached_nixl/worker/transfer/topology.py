@@ -64,9 +64,9 @@ class PeerRoutes:
         """Raises ValueError: the two do not fit."""
         before, routes = self._found.get(agent, ((), ()))
         if before is not memory and before != tuple(memory):
-            words = misfit(self.local.memory, memory)
-            if words:
-                raise ValueError(words)
+            reason = misfit(self.local.memory, memory)
+            if reason:
+                raise ValueError(reason)
             pairs = zip(self.local.memory, memory, strict=True)
             routes = tuple(Route(here, there) for here, there in pairs)
             self._found[agent] = tuple(memory), routes

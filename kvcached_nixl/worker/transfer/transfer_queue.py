@@ -271,8 +271,8 @@ class TransferQueue:
             handle = self._transport.post(
                 job.operation, peer, job.local[rows], job.remote[rows], notification, is_host=job.is_host
             )
-        except TransportError as cause:
-            self._fail(job, str(cause), self._connection(peer))
+        except TransportError as error:
+            self._fail(job, str(error), self._connection(peer))
             return True
         job.row, job.index, job.in_flight = end, job.index + 1, job.in_flight + 1
         batch = _Batch(job, handle, num_bytes, end - rows.start, self._connection(peer))

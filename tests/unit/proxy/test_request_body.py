@@ -85,7 +85,7 @@ def test_of_a_key_that_is_there_twice_the_last_counts_for_everybody() -> None:
 )
 def test_more_than_one_hand_over_needs_leave(fields: dict[str, Any], param: str, word: str) -> None:
     found = asked(**fields)
-    assert found.needs_leave and found.param == param and param in found.words and word in found.words
+    assert found.needs_leave and found.param == param and param in found.reason and word in found.reason
 
 
 @pytest.mark.parametrize("prompt", ["x", "", [1, 2], ["x"], [[1, 2]], [], None, {"odd": 1}], ids=str)

@@ -88,8 +88,8 @@ class Worker:
         self.thread = Thread()
         self.device = Device()
         self.offered: list[Weights] = []
-        self.words = np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64)
-        table = TokenTable(self.words)
+        self.token_table = np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64)
+        table = TokenTable(self.token_table)
         self.side = WorkerFacade(
             cast(TransferThread, self.thread),
             Local(**place).side.local,
@@ -174,7 +174,7 @@ def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> No
     worker = Worker()
     update = offered()
     worker.side.begin_step(step(offered=[update], is_idle=False))
-    assert worker.thread.take() == [] and not worker.words.any()
+    assert worker.thread.take() == [] and not worker.token_table.any()
     worker.side.end_step()
     (offer,) = worker.thread.take()
     assert isinstance(offer, Computed)
@@ -182,7 +182,7 @@ def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> No
     assert not offer.is_reached()
     worker.device.events[0] = True
     assert offer.is_reached()
-    assert worker.words[np.nonzero(worker.words)].tolist() == [MANIFEST.ownership_token]
+    assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [MANIFEST.ownership_token]
     worker.side.end_step()
     assert worker.thread.take() == [], "once"
 
@@ -198,7 +198,7 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
         worker.side.tokens,
         worker.device.record,
         worker.offered.append,
-        lambda: seen.append((len(worker.device.events), bool(worker.words.any()), worker.thread.take())),
+        lambda: seen.append((len(worker.device.events), bool(worker.token_table.any()), worker.thread.take())),
         is_read=is_read,
     )
     worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
@@ -208,7 +208,7 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
     worker.side.begin_step(step(offered=[offered()], is_idle=False))
     worker.side.end_step()
     assert seen == [(1, False, [])]
-    assert bool(worker.words.any()) is is_read and len(worker.thread.take()) == 1
+    assert bool(worker.token_table.any()) is is_read and len(worker.thread.take()) == 1
 
 
 def test_all_that_a_step_offers_shares_one_event() -> None:
@@ -223,7 +223,7 @@ def test_a_push_has_no_words() -> None:
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered()]))
     worker.side.end_step()
-    assert not worker.words.any()
+    assert not worker.token_table.any()
 
 
 def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
@@ -233,12 +233,12 @@ def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
     again = OfferUpdate(P1, "n", DIGEST, TOKENS, ([1, 2, 4],), TOKENS, manifest(1, 2, 4))
     worker.side.begin_step(step(offered=[again]))
     worker.side.end_step()
-    assert worker.words[np.nonzero(worker.words)].tolist() == [manifest(1, 2, 4).ownership_token]
+    assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [manifest(1, 2, 4).ownership_token]
 
 
 def test_a_word_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
-    worker.words[:] = 1
+    worker.token_table[:] = 1
     worker.side.begin_step(step(offered=[offered()]))
     worker.side.end_step()
     assert "The ownership-token table is full, so decode will not use the KV of request p-1" in caplog.text
@@ -282,7 +282,7 @@ def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool
     worker.side.take_ended()
     worker.side.begin_step(step())
     assert worker.thread.take() == [Finish(P1)]
-    assert not worker.words.any()
+    assert not worker.token_table.any()
 
 
 def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:

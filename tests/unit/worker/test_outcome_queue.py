@@ -17,7 +17,7 @@ P1 = PrefillRequestId("p1")
 def test_everything_is_taken_once() -> None:
     outcomes = OutcomeQueue(ManualClock())
     assert outcomes.take() == Outcome()
-    outcomes.failed(wanted(1, manifest(7, 3, 9)), HandOverFailed(FailureCause.LEASE, "words"))
+    outcomes.failed(wanted(1, manifest(7, 3, 9)), HandOverFailed(FailureCause.LEASE, "token_table"))
     outcomes.finished(wanted(1))
     outcomes.done(P1)
     outcomes.hold_idle(4)
@@ -25,7 +25,7 @@ def test_everything_is_taken_once() -> None:
     outcomes.moved("READ", 10, 2, 0.5)
     assert outcomes.take() == Outcome(
         finished={1},
-        failed={1: Failed(wanted(1).request_id, FailureCause.LEASE, "words")},
+        failed={1: Failed(wanted(1).request_id, FailureCause.LEASE, "token_table")},
         done={P1},
         idle_holds={4},
         expired={P1},

@@ -150,7 +150,7 @@ def test_without_the_word_nothing_that_was_read_is_used(pull: Decode, kept: str 
         keep(remote, msgspec.structs.replace(MANIFEST, groups=(BlockRange(0, (17, 13, 18)),)))
     elif kept == "of before":
         keep(remote)
-        remote.words[:] = 0
+        remote.token_table[:] = 0
     pull.want(wanted(1, MANIFEST))
     pull.deliver()
     assert (pull.over, pull.failed) == ([1], {1: FailureCause.LEASE})
@@ -163,7 +163,7 @@ def test_a_word_that_goes_while_blocks_are_read_is_seen(pull: Decode) -> None:
     keep(remote)
     pull.want(wanted(1, MANIFEST))
     pull.turn()
-    remote.words[:] = 0
+    remote.token_table[:] = 0
     pull.deliver()
     assert pull.failed == {1: FailureCause.LEASE}
 
