@@ -230,6 +230,7 @@ class Engine:
         self.side.take_counted()
         reports = Reports(ended.sent, ended.received, self.side.take_marks())
         self.handover.collect(reports)
+        self.handover.take_told()
         return Ended(reports.sent, reports.received, self.handover.take_failed())
 
 

@@ -82,8 +82,8 @@ class Shape:
     ratio: int = 1
 
     def __str__(self) -> str:
-        words = f"{self.era}{' contiguous' * self.contiguous}{' head-major' * self.head_major}"
-        return f"{token_table} {self.ratio}x{self.block_size}"
+        kind = f"{self.era}{' contiguous' * self.contiguous}{' head-major' * self.head_major}"
+        return f"{kind} {self.ratio}x{self.block_size}"
 
     @property
     def logical_block_size(self) -> int:

@@ -654,6 +654,8 @@ class Engine:
         for one in output.scheduled:
             self._take_token(one)
         self._finish([self.requests[name] for name in sorted(failed)], Status.ERROR)
+        told = self.handover.take_told()
+        assert failed <= told.keys(), "a client hears of a failure and not which"
         for name in sorted(received):
             request = self.requests[name]
             if request.status is Status.REMOTE:
