@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import hypothesis
 import pytest
 
+pytest.register_assert_rewrite("support")
+
 # A time on the wall says nothing of code on a busy machine.
 hypothesis.settings.register_profile(
     "default without deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

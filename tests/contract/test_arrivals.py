@@ -11,11 +11,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-import engine_node
-import handover_node
-import test_geometry
-from engine_node import DECODE_ID, PREFILL_ID, prompt
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import DECODE_ID, PREFILL_ID, prompt
+from support.handover_node import (
     CHUNK,
     DECODE_FILLING,
     NAME,
@@ -30,7 +28,7 @@ from handover_node import (
     served,
     until_both,
 )
-from test_transport import until
+from support.transports import until
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -41,7 +39,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.patching import Registry
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
 HAS_STAND_INS = "abort_immediately" in EngineCoreRequest.__struct_fields__

@@ -16,11 +16,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-import engine_node
-import handover_node
-import test_geometry
-from engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, nodes
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, nodes
+from support.handover_node import (
     ANOTHER_REQUESTS,
     CHUNK,
     DECODE_FILLING,
@@ -38,11 +36,11 @@ from handover_node import (
     transfers_held,
     until_both,
 )
-from test_transport import until
+from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction = handover_node.direction
 
 

@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import test_geometry
+from support import attention_engines
 from vllm import platforms
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvcached_nixl.errors import SettingsError
 
-parallel_state, patched, engine_over = test_geometry.parallel_state, test_geometry.patched, test_geometry.engine_over
+parallel_state, patched, engine_over = (
+    attention_engines.parallel_state,
+    attention_engines.patched,
+    attention_engines.engine_over,
+)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -34,12 +38,14 @@ def test_buffers_are_on_the_device_of_the_platform(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def construct(engine_over: test_geometry.EngineOver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+def construct(
+    engine_over: attention_engines.EngineOver, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, Any]]:
     """construct(...): the scheduler's connector as on a GPU, with ``kv_buffer_device`` "cpu"; and its configuration."""
 
     def make(**extra_config: Any) -> tuple[Any, Any]:
         geometry = dataclasses.replace(
-            test_geometry.GQA, era=test_geometry.ERAS[0], reserved_blocks=test_geometry.GQA.num_blocks
+            attention_engines.GQA, era=attention_engines.ERAS[0], reserved_blocks=attention_engines.GQA.num_blocks
         )
         engine, _ = engine_over(geometry)
         config = engine.config

@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
-from handover_node import PREFILL_FILLING, RESERVED, Node
+from support import attention_engines, engine_node, handover_node
+from support.handover_node import PREFILL_FILLING, RESERVED, Node
 
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.hostvmm import is_hostvmm_build
@@ -27,7 +25,7 @@ from kvcached_nixl.proof.result import AS_CONFIGURED, Question
 from kvcached_nixl.transport.side_channel import SideChannel
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 node = handover_node.node
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
 

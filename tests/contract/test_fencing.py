@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import FOLDER
 
 pytest.importorskip("nixl", reason="needs an environment: bash experiments/env.sh")
 
 import numpy as np
-from fencing_rank import NUM_BLOCKS
-from test_transport import until
+from support.fencing_rank import NUM_BLOCKS
+from support.transports import until
 
 from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate
 from kvcached_nixl.transport.base import State
@@ -43,7 +44,7 @@ def run(tmp_path: Path) -> Run:
             environ["UCX_TLS"] = "tcp"
         root = Path(__file__).parents[2]
         environ["PYTHONPATH"] = os.pathsep.join([str(root), environ.get("PYTHONPATH", "")])
-        program = [sys.executable, str(Path(__file__).with_name("fencing_rank.py"))]
+        program = [sys.executable, str(FOLDER / "fencing_rank.py")]
         with subprocess.Popen([*program, "prefill", str(folder)], env=environ, stdout=subprocess.DEVNULL) as prefill:
             try:
                 (folder / "pid").write_text(str(prefill.pid))

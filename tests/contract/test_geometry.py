@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,137 +16,25 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import torch
-from kvcached_memory import Geometry
-from stock_pair import Engine, build_engine, single_process_group, write_model
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from support.attention_engines import (  # noqa: F401
+    ERAS,
+    GQA,
+    ROW,
+    EngineOver,
+    backend_of,
+    engine_over,
+    parallel_state,
+    patched,
+    spec_of,
+    tag_of,
+    vllm_log_to,
+)
+from support.stock_pair import build_engine, write_model
 
-from kvcached_nixl.compat.series import Era
-from kvcached_nixl.compat.versions import found_version, reason_to_skip, row_of
+from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
-
-ROW = row_of(found_version("vllm"))
-ERAS = ["kv_first", "blocks_first", "mla"]
-if ROW is not None and ROW.shape.era is Era.PACKED:
-    ERAS = ["packed", "latent" if ROW.shape.logical_views else "mla"]
-EngineOver = Callable[..., tuple[Engine, dict[str, torch.Tensor]]]
-GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def parallel_state() -> Iterator[None]:
-    with single_process_group():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def patched() -> Iterator[Registry]:
-    registry = Registry(reason_to_skip)
-    registry.add(PATCHES)
-    registry.complete()
-    assert registry.refusals() == ()
-    yield registry
-    registry.uninstall()
-
-
-def backend_of(geometry: Geometry) -> type:
-    """A backend whose caches have the geometry's shape, as GPU backends of this vLLM have."""
-
-    class Backend(CPUAttentionBackend):
-        @staticmethod
-        def get_name() -> str:
-            return f"TEST_{geometry.era.upper()}"
-
-        @staticmethod
-        def get_supported_kernel_block_sizes() -> list[Any]:
-            return [geometry.block_size]
-
-        @staticmethod
-        def get_kv_cache_shape(
-            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
-        ) -> tuple[int, ...]:
-            # Backends of latents ask for no number of heads.
-            heads = 1 if geometry.is_latent else num_kv_heads
-            one = dataclasses.replace(geometry, block_size=block_size, num_kv_heads=heads, head_size=head_size)
-            return one.shape(num_blocks)
-
-    return Backend
-
-
-def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window: int | None = None) -> Any:
-    """Of a group; all but the first have a window."""
-    common: dict[str, Any] = {
-        "block_size": geometry.block_size * kernel_blocks_per_block,
-        "num_kv_heads": geometry.num_kv_heads,
-        "head_size": geometry.head_size,
-        "dtype": geometry.dtype,
-    }
-    if geometry.is_latent:
-        return MLAAttentionSpec(
-            **{**common, "num_kv_heads": 1, "head_size": geometry.num_kv_heads * geometry.head_size}
-        )
-    if group:
-        return SlidingWindowSpec(**common, sliding_window=window or 128)
-    return FullAttentionSpec(**common)
-
-
-def _engine_of(geometry: Geometry, folder: Path, kernel_blocks_per_block: int) -> Engine:
-    overrides: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": min(geometry.num_kv_heads, 8)}
-    architecture = "Qwen2ForCausalLM"
-    if geometry.is_latent:
-        architecture = "DeepseekV2ForCausalLM"
-        overrides = {
-            "model_type": "deepseek_v2",
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "kv_lora_rank": 96,
-            "q_lora_rank": None,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "n_routed_experts": 2,
-            "first_k_dense_replace": 99,
-            "moe_intermediate_size": 64,
-        }
-    model = write_model(folder, architecture, **overrides)
-    names = geometry.layer_names()
-    pools = geometry.num_pools
-    groups = [
-        (names[g * pools : (g + 1) * pools], spec_of(geometry, g, kernel_blocks_per_block))
-        for g in range(geometry.groups)
-    ]
-    return build_engine(
-        model,
-        groups,
-        [names[i::pools] for i in range(pools)],
-        geometry.num_blocks // kernel_blocks_per_block,
-        geometry.block_size * kernel_blocks_per_block,
-        backend_of(geometry),
-    )
-
-
-@pytest.fixture
-def engine_over(tmp_path: Path) -> Iterator[EngineOver]:
-    """Makes an engine and its filled caches, and ends it after the test."""
-    with ExitStack() as ends:
-
-        def make(geometry: Geometry, kernel_blocks_per_block: int = 1) -> tuple[Engine, dict[str, torch.Tensor]]:
-            engine = _engine_of(geometry, tmp_path, kernel_blocks_per_block)
-            ends.callback(engine.shutdown)
-            caches, memory = geometry.allocate()
-            for index, pool in enumerate(memory):
-                # Bytes below 64 are finite numbers in every dtype, so equality of values is equality of bytes.
-                generator = torch.Generator().manual_seed(index + geometry.reserved_blocks)
-                pool.view(torch.uint8).copy_(
-                    torch.randint(0, 64, (pool.numel() * pool.element_size(),), generator=generator, dtype=torch.uint8)
-                )
-            engine.register(caches)
-            return engine, caches
-
-        yield make
-
 
 CASES = [
     *[(era, contiguous, {}) for era in ERAS for contiguous in (False, True)],
@@ -230,10 +116,6 @@ def test_blocks_of_other_sizes_arrive(sizes: tuple[int, int], engine_over: Engin
 
 
 OTHER_PEERS = {"the other arrangement": {"contiguous": True}, "other heads": {"num_kv_heads": 2}}
-
-
-def tag_of(engine: Engine) -> str:
-    return str(engine.worker.connector_worker.xfer_handshake_metadata.compatibility_hash)
 
 
 @pytest.mark.parametrize("change", list(OTHER_PEERS.values()), ids=list(OTHER_PEERS))
@@ -318,18 +200,3 @@ def test_what_no_peer_could_make_sense_of_stops_the_engine_in_words(setting: str
     assert UNSERVED[setting] in raised.value.found
     assert "the engine stops" in raised.value.consequence and "without ENABLE_KVCACHED" in raised.value.remedy
     assert not engine.worker.connector_worker._registered_descs
-
-
-class vllm_log_to:
-    """vLLM's loggers do not propagate; hand their records to pytest for the length of a block."""
-
-    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        import logging
-
-        self.logger, self.handler = logging.getLogger("vllm"), caplog.handler
-
-    def __enter__(self) -> None:
-        self.logger.addHandler(self.handler)
-
-    def __exit__(self, *_: object) -> None:
-        self.logger.removeHandler(self.handler)

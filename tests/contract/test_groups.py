@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import test_geometry
 import torch
-from engine_node import DECODE_ID, PREFILL_ID, nodes, prompt
-from handover_node import (
+from support import attention_engines, engine_node
+from support.engine_node import DECODE_ID, PREFILL_ID, nodes, prompt
+from support.handover_node import (
     ANOTHER_REQUESTS,
     DECODE_FILLING,
     NAME,
@@ -38,7 +37,7 @@ from kvcached_nixl.wire.causes import FailureCause
 
 pytestmark = pytest.mark.long
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
 WINDOW, BLOCK = 64, 16
 GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=60, reserved_blocks=70, num_pools=2)

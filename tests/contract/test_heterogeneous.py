@@ -23,10 +23,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from digest_fakes import digests_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcached_memory import Geometry
+from support.digest_fakes import digests_over
+from support.kvcached_memory import Geometry
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hostvmm_client import (
+from support import FOLDER
+from support.hostvmm_client import (
     INVALID_HANDLE,
     INVALID_VALUE,
     OPERATING_SYSTEM,
@@ -28,7 +29,7 @@ PREAMBLE = """
 import ctypes, os, resource, sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
-from hostvmm_client import *
+from support.hostvmm_client import *
 from kvcached_nixl.hostvmm import device_info
 client = Client(Path({library!r}))
 """
@@ -56,7 +57,7 @@ class Script:
     """A process with a client, driven line by line."""
 
     def __init__(self, library: Path, code: str) -> None:
-        preamble = PREAMBLE.format(root=str(ROOT), here=str(Path(__file__).parent), library=str(library))
+        preamble = PREAMBLE.format(root=str(ROOT), here=str(FOLDER), library=str(library))
         self.process = subprocess.Popen(
             [sys.executable, "-c", preamble + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

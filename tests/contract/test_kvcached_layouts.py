@@ -12,7 +12,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from kvcached_memory import Geometry
+from support import FOLDER
+from support.kvcached_memory import Geometry
 
 from kvcached_nixl.hostvmm import is_hostvmm_build
 
@@ -51,7 +52,7 @@ def test_descriptors_hold_what_attention_wrote_on_real_kvcached_pages(geometry: 
         "KVCACHED_HOSTVMM_GIB": "1",
     }
     finished = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kvcached_layout_probe.py")), json.dumps(fields)],
+        [sys.executable, str(FOLDER / "kvcached_layout_probe.py"), json.dumps(fields)],
         capture_output=True,
         text=True,
         timeout=170,

@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
-from engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT
+from support.handover_node import (
     BLOCK_SIZE,
     DECODE_FILLING,
     NAME,
@@ -34,7 +32,7 @@ from handover_node import (
     served,
     until_both,
 )
-from test_transport import until
+from support.transports import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.errors import SettingsError
@@ -42,7 +40,7 @@ from kvcached_nixl.wire.causes import FailureCause
 
 pytestmark = pytest.mark.long
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
 SHORT_SECONDS = 0.4

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import FOLDER
 
 from kvcached_nixl.hostvmm import is_hostvmm_build
 
-NODE = Path(__file__).with_name("names_node.py")
+NODE = FOLDER / "names_node.py"
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not on host memory")

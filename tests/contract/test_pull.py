@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
-from engine_node import DECODE_ID, PREFILL_ID, USABLE
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import DECODE_ID, PREFILL_ID, USABLE
+from support.handover_node import (
     ANOTHER_REQUESTS,
     BLOCK_SIZE,
     CHUNK,
@@ -31,13 +29,13 @@ from handover_node import (
     transfers_held,
     until_both,
 )
-from test_transport import until
+from support.transports import until
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 node, pair = handover_node.node, handover_node.pair
 
 POLICIES = ["fail", "recompute"]
@@ -163,7 +161,7 @@ def test_a_request_whose_word_finds_no_room_is_not_used(full: bool, pair: tuple[
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     decode.step()
     assert causes(decode) == ([FailureCause.LEASE] if full else [])
-    assert ("No room for the word" in prefill.log.text) is full
+    assert ("ownership-token table is full" in prefill.log.text) is full
 
 
 def test_the_stock_connector_hands_out_another_requests_bytes(patched: Registry, node: Callable[..., Node]) -> None:

@@ -11,12 +11,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-import engine_node
-import handover_node
 import msgspec
-import test_geometry
-from engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE
+from support.handover_node import (
     ANOTHER_REQUESTS,
     BLOCK_SIZE,
     CHUNK,
@@ -35,15 +33,16 @@ from handover_node import (
     transfers_held,
     until_both,
 )
-from test_transport import nixl_side, until
+from support.transports import nixl_side, until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
+from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.worker.prefill import matching as pairing
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 node, pair = handover_node.node, handover_node.pair
 
 POLICIES = ["fail", "recompute"]
@@ -500,15 +499,16 @@ def test_what_prefill_says_that_it_has_written_is_compared_with_what_was_wanted(
 ) -> None:
     """Findings A1, A2: decode's own look, should prefill's have failed."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    offer = prefill.side._offer
+    offer = prefill.registry.offer
 
-    def offer_wrongly(one: Any, is_reached: Any) -> Any:
-        if one.manifest is not None:
-            one = msgspec.structs.replace(one, manifest=msgspec.structs.replace(one.manifest, **change))
-        return offer(one, is_reached)
+    def offer_wrongly(update: OfferUpdate) -> None:
+        if update.manifest is not None:
+            wrong = msgspec.structs.replace(update.manifest, **change)
+            update = msgspec.structs.replace(update, manifest=wrong)
+        offer(update)
 
     with monkeypatch.context() as patching:
-        patching.setattr(prefill.side, "_offer", offer_wrongly)
+        patching.setattr(prefill.registry, "offer", offer_wrongly)
         asked(decode, prefilled(prefill, PREFILL_ID))
         ends_by_policy(policy, decode, prefill)
     assert decode.account["kvcached_nixl_failures"] == [cause]

@@ -14,8 +14,8 @@ from kvcached_nixl.compat.versions import found_version
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-from shape_fixture import SERIES, VLLM_PATCHES, load
-from shape_judging import verdicts
+from support.shapes.fixture import SERIES, VLLM_PATCHES, load
+from support.shapes.judging import verdicts
 
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.patching.contract import find_seat, locate

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
-from engine_node import DECODE_ID, PREFILL_ID, nodes
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import DECODE_ID, PREFILL_ID, nodes
+from support.handover_node import (
     BLOCK_SIZE,
     DECODE_FILLING,
     NAME,
@@ -32,12 +30,12 @@ from handover_node import (
     transfers_held,
     until_both,
 )
-from shelf_connector import Shelf
-from test_transport import until
+from support.shelf_connector import Shelf
+from support.transports import until
 
 from kvcached_nixl.compat.attached_state import side_of
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node = handover_node.direction, handover_node.node
 
 

@@ -15,12 +15,10 @@ import msgspec
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
 import zmq
-from engine_node import DECODE_ID, PREFILL_ID
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import DECODE_ID, PREFILL_ID
+from support.handover_node import (
     DECODE_FILLING,
     PREFILL_FILLING,
     RESERVED,
@@ -31,7 +29,7 @@ from handover_node import (
     rest,
     served,
 )
-from test_transport import until
+from support.transports import until
 
 from experiments.common.servers import free_ports
 from kvcached_nixl.compat.versions import installed_row
@@ -40,7 +38,7 @@ from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Answer, RankHandshake, read_answer, read_rank
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
 ASK = b"get_meta_msg"

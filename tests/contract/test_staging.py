@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
-from engine_node import DECODE_ID, PREFILL_ID, nodes
-from handover_node import BLOCK_SIZE, DECODE_FILLING, PREFILL_FILLING, RESERVED, Node, asked, prefilled, rest, served
-from test_handover import (  # noqa: F401 - run here, too
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import DECODE_ID, PREFILL_ID, nodes
+from support.handover_cases import (  # noqa: F401 - run here, too
     test_a_peer_that_was_forgotten_is_met_again,
     test_a_prompt_that_prefill_computed_in_chunks_arrives,
     test_decode_may_have_blocks_of_other_sizes,
@@ -30,7 +27,18 @@ from test_handover import (  # noqa: F401 - run here, too
     test_prefill_lets_go_of_what_decode_has_cached_altogether,
     test_the_missing_blocks_arrive_and_no_other_changes,
 )
-from test_transport import until
+from support.handover_node import (
+    BLOCK_SIZE,
+    DECODE_FILLING,
+    PREFILL_FILLING,
+    RESERVED,
+    Node,
+    asked,
+    prefilled,
+    rest,
+    served,
+)
+from support.transports import until
 
 from kvcached_nixl.transport.agent import NixlTransport
 from kvcached_nixl.worker.staging import sizing
@@ -38,7 +46,7 @@ from kvcached_nixl.worker.staging.slots import Use
 
 pytestmark = pytest.mark.long
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, pair = handover_node.direction, handover_node.pair
 
 

@@ -25,11 +25,11 @@ pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker",
     reason="this vLLM has no push connector of its own",
 )
-import engine_node
 import torch
-from engine_node import BLOCKS, DECODE_ID, GEOMETRY, PREFILL_ID, PROMPT, USABLE, nodes, same
-from test_geometry import ERAS
-from test_transport import until
+from support import engine_node
+from support.attention_engines import ERAS
+from support.engine_node import BLOCKS, DECODE_ID, GEOMETRY, PREFILL_ID, PROMPT, USABLE, nodes, same
+from support.transports import until
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
 from vllm.v1.request import RequestStatus
 

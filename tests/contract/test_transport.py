@@ -4,64 +4,17 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from support.transports import MEMORY_BYTES, Side, sides, until  # noqa: F401
 
 from kvcached_nixl.transport.agent import NixlTransport
 from kvcached_nixl.transport.base import State, Transport, TransportError
-from kvcached_nixl.transport.memory import Network
 
-ARRIVAL_SECONDS = 20.0
 UNASKED_SECONDS = 0.3
-MEMORY_BYTES = 1 << 20
-
-
-@dataclass
-class Side:
-    """An agent and memory it registered."""
-
-    transport: Transport
-    memory: np.ndarray[Any, np.dtype[np.uint8]]
-    kept: list[Any] = field(default_factory=list)
-
-    @property
-    def address(self) -> int:
-        return int(self.memory.ctypes.data)
-
-
-def nixl_side() -> Side:
-    api = pytest.importorskip("nixl._api", reason="needs an environment: bash experiments/env.sh")
-    agent = api.nixl_agent(str(uuid.uuid4()), api.nixl_agent_config(backends=["UCX"]))
-    memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
-    registered = agent.register_memory(
-        agent.get_reg_descs([(memory.ctypes.data, MEMORY_BYTES, 0, "")], "DRAM"), backends=["UCX"]
-    )
-    return Side(NixlTransport(agent, "DRAM"), memory, [agent, registered])
-
-
-@pytest.fixture(params=["memory", "nixl"])
-def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    if request.param == "memory":
-        network = Network(immediate=True)
-        made = [Side(network.agent(name), np.zeros(MEMORY_BYTES, dtype=np.uint8)) for name in ("one", "other")]
-    else:
-        made = [nixl_side(), nixl_side()]
-    yield made[0], made[1]
-
-
-def until(found: Callable[[], Any]) -> Any:
-    """The first true answer of ``found``. NIXL has no event to wait for."""
-    deadline = time.monotonic() + ARRIVAL_SECONDS
-    while time.monotonic() < deadline:
-        if answer := found():
-            return answer
-        time.sleep(0.001)
-    raise TimeoutError(f"nothing arrived in {ARRIVAL_SECONDS} s")
 
 
 def notifications(

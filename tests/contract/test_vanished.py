@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
 import torch
-from engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE, nodes, same
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE, nodes, same
+from support.handover_node import (
     BLOCK_SIZE,
     DECODE_FILLING,
     PREFILL_FILLING,
@@ -36,7 +34,7 @@ from handover_node import (
     transfers_held,
     until_both,
 )
-from test_transport import until
+from support.transports import until
 
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker import transfer_thread as thread
@@ -46,7 +44,7 @@ from kvcached_nixl.worker.transfer.host import Host
 
 pytestmark = pytest.mark.long
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
 POLICIES = ["fail", "recompute"]

@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import engine_node
-import handover_node
-import test_geometry
 import torch
-from engine_node import DECODE_ID, PREFILL_ID, nodes
-from handover_node import (
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import DECODE_ID, PREFILL_ID, nodes
+from support.handover_cases import (  # noqa: F401 - run here, too
+    test_a_prompt_that_prefill_computed_in_chunks_arrives,
+    test_decode_may_have_blocks_of_other_sizes,
+    test_kernel_blocks_may_be_smaller_than_blocks,
+    test_only_tokens_that_decode_has_not_cached_are_moved,
+    test_the_missing_blocks_arrive_and_no_other_changes,
+)
+from support.handover_node import (
     DECODE_FILLING,
     PREFILL_FILLING,
     RESERVED,
@@ -29,20 +34,13 @@ from handover_node import (
     rest,
     until_both,
 )
-from test_handover import (  # noqa: F401 - run here, too
-    test_a_prompt_that_prefill_computed_in_chunks_arrives,
-    test_decode_may_have_blocks_of_other_sizes,
-    test_kernel_blocks_may_be_smaller_than_blocks,
-    test_only_tokens_that_decode_has_not_cached_are_moved,
-    test_the_missing_blocks_arrive_and_no_other_changes,
-)
 
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 
 pytestmark = pytest.mark.long
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, test_geometry.patched
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, pair = handover_node.direction, handover_node.pair
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import FOLDER
 
 from experiments.common import device
 from experiments.common.client import Client, http_client, read_answer
@@ -174,7 +175,7 @@ def run_script(what: str, name: str = "") -> dict[str, Any]:
     environment |= device.environment(KVCACHED, 1, forks=False) | ({"KVCACHED_IPC_NAME": name} if name else {})
     model = str(make_model(MODEL))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("one_script.py")), model, what],
+        [sys.executable, str(FOLDER / "one_script.py"), model, what],
         input=json.dumps([prompts(), TOKENS]),
         capture_output=True,
         text=True,

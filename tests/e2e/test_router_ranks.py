@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from routed_answers import Said, client_of, close, complete, openai, spec
+from support.routed_answers import Said, client_of, close, complete, openai, spec
 
 from experiments.common.router import routed
 from experiments.common.servers import Running, Server, ServerSpec

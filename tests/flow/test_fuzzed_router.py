@@ -8,8 +8,8 @@ import json
 import re
 
 import pytest
-from router_under_test import quiet, serving_before
-from stub_servers import Asked, Fabric, Stub, stubs
+from support.router_under_test import quiet, serving_before
+from support.stub_servers import Asked, Fabric, Stub, stubs
 
 from experiments.fuzzed_router.messages import BODY_BYTES
 from experiments.fuzzed_router.traffic import FINE, Found, Fuzz

@@ -13,13 +13,13 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-import faults
 import pytest
-import test_hand_over_cases as cases
-import test_verified_hand_overs as verified
-from flow_memory import Shape
-from flow_pair import Pair
-from flow_schedule import Schedule
+from support import faults
+from support import hand_over_cases as cases
+from support import verified_hand_over_cases as verified
+from support.flow_memory import Shape
+from support.flow_pair import Pair
+from support.flow_schedule import Schedule
 
 from kvcached_nixl.settings import TransferMode
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from flow_schedule import Schedule
+from support.flow_schedule import Schedule
 
 pytestmark = pytest.mark.long
 

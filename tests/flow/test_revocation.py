@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
-from flow_engine import Request, Status
-from flow_pair import PROMPT, Pair, kind
+from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
+from support.flow_engine import Request, Status
+from support.flow_pair import PROMPT, Pair, kind
 
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.handshake import Weights

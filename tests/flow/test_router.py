@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from router_under_test import WAIT_SECONDS, UnderTest, serving
-from stub_servers import tokens_of
+from support.router_under_test import WAIT_SECONDS, UnderTest, serving
+from support.stub_servers import tokens_of
 
 CHAT = [{"role": "user", "content": "hello"}]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from router_under_test import HELLO, UnderTest, learn, quiet, request_of, right, serving, until
-from stub_servers import HOST, Fabric, Stub, stubs, tokens_of
+from support.router_under_test import HELLO, UnderTest, learn, quiet, request_of, right, serving, until
+from support.stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
 pytestmark = pytest.mark.long
 

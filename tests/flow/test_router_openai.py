@@ -7,8 +7,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from router_under_test import UnderTest, learn, serving
-from stub_servers import tokens_of
+from support.router_under_test import UnderTest, learn, serving
+from support.stub_servers import tokens_of
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 

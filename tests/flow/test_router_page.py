@@ -7,8 +7,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, DRIVER, browser
-from router_under_test import right, serving
+from support.browser import CHROMIUM, DRIVER, browser
+from support.router_under_test import right, serving
 
 pytestmark = [
     pytest.mark.long,

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from router_under_test import UnderTest, quiet, right, serving_before, until
-from stub_servers import Asked, Fabric, Stub, stubs
+from support.router_under_test import UnderTest, quiet, right, serving_before, until
+from support.stub_servers import Asked, Fabric, Stub, stubs
 
 from kvcached_nixl.proxy.rank_count import NOBODY
 

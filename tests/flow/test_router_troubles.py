@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from router_under_test import HELLO, check, learn, quiet, right, serving, until
-from stub_servers import HAND_OVER_FAILED, tokens_of
+from support.router_under_test import HELLO, check, learn, quiet, right, serving, until
+from support.stub_servers import HAND_OVER_FAILED, tokens_of
 
 pytestmark = pytest.mark.long
 

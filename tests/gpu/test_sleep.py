@@ -16,7 +16,7 @@ pytestmark = [
 
 def test_a_slab_outlives_a_sleep() -> None:
     """Made where `register_kv_caches` runs, in the pool of the KV cache; what else is made there is gone."""
-    from kvcached_memory import Geometry
+    from support.kvcached_memory import Geometry
     from vllm.device_allocator.cumem import CuMemAllocator
 
     from kvcached_nixl.worker.geometry.layout import plan

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import fake_trees
 import pytest
-from environments import REPOSITORY, Environment, install_wheel, make_environment
+from support import fake_trees
+from support.environments import REPOSITORY, Environment, install_wheel, make_environment
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from environments import Environment
+from support import FOLDER
+from support.environments import Environment
 
 COMMAND = ("-m", "kvcached_nixl")
 
@@ -110,7 +111,7 @@ def test_the_summary_is_logged_once_per_process(with_wheel: Environment, tree: C
         "sys.path.insert(0, sys.argv[1]); import probe\n"
         "probe.run(['vllm', 'create=NixlConnector', 'create=NixlConnector'])"
     )
-    folder = str(Path(__file__).parent)
+    folder = str(FOLDER)
     done = with_wheel.run("-c", code, folder, path=(tree("0.28.0"),), ENABLE_KVCACHED="1")
     assert done.stderr.count("vllm.kvcached_nixl kvcached_nixl ") == 1, done.stderr
 

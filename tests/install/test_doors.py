@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments import SITECUSTOMIZE, Environment
+from support.environments import SITECUSTOMIZE, Environment
 
 VERSIONS = ("0.19.1", "0.28.0")
 ORDERS = tuple(itertools.permutations(("vllm", "kvcached", "install", "plugins")))

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from environments import REPOSITORY, SITECUSTOMIZE, Environment, make_environment
+from support import FOLDER
+from support.environments import REPOSITORY, SITECUSTOMIZE, Environment, make_environment
 
 ON = {"ENABLE_KVCACHED": "1"}
 OFF = [{}, {"ENABLE_KVCACHED": "0"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}]
@@ -242,7 +243,7 @@ def test_a_host_memory_that_cannot_be_activated_is_refused(with_wheel: Environme
         "activation.activate, recognition.is_hostvmm_build = activate, lambda: True\n"
         "print(probe.run(['enable', 'install', 'vllm', 'create=NixlConnector'])['created'][0])"
     )
-    done = with_wheel.run("-c", code, str(Path(__file__).parent), path=(tree("0.28.0"),))
+    done = with_wheel.run("-c", code, str(FOLDER), path=(tree("0.28.0"),))
     assert done.stdout.startswith("StartRefused"), done.stdout + done.stderr
     assert "the emulated device is gone" in done.stdout
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments import SITECUSTOMIZE, Environment
+from support import FOLDER
+from support.environments import SITECUSTOMIZE, Environment
 
 from kvcached_nixl.compat.series import ROWS
 from kvcached_nixl.compat.versions import found_version, row_of
@@ -24,7 +25,7 @@ pytestmark = [
 
 
 def probe(environment: Environment, what: str, *path: Path, **environ: str) -> dict[str, Any]:
-    done = environment.run(str(Path(__file__).with_name("real_probe.py")), what, path=path, **environ)
+    done = environment.run(str(FOLDER / "real_probe.py"), what, path=path, **environ)
     assert done.returncode == 0, done.stderr
     state: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return state

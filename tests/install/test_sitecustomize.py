@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from environments import REPOSITORY, SITECUSTOMIZE, Environment
+from support.environments import REPOSITORY, SITECUSTOMIZE, Environment
 
 PRINT = "import sys; print(sys.modules['sitecustomize'].__file__, 'kvcached_nixl' in sys.modules)"
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from environments import Environment, install_wheel, make_environment
+from support import FOLDER
+from support.environments import Environment, install_wheel, make_environment
 
 ON = {"ENABLE_KVCACHED": "1"}
 MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
-OURS = {"", ".compat", ".compat.names", ".finders", ".start", ".version"}
+OURS = ("", ".activation", ".activation.autostart", ".activation.import_hooks", ".compat", ".compat.names", ".version")
 BUILD_FILE = "Wheel-Version: 1.0\nBuild: 1hostvmm\nTag: cp311-abi3-any\n"
 
 
@@ -35,7 +36,7 @@ def on_host_memory(tree: Callable[..., Path], tmp_path: Path) -> Path:
     return copy
 
 
-def test_a_start_imports_six_small_modules(installed: Environment) -> None:
+def test_a_start_imports_seven_small_modules(installed: Environment) -> None:
     """pip, compile workers and shells start with the gate open, too: no wrapt, no patching, nothing of inspect."""
     without, with_ours = (set(json.loads(installed.run("-c", MODULES, **environ).stdout)) for environ in ({}, ON))
     assert with_ours - without - {"__future__"} == {f"kvcached_nixl{name}" for name in OURS}
@@ -58,7 +59,7 @@ def test_the_hook_of_another_tool_in_front_changes_nothing(
         "print(json.dumps(probe.run(sys.argv[2:])))"
     )
     actions = (first, "vllm", "create=NixlConnector")
-    done = with_wheel.run("-c", code, str(Path(__file__).parent), *actions, path=(tree("0.28.0"),), **ON)
+    done = with_wheel.run("-c", code, str(FOLDER), *actions, path=(tree("0.28.0"),), **ON)
     theirs, ours = done.stdout.splitlines()
     plain = with_wheel.probe(*actions, path=(tree("0.28.0"),), **ON)
     assert theirs == "theirs ran"

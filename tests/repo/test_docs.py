@@ -15,8 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import markdown_pages as pages
 import pytest
+from support import markdown_pages as pages
 
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.hostvmm.errors import HostvmmError

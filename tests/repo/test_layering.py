@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from layering import MAY_IMPORT, PACKAGE, circles, violations
+from support.layering import MAY_IMPORT, PACKAGE, circles, violations
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -17,11 +17,14 @@ from __future__ import annotations
 import argparse
 import sys
 import zipfile
+from pathlib import Path
 
 from packaging.version import Version
-from shape_fixture import SERIES, load, make, save
-from shape_judging import missing, verdicts
-from shape_source import open_source
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the package `support`
+from support.shapes.fixture import SERIES, load, make, save
+from support.shapes.judging import missing, verdicts
+from support.shapes.source import open_source
 
 from kvcached_nixl.compat.series import ROWS
 from kvcached_nixl.compat.versions import row_of

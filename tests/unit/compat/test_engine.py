@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from unit.engine_fakes import TOKENS
+from support.engine_fakes import TOKENS
 
 from kvcached_nixl.compat.attached_state import attach
 from kvcached_nixl.compat.engine import (

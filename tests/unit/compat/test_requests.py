@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from unit.engine_fakes import TOKENS, prompt
+from support.engine_fakes import TOKENS, prompt
 
 from kvcached_nixl.compat import requests
 from kvcached_nixl.compat.requests import RequestReader, RequestView

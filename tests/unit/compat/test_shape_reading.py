@@ -15,15 +15,18 @@ import pytest
 
 pytest.importorskip("torch", reason="the worker's seams need torch")
 
-import make as command
-import shape_fixture
-import shape_source
-from shape_fixture import load, make
-from shape_judging import verdicts
-from shape_reading import Reader
-from shape_source import Source, open_source
+from support.script_loading import load_script
+from support.shapes import fixture as shape_fixture
+from support.shapes import source as shape_source
+from support.shapes.fixture import load, make
+from support.shapes.judging import verdicts
+from support.shapes.reading import Reader
+from support.shapes.source import Source, open_source
 
 from kvcached_nixl.compat.series import ROWS
+
+SHAPES = Path(__file__).resolve().parents[2] / "shapes"
+command = load_script("make_shapes", SHAPES / "make.py")
 
 KV = "vllm/distributed/kv_transfer/kv_connector"
 

@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("torch", reason="the worker's seams need torch")
 
 from packaging.version import Version
-from shape_fixture import SERIES, VLLM_PATCHES, load
-from shape_judging import missing, troubles, verdicts
-from shape_reads import READS
+from support.shapes.fixture import SERIES, VLLM_PATCHES, load
+from support.shapes.judging import missing, troubles, verdicts
+from support.shapes.reads import READS
 
 import kvcached_nixl
 from kvcached_nixl.compat.series import ROWS

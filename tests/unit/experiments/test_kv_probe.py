@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from script_loading import load_script
+from support.script_loading import load_script
 
 torch: Any = pytest.importorskip("torch", reason="the KV probe runs inside vLLM's worker, next to torch")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from script_loading import load_script
+from support.script_loading import load_script
 
 LOCKS = Path(__file__).parents[3] / "experiments" / "locks"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from unit.engine_fakes import BLOCK_SIZE, Pool, Reads, of_decode, of_prefill, reports
+from support.engine_fakes import BLOCK_SIZE, Pool, Reads, of_decode, of_prefill, reports
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.errors import SettingsError

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from unit.engine_fakes import (
+from support.engine_fakes import (
     LEASE,
     PREFILL,
     TIMEOUT,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from unit.engine_fakes import (
+from support.engine_fakes import (
     BLOCK_SIZE,
     OWN,
     OWN_START,

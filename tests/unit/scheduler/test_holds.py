@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from unit.engine_fakes import Pool
+from support.engine_fakes import Pool
 
 from kvcached_nixl.scheduler.holds import Holds
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from unit.engine_fakes import (
+from support.engine_fakes import (
     LEASE,
     OWN,
     OWN_START,

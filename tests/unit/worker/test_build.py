@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvcached_memory import Geometry
+from support.kvcached_memory import Geometry
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.settings import Settings, TransferMode

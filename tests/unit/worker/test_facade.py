@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from unit.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
+from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause

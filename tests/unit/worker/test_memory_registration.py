@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from kvcached_memory import Geometry
+from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.settings import MemoryPath, Settings

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from unit.worker_fakes import manifest, wanted
+from support.worker_fakes import manifest, wanted
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from digest_fakes import as_bytes, digests_over
-from unit.worker_fakes import (
+from support.digest_fakes import as_bytes, digests_over
+from support.worker_fakes import (
     DIGEST,
     START,
     TAG,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from unit.worker_fakes import (
+from support.worker_fakes import (
     BLOCK_SIZE,
     DIGEST,
     OTHER_DIGEST,

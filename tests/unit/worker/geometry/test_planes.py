@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcached_memory import Geometry
+from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.geometry.kv_axes import Axes

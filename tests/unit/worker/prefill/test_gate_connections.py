@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.worker_fakes import Local, Remote
+from support.worker_fakes import Local, Remote
 
 from kvcached_nixl.transport.memory import MemoryGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed

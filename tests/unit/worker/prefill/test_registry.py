@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.worker_fakes import (
+from support.worker_fakes import (
     DIGEST,
     OTHER_DIGEST,
     TOKENS,

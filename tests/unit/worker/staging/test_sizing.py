@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvcached_memory import Geometry
+from support.kvcached_memory import Geometry
 from unit.worker.staging.test_slab import allocate
 
 from kvcached_nixl.errors import SettingsError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcached_memory import Geometry
+from support.kvcached_memory import Geometry
 
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.worker.geometry.layout import Layout, plan

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.worker_fakes import manifest
+from support.worker_fakes import manifest
 
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,

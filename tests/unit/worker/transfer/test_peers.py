@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from unit.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote, address
+from support.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote, address
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transport.base import TransportError

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.worker_fakes import Local, Memory
+from support.worker_fakes import Local, Memory
 
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import RemotePrefill

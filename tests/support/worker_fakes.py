@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from digest_fakes import InTurn, as_bytes, digests_over
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
@@ -37,6 +36,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferQueue
+from support.digest_fakes import InTurn, as_bytes, digests_over
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from flow_memory import RankMemory
 
 from kvcached_nixl.worker.staging.copier import Copy
 from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
+from support.flow_memory import RankMemory
 
 if TYPE_CHECKING:
-    from flow_engine import Request, Worker
+    from support.flow_engine import Request, Worker
 
 
 class WatchedSlots(Slots):

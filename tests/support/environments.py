@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fake_trees
+from support import fake_trees
 
 REPOSITORY = fake_trees.REPOSITORY
 SITECUSTOMIZE = REPOSITORY / "kvcached_nixl" / "sitecustomize"

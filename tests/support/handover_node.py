@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import engine_node
 import pytest
 import torch
-from engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
-from test_geometry import ERAS
-from test_transport import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.compat.attached_state import side_of
+from support import engine_node
+from support.attention_engines import ERAS
+from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
+from support.transports import until
 
 # More room than was planned, as kvcached reserves it.
 RESERVED = dataclasses.replace(GEOMETRY, era=ERAS[0], reserved_blocks=29)

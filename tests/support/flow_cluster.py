@@ -13,9 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flow_engine import Engine, Kind, Request, Status, Worker
-from flow_memory import Shape
-
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.settings import Settings, TransferMode
@@ -25,6 +22,8 @@ from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.worker.staging.slots import Use
+from support.flow_engine import Engine, Kind, Request, Status, Worker
+from support.flow_memory import Shape
 
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
 FORGOTTEN_SECONDS = 700.0

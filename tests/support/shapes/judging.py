@@ -13,14 +13,14 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from shape_fixture import VLLM_PATCHES
-from shape_reads import READS
 
 from kvcached_nixl.compat.series import ROWS
 from kvcached_nixl.compat.versions import reason_on, row_of
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.patching.contract import find_seat, locate
+from support.shapes.fixture import VLLM_PATCHES
+from support.shapes.reads import READS
 
 __all__ = ["Verdict", "missing", "troubles", "verdicts"]
 

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from digest_fakes import InTurn, as_bytes, content_of
-from flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
-from flow_staging import slab_of
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
@@ -39,9 +36,12 @@ from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenArray
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from support.digest_fakes import InTurn, as_bytes, content_of
+from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
+from support.flow_staging import slab_of
 
 if TYPE_CHECKING:
-    from flow_cluster import Cluster
+    from support.flow_cluster import Cluster
 
 
 class Status(enum.Enum):

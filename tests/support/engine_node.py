@@ -17,10 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from kvcached_memory import Geometry
-from stock_pair import Engine, build_engine, single_process_group, write_model
-from test_geometry import ERAS, backend_of, spec_of, vllm_log_to
-from test_transport import until
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -33,6 +29,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.transport import side_channel
+from support.attention_engines import ERAS, backend_of, spec_of, vllm_log_to
+from support.kvcached_memory import Geometry
+from support.stock_pair import Engine, build_engine, single_process_group, write_model
+from support.transports import until
 
 GEOMETRY = Geometry(
     era="packed" if "packed" in ERAS else "blocks_first",
@@ -162,8 +162,8 @@ class Node:
             self.runner.pre_forward(output)
             self.compute(output)
             told = self.runner.post_forward(output.finished_req_ids, wait_for_save=bool(output.num_scheduled_tokens))
-            if told.kv_connector_stats is not None:
-                self.taken_stats.append(told.kv_connector_stats)
+        if told.kv_connector_stats is not None:
+            self.taken_stats.append(told.kv_connector_stats)
         ids = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[request_id] for request_id in ids]
         return ModelRunnerOutput(
@@ -181,9 +181,11 @@ class Node:
         if output.num_scheduled_tokens:
             worker.wait_for_save()
         sent, received = worker.get_finished(output.finished_req_ids)
-        invalid = worker.get_block_ids_with_load_errors()
+        invalid, stats = worker.get_block_ids_with_load_errors(), worker.get_kv_connector_stats()
         worker.clear_connector_metadata()
-        return KVConnectorOutput(finished_sending=sent, finished_recving=received, invalid_block_ids=invalid)
+        return KVConnectorOutput(
+            finished_sending=sent, finished_recving=received, invalid_block_ids=invalid, kv_connector_stats=stats
+        )
 
     def take(self, output: Any, result: ModelRunnerOutput) -> None:
         """What EngineCore does with what a step has brought."""

@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster
-from flow_engine import Engine, Kind, Request, Status, Worker
-from flow_memory import Shape
-
 from kvcached_nixl.scheduler import decode_fetches as fetching
 from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster
+from support.flow_engine import Engine, Kind, Request, Status, Worker
+from support.flow_memory import Shape
 
 SHAPES = (
     (Shape(), Shape()),

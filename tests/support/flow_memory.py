@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvcached_nixl.wire.planes import Planes
 
 if TYPE_CHECKING:
-    from flow_engine import Request
+    from support.flow_engine import Request
 
 CELL_BYTES = 8
 NUM_PLANES = 2

@@ -7,16 +7,15 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from flow_cluster import FORGOTTEN_SECONDS, Cluster
-from flow_engine import Engine, Kind, Request, Status
-from flow_memory import Shape
-from flow_schedule import Defects
-
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import is_beat
 from kvcached_nixl.wire.messages import Message, Peer, decode
+from support.flow_cluster import FORGOTTEN_SECONDS, Cluster
+from support.flow_engine import Engine, Kind, Request, Status
+from support.flow_memory import Shape
+from support.flow_schedule import Defects
 
 PROMPT = tuple(range(3, 21))
 """18 tokens: four full blocks and a half."""

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from shape_source import Source
+from support.shapes.source import Source
 
 __all__ = ["Body", "Call", "Reader"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from flow_engine import FlowHost
 
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import decode_fetches
@@ -47,6 +46,7 @@ from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.recent_set import RecentSet
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
+from support.flow_engine import FlowHost
 
 Patcher = pytest.MonkeyPatch
 Fault = Callable[[Patcher], None]

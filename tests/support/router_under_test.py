@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
 from kvcached_nixl.proxy.command import Router
 from kvcached_nixl.proxy.options import Options
+from support.stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
 WAIT_SECONDS = 20.0
 QUICK: dict[str, Any] = {"health_interval_seconds": 0.1, "connect_timeout_seconds": 1.0, "drain_timeout_seconds": 2.0}

@@ -15,18 +15,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from shape_reading import Call, Reader
-from shape_reads import READS
-from shape_source import Source
-
 from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, WORKER_PROCESS
 from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.patching import Patch, Target
 from kvcached_nixl.seams import PATCHES
+from support.shapes.reading import Call, Reader
+from support.shapes.reads import READS
+from support.shapes.source import Source
 
 __all__ = ["SERIES", "VLLM_PATCHES", "load", "make", "save"]
 
-SERIES = Path(__file__).parent / "series"
+SERIES = Path(__file__).parents[2] / "shapes/series"
 
 VLLM_PATCHES: tuple[Patch, ...] = tuple(
     seam.patch for seam in PATCHES if all(place.module.startswith("vllm.") for place in seam.patch.target.places)

@@ -13,10 +13,10 @@ import json
 import sys
 
 import torch
-from kvcached_memory import Geometry
 
 from kvcached_nixl.hostvmm import activate
 from kvcached_nixl.worker.geometry.layout import plan
+from support.kvcached_memory import Geometry
 
 
 def main(geometry: Geometry) -> dict[str, object]:

@@ -1,0 +1,1752 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over from request to peer, in both directions, with every fault that the network and the engines can have.
+
+Real halves on both sides (scheduler and workers), over the in-memory transport. What every case relies on besides its
+own assertions: an engine that computes on wrong bytes, and bytes that go where they must not, end the test
+(`flow_engine`, `flow_cluster`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transport.memory import Posted
+from kvcached_nixl.wire.checked import convert
+from kvcached_nixl.wire.lease import is_beat
+from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode, encode
+from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
+from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS
+from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
+from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
+from support.flow_engine import Kind, Request, Status
+from support.flow_pair import PROMPT, Pair, kind
+from support.flow_schedule import SHAPES, Defects
+
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+BYTES_PER_TOKEN = 2 * 2 * 8
+
+
+@pytest.fixture(params=[PULL, PUSH], ids=["pull", "push"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return Pair(request.param)
+
+
+@pytest.fixture
+def push() -> Pair:
+    return Pair(PUSH)
+
+
+@pytest.fixture
+def pull() -> Pair:
+    return Pair(PULL)
+
+
+def is_right(request: Request, num_external: int = len(PROMPT)) -> bool:
+    """Whether it has come to its end, with so many tokens from prefill."""
+    return (request.status, request.num_external) == (Status.STOPPED, num_external)
+
+
+def in_flight(pair: Pair, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
+    """A request of decode's whose KV is under way: a READ, or prefill's WRITEs."""
+    pair.acquaint()
+    upstream = pair.ask_prefill(prompt)
+    if pair.cluster.pushes:
+        found = pair.ask_decode(pair.meet(), prompt, **request)
+    else:
+        pair.settle()
+        found = pair.ask_decode(upstream.answer, prompt, **request)
+    pair.until_posted()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ what is right
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=lambda shapes: " ".join(_words(one) for one in shapes))
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_prefill_first(mode: TransferMode, shapes: tuple[Any, Any]) -> None:
+    """Whatever the block sizes and the ranks on the two sides."""
+    pair = Pair(mode, *(Kind(shape=shape) for shape in shapes))
+    for prompt in (PROMPT, PROMPT[:16], PROMPT[:1]):
+        found = pair.hand_over(tuple(token + len(prompt) for token in prompt))
+        assert is_right(found, len(prompt)) and not pair.prefill.requests
+    assert not pair.causes() and not pair.causes(pair.prefill)
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def _words(shape: Any) -> str:
+    return "-".join(f"{name}{getattr(shape, name):d}" for name in ("tp_size", "block_size", "ratio", "is_latent"))
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["nothing cached", "8 tokens cached"])
+@pytest.mark.parametrize("order", ["decode first", "between two steps", "prefill first"])
+def test_both_orders_deliver_the_same_bytes(order: str, cached: bool) -> None:
+    """Decode registers before, during or after prefill computes; only what it lacks is written, once."""
+    pair = Pair(PUSH, kind(budget=10), kind(budget=10))
+    pair.acquaint()
+    if cached:
+        pair.ask_decode(None, PROMPT[:9])
+    pair.settle()
+    before = pair.written_bytes()
+    if order == "decode first":
+        found = pair.ask_decode(pair.meet())
+        pair.settle()
+    pair.ask_prefill()
+    pair.prefill.step()
+    pair.turn()
+    if order == "between two steps":
+        found = pair.ask_decode(pair.meet())
+        for _ in range(3):
+            pair.deliver_messages()
+            pair.decode.step()
+            pair.turn()
+    if order == "prefill first":
+        pair.settle()
+        found = pair.ask_decode(pair.meet())
+    pair.settle()
+    missing = len(PROMPT) - 8 * cached
+    assert is_right(found, missing)
+    whole_blocks = -(-missing // 4) * 4
+    assert pair.written_bytes() - before == whole_blocks * BYTES_PER_TOKEN
+    pair.nothing_is_left()
+
+
+def test_a_step_s_blocks_travel_while_the_next_computes() -> None:
+    """After the last step only its own blocks remain to be posted."""
+    pair = Pair(PUSH, kind(budget=8, depth=1))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet(), PROMPT[:1] * 32)
+    pair.settle()
+    upstream = pair.ask_prefill(PROMPT[:1] * 32)
+    before = len(pair.prefill.workers[0].agent.posted)
+    for step in range(4):
+        assert upstream.num_computed == 8 * step
+        pair.round()
+        pair.settle_wire()
+        assert len(pair.prefill.workers[0].agent.posted) - before == step + 1
+    pair.settle()
+    sizes = [int(one.local[:, 1].sum()) for one in pair.prefill.workers[0].agent.posted[before:]]
+    assert sizes == [8 * BYTES_PER_TOKEN] * 4
+    assert is_right(found, 32)
+
+
+def test_a_hand_over_of_many_descriptors_is_cut_into_transfers_of_few(pair: Pair) -> None:
+    """None has more than the limit, few are under way at a time, and decode goes on when the last one is in."""
+    for engine in pair.cluster.engines:
+        for worker in engine.workers:
+            worker.side.thread._context.transfer_queue._budget = Budget(descriptors=1, peer_transfers=1)
+    found = pair.hand_over()
+    assert is_right(found)
+    mover = pair.prefill if pair.cluster.pushes else pair.decode
+    posted = mover.workers[0].agent.posted
+    assert len(posted) > 1 and all(len(one.local) == 1 for one in posted if one.local is not None)
+    pair.nothing_is_left()
+
+
+def test_a_partial_prefix_hit_is_not_fetched_again(pair: Pair) -> None:
+    pair.ask_decode(None, PROMPT[:9])
+    pair.settle()
+    found = pair.hand_over()
+    assert is_right(found, len(PROMPT) - 8)
+    pair.nothing_is_left()
+
+
+def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
+    """No byte moves, and prefill need not wait for its lease to end."""
+    pair.ask_decode(None, PROMPT[:17])
+    upstream = pair.ask_prefill(PROMPT[:16])
+    pair.settle()
+    found = pair.ask_decode(upstream.answer, PROMPT[:17])
+    pair.settle()
+    assert is_right(found, 0) and not pair.causes()
+    assert not pair.prefill.requests
+    assert not any(worker.agent.posted for engine in pair.cluster.engines for worker in engine.workers)
+    pair.nothing_is_left()
+
+
+def test_a_full_prefix_hit_that_comes_before_prefill_frees_it_when_it_ends(push: Pair) -> None:
+    """Both were asked at once, and decode has all of it: the release waits for the request."""
+    prompt = PROMPT[:17]
+    push.hand_over(prompt[:16])
+    # Decode needs the last token only, which it computes itself.
+    found = push.ask_decode(push.meet(), prompt)
+    push.settle()
+    assert found.status is Status.REMOTE and found.num_external == 1
+    push.ask_prefill(prompt)
+    push.settle()
+    assert is_right(found, 1) and not push.prefill.requests
+    push.nothing_is_left()
+
+
+def test_decode_computes_what_its_prompt_has_more_than_prefill_s(pair: Pair) -> None:
+    upstream = pair.ask_prefill(PROMPT[:10])
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found, 10) and not pair.causes()
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("max_tokens", [2, 4, 9])
+def test_only_what_prefill_computed_of_the_prompt_is_handed_over(pair: Pair, max_tokens: int) -> None:
+    """Prefill generates past a block's end; blocks are not counted from the tail."""
+    upstream = pair.ask_prefill(max_tokens=max_tokens)
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("decode_first", [True, False], ids=["decode first", "prefill first"])
+def test_what_another_connector_may_take_back_is_offered_at_the_end_only(push: Pair, decode_first: bool) -> None:
+    pair = Pair(PUSH, kind(are_shared=True, budget=6))
+    if decode_first:
+        found = pair.ask_decode(pair.meet())
+        pair.settle()
+    upstream = pair.ask_prefill()
+    while upstream.status is not Status.STOPPED:
+        assert not pair.prefill.workers[0].agent.posted
+        pair.round()
+    pair.settle()
+    if not decode_first:
+        found = pair.ask_decode(upstream.answer)
+        pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+# ---------------------------------------------------------------------------------------------------- the own devices
+
+
+def test_prefill_offers_what_its_device_has_ended(push: Pair) -> None:
+    """Steps that are queued are not read, and decode is not told that they are there."""
+    push.acquaint()
+    found = push.ask_decode(push.meet())
+    push.settle()
+    push.ask_prefill()
+    push.prefill.dispatch()
+    before = len(push.prefill.workers[0].agent.posted)
+    for _ in range(5):
+        push.round(engines=False)
+    assert len(push.prefill.workers[0].agent.posted) == before
+    push.settle()
+    assert is_right(found)
+
+
+def test_decode_s_blocks_are_written_when_its_device_has_ended_what_could_still_write_them(pair: Pair) -> None:
+    """A step that is queued computes a token for a request that has stopped; its block is another one's by then."""
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(depth=4, num_blocks=7, caches_prefixes=False))
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    first = pair.ask_decode(None, PROMPT[:5], max_tokens=20, stops_at=1)
+    for _ in range(4):
+        pair.decode.dispatch()
+    pair.decode.complete()
+    assert first.status is Status.STOPPED and len(pair.decode.outputs) == 3
+    found = pair.ask_decode(upstream.answer)
+    pair.decode.dispatch()
+    assert found.status is Status.REMOTE
+    for _ in range(6):
+        # The steps before are still queued on the device.
+        pair.round(engines=False)
+        for posted in pair.transfers:
+            pair.wire.deliver(posted)
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+# -------------------------------------------------------------------------------------- requests that go away
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_prefill_that_is_aborted_fails_the_request_and_waits_for_its_writes(chunks: int) -> None:
+    """Before its first step, or between two of them."""
+    pair = Pair(PUSH, kind(budget=9, depth=1), kind(recomputes=False))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.settle()
+    upstream = pair.ask_prefill(max_tokens=9)
+    for _ in range(chunks):
+        pair.round()
+    pair.prefill.abort(upstream)
+    pair.round()
+    if chunks:
+        assert upstream.request_id in pair.prefill.requests, "a WRITE still reads its blocks"
+    pair.settle()
+    assert found.status is Status.ERROR and not pair.prefill.requests
+    assert pair.causes() == {"stopped": 1}
+    pair.nothing_is_left()
+
+
+def test_prefill_that_is_aborted_before_its_first_step_leaves_no_offer(push: Pair) -> None:
+    """Its arrival and its end are told in one step."""
+    upstream = push.ask_prefill()
+    push.prefill.abort(upstream)
+    push.settle()
+    push.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def test_prefill_that_is_aborted_while_its_last_step_is_queued_leaves_no_word(pull: Pair) -> None:
+    """The word is published before the device has got there."""
+    upstream = pull.ask_prefill(max_tokens=3)
+    pull.prefill.dispatch()
+    pull.prefill.abort(upstream)
+    pull.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def test_prefill_that_is_preempted_behind_its_prompt_and_aborted_leaves_no_word(pull: Pair) -> None:
+    pull = Pair(PULL, kind(budget=9, depth=1, caches_prefixes=False))
+    upstream = pull.ask_prefill(max_tokens=9)
+    while upstream.num_computed < len(PROMPT) + 1:
+        pull.round()
+    pull.prefill.running.remove(upstream)
+    pull.prefill.preempt(upstream)
+    pull.prefill.step()
+    assert upstream.status is Status.RUNNING and upstream.num_computed < len(PROMPT)
+    pull.prefill.abort(upstream)
+    pull.nothing_is_left(LEASE_SECONDS + 10)
+
+
+@pytest.mark.parametrize("keeps_stale_output", [True, False])
+def test_prefill_that_ends_without_the_blocks_of_its_prompt_is_not_offered(keeps_stale_output: bool) -> None:
+    """vLLM 0.19 takes the token of a step that was under way when it preempted the request."""
+    pair = Pair(PULL, kind(budget=64, keeps_stale_output=keeps_stale_output))
+    upstream = pair.ask_prefill()
+    pair.prefill.dispatch()
+    pair.prefill.running.remove(upstream)
+    pair.prefill.preempt(upstream)
+    pair.prefill.complete()
+    assert upstream.status is (Status.STOPPED if keeps_stale_output else Status.PREEMPTED)
+    assert upstream.answer is None
+    assert pair.prefill.complete() is False
+    pair.settle()
+    assert pair.causes(pair.prefill) == ({"range": 1} if keeps_stale_output else {})
+    pair.nothing_is_left(2 * LEASE_SECONDS)
+
+
+def test_decode_that_is_aborted_before_it_had_blocks_frees_prefill_at_once(pair: Pair) -> None:
+    """Its arrival and its end are told in one step."""
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.decode.abort(found)
+    pair.settle()
+    assert not pair.prefill.requests
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def test_decode_that_is_aborted_in_its_handshake_is_over_at_once(pair: Pair) -> None:
+    """Nobody was told of it, so nobody writes."""
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.decode.step()
+    pair.turn()
+    assert pair.cluster.questions
+    pair.decode.abort(found)
+    for _ in range(4):
+        pair.decode.step()
+        pair.turn()
+    assert not pair.decode.requests and not pair.decode.handover._holds.num_blocks
+    pair.settle()
+    assert not any(worker.agent.posted for engine in pair.cluster.engines for worker in engine.workers)
+    pair.nothing_is_left()
+
+
+def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair: Pair) -> None:
+    """vllm#48633, C1: bytes in flight would land in blocks of another request."""
+    found = in_flight(pair)
+    transfers = pair.transfers
+    pair.decode.abort(found)
+    for _ in range(6):
+        pair.round()
+    assert not pair.decode.requests and pair.decode.handover._holds.num_blocks == 5
+    assert pair.decode.quarantined == 5
+    for posted in transfers:
+        pair.wire.deliver(posted)
+    # What was given up is looked at now and then.
+    pair.pass_time(1)
+    assert not pair.decode.handover._holds.num_blocks and not pair.decode.quarantined
+    before = len(pair.prefill.workers[0].agent.posted)
+    pair.settle()
+    assert len(pair.prefill.workers[0].agent.posted) == before, "something is written after the withdrawal"
+    pair.nothing_is_left()
+
+
+def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
+    """The late registration is not taken in: its blocks belong to others by then."""
+    push.acquaint()
+    push.ask_prefill()
+    push.settle()
+    found = push.ask_decode(push.meet())
+    push.decode.step()
+    push.turn()
+    (registration,) = push.messages(Registration)
+    push.decode.abort(found)
+    push.decode.step()
+    push.turn()
+    for message in push.messages(Withdrawal):
+        push.wire.deliver(message)
+    push.turn()
+    (stopped,) = push.messages(Stopped)
+    push.wire.deliver(stopped)
+    push.turn()
+    push.decode.step()
+    assert not push.decode.handover._holds.num_blocks
+    before = len(push.prefill.workers[0].agent.posted)
+    push.wire.deliver(registration)
+    push.pass_time(LEASE_SECONDS)
+    assert len(push.prefill.workers[0].agent.posted) == before
+    push.nothing_is_left()
+
+
+def test_the_client_hears_at_once_though_blocks_are_held(pair: Pair) -> None:
+    """What the client hears and when blocks are free are two things."""
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=False))
+    found = in_flight(pair)
+    pair.clock.advance(TIMEOUT_SECONDS)
+    pair.until(found, Status.ERROR)
+    for _ in range(3):
+        pair.round()
+    assert pair.causes() == {"deadline": 1} and pair.decode.quarantined == 5
+    pair.pass_time(1)
+    assert pair.decode.quarantined == 0
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_what_has_failed_ends_as_the_policy_says(pair: Pair, recomputes: bool) -> None:
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=recomputes))
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.pass_time(LEASE_SECONDS + 5)
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert found.status is (Status.STOPPED if recomputes else Status.ERROR)
+    assert pair.causes() == {"lease": 1}
+    pair.nothing_is_left()
+
+
+# -------------------------------------------------------------------------------------------------------- preemptions
+
+
+def preempt(pair: Pair, request: Request) -> None:
+    pair.prefill.running.remove(request)
+    pair.prefill.preempt(request)
+
+
+def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_on_in_new_ones() -> None:
+    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.settle()
+    upstream = pair.ask_prefill()
+    pair.until_posted()
+    preempt(pair, upstream)
+    for _ in range(8):
+        pair.round()
+    assert len(pair.prefill.handover._holds._held) == 1, "a WRITE reads its old blocks"
+    assert upstream.status is Status.STOPPED
+    pair.settle()
+    assert not pair.prefill.handover._holds._held
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+def test_a_preempted_request_s_blocks_are_free_when_its_writes_have_ended(push: Pair) -> None:
+    """Not only when the hand-over has: the request may wait for just these blocks."""
+    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, num_blocks=7))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.settle()
+    upstream = pair.ask_prefill()
+    while upstream.num_computed < 15:
+        pair.round()
+    preempt(pair, upstream)
+    pair.round()
+    assert upstream.status is Status.PREEMPTED, "there are too few blocks for it"
+    pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+def test_a_request_that_was_preempted_is_handed_over_when_it_has_ended() -> None:
+    """Blocks that are held make no room: two requests would take turns in preempting each other, for ever."""
+    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.settle()
+    upstream = pair.ask_prefill()
+    pair.prefill.step()
+    preempt(pair, upstream)
+    holds = pair.prefill.handover._holds
+    assert len(holds._held) == 1
+    pair.prefill.step()
+    preempt(pair, upstream)
+    assert len(holds._held) == 1, "the workers were not told of what it had the second time"
+    pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+def test_what_waits_to_be_posted_reads_the_earlier_blocks_too() -> None:
+    few = Budget(descriptors=1, peer_transfers=1)
+    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, transfer_queue=few))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.settle()
+    upstream = pair.ask_prefill()
+    (write,) = pair.until_posted()
+    preempt(pair, upstream)
+    pair.round()
+    pair.wire.deliver(write)
+    pair.turn()
+    assert pair.transfers, "the second WRITE of the same step"
+    pair.round()
+    assert len(pair.prefill.handover._holds._held) == 1
+    pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+# ------------------------------------------------------------------------------------------------------------- leases
+
+
+def test_blocks_that_decode_never_asks_for_are_free_after_the_lease(pair: Pair) -> None:
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.pass_time(LEASE_SECONDS - 1)
+    assert upstream.request_id in pair.prefill.requests
+    pair.pass_time(2)
+    assert not pair.prefill.requests
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"lease": 1}
+    pair.nothing_is_left()
+
+
+def test_a_lease_lasts_while_decode_waits_for_blocks_and_shelters_no_other(pair: Pair) -> None:
+    """vllm#38027: decode's queue may be longer than a lease."""
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(num_blocks=7, caches_prefixes=False, budget=4))
+    upstream, forgotten = pair.ask_prefill(), pair.ask_prefill(name="cmpl-2-0")
+    pair.settle()
+    blocker = pair.decode.add(Request("blocker", PROMPT[:20], None, max_tokens=1))
+    pair.decode.pool.free.clear()
+    pair.decode.step()
+    found = pair.ask_decode(upstream.answer)
+    for _ in range(5):
+        pair.pass_time(LEASE_SECONDS / 3)
+    assert found.status is Status.WAITING
+    assert upstream.request_id in pair.prefill.requests and forgotten.request_id not in pair.prefill.requests
+    pair.decode.abort(blocker)
+    pair.decode.pool.free.update(dict.fromkeys(range(1, 7)))
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+def test_a_lease_that_nobody_renews_any_more_ends_though_its_name_was_renewed_before(pair: Pair) -> None:
+    """A request that arrives and is gone in one step renews nothing afterwards."""
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    gone = pair.ask_decode({**upstream.answer, "kvcached_nixl": {**upstream.answer["kvcached_nixl"]}})
+    pair.decode.abort(gone)
+    pair.settle()
+    pair.wire.pending.clear()
+    pair.pass_time(2 * LEASE_SECONDS)
+    assert not pair.prefill.requests
+    pair.nothing_is_left()
+
+
+def test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_has_ended(push: Pair) -> None:
+    """Decode has come in time; nothing but its beats is lost."""
+    found = in_flight(push)
+    for _ in range(4):
+        push.clock.advance(LEASE_SECONDS / 3)
+        for posted in [one for one in push.wire.pending if is_beat(one.notification)]:
+            push.wire.drop(posted)
+        push.turn()
+        push.prefill.step()
+    assert push.prefill.requests, "a WRITE reads its blocks"
+    push.settle()
+    assert is_right(found) and not push.prefill.requests
+    push.nothing_is_left()
+
+
+def test_a_read_that_the_lease_has_overtaken_is_not_believed(pull: Pair) -> None:
+    """Its blocks are another request's, and the word behind them is gone."""
+    pull = Pair(PULL, kind(num_blocks=7, caches_prefixes=False))
+    found = in_flight(pull)
+    (read,) = pull.transfers
+    pull.wire.vanished.add(pull.decode.workers[0].agent_name)
+    pull.pass_time(LEASE_SECONDS + 1)
+    assert not pull.prefill.requests
+    other = pull.prefill.add(Request("other", tuple(range(20, 40)), None, max_tokens=4))
+    pull.prefill.step()
+    pull.wire.vanished.clear()
+    assert other.status is Status.RUNNING
+    pull.wire.deliver(read)
+    pull.settle()
+    assert found.status is Status.STOPPED and not found.num_external
+    assert pull.causes() == {"lease": 1}
+    pull.nothing_is_left()
+
+
+def test_a_release_that_is_lost_costs_a_lease(pull: Pair) -> None:
+    found = in_flight(pull)
+    while found.status is Status.REMOTE:
+        for posted in list(pull.wire.pending):
+            is_release = not posted.is_transfer and posted in pull.messages(Release)
+            (pull.wire.drop if is_release else pull.wire.deliver)(posted)
+        pull.turn()
+        pull.decode.step()
+    pull.settle()
+    assert is_right(found) and pull.prefill.requests
+    pull.nothing_is_left(2 * LEASE_SECONDS)
+
+
+# ------------------------------------------------------------------------------------ peers that are no more
+
+
+@pytest.mark.parametrize("moment", ["asked", "in flight", "arrived"])
+def test_prefill_that_dies_fails_the_request_soon(pair: Pair, moment: str) -> None:
+    """Bytes that have arrived without the word that they have are not believed either."""
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    if moment == "asked" and pair.cluster.pushes:
+        found = pair.ask_decode(pair.meet(transfer_id="another"))
+    else:
+        pair.settle()
+        found = pair.ask_decode(upstream.answer)
+    if moment == "asked":
+        for _ in range(3):
+            pair.decode.step()
+            pair.turn()
+    else:
+        pair.until_posted()
+    if moment == "arrived":
+        for posted in pair.transfers:
+            pair.wire.deliver(posted)
+    pair.cluster.kill(pair.prefill)
+    pair.pass_time(REPEAT_SECONDS + DEAD_SECONDS + 1)
+    assert found.status is Status.STOPPED and not found.num_external
+    assert set(pair.causes()) <= {"lost", "unreachable"} and sum(pair.causes().values()) == 1
+    pair.nothing_is_left(60)
+
+
+def test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_are_held(push: Pair) -> None:
+    """Nobody listens any more, which the client hears of at once; a WRITE is still on its way."""
+    found = in_flight(push)
+    (write,) = push.transfers
+    push.cluster.stop_listening(push.prefill)
+    push.clock.advance(REPEAT_SECONDS)
+    push.until(found, Status.STOPPED)
+    assert push.causes() == {"lost": 1}
+    for _ in range(int(UNHEARD_SECONDS / REPEAT_SECONDS) - 1):
+        push.clock.advance(REPEAT_SECONDS)
+        for _ in range(6):
+            push.round()
+    assert push.decode.quarantined == 5
+    push.wire.deliver(write)
+    push.cluster.kill(push.prefill)
+    push.pass_time(2 * REPEAT_SECONDS)
+    assert push.decode.quarantined == 0
+    push.nothing_is_left()
+
+
+def test_workers_whose_engine_was_replaced_write_into_blocks_that_are_held(push: Pair) -> None:
+    """Review row A8: the core was killed and started again, and its workers have not noticed; a WRITE is under way."""
+    found = in_flight(push)
+    (write,) = push.transfers
+    workers, before = list(push.prefill.workers), push.prefill
+    push.cluster.stop_listening(push.prefill)
+    push.prefill = push.cluster.engine("p", push.prefill.kind)
+    push.clock.advance(LOOK_SECONDS + 1)
+    push.until(found, Status.STOPPED)
+    assert push.causes() == {"lost": 1}
+    # Nobody can ask them any more: what they write through is closed, and only then are the blocks free.
+    assert push.decode.quarantined == 5 or write not in push.wire.pending
+    push.round()
+    if write in push.wire.pending:
+        push.wire.deliver(write)
+    push.settle()
+    push.pass_time(1)
+    assert push.decode.quarantined == 0
+    for worker in workers:
+        assert worker.agent_name in push.wire.agents, "it lives"
+    push.cluster.kill(before)
+    push.nothing_is_left()
+
+
+def test_decode_that_dies_leaves_nothing_on_prefill(pair: Pair) -> None:
+    in_flight(pair)
+    pair.cluster.kill(pair.decode)
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("end", ["it comes back", "it was started again", "it has ended"])
+def test_prefill_whose_host_is_gone_without_a_word(pair: Pair, end: str) -> None:
+    """The client hears at the deadline; the blocks are in quarantine, and the engine sleeps."""
+    found = in_flight(pair)
+    transfers = pair.transfers
+    pair.cluster.vanish(pair.prefill)
+    pair.pass_time(TIMEOUT_SECONDS - 2)
+    assert found.status is Status.REMOTE
+    pair.pass_time(4)
+    assert found.status is Status.STOPPED and not found.num_external
+    assert pair.causes() in ({"deadline": 1}, {"unreachable": 1})
+    if pair.cluster.pushes:
+        assert pair.decode.quarantined == 5 and not pair.decode.has_requests
+        pair.pass_time(UNHEARD_SECONDS - REPEAT_SECONDS - 4)
+        assert pair.decode.quarantined == 5
+        pair.pass_time(2 * REPEAT_SECONDS + 4)
+        assert pair.decode.quarantined == 0, "it is fenced"
+    if end == "it comes back":
+        pair.cluster.come_back(pair.prefill)
+        # Blocks are used again meanwhile; the late WRITEs must not find them.
+        again = pair.ask_decode(None, tuple(range(25, 43)))
+        pair.decode.step()
+        for posted in transfers:
+            if posted in pair.wire.pending:
+                pair.wire.deliver(posted)
+        pair.settle()
+        assert again.status is Status.STOPPED
+    elif end == "it was started again":
+        pair.prefill = pair.cluster.restart(pair.prefill)
+    else:
+        pair.cluster.kill(pair.prefill)
+    pair.pass_time(REPEAT_SECONDS * 3)
+    assert pair.decode.quarantined == 0
+    pair.nothing_is_left()
+
+
+def test_decode_whose_host_is_gone_without_a_word_costs_prefill_its_blocks_for_a_while(pair: Pair) -> None:
+    in_flight(pair)
+    pair.cluster.vanish(pair.decode)
+    pair.nothing_is_left()
+
+
+def test_a_prefill_that_was_started_again_is_another_one(pair: Pair) -> None:
+    """Under the same id at the same address: what the old one has told is not used, and the new one is met."""
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.prefill = pair.cluster.restart(pair.prefill)
+    late = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert late.status is Status.STOPPED and not late.num_external
+    assert set(pair.causes()) <= {"restarted", "lost"}
+    # In the same blocks as the old one's.
+    found = pair.hand_over(tuple(reversed(PROMPT)))
+    assert is_right(found) and sum(pair.causes().values()) == 1
+    pair.nothing_is_left()
+
+
+def test_a_decode_that_was_started_again_is_served_and_its_predecessor_forgotten(pair: Pair) -> None:
+    in_flight(pair)
+    pair.decode = pair.cluster.restart(pair.decode)
+    found = pair.hand_over(tuple(reversed(PROMPT)))
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+def test_a_decode_that_was_started_again_hears_that_nothing_of_its_attempt_is_in_flight(push: Pair) -> None:
+    """Prefill still knows its predecessor, and never saw the registration."""
+    push.acquaint()
+    push.decode = push.cluster.restart(push.decode)
+    found = push.ask_decode(push.meet())
+    for _ in range(2):
+        push.decode.step()
+        push.turn()
+        for question in list(push.cluster.questions):
+            push.cluster.answer(question)
+    push.decode.workers[0].turn()
+    (registration,) = push.messages(Registration)
+    push.wire.drop(registration)
+    push.decode.abort(found)
+    push.pass_time(REPEAT_SECONDS + 1)
+    assert not push.decode.quarantined
+    push.nothing_is_left()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_connection_that_is_lost_is_made_anew(pair: Pair, side: str) -> None:
+    """Both engines live: one request is computed anew at most, and the next one is served at once."""
+    found = in_flight(pair)
+    engine, other = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+    engine.workers[0].agent.lose(other.workers[0].agent_name)
+    pair.settle()
+    pair.pass_time(2 * REPEAT_SECONDS)
+    assert found.status is Status.STOPPED
+    assert set(pair.causes()) <= {"lost"}
+    assert is_right(pair.hand_over(tuple(reversed(PROMPT))))
+    pair.nothing_is_left()
+
+
+def test_one_engine_under_two_addresses_is_lost_under_neither(pair: Pair) -> None:
+    """A client may name a host as it likes; whoever is named so is forgotten, and the others are still served."""
+    pair.acquaint()
+    pair.cluster.listening["alias", 5600] = pair.prefill
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = pair.ask_decode({**upstream.answer, "remote_host": "alias"})
+    pair.settle()
+    assert is_right(found)
+    del pair.cluster.listening["alias", 5600]
+    upstream = pair.ask_prefill()
+    pair.settle()
+    again = pair.ask_decode({**upstream.answer, "remote_host": "alias"}, tuple(PROMPT))
+    pair.settle()
+    assert again.status is Status.STOPPED
+    pair.pass_time(700)
+    assert is_right(pair.hand_over(tuple(reversed(PROMPT))))
+    pair.nothing_is_left()
+
+
+# ------------------------------------------------------------------------------------------------------- handshakes
+
+
+def refuse_answers(pair: Pair, host: str, times: int) -> None:
+    """Whoever asks there hears nothing, so often."""
+    for _ in range(200):
+        if not times:
+            return
+        pair.wire.deliver_all()
+        for question in list(pair.cluster.questions):
+            times -= question.host == host
+            pair.cluster.answer(question, late=question.host == host)
+        pair.turn()
+        for engine in pair.cluster.running:
+            engine.step()
+    raise AssertionError(f"{host} was not asked so often")
+
+
+@pytest.mark.parametrize("times", [HANDSHAKE_TRIES - 1, HANDSHAKE_TRIES])
+def test_a_prefill_that_does_not_answer_at_once_is_asked_again(pair: Pair, times: int) -> None:
+    """It stands still for a while; one that never answers fails the request."""
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    refuse_answers(pair, "host-p", times)
+    pair.settle()
+    if times < HANDSHAKE_TRIES:
+        assert is_right(found) and not pair.causes()
+    else:
+        assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"unreachable": 1}
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("times", [HANDSHAKE_TRIES - 1, HANDSHAKE_TRIES])
+def test_a_decode_that_does_not_answer_at_once_is_asked_again(push: Pair, times: int) -> None:
+    push.ask_prefill()
+    push.settle()
+    found = push.ask_decode(push.meet())
+    refuse_answers(push, "host-d", times)
+    push.settle()
+    if times < HANDSHAKE_TRIES:
+        assert is_right(found) and not push.causes()
+    else:
+        assert found.status is Status.REMOTE
+        push.pass_time(TIMEOUT_SECONDS)
+        assert found.status is Status.STOPPED and push.causes() == {"deadline": 1}
+    push.nothing_is_left()
+
+
+def test_a_handshake_that_hangs_holds_up_nobody_else(pair: Pair) -> None:
+    hung = pair.cluster.engine("h")
+    theirs, ours = pair.ask_prefill(engine=hung), pair.ask_prefill(tuple(reversed(PROMPT)), "cmpl-2-0")
+    pair.settle()
+    stuck = pair.ask_decode(theirs.answer)
+    fine = pair.ask_decode(ours.answer, tuple(reversed(PROMPT)), "cmpl-2-0")
+    for _ in range(30):
+        pair.wire.deliver_all()
+        for question in [one for one in pair.cluster.questions if one.host != "host-h"]:
+            pair.cluster.answer(question)
+        pair.turn()
+        for engine in pair.cluster.running:
+            engine.step()
+    assert is_right(fine) and stuck.status is Status.REMOTE
+    pair.settle()
+    assert is_right(stuck) and not pair.causes()
+    pair.nothing_is_left()
+
+
+def test_another_layout_is_refused_in_words(pair: Pair) -> None:
+    upstream = pair.ask_prefill()
+    pair.settle()
+    for rank, (_, metadata) in list(pair.prefill.answers.items()):
+        pair.prefill.answers[rank] = ("kvcached_nixl/6 another", metadata)
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert found.status is Status.STOPPED and pair.causes() == {"refused": 1}
+    pair.nothing_is_left()
+
+
+# ----------------------------------------------------------------------------- messages and transfers that go astray
+
+
+def test_messages_that_come_twice_and_in_another_order_change_nothing(pair: Pair) -> None:
+    """Every one of them twice, the last one first."""
+    few = Budget(descriptors=1)
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(transfer_queue=few, budget=9), kind(transfer_queue=few))
+    upstream = pair.ask_prefill()
+    if not pair.cluster.pushes:
+        pair.settle()
+    found = pair.ask_decode(pair.meet() if pair.cluster.pushes else upstream.answer)
+    for _ in range(60):
+        for posted in reversed(list(pair.wire.pending)):
+            pair.wire.deliver(posted)
+            if not posted.is_transfer:
+                pair.wire.notify(posted)
+        for worker in (*pair.prefill.workers, *pair.decode.workers):
+            worker.agent.inbox = [*reversed(worker.agent.inbox), *worker.agent.inbox]
+        for question in list(pair.cluster.questions):
+            pair.cluster.answer(question)
+        pair.turn()
+        for engine in pair.cluster.running:
+            engine.step()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+def test_decode_goes_on_when_every_write_has_arrived(push: Pair) -> None:
+    """The last one may come first."""
+    few = Budget(descriptors=1)
+    push = Pair(PUSH, kind(transfer_queue=few))
+    push.acquaint()
+    push.ask_prefill()
+    found = push.ask_decode(push.meet())
+    *earlier, last = push.until_posted(2)
+    push.wire.deliver(last)
+    for _ in range(6):
+        push.round()
+    assert found.status is Status.REMOTE
+    for posted in earlier:
+        push.wire.deliver(posted)
+    push.settle()
+    assert is_right(found) and not push.causes()
+    push.nothing_is_left()
+
+
+def test_a_registration_that_is_lost_fails_at_the_deadline(push: Pair) -> None:
+    push.acquaint()
+    push.ask_prefill()
+    found = push.ask_decode(push.meet())
+    push.decode.step()
+    push.turn()
+    (registration,) = push.messages(Registration)
+    push.wire.drop(registration)
+    push.pass_time(TIMEOUT_SECONDS - 1)
+    assert found.status is Status.REMOTE
+    push.pass_time(4)
+    assert found.status is Status.STOPPED and push.causes() == {"deadline": 1}
+    push.nothing_is_left()
+
+
+def test_a_rank_that_fails_ends_the_attempt_on_all_of_them() -> None:
+    """One rank's registration is lost, the other one's WRITE fails: nothing waits for what nobody sends."""
+    pair = Pair(PUSH, None, kind(tp_size=2))
+    pair.acquaint()
+    pair.ask_prefill()
+    found = pair.ask_decode(pair.meet())
+    pair.decode.step()
+    pair.turn()
+    lost, heard = pair.messages(Registration)
+    pair.wire.drop(lost)
+    (write,) = pair.until_posted()
+    pair.wire.fail(write)
+    pair.pass_time(REPEAT_SECONDS + 1)
+    assert found.status is Status.STOPPED and pair.causes() == {"lost": 1}
+    assert pair.decode.quarantined == 0
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)], ids=["2 to 2", "1 to 2", "2 to 1"])
+def test_a_rank_whose_word_that_it_has_stopped_is_lost_is_asked_again(ranks: tuple[int, int]) -> None:
+    """Until then the blocks of all ranks stay held, and the other ranks' words change nothing about it."""
+    pair = Pair(PUSH, kind(tp_size=ranks[0]), kind(tp_size=ranks[1]))
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet())
+    pair.until(found, Status.REMOTE)
+    for _ in range(3):
+        pair.round()
+    pair.decode.abort(found)
+    while not pair.messages(Stopped):
+        for posted in pair.messages(Registration, Withdrawal):
+            pair.wire.deliver(posted)
+        pair.turn()
+        pair.decode.step()
+    lost = pair.messages(Stopped)[-1]
+    pair.wire.drop(lost)
+    for _ in range(5):
+        pair.round()
+    assert pair.decode.quarantined == 5 and pair.decode.handover._holds.num_blocks == 5
+    pair.pass_time(REPEAT_SECONDS + 1)
+    assert pair.decode.quarantined == 0
+    pair.nothing_is_left()
+
+
+def test_a_notification_that_is_lost_fails_at_the_deadline(push: Pair) -> None:
+    """The bytes have arrived; nobody says so."""
+    found = in_flight(push)
+    for posted in push.transfers:
+        push.wire.drop(posted)
+    push.pass_time(TIMEOUT_SECONDS + 4)
+    assert found.status is Status.STOPPED and push.causes() == {"deadline": 1}
+    push.nothing_is_left()
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.5])
+def test_a_transfer_that_fails_fails_the_request(pair: Pair, moved: float) -> None:
+    found = in_flight(pair)
+    pair.wire.fail(pair.transfers[0], moved)
+    pair.settle()
+    assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"lost": 1}
+    pair.nothing_is_left()
+
+
+def test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed(pair: Pair) -> None:
+    """nixl#2044: what is left of it arrives until then."""
+    found = in_flight(pair)
+    (transfer,) = pair.transfers
+    pair.wire.fail(transfer, rest=True)
+    (rest,) = pair.wire.rests
+    for _ in range(8):
+        pair.round()
+        if pair.wire.rests and not pair.decode.quarantined and found.status is Status.REMOTE:
+            continue
+        assert not pair.wire.rests, "blocks are given back, and a failed transfer may still write them"
+    assert found.status is not Status.REMOTE
+    pair.settle()
+    pair.nothing_is_left()
+
+
+def is_quiet_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
+    """It fails, and the rest of it arrives until its peer is removed; blocks are given back after that."""
+    pair.wire.fail(transfer, 0.3, rest=True)
+    for _ in range(8):
+        pair.round()
+    for rest in pair.wire.rests:
+        # The watch knows whose the blocks are by now.
+        pair.wire.land(rest)
+    assert request.status is not Status.REMOTE
+    pair.settle()
+    pair.nothing_is_left()
+
+
+def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_meanwhile(pair: Pair) -> None:
+    """A stale request, or a probe for somebody else's, leads to another handshake over the same connection."""
+    found = in_flight(pair)
+    (transfer,) = pair.transfers
+    mover, other = (pair.prefill, pair.decode) if pair.cluster.pushes else (pair.decode, pair.prefill)
+    mover.workers[0].side.thread._context.peers.probe(pair.address(other))
+    pair.turn()
+    assert pair.cluster.questions
+    for _ in range(3):
+        pair.round()
+    assert pair.transfers == [transfer]
+    is_quiet_once_removed(pair, transfer, found)
+
+
+def test_one_clients_end_does_not_free_the_blocks_of_another(pull: Pair) -> None:
+    """One goes away while its READ is under way; decode looks whether prefill lives; then the other's READ fails."""
+    pull.acquaint()
+    prompts = (PROMPT, tuple(reversed(PROMPT)))
+    upstream = [pull.ask_prefill(prompt) for prompt in prompts]
+    pull.settle()
+    gone, found = (pull.ask_decode(one.answer, prompt) for one, prompt in zip(upstream, prompts, strict=True))
+    pull.until_posted(2)
+    pull.decode.abort(gone)
+    for _ in range(3):
+        pull.round()
+    pull.clock.advance(REPEAT_SECONDS + 1)
+    for _ in range(3):
+        pull.round()
+    (transfer,) = [one for one in pull.transfers if found in pull.wire.meant[one][0]]
+    is_quiet_once_removed(pull, transfer, found)
+
+
+@pytest.mark.parametrize("end", ["restarts", "vanishes and comes back"])
+def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: str) -> None:
+    """It is under way by one name, and its successor answers at the other one."""
+    own = pair.prefill.own
+    by_alias = {"remote_host": "alias"}
+    pair.cluster.listening["alias", own.port] = pair.prefill
+    pair.acquaint()
+    upstream = pair.ask_prefill((1, 2, 3, 4, 5, 6))
+    pair.settle()
+    assert upstream.answer is not None
+    other = pair.ask_decode({**upstream.answer, **by_alias}, (1, 2, 3, 4, 5, 6))
+    pair.settle()
+    assert is_right(other, 6)
+    if pair.cluster.pushes:
+        found = pair.ask_decode(pair.meet(transfer_id="t", **by_alias))
+        for _ in range(10):
+            pair.round()
+    else:
+        upstream = pair.ask_prefill()
+        pair.settle()
+        assert upstream.answer is not None
+        found = pair.ask_decode({**upstream.answer, **by_alias})
+        pair.until_posted()
+    if end == "restarts":
+        successor = pair.cluster.restart(pair.prefill)
+    else:
+        pair.cluster.vanish(pair.prefill)
+        pair.pass_time(20)
+        pair.cluster.listening.pop((own.host, own.port))
+        pair.cluster.alive.remove(pair.prefill)
+        successor = pair.cluster.engine("p", pair.prefill.kind)
+    pair.cluster.listening["alias", own.port] = successor
+    pair.pass_time(TIMEOUT_SECONDS + 30)
+    assert found.status is Status.STOPPED and not found.num_external
+    assert not pair.decode.quarantined and not pair.decode.handover._holds.num_blocks
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) -> None:
+    """A process of this host stands still that may write most of decode's pool: what does not fit in the rest fails,
+    what does goes on."""
+    pair = Pair(PUSH, kind(num_blocks=40), kind(num_blocks=20))
+    pair.cluster.sharing |= {"host-p", "host-d"}
+    large = tuple(range(1, 46))
+    found = pair.ask_decode(pair.meet(transfer_id="t"), large)
+    for _ in range(10):
+        pair.round()
+    pair.cluster.vanish(pair.prefill)
+    behind = [] if is_alone else [pair.ask_decode(None, (5, 6, 7)) for _ in range(2)]
+    pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert found.status is Status.WAITING and pair.decode.quarantined == 12 and pair.causes() == {"deadline": 1}
+    pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert found.status is Status.ERROR and pair.causes() == {"deadline": 1, "quarantine": 1}
+    assert [one.status for one in behind] == [Status.STOPPED] * len(behind)
+    plain = pair.ask_decode(None, (5, 6, 7))
+    pair.settle()
+    assert plain.status is Status.STOPPED and pair.decode.quarantined == 12
+    # When it ends the kernel says so, and when it goes on it does.
+    pair.cluster.kill(pair.prefill)
+    pair.pass_time(LOOK_SECONDS + 2 * DEAD_SECONDS + 5)
+    assert pair.decode.quarantined == 0
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["another host", "one host"])
+def test_one_that_stood_still_changes_no_byte_of_what_others_got_meanwhile(sharing: bool, push: Pair) -> None:
+    """R13: fenced where it can be, held where it cannot; the watch on every byte would see it (see `Cluster.allow`)."""
+    if sharing:
+        push.cluster.sharing |= {"host-p", "host-d"}
+    found = in_flight(push)
+    (write,) = push.transfers
+    push.cluster.vanish(push.prefill)
+    push.pass_time(TIMEOUT_SECONDS + UNHEARD_SECONDS + 2 * REPEAT_SECONDS)
+    assert found.status is Status.STOPPED and push.decode.quarantined == (5 if sharing else 0)
+    again = push.ask_decode(None, tuple(range(25, 43)))
+    push.settle()
+    assert again.status is Status.STOPPED
+    push.cluster.come_back(push.prefill)
+    if write in push.wire.pending:
+        push.wire.deliver(write)
+    push.pass_time(3 * REPEAT_SECONDS)
+    assert push.decode.quarantined == 0
+    assert is_right(push.hand_over(tuple(reversed(PROMPT))))
+    push.nothing_is_left()
+
+
+def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:
+    """vllm#50754: prefill tells decode, instead of leaving it to wait."""
+    pair.acquaint()
+    mover = pair.prefill if pair.cluster.pushes else pair.decode
+    mover.workers[0].agent.refuse_posts = True
+    found = pair.hand_over()
+    assert found.status is Status.STOPPED and pair.causes() == {"lost": 1}
+    mover.workers[0].agent.refuse_posts = False
+    assert is_right(pair.hand_over(tuple(reversed(PROMPT))))
+    pair.nothing_is_left()
+
+
+def test_another_agent_cannot_withdraw(push: Pair) -> None:
+    """Only the rank that registered may."""
+    push.acquaint()
+    found = push.ask_decode(push.meet())
+    push.decode.step()
+    push.turn()
+    (posted,) = push.messages(Registration)
+    registration = decode(posted.notification)
+    assert isinstance(registration, Registration)
+    push.settle()
+    stranger = push.cluster.engine("s")
+    agent = stranger.workers[0].agent
+    agent.add_peer(push.prefill.workers[0].agent.metadata())
+    agent.send(push.prefill.workers[0].agent_name, encode(Withdrawal(registration.attempt, registration.decode)))
+    push.settle()
+    assert found.status is Status.REMOTE
+    push.ask_prefill()
+    push.settle()
+    assert is_right(found) and not push.causes()
+
+
+def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
+    """Neither that everything is written nor that it has stopped."""
+    push.acquaint()
+    found = push.ask_decode(push.meet())
+    push.settle()
+    (attempt,) = push.decode.attempts.keys() & push.decode.handover._fetching._attempts.keys()
+    agent = push.cluster.engine("s").workers[0].agent
+    agent.add_peer(push.decode.workers[0].agent.metadata())
+    upstream = push.ask_prefill(name="cmpl-2-0")
+    while upstream.answer is None:
+        push.prefill.step()
+    made = convert({**upstream.answer["kvcached_nixl"], "groups": []}, Manifest)
+    for message in (Written(attempt, 0, 0, made), Stopped(attempt, 0, 9, "so what"), Stopped(attempt, 5, 9, "?")):
+        agent.send(push.decode.workers[0].agent_name, encode(message))
+    push.settle()
+    assert found.status is Status.REMOTE and push.dropped()["not a contributor"] == 3
+    push.ask_prefill()
+    push.settle()
+    assert is_right(found)
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ({"digest": "0" * 32}, "digest"),
+        ({"incarnation": "0" * 16}, "restarted"),
+        ({"request_id": "another"}, "protocol"),
+    ],
+)
+def test_what_prefill_says_that_it_has_written_is_compared(push: Pair, what: dict[str, Any], cause: str) -> None:
+    """With what decode wants; its bytes are there, and are not used."""
+    push.acquaint()
+    upstream = push.ask_prefill()
+    push.settle()
+    found = push.ask_decode(upstream.answer)
+    (write,) = push.until_posted()
+    said = decode(write.notification)
+    assert isinstance(said, Written) and said.manifest is not None
+    write.notification = encode(
+        Written(said.attempt, said.tp_rank, said.index, msgspec.structs.replace(said.manifest, **what))
+    )
+    push.settle()
+    assert found.status is Status.STOPPED and not found.num_external and push.causes() == {cause: 1}
+    push.nothing_is_left()
+
+
+def test_rubbish_costs_nothing(pair: Pair) -> None:
+    pair.acquaint()
+    agent = pair.cluster.engine("s").workers[0].agent
+    agent.add_peer(pair.prefill.workers[0].agent.metadata())
+    for notification in (b"", b"KVNX6:", b"KVNX6:" + b"\x91" * 2000, b"HB:\xff", b"req:1", b"\xff" * 100):
+        agent.send(pair.prefill.workers[0].agent_name, notification)
+    with Defects() as defects:
+        pair.settle()
+    assert not defects.found and pair.dropped()["malformed"] == 5
+    assert is_right(pair.hand_over())
+
+
+# --------------------------------------------------------------------------------- what others have made of it
+
+
+def changed(params: dict[str, Any], **what: Any) -> dict[str, Any]:
+    return {**params, **what}
+
+
+def manifest(params: dict[str, Any], **what: Any) -> dict[str, Any]:
+    return {**params, "kvcached_nixl": {**params["kvcached_nixl"], **what}}
+
+
+def other_blocks(params: dict[str, Any]) -> dict[str, Any]:
+    (group,) = params["kvcached_nixl"]["groups"]
+    return manifest(params, groups=[{**group, "block_ids": list(reversed(group["block_ids"]))}])
+
+
+WRONG: dict[str, tuple[Any, set[str]]] = {
+    "no manifest": (lambda p: changed(p, kvcached_nixl=None), {"no_manifest"}),
+    "both roles": (lambda p: changed(p, do_remote_decode=True), {"parameters"}),
+    "role only": (lambda p: {"do_remote_prefill": True}, {"parameters"}),
+    "role that is no boolean": (lambda p: changed(p, do_remote_prefill=1), {"parameters"}),
+    "no port": (lambda p: changed(p, remote_port=None), {"parameters"}),
+    "port of a million": (lambda p: changed(p, remote_port=10**6), {"parameters"}),
+    "tp_size of a billion": (lambda p: changed(p, tp_size=10**9), {"parameters"}),
+    "tp_size that is a lie": (lambda p: changed(p, tp_size=2), {"refused", "unreachable"}),
+    "tp_size that does not divide": (lambda p: changed(p, tp_size=3), {"refused", "unreachable"}),
+    "another engine's id": (lambda p: changed(p, remote_engine_id="q"), {"unreachable"}),
+    "a host that is decode's": (lambda p: changed(p, remote_host="host-d"), {"unreachable"}),
+    "a host that nobody has": (lambda p: changed(p, remote_host="nowhere"), {"unreachable"}),
+    "another protocol": (lambda p: manifest(p, protocol=3), {"parameters"}),
+    "another digest": (lambda p: manifest(p, digest="0" * 32), {"digest"}),
+    "another start": (lambda p: manifest(p, incarnation="0" * 16), {"restarted"}),
+    "a token more": (lambda p: manifest(p, num_tokens=19), {"digest"}),
+    "a token fewer": (lambda p: manifest(p, num_tokens=17), {"digest"}),
+    "a block fewer": (lambda p: manifest(p, groups=[{"first_token": 0, "block_ids": [1]}]), {"parameters"}),
+    "a block that there is not": (
+        lambda p: manifest(p, groups=[{"first_token": 0, "block_ids": [1, 2, 3, 4, 10**6]}]),
+        {"range", "none if prefill writes"},
+    ),
+    "the blocks in another order": (other_blocks, {"lease", "none if prefill writes"}),
+    "blocks of eight": (
+        lambda p: manifest(p, block_size=8, groups=[{"first_token": 0, "block_ids": [1, 2, 3]}]),
+        {"range", "none if prefill writes"},
+    ),
+    "no groups": (lambda p: manifest(p, groups=[]), {"range"}),
+    "context parallelism": (lambda p: manifest(p, context_parallel=[2, 1]), {"parameters"}),
+    "another request": (lambda p: manifest(p, request_id="cmpl-1-0-ffffffff"), {"lease"}),
+    "a manifest that is a list": (lambda p: changed(p, kvcached_nixl=[]), {"parameters"}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_wrong_parameters_cost_their_request(pair: Pair, case: str, recomputes: bool) -> None:
+    """No byte is used, the request ends as the policy says, the cause is counted, and both engines go on."""
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=recomputes))
+    pair.acquaint()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    change, causes = WRONG[case]
+    with Defects() as defects:
+        found = pair.ask_decode(change(upstream.answer))
+        pair.pass_time(TIMEOUT_SECONDS + 4)
+    assert not defects.found
+    if case == "no manifest" and pair.cluster.pushes:
+        # Decode may be asked at once with prefill; it has its KV by name and prompt.
+        causes = {"none if prefill writes"}
+    if "none if prefill writes" in causes and pair.cluster.pushes:
+        assert is_right(found) and not pair.causes()
+    else:
+        assert found.status is (Status.STOPPED if recomputes else Status.ERROR)
+        assert len(pair.causes()) == 1 and set(pair.causes()) <= causes
+    assert is_right(pair.hand_over(tuple(reversed(PROMPT))))
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "prompt", [(*PROMPT[:7], 0, *PROMPT[8:]), PROMPT[:10], (0, *PROMPT)], ids=["another token", "shorter", "longer"]
+)
+def test_another_prompt_than_prefill_s_is_not_given_its_kv(pair: Pair, prompt: tuple[int, ...]) -> None:
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer, prompt)
+    pair.settle()
+    assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"digest": 1}
+    pair.nothing_is_left()
+
+
+def test_wrong_parameters_for_prefill_cost_no_answer(pair: Pair) -> None:
+    """It is computed; decode cannot have it."""
+    for params in ({"do_remote_decode": "yes"}, {"do_remote_decode": True, "transfer_id": 3}):
+        upstream = pair.ask_prefill(params=params)
+        pair.settle()
+        assert upstream.status is Status.STOPPED and upstream.answer is None
+    assert pair.causes(pair.prefill) == {"parameters": 2}
+    pair.nothing_is_left()
+
+
+# ------------------------------------------------------------------------------------------------- names and children
+
+
+@pytest.mark.parametrize("order", ["decode first", "prefill first", "crossed"])
+@pytest.mark.parametrize("by", ["X-Request-Id", "transfer_id"])
+def test_two_prompts_under_one_name_get_their_own_kv(push: Pair, by: str, order: str) -> None:
+    """A name proposes, the digest decides: nobody is given another one's."""
+    prompts = [PROMPT, tuple(reversed(PROMPT))]
+    extra = {"transfer_id": "t"} if by == "transfer_id" else {}
+    found = []
+
+    def upstream() -> None:
+        for prompt in prompts:
+            push.ask_prefill(prompt, **extra)
+            push.settle()
+
+    def downstream() -> None:
+        for prompt in reversed(prompts) if order == "crossed" else prompts:
+            found.append(push.ask_decode(push.meet(**extra), prompt))
+            push.settle()
+
+    for ask in (upstream, downstream) if order == "prefill first" else (downstream, upstream):
+        ask()
+    assert [is_right(one) for one in found] == [True, True] and not push.causes()
+    push.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def test_a_name_may_be_used_again_when_its_request_was_served(push: Pair) -> None:
+    """Clients repeat ids, and decode may come first with the next request."""
+    push = Pair(PUSH, kind(caches_prefixes=False), kind(caches_prefixes=False))
+    for _ in range(3):
+        found = push.ask_decode(push.meet(transfer_id="t"))
+        push.settle()
+        push.ask_prefill(transfer_id="t")
+        push.settle()
+        assert is_right(found)
+    assert not push.causes()
+    push.nothing_is_left(LEASE_SECONDS + 10)
+
+
+def test_a_registration_for_another_prompt_under_a_name_that_prefill_has_does_not_wait_long(push: Pair) -> None:
+    push.ask_prefill(transfer_id="t")
+    push.settle()
+    found = push.ask_decode(push.meet(transfer_id="t"), tuple(reversed(PROMPT)))
+    push.pass_time(GRACE_SECONDS + 1)
+    assert found.status is Status.STOPPED and not found.num_external and push.causes() == {"deadline": 1}
+    push.nothing_is_left()
+
+
+def test_two_of_prefill_s_under_one_name_and_prompt_serve_two_of_decode_s(push: Pair) -> None:
+    """Whichever serves which: the bytes are the same."""
+    push = Pair(PUSH, None, kind(caches_prefixes=False))
+    found = [push.ask_decode(push.meet(transfer_id="t")) for _ in range(2)]
+    push.settle()
+    for _ in range(2):
+        push.ask_prefill(transfer_id="t")
+        push.settle()
+    assert [is_right(one) for one in found] == [True, True]
+    push.nothing_is_left(LEASE_SECONDS + 10)
+
+
+@pytest.mark.parametrize("children", [2, 3])
+def test_children_of_one_request_share_its_parameters(pair: Pair, children: int) -> None:
+    """``n`` > 1: each has its own hand-over, or computes; none of them hangs."""
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(caches_prefixes=False))
+    upstream = pair.ask_prefill()
+    pair.settle()
+    found = [pair.ask_decode(upstream.answer, name=f"{child}_cmpl-1-0") for child in range(children)]
+    pair.pass_time(GRACE_SECONDS + 1)
+    assert [one.status for one in found] == [Status.STOPPED] * children
+    assert any(one.num_external for one in found) and set(pair.causes()) <= {"lease"}
+    pair.nothing_is_left()
+
+
+# ---------------------------------------------------------------------------------- nothing runs for nothing
+
+
+def test_an_engine_that_only_keeps_blocks_sleeps_until_they_are_free(pair: Pair) -> None:
+    """vllm#45168; and it is woken when they are."""
+    pair.ask_prefill()
+    pair.settle()
+    assert pair.prefill.requests and not pair.prefill.has_requests
+    pair.clock.advance(LEASE_SECONDS + 1)
+    assert not pair.prefill.has_requests
+    pair.turn()
+    assert pair.prefill.has_requests
+    pair.settle()
+    assert not pair.prefill.requests
+
+
+def test_what_is_counted_is_told_though_nothing_is_computed(pair: Pair) -> None:
+    """The gauge of blocks in quarantine goes back to 0 on an engine that has nothing else to do."""
+    found = in_flight(pair)
+    pair.decode.abort(found)
+    for _ in range(6):
+        pair.round()
+    assert pair.decode.quarantined == 5
+    pair.pass_time(1)
+    assert pair.decode.quarantined == 0 and not pair.decode.has_requests
+
+
+# ----------------------------------------------------------------------------------------------------------- a slab
+
+SLOTS = (16, 4)
+"""Of which 8 may hold what nobody has asked for yet."""
+LONG = tuple(range(100, 160))
+"""15 blocks."""
+SIDES = [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)]
+
+
+@pytest.mark.parametrize("sides", SIDES, ids=["P", "D", "both"])
+@pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=["fits", "larger than the slab"])
+def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], prompt: tuple[int, ...]) -> None:
+    """Whoever of the two stages; and a request that no slab could hold goes through range by range."""
+    pair = Pair(pair.cluster.settings.transfer_mode, *(kind(slots=slots) for slots in sides))
+    found = pair.hand_over(prompt)
+    assert is_right(found, len(prompt))
+    assert pair.causes() == {}
+    pair.nothing_is_left()
+
+
+def test_a_pull_is_copied_out_while_prefill_computes() -> None:
+    """So that when it has answered, only the last step's blocks are to be copied before all of them are free."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill()
+    worker = pair.prefill.workers[0]
+    staged = []
+    while not upstream.status.is_finished:
+        pair.round()
+        worker.copy()
+        staged += [held.staged_token for held in worker.side.thread._registry._writer.source._parked.values()]
+    assert 0 < staged[-1] < len(PROMPT)
+    pair.settle()
+    assert not pair.prefill.handover.num_kept and upstream.answer is not None
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
+    """Its blocks are not held a second time: they may be anybody's while it goes on after its prompt."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill(max_tokens=8)
+    pair.prefill.step()
+    preempt(pair, upstream)
+    holds, worker = pair.prefill.handover._holds, pair.prefill.workers[0]
+    assert len(holds._held) == 1 and worker.copier is not None
+    while holds._held:
+        pair.round()
+        worker.copy()
+    while upstream.num_computed < len(PROMPT) + 2:
+        pair.round()
+    assert not worker.copier.asked
+    preempt(pair, upstream)
+    assert not holds._held
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left()
+
+
+def test_a_staged_pull_that_ends_early_in_its_second_blocks_is_not_copied_out_of_them() -> None:
+    """They are free at once; a copy out of its first blocks may still be under way."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill(max_tokens=8)
+    worker = pair.prefill.workers[0]
+    while not (worker.copier is not None and worker.copier.asked):
+        pair.round()
+    preempt(pair, upstream)
+    while upstream.num_computed < len(PROMPT) + 2:
+        pair.round()
+    pair.prefill.abort(upstream)
+    pair.round()
+    worker.copy()
+    pair.settle()
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["copied", "being copied"])
+def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -> None:
+    """It may have been preempted because the weights are others now."""
+    pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
+    upstream = pair.ask_prefill()
+    worker = pair.prefill.workers[0]
+    while not (worker.copier is not None and worker.copier.asked):
+        pair.round()
+    if not is_late:
+        worker.copy()
+        pair.round()
+    preempt(pair, upstream)
+    for _ in range(2):
+        pair.round()
+    source = worker.side.thread._registry._writer.source
+    assert not source._parked and not upstream.status.is_finished
+    worker.copy()
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["room", "full"])
+def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
+    """Whoever sends it, prefill's blocks come back and its engine lives (R10)."""
+    pair = Pair(PULL, kind(slots=SLOTS))
+    pair.acquaint()
+    upstream = pair.ask_prefill(LONG)
+    pair.settle()
+    worker = pair.prefill.workers[0]
+    staging = worker.staging
+    assert staging is not None and not worker.side.thread._registry._writer.source._parked, "it is larger than the slab"
+    taken = staging.slots.take(staging.slots.available(Use.SENDING), Use.SENDING) if is_full else []
+    found = pair.ask_decode(upstream.answer, LONG)
+    while not pair.messages(Registration):
+        pair.decode.step()
+        pair.turn()
+    (posted,) = pair.messages(Registration)
+    said = decode(posted.notification)
+    assert isinstance(said, Registration)
+    posted.notification = encode(msgspec.structs.replace(said, groups=(*said.groups, *said.groups)))
+    for _ in range(5):
+        pair.round()
+    if is_full:
+        staging.slots.give_back(taken, Use.SENDING)
+        staging._freed = True
+    pair.settle()
+    assert not is_right(found, len(LONG)) and pair.causes() == {"range": 1}
+    pair.nothing_is_left()
+
+
+def test_slots_are_copied_when_every_rank_has_written() -> None:
+    """A block has heads of both."""
+    pair = Pair(PUSH, kind(tp_size=2), kind(slots=SLOTS))
+    pair.acquaint()
+    pair.ask_prefill()
+    found = pair.ask_decode(pair.meet())
+    first, *_ = pair.until_posted(2)
+    pair.wire.deliver(first)
+    for _ in range(3):
+        pair.round()
+    assert not pair.decode.workers[0].copier.asked, "another rank has not written yet"
+    pair.settle()
+    assert is_right(found)
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("sides", [((0, 0), (0, 0)), *SIDES], ids=["none", "P", "D", "both"])
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tuple[int, int], ...]) -> None:
+    """Decode wants one token less than the digest is of; prefill says nothing of its tokens before it has them all."""
+    pair = Pair(mode, *(kind(slots=slots, drops_blocks=True, budget=4) for slots in sides))
+    assert is_right(pair.hand_over(), len(PROMPT) - 1)
+    assert pair.causes() == {}
+    if mode is PUSH:
+        found = pair.ask_decode(pair.meet(), LONG, name="cmpl-9-0")
+        pair.settle()
+        upstream = pair.ask_prefill(LONG, name="cmpl-9-0")
+        told = []
+        while not upstream.status.is_finished:
+            told.append(pair.prefill.workers[0].side.thread._registry._matcher.offers.get(upstream.request_id))
+            pair.round()
+        assert not any(offer.ready_tokens for offer in told if offer is not None and offer.manifest is None)
+        pair.settle()
+        assert is_right(found, len(LONG) - 1)
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("others", [PROMPT, LONG], ids=["fits", "larger than the slab"])
+def test_what_a_vanished_host_may_still_write_does_not_keep_others_out(pair: Pair, others: tuple[int, ...]) -> None:
+    """Its slots stay taken as its blocks do; there are slots for everybody else."""
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(num_blocks=200), kind(slots=SLOTS, num_blocks=200))
+    prefill = pair.prefill
+    upstreams = [pair.ask_prefill(tuple(range(begin, begin + 60)), name=f"cmpl-{begin}-0") for begin in (0, 70, 140)]
+    pair.settle()
+    for upstream in upstreams:
+        pair.ask_decode(upstream.answer, upstream.prompt, name=upstream.request_id[:-9])
+    pair.until_posted()
+    pair.cluster.vanish(prefill)
+    pair.pass_time(TIMEOUT_SECONDS + 1)
+    assert pair.decode.workers[0].staging.slots.used(Use.RECEIVING)
+    pair.prefill = pair.cluster.engine("q", kind(num_blocks=200))
+    assert is_right(pair.hand_over(others), len(others))
+    pair.cluster.come_back(prefill)
+    pair.cluster.kill(prefill)
+    pair.nothing_is_left()
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_slots_takes_none(pair: Pair) -> None:
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(num_blocks=200), kind(slots=(4, 1), num_blocks=200))
+    upstreams = [pair.ask_prefill(tuple(range(begin, begin + 60)), name=f"cmpl-{begin}-0") for begin in (0, 70)]
+    pair.settle()
+    found = [pair.ask_decode(one.answer, one.prompt, name=one.request_id[:-9]) for one in upstreams]
+    for _ in range(20):
+        pair.round()
+    (waiting,) = pair.decode.workers[0].staging._waiting.values()
+    assert len(waiting) == 2
+    pair.decode.abort(found[1])
+    for _ in range(3):
+        pair.round()
+    assert len(waiting) == 1
+    pair.settle()
+    assert is_right(found[0], 60) and found[1].status is Status.ABORTED
+    pair.nothing_is_left()
+
+
+def test_blocks_are_free_when_they_are_copied(pair: Pair) -> None:
+    """Long before decode comes; the lease then keeps slots."""
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(slots=SLOTS, caches_prefixes=False))
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pool, slots = pair.prefill.pool, pair.prefill.workers[0].staging.slots
+    assert len(pool.free) == pool.shape.num_blocks - 1 and slots.used(Use.PARKED) == 5
+    pair.ask_prefill((1, 2, 3, 4))
+    pair.settle()
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    assert is_right(found)
+    pair.pass_time(LEASE_SECONDS + 1)
+    assert not slots.used(Use.PARKED), "nobody came for the other one"
+    pair.nothing_is_left()
+
+
+def test_blocks_are_not_free_while_they_are_copied() -> None:
+    pull = Pair(PULL, kind(slots=SLOTS))
+    upstream = pull.ask_prefill()
+    for _ in range(12):
+        pull.round()
+    copier = pull.prefill.workers[0].copier
+    assert upstream.status.is_finished and len(copier.asked) == 1
+    assert any(pull.prefill.pool.holders), "its copy has not begun"
+    copier.run()
+    pull.settle()
+    assert not any(pull.prefill.pool.holders)
+    pull.pass_time(LEASE_SECONDS + 1)
+    pull.nothing_is_left()
+
+
+def test_a_full_slab_makes_requests_wait_and_fail_none(pair: Pair) -> None:
+    pair = Pair(
+        pair.cluster.settings.transfer_mode,
+        kind(slots=SLOTS, caches_prefixes=False, num_blocks=100),
+        kind(slots=SLOTS, caches_prefixes=False, num_blocks=100),
+    )
+    prompts = [tuple(range(begin, begin + 22)) for begin in range(0, 200, 25)]
+    upstreams = [pair.ask_prefill(prompt, name=f"cmpl-{at}-0") for at, prompt in enumerate(prompts)]
+    pair.settle()
+    found = [
+        pair.ask_decode(upstream.answer, prompt, name=f"cmpl-{at}-0")
+        for at, (upstream, prompt) in enumerate(zip(upstreams, prompts, strict=True))
+    ]
+    pair.settle()
+    assert all(is_right(one, 22) for one in found)
+    assert pair.causes() == {}
+    pair.nothing_is_left()
+
+
+def test_two_engines_whose_slabs_are_full_serve_each_other(pair: Pair) -> None:
+    """What nobody has asked for yet never takes the last slots: each would wait for the other's until a lease ends."""
+    mode = pair.cluster.settings.transfer_mode
+    pair = Pair(mode, *(kind(slots=SLOTS, caches_prefixes=False, num_blocks=100) for _ in range(2)))
+    engines = pair.prefill, pair.decode
+    prompts = [tuple(range(begin, begin + 16)) for begin in range(0, 80, 16)]
+    upstreams = {
+        (engine, at): pair.ask_prefill(prompt, name=f"cmpl-{engine.own.engine_id}{at}-0", engine=engine)
+        for engine in engines
+        for at, prompt in enumerate(prompts)
+    }
+    pair.settle()
+    found = [
+        pair.ask_decode(
+            upstream.answer,
+            prompts[at],
+            name=f"cmpl-{engine.own.engine_id}{at}-0",
+            engine=engines[engine is pair.prefill],
+        )
+        for (engine, at), upstream in upstreams.items()
+    ]
+    pair.settle()
+    assert all(is_right(one, 16) for one in found)
+    pair.nothing_is_left()
+
+
+def test_a_copy_that_fails_costs_its_request(pair: Pair) -> None:
+    """What prefill could not copy is copied again for whoever asks; what decode could not is computed."""
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(slots=SLOTS), kind(slots=SLOTS))
+    pair.acquaint()
+    pair.prefill.workers[0].copier.fails = 1
+    assert pair.hand_over().num_external == len(PROMPT)
+    pair.decode.workers[0].copier.fails = 1
+    found = pair.hand_over(tuple(range(60, 80)))
+    assert is_right(found, 0)
+    assert pair.causes() == {"defect": 1}
+    pair.nothing_is_left()
