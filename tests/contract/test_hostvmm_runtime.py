@@ -57,7 +57,7 @@ class Script:
     """A process with a client, driven line by line."""
 
     def __init__(self, library: Path, code: str) -> None:
-        preamble = PREAMBLE.format(root=str(ROOT), here=str(FOLDER), library=str(library))
+        preamble = PREAMBLE.format(root=str(ROOT), here=str(FOLDER.parent), library=str(library))
         self.process = subprocess.Popen(
             [sys.executable, "-c", preamble + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -70,7 +70,7 @@ def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Ite
             "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": direction},
         }
-        shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "shelf_connector", "kv_role": "kv_both"}
+        shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "support.shelf_connector", "kv_role": "kv_both"}
         return make(filling, RESERVED, policy="recompute", connectors=[nixl, shelf], **options)
 
     for told in (Shelf.promises, Shelf.broken, Shelf.saves, Shelf.saved):
