@@ -140,7 +140,7 @@ def _host_memory() -> Activation | None:
 
 
 def _clear_left() -> None:
-    from kvcached_nixl.compat.engine_name import clear_left
+    from kvcached_nixl.compat.actions.engine_name import clear_left
 
     clear_left()
 

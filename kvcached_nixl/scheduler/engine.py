@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of vLLM's scheduler; ``compat.engine`` answers. No torch, no vLLM."""
+"""What is asked of vLLM's scheduler; ``compat.actions.engine`` answers. No torch, no vLLM."""
 
 from __future__ import annotations
 

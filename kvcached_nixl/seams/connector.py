@@ -15,8 +15,8 @@ from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
+from kvcached_nixl.compat.actions.engine import blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.attached_state import attach, attach_step, begin_step, side_of, step_of
-from kvcached_nixl.compat.engine import blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
 from kvcached_nixl.compat.nixl_worker import WorkerView, transfer_results
 from kvcached_nixl.compat.series import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.compat.frontend import let_fail, numbers_media, require_readable
+from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
 from kvcached_nixl.compat.locate import INPUT_PROCESSOR, MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER

@@ -2,7 +2,7 @@
 """Where an engine gets a kvcached name of its own, where its workers learn it, and where it is given up.
 
 Runs in: the engine core and every worker process; with any connector and with none. Logic lives in
-``kvcached_nixl.compat.engine_name`` and ``kvcached_nixl.naming``.
+``kvcached_nixl.compat.actions.engine_name`` and ``kvcached_nixl.naming``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.compat.engine_name import give_up_name, join_engine, own_engine, withdraw_name
+from kvcached_nixl.compat.actions.engine_name import give_up_name, join_engine, own_engine, withdraw_name
 from kvcached_nixl.compat.locate import EXECUTOR, KVCACHED_INTERFACES, WORKER_BASE
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER

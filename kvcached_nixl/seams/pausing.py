@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.compat.engine import bound_sides
-from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
-from kvcached_nixl.compat.pausing import (
+from kvcached_nixl.compat.actions.engine import bound_sides
+from kvcached_nixl.compat.actions.pausing import (
     cleared,
     ends_at_once,
     go_on_unless_paused,
@@ -19,6 +18,7 @@ from kvcached_nixl.compat.pausing import (
     tell_who_waits,
     wait_until_due,
 )
+from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.prefill_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER

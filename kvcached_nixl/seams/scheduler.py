@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
-from kvcached_nixl.compat.attached_state import sides
-from kvcached_nixl.compat.engine import (
+from kvcached_nixl.compat.actions.engine import (
     bound_sides,
     let_load_fail,
     remember,
@@ -22,9 +20,11 @@ from kvcached_nixl.compat.engine import (
     with_reports,
     with_told,
 )
+from kvcached_nixl.compat.actions.pausing import drains
+from kvcached_nixl.compat.actions.resting import note_step, rest
+from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
+from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
-from kvcached_nixl.compat.pausing import drains
-from kvcached_nixl.compat.resting import note_step, rest
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING

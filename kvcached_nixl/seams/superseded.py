@@ -6,8 +6,8 @@ Runs in: every process, while vLLM is being imported.
 
 from __future__ import annotations
 
+from kvcached_nixl.compat.actions.superseded import take_off
 from kvcached_nixl.compat.locate import KVCACHED_PATCH
-from kvcached_nixl.compat.superseded import take_off
 from kvcached_nixl.patching import Call, Patch
 
 __all__ = ["patch_connector"]

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType, UtilityOutput
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvcached_nixl.compat import pausing as compat_pausing
+from kvcached_nixl.compat.actions import pausing as compat_pausing
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import pausing

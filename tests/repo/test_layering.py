@@ -41,6 +41,7 @@ PLANTED = {
     "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import write_gates",
     "worker/geometry/descriptors.py": "from kvcached_nixl.worker.transfer.topology import Routes",
     "activation/import_hooks.py": "from kvcached_nixl.activation.bootstrap import install",
+    "compat/requests.py": "from kvcached_nixl.compat.actions.engine import with_ended",
 }
 
 

@@ -50,6 +50,9 @@ ROOMS: dict[str, set[str]] = {
 }
 """Room (or module) within such a folder -> what else of the folder it may import. What is not here may import all."""
 
+READS_ONLY = {"compat": "actions"}
+"""Folder -> the room that its modules outside of rooms may not import: they read vLLM, and the room acts on it."""
+
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("compat", "seams", "hostvmm"),
     "kvcached": ("compat", "seams", "hostvmm", "proof"),
@@ -153,5 +156,7 @@ def _allowed(file: Path, name: str) -> bool:
     dotted = ".".join(rest)
     if rest[0] != here:
         return any(dotted == m or dotted.startswith(m + ".") for m in MAY_IMPORT[here])
+    if len(file.parts) == 2 and rest[1:2] == [READS_ONLY.get(here)]:
+        return False
     room = next((room for room in ROOMS if file.as_posix() == room or file.is_relative_to(room)), None)
     return room is None or len(rest) < 2 or rest[1] == PurePosixPath(room).name or rest[1] in ROOMS[room]

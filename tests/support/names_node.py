@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvcached_nixl.compat import engine_name
+from kvcached_nixl.compat.actions import engine_name
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.hostvmm import activate, device_info
 

@@ -135,7 +135,7 @@ def test_a_fixture_that_is_older_than_a_patch_or_a_read_says_so(shape: dict[str,
 
 
 def trees(*folders: str) -> Iterator[ast.AST]:
-    for path in (path for folder in folders for path in (PACKAGE / folder).glob("*.py") if path.stem != "reads"):
+    for path in (path for folder in folders for path in (PACKAGE / folder).rglob("*.py") if path.stem != "reads"):
         yield from ast.walk(ast.parse(path.read_text()))
 
 

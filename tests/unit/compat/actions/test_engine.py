@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.engine` against stand-ins for vLLM's scheduler, its requests and its loop."""
+"""`kvcached_nixl.compat.actions.engine` against stand-ins for vLLM's scheduler, its requests and its loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from support.engine_fakes import TOKENS
 
-from kvcached_nixl.compat.attached_state import attach
-from kvcached_nixl.compat.engine import (
+from kvcached_nixl.compat.actions.engine import (
     EngineBlocks,
     blocks_of,
     bound_sides,
@@ -23,6 +22,7 @@ from kvcached_nixl.compat.engine import (
     with_reports,
     with_told,
 )
+from kvcached_nixl.compat.attached_state import attach
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.wire.step import Reports
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from kvcached_nixl.compat.actions.engine import due_in_seconds, queued, reports_of, wait_for_input, wants_blocks
 from kvcached_nixl.compat.attached_state import side_of, sides
-from kvcached_nixl.compat.engine import due_in_seconds, queued, reports_of, wait_for_input, wants_blocks
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.step import Reports
 

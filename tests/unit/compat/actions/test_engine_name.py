@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.engine_name` over modules with kvcached's constants: who has which name, and who is refused."""
+"""`compat.actions.engine_name` over modules with kvcached's constants: who has which name, and who is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat import engine_name
+from kvcached_nixl.compat.actions import engine_name
 from kvcached_nixl.errors import ContractChanged, NameRefused
 
 LOGGER = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.pausing`: an engine outlives a cache that it cannot clear, and whoever asked hears of it."""
+"""`compat.actions.pausing`: an engine outlives a cache that it cannot clear, and whoever asked hears of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat.pausing import tell_who_waits
+from kvcached_nixl.compat.actions.pausing import tell_who_waits
 from kvcached_nixl.errors import ContractChanged
 
 logger = logging.getLogger(__name__)

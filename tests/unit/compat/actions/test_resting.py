@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat import resting
+from kvcached_nixl.compat.actions import resting
+from kvcached_nixl.compat.actions.engine import wake_of
+from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.attached_state import attach
-from kvcached_nixl.compat.engine import wake_of
-from kvcached_nixl.compat.resting import note_step, rest
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.wire.step import Reports
 

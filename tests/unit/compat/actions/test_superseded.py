@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.superseded`: kvcached's own patch comes off exactly, or a refusal says why not."""
+"""`kvcached_nixl.compat.actions.superseded`: kvcached's own patch comes off exactly, or a refusal says why not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvcached_nixl.compat.actions.superseded import take_off
 from kvcached_nixl.compat.names import KV_TRANSFER
-from kvcached_nixl.compat.superseded import take_off
 from kvcached_nixl.errors import ContractChanged
 
 V1 = f"{KV_TRANSFER}.v1"

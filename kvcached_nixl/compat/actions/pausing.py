@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from kvcached_nixl.compat.actions.engine import bound_sides, core_of, due_in_seconds, wait_for_input, wake_of
 from kvcached_nixl.compat.attached_state import sides
-from kvcached_nixl.compat.engine import bound_sides, core_of, due_in_seconds, wait_for_input, wake_of
 from kvcached_nixl.compat.private import private
 
 __all__ = ["cleared", "drains", "ends_at_once", "go_on_unless_paused", "held_back", "tell_who_waits", "wait_until_due"]
