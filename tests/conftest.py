@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all tiers."""
+"""Fixtures and settings of all tiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytest.register_assert_rewrite("support")
 
-# A time on the wall says nothing of code on a busy machine.
+# On a busy machine wall-clock time says nothing about the code, so no example has a deadline.
 hypothesis.settings.register_profile(
     "default without deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("default without deadline")
 
 @pytest.fixture
 def make_module(request: pytest.FixtureRequest) -> Iterator[Callable[..., types.ModuleType]]:
-    """Put modules made from source text into ``sys.modules`` for one test: ``make_module("name", source)``."""
+    """Creates modules from source text in ``sys.modules`` for one test: ``make_module("name", source)``."""
     made: list[str] = []
 
     def make(name: str, source: str = "") -> types.ModuleType:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests run with which vLLM, for tests/run.sh. A job a line.
+"""Decide which tests tests/run.sh runs with which vLLM, and print one job per line.
 
-A job is a tier, or a file of the slowest tier, with one vLLM; brief (all but what is marked ``long``) or whole.
+A job is a tier, or one file of the slowest tier (e2e), with one vLLM. Its size is "brief" (without the tests marked
+``long``) or "whole".
 
-    newcomer   every tier with one vLLM and one Python, brief where it takes long: within 15 minutes
+    newcomer   every tier with one vLLM and one Python, brief where a brief form exists: within 15 minutes
     all        every job
-    turn       what CI runs: each time the tiers that need no vLLM, and in brief each vLLM that servers are tested with;
-               of the others as many as fit, from the one on whose turn it is: the number of the commit says which
+    turn       what CI runs. Each turn has lint, unit, flow, repo, install and gpu, and contract and equivalence in brief
+               with each vLLM that servers are tested with. Then it adds as many of the other jobs as fit; the number of
+               the commit says with which one that begins.
 
-A line is "JOB VLLM brief|whole". What a turn leaves out follows, each line after a "#".
+A line is "JOB VLLM brief|whole". The jobs that a turn leaves out follow, one per line, each after a "#".
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from kvcached_nixl.compat.series import ROWS, Evidence
 
 TIERS = ("lint", "unit", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")
 ONCE = ("lint", "unit", "flow", "repo")
-"""They say nothing of a vLLM."""
+"""Tiers that do not depend on the vLLM, and so run once."""
 SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
 NEWEST = SERVED[-1]
-"""What is run with one vLLM is run with this one."""
+"""The vLLM of every run that uses only one."""
 BUDGET_MINUTES = 58.0
 
-# Of a job on two cores: brief and whole; None where there is no brief one.
+# Minutes of a job on two cores: (brief, whole). None if the job has no brief form.
 MINUTES: dict[str, tuple[float | None, float]] = {
     "lint": (None, 1.0),
     "unit": (None, 1.3),
@@ -76,9 +78,9 @@ class Job:
 
 
 def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
-    """The jobs of a tier; those that have no brief form are whole."""
+    """Returns the jobs of a tier. Jobs that have no brief form are whole."""
     if tier == "equivalence" and accepted(vllm) == ("V2",):
-        # Without a GPU its kernels are interpreted: a whole comparison takes as long as two others.
+        # Without a GPU the kernels of model runner V2 are interpreted: a whole comparison takes twice as long.
         return [Job("equivalence/V2", vllm, "brief")]
     return [
         Job(what, vllm, "whole" if brief is None else size)
@@ -88,7 +90,7 @@ def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
 
 
 def newcomer(vllm: str) -> list[Job]:
-    """Every tier with one vLLM, no other Python; of real servers the refused ones, and both directions' bytes."""
+    """Every tier except pythons, with one vLLM. Of e2e only test_refusals.py; equivalence covers both directions."""
     tiers = (*ONCE, "install", "gpu", "contract", *_with_servers(vllm))
     chosen = [job for tier in tiers for job in jobs(tier, vllm, "brief")]
     left_out = {what for what in MINUTES if what.startswith("e2e/")} - {"e2e/test_refusals.py"}
@@ -98,14 +100,14 @@ def newcomer(vllm: str) -> list[Job]:
 
 
 def _with_servers(vllm: str) -> list[str]:
-    """The tiers of real servers in which this vLLM serves with kvcached on a machine without a GPU."""
+    """Returns the tiers with real servers that this vLLM can run with kvcached on a machine without a GPU."""
     (row,) = [row for row in ROWS if row.tested == vllm]
     served = ["e2e"] if Evidence.E2E in row.evidence else []
     return [*served, "equivalence"] if row.shape.serves_on_cpu else served
 
 
 def everything() -> list[Job]:
-    """Each tier with every vLLM that it says something of."""
+    """Every tier with every vLLM whose result can differ."""
     found = [job for tier in ONCE for job in jobs(tier, NEWEST)]
     for row in ROWS:
         tiers = ("install", "contract", *_with_servers(row.tested))
@@ -114,7 +116,7 @@ def everything() -> list[Job]:
 
 
 def turn(number: int) -> list[Job]:
-    """What is run each time, and of the rest what fits into `BUDGET_MINUTES`, another one first with each number."""
+    """The jobs of every turn, then those of the rest that fit into `BUDGET_MINUTES`; ``number`` says which is first."""
     found = [job for tier in (*ONCE, "install") for job in jobs(tier, NEWEST)]
     for vllm in SERVED:
         found += [Job("contract", vllm, "brief"), Job("equivalence", vllm, "brief")]
@@ -130,16 +132,16 @@ def turn(number: int) -> list[Job]:
 
 
 def minutes(chosen: Iterable[Job]) -> float:
-    """Of all of them on two cores, with the environments that they need."""
+    """Minutes that all of ``chosen`` take on two cores, including the set-up of their environments."""
     chosen = list(chosen)
     return sum(job.minutes for job in chosen) + ENVIRONMENT_MINUTES * len({job.vllm for job in chosen})
 
 
 def named(tiers: Sequence[str], versions: Sequence[str]) -> list[Job]:
-    """These tiers whole, with each of ``versions``; what needs no vLLM runs once.
+    """Returns these tiers in full with each of ``versions``. Tiers that need no vLLM run once.
 
     Raises:
-        ValueError: there is no such tier.
+        ValueError: a tier does not exist.
     """
     if unknown := [tier for tier in tiers if tier not in TIERS]:
         raise ValueError(f"found the tier {unknown[0]!r}; expected one of: {', '.join(TIERS)}. Nothing was run.")
@@ -152,9 +154,9 @@ def named(tiers: Sequence[str], versions: Sequence[str]) -> list[Job]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", nargs="+", metavar="newcomer|all|turn|TIER", help="see above; TIER...: these, whole")
-    parser.add_argument("--vllm", metavar="VERSION", action="append", help=f"of a newcomer or of tiers ({NEWEST})")
-    parser.add_argument("--number", type=int, default=0, help="of the commit, for a turn (%(default)s)")
+    parser.add_argument("plan", nargs="+", metavar="newcomer|all|turn|TIER", help="see above; TIER...: these in full")
+    parser.add_argument("--vllm", metavar="VERSION", action="append", help=f"vLLM of newcomer or TIER ({NEWEST})")
+    parser.add_argument("--number", type=int, default=0, help="number of the commit, for turn (%(default)s)")
     options = parser.parse_args(arguments)
     versions = options.vllm or [NEWEST]
     plans: dict[str, Callable[[], list[Job]]] = {

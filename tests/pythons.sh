@@ -6,19 +6,20 @@ usage() {
     cat <<'END'
 usage: bash tests/pythons.sh [--torch] [PYTHON|lowest...]       (default: 3.10 3.12 3.13 3.14 lowest)
 
-Runs what needs no vLLM on other Pythons than the 3.11 of experiments/env.sh.
+Runs the tests that need no vLLM on Pythons other than the 3.11 of experiments/env.sh.
 
-  3.10, 3.12, 3.13, 3.14   .venvs/python-VERSION: this package's wheel and the newest of what it requires; unit, install
-  lowest                   .venvs/lowest, on the oldest of these that is there: the lower bound of each requirement in
-                           pyproject.toml; unit, install, and the router's tests of flow
+  3.10, 3.12, 3.13, 3.14   .venvs/python-VERSION: this package's wheel and the newest versions of its requirements;
+                           tiers unit and install
+  lowest                   .venvs/lowest, on the oldest supported Python that is installed: the lower bound of each
+                           requirement in pyproject.toml; tiers unit and install, and the router's tests of flow
 
-A Python is one that runs as python3.X, or a version of pyenv. Those that this machine has not are named at the end.
+A Python is found as python3.X on PATH, or as a version of pyenv. Versions that were not found are listed at the end.
 Without --torch the half of unit that needs torch is skipped. With it, torch is installed for each Python: 1 GB to
 download for each and 3 GB for all, 5 GB of disk for each.
 
-Everything is pinned with hashes in experiments/locks/: pythons.txt, pythons-torch.txt, lowest.txt.
-needs: Linux on x86-64, one run of experiments/env.sh (for uv).
-exit status: 0 all that could run passed; 1 a test failed; 2 the set-up failed, or there was nothing to run with.
+Every version is pinned with hashes in experiments/locks/: pythons.txt, pythons-torch.txt, lowest.txt.
+needs: Linux on x86-64, one run of experiments/env.sh (it installs uv).
+exit status: 0 every run passed; 1 a test failed; 2 the set-up failed, or no Python was found.
 END
 }
 
@@ -44,18 +45,21 @@ for argument in "$@"; do
     esac
 done
 [[ ${#wanted[@]} -gt 0 ]] || wanted=(3.10 3.12 3.13 3.14 lowest)
-[[ -x $uv ]] || { echo "tests/pythons.sh: found no $uv; run experiments/env.sh once, it makes that." >&2; exit 2; }
+[[ -x $uv ]] || {
+    echo "tests/pythons.sh: found no $uv. Nothing was run. Run experiments/env.sh once; it installs uv." >&2
+    exit 2
+}
 
 find_python() { # VERSION -> its path
     local candidate
-    # A shim of pyenv lies on PATH for each version, and does not run for those that are not selected.
+    # pyenv puts a shim for each version on PATH, and the shim of a version that is not selected fails.
     for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/"python$1"; do
         "$candidate" -c 'import sys; print(sys.executable)' 2>/dev/null && return
     done
     return 1
 }
 
-make() { # NAME BASE LOCK...: an environment with the wheel and what LOCKs pin -> sets $venv
+make() { # NAME BASE LOCK...: create an environment with the wheel and the packages that LOCKs pin -> sets $venv
     local name=$1 base=$2 wheel stamp
     shift 2
     venv=$root/.venvs/$name
@@ -82,7 +86,7 @@ run() { # NAME BASE TESTS LOCK...
     local name=$1 base=$2 tests=$3
     shift 3
     printf '\n=== %s (%s)\n' "$name" "$("$base" -V)"
-    make "$name" "$base" "$@" || { echo "tests/pythons.sh: $root/.venvs/$name could not be made" >&2; exit 2; }
+    make "$name" "$base" "$@" || { echo "tests/pythons.sh: $root/.venvs/$name could not be created" >&2; exit 2; }
     local begun=$SECONDS
     read -r -a tests <<<"$tests"
     if "$venv/bin/python" -m pytest -q --junitxml="$reports/$name.xml" "${tests[@]}"; then
@@ -101,14 +105,14 @@ for one in "${wanted[@]}"; do
     fi
     base=
     for version in "${supported[@]}"; do base=$(find_python "$version") && break; done
-    [[ -n $base ]] || { missing+=("any Python for the lower bounds"); continue; }
+    [[ -n $base ]] || { missing+=("any supported Python, for the lower bounds"); continue; }
     routers=$(echo tests/flow/test_router*.py tests/flow/test_fuzzed_router.py)
     run lowest "$base" "tests/unit tests/install $routers" "$locks/lowest.txt"
 done
 
 printf '\n'
 [[ ${#ran[@]} -eq 0 ]] || printf 'passed: %s\n' "${ran[@]}"
-[[ ${#missing[@]} -eq 0 ]] || printf 'not on this machine, not run: %s\n' "${missing[@]}"
+[[ ${#missing[@]} -eq 0 ]] || printf 'not run, not found on this machine: %s\n' "${missing[@]}"
 [[ ${#failed[@]} -eq 0 ]] || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }
-[[ ${#ran[@]} -gt 0 ]] || { echo "tests/pythons.sh: nothing was run" >&2; exit 2; }
+[[ ${#ran[@]} -gt 0 ]] || { echo "tests/pythons.sh: no Python was found. Nothing was run." >&2; exit 2; }
 "$venv/bin/python" tests/totals.py "$reports"

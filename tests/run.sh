@@ -4,28 +4,29 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: bash tests/run.sh              of every tier what does not take long, one vLLM, both directions: 15 minutes
-       bash tests/run.sh --all        everything, with every supported vLLM: hours
-       bash tests/run.sh --turn [N]   what CI runs for the N-th commit: the tiers that need no vLLM, each vLLM that servers
-                                      are tested with in brief, and of the rest as much as fits into an hour
-       bash tests/run.sh TIER...      these tiers, whole, with one vLLM
+usage: bash tests/run.sh              the fast subset of every tier, one vLLM, both transfer directions: 15 minutes
+       bash tests/run.sh --all        every test with every supported vLLM: hours
+       bash tests/run.sh --turn [N]   what CI runs for the N-th commit: the tiers that need no vLLM, the fast subset of
+                                      contract and equivalence with each vLLM that servers are tested with, and as many
+                                      of the other tests as fit into an hour, chosen by N
+       bash tests/run.sh TIER...      these tiers in full, with one vLLM
 
-Sets up what it needs (experiments/env.sh says how much disk that takes before it downloads).
+Creates the environments that it needs. Before it downloads, experiments/env.sh prints how much disk they take.
 
   lint         ruff and mypy
-  unit         one module at a time, nothing else needed
+  unit         one module at a time; needs nothing else
   flow         whole requests in one process, with injected faults
-  repo         the repository about itself: layering, tables in the README
-  install      every door and order of activation, each in a process of its own
-  gpu          what only a GPU can show; skipped with its reason elsewhere
-  pythons      what needs no vLLM on Python 3.10, 3.12 and 3.13, and on the lowest versions of what it requires
-  contract     what is assumed of vLLM, kvcached and NIXL; real NIXL agents
+  repo         checks of the repository itself: imports between packages, tables in the README
+  install      every way and order of activating the package, each in a separate process
+  gpu          tests that need a GPU; skipped with a reason elsewhere
+  pythons      tests that need no vLLM, on Python 3.10, 3.12, 3.13 and 3.14 and with the lowest supported dependencies
+  contract     what the package assumes about vLLM, kvcached and NIXL; uses real NIXL agents
   e2e          real servers
   equivalence  real servers, the quick byte-equivalence run
 
-KVCACHED_NIXL_VLLM="0.19.1 0.28.0" chooses the vLLM, or several for tiers that are named; else it is the newest that all of
-them were run with. --all and --turn choose by themselves.
-exit status: 0 all passed; 1 a test failed; 2 the set-up failed
+KVCACHED_NIXL_VLLM="0.28.0" chooses the vLLM. With TIER it may list several: "0.19.1 0.28.0". The default is the newest
+vLLM that every tier was run with. --all and --turn ignore it.
+exit status: 0 all tests passed; 1 a test failed; 2 the set-up failed
 END
 }
 
@@ -37,14 +38,17 @@ case ${1:-} in
 --all) planned=$(plan all) ;;
 --turn)
     number=${2:-$(git rev-list --count HEAD)}
-    # Of a shallow clone every commit would be the first.
+    # In a shallow clone rev-list counts too few commits, so every commit would get the same turn.
     if [[ -z ${2:-} && $(git rev-parse --is-shallow-repository) == true ]]; then
         number=$((16#$(git rev-parse HEAD | cut -c1-7)))
     fi
     echo "turn $number"
     planned=$(plan turn --number "$number")
     ;;
--*) echo "tests/run.sh: found '$1'; expected --all, --turn or tiers. Nothing was run; --help explains." >&2; exit 2 ;;
+-*)
+    echo "tests/run.sh: found '$1'; expected --all, --turn or names of tiers. Nothing was run. See --help." >&2
+    exit 2
+    ;;
 *) planned=$(plan "${@:-newcomer}" "${versions[@]/#/--vllm=}") ;;
 esac
 
@@ -52,7 +56,7 @@ declare -A environments=()
 environment() { # VERSION -> sets $venv
     if [[ -z ${environments[$1]:-} ]]; then
         environments[$1]=$(bash experiments/env.sh "$1" | tail -n 1) || {
-            echo "tests/run.sh: experiments/env.sh $1 failed; its message above says what to do." >&2
+            echo "tests/run.sh: experiments/env.sh $1 failed. Nothing was run with it. See its message above." >&2
             exit 2
         }
     fi
@@ -94,13 +98,13 @@ while read -r -u 3 what version size; do
         ;;
     equivalence/V2)
         arms=(--quick --arm "runner V2")
-        [[ $size == whole ]] || arms=(--brief) # every server has that runner
+        [[ $size == whole ]] || arms=(--brief) # with such a vLLM every server uses model runner V2
         run "$name" bash experiments/byte_equivalence/run.sh "${arms[@]}" --vllm "$version"
         ;;
     *)
         options=(-q --junitxml="$reports/${what//\//-}-$version.xml")
         [[ $size == whole ]] || options+=(-m "not long")
-        # A warning of ours is an error; tiers that import vLLM, torch and NIXL cannot answer for theirs.
+        # A warning fails the test, except in the tiers that import vLLM, torch and NIXL, which warn by themselves.
         [[ ! $what =~ ^(contract|e2e|gpu) ]] || options+=(-W default)
         ran_pytest=1
         run "$name" "$venv/bin/python" -m pytest "${options[@]}" "tests/$what"
@@ -109,12 +113,12 @@ while read -r -u 3 what version size; do
 done 3<<<"$planned"
 
 printf '\n'
-[[ $# -gt 0 ]] || echo "left out: what takes long, most of e2e, other vLLM, other Pythons (--all)"
+[[ $# -gt 0 ]] || echo "not run: slow tests, most of e2e, other vLLM versions, other Pythons (--all runs them)"
 if grep -q '^#' <<<"$planned"; then
-    echo "not run this time:"
+    echo "not run in this turn:"
     sed -n 's/^#/   /p' <<<"$planned"
 fi
-# A tier may be skipped as a whole (gpu); a run in which everything was skipped has shown nothing.
+# One tier may be skipped completely (gpu), but a run in which every test was skipped must not pass.
 if [[ $ran_pytest -eq 1 ]]; then
     "$venv/bin/python" tests/totals.py "$reports" || [[ "$*" == gpu ]] || failed+=("no test was run")
 fi

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add up what several runs of pytest say: ``python tests/totals.py FOLDER`` reads each JUnit file in it.
+"""Add up the results of several pytest runs: ``python tests/totals.py FOLDER`` reads each JUnit file in the folder.
 
-Prints one line in pytest's own words, so that a reader of the end of a long log sees how much was run.
+Prints one line in the format of pytest's own last line, so that the end of a long log says how many tests were run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from xml.etree import ElementTree
 
 
 def total(folder: Path) -> str:
-    """The line. Raises ValueError if not a single test was run: then nothing was shown."""
+    """Returns the line.
+
+    Raises:
+        ValueError: no test was run, so the run must not count as passed.
+    """
     counts: Counter[str] = Counter()
     seconds = 0.0
     for file in sorted(folder.glob("*.xml")):
