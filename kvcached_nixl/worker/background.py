@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on the KV cache's memory, off the engine's thread and off the transfer thread. A thread of its own.
+"""A background thread for slow work, such as reading or copying KV memory, off the engine's and the transfer thread.
 
-The thread selects the device before anything else. Pieces are done in the order in which they were asked for; on an
-accelerator in a stream of the thread's own, whose end is waited for; on a CPU it is torch that works, which lets go of
-Python's lock.
+The thread selects its device first. Work is done in the order in which it was submitted: on an accelerator in a stream
+of this thread, which is synchronized after each piece; on a CPU by torch, which releases Python's lock.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, eq=False)
 class Work(Generic[Result]):
     """Attributes:
-    what: in words.
-    do: on the background thread.
-    ended: called once by `Background.turn`, with what it came to, None if it failed; and with what went wrong, or "".
+    what: description for log lines.
+    do: runs on the background thread.
+    ended: called once by `Background.turn`, with the result, None if it failed; and with the reason it failed, or "".
     """
 
     what: str
@@ -48,12 +47,12 @@ class Background:
     Args:
         name: of the thread.
         device: where the memory is.
-        wake: called on the thread when something has ended; does not block.
+        wake: called on the background thread when work has ended; does not block.
 
     Raises:
         RuntimeError: the device cannot be used.
 
-    Threads: `submit`, `turn` and `close` are one thread's, the transfer thread's.
+    Threads: `submit`, `turn` and `close` are called by one thread, the transfer thread.
     """
 
     def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
@@ -68,24 +67,24 @@ class Background:
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        # vLLM captures graphs next, and a device's first use elsewhere would spoil one.
+        # vLLM captures graphs next, and another thread's first use of the device would spoil the capture.
         self._is_ready.wait()
         self.turn()
 
     def __len__(self) -> int:
-        """Pieces of work whose ends were not told yet."""
+        """Submitted work whose ``ended`` was not called yet."""
         return self._under_way
 
     def submit(self, work: Work[Result]) -> None:
-        """Do it when what was asked for before is done."""
+        """Queue work behind all that was submitted before."""
         self._under_way += 1
         self._asked.put(work)  # type: ignore[arg-type]
 
     def turn(self) -> None:
-        """Tell the ends of what has ended.
+        """Call ``ended`` of the work that has ended.
 
         Raises:
-            RuntimeError: the thread has ended by a defect: it is not known what is still under way.
+            RuntimeError: an internal error has stopped the thread, so it is not known what the device still does.
         """
         if self._defect is not None:
             raise RuntimeError(f"{self._name} has stopped: {self._defect!r}") from self._defect
@@ -95,7 +94,7 @@ class Background:
             tell()
 
     def close(self, *, is_dropping: bool = False) -> None:
-        """Stop the thread, after what was asked for; ``is_dropping``: after what has begun of it."""
+        """Stop the thread after all submitted work; ``is_dropping``: after the piece that has begun."""
         self._is_dropping = is_dropping
         self._asked.put(None)
         self._thread.join()
@@ -113,7 +112,7 @@ class Background:
             self._wake()
 
     def _begun(self) -> torch.Stream | None:
-        """The thread's own stream; None on a CPU."""
+        """Select the device. Returns this thread's stream; None on a CPU."""
         select(self._device.type, self._device.index or 0)
         stream = None if self._device.type == "cpu" else torch.Stream(self._device)
         self._is_ready.set()
@@ -129,6 +128,6 @@ class Background:
             logger.exception("%s failed", work.what)
             failed = f"{work.what} failed: {type(defect).__name__}: {defect}"
         if stream is not None:
-            # What was begun of one that failed is still under way. If its end cannot be seen, nothing may go on.
+            # Also after a failure: kernels it has launched may still run. If this raises, the thread stops.
             stream.synchronize()
         return lambda: work.ended(result, failed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a worker's hand-over together, over the memory that was registered. Once per process, on the engine's thread."""
+"""Build the parts of a worker over the memory that was registered. Once per process, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = ["Channel", "StockWorker", "assemble", "record_event", "start"]
 
 
 class Channel(Protocol):
-    """The side channel, as a worker uses it."""
+    """What a worker uses of the side channel."""
 
     def ask(self, host: str, port: int, tp_rank: int) -> Any: ...
     def wake(self, host: str, port: int, key: str) -> None: ...
@@ -64,7 +64,7 @@ class Channel(Protocol):
 
 
 class StockWorker(Protocol):
-    """What is asked of vLLM's NIXL worker; ``compat.nixl_worker.WorkerView`` answers."""
+    """What this module uses of vLLM's NIXL worker; implemented by ``compat.nixl_worker.WorkerView``."""
 
     @property
     def agent(self) -> Any: ...
@@ -95,13 +95,13 @@ class StockWorker(Protocol):
 
 
 def nothing() -> None:
-    """What is done where there is nothing to do."""
+    """Default for callbacks that are optional."""
 
 
 def start(
     worker: StockWorker, registered: Registered, settings: Settings, channel: Channel, clock: Clock
 ) -> WorkerFacade:
-    """Describe the memory that was registered, offer it to peers, and start what moves KV.
+    """Describe the registered memory, publish the handshake answer to peers, and start the threads that move KV.
 
     Raises:
         LayoutRefused: the memory cannot be described token by token and head by head.
@@ -150,8 +150,8 @@ def start(
         worker.offer_handshake(str(tag), msgspec.msgpack.encode(told))
 
     device = layout.device
-    # Other threads hold this event and not the transfer thread: an engine that nobody holds is freed at once, with its
-    # NIXL agent.
+    # Other threads keep this event, not the transfer thread: so an engine without references is freed at once, with
+    # its NIXL agent.
     wake = threading.Event()
     staging = None
     if slab is not None:
@@ -169,9 +169,9 @@ def start(
 
     gates = WriteGates(make, background, clock)
     if settings.transfer_mode is TransferMode.PUSH or slab is not None:
-        # In a pull it is written by a prefill that stages, if it ever meets one.
+        # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
         gates.begin()
-    # What is written waits for the device by itself.
+    # Only READs need this: before a WRITE, prefill waits for the device by itself.
     is_early = worker.answers_before_drafts and settings.transfer_mode is TransferMode.PULL
     facade = assemble(
         transport,
@@ -197,7 +197,7 @@ def start(
 
 @dataclass(frozen=True)
 class _Roles:
-    """What becomes of peers, told to whoever counts on them (`transfer.peers.PeerListener`)."""
+    """Passes what happens to peers on to both roles (`transfer.peers.PeerListener`)."""
 
     routes: PeerRoutes
     receiver: Receiver
@@ -241,12 +241,12 @@ def assemble(
     before_answer: Callable[[], None] = nothing,
     select_device: Callable[[], None] = nothing,
 ) -> WorkerFacade:
-    """All parts of one worker, its thread not started.
+    """Build all parts of one worker; its thread is not started.
 
     Args:
         offer_handshake, before_answer: see `WorkerFacade`.
         select_device, wake: see `TransferThread`.
-        local: its memory is the slab's where KV is staged.
+        local: describes the slab's memory where KV is staged, else the KV cache's.
         gates: see `Receiver`.
         tokens: registered host memory for ownership tokens, (BUCKETS + BUFFERS, TOKENS_PER_BUCKET), all 0.
     """
@@ -289,13 +289,13 @@ def assemble(
         channel.close()
 
     thread = TransferThread(context, clock, receiver, registry, outcomes, wake, wake_engine, closed, select_device)
-    # What is staged is not there to be read: its blocks are given back as soon as they are copied.
+    # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
     is_read = not is_push and staging is None
     return WorkerFacade(thread, local, table, record, offer_handshake, before_answer, is_read=is_read)
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when a device has done what it was given until now."""
+    """Block until the device has finished all work submitted so far."""
     if device.type != "cpu":
         event = torch.Event(device)
         event.record()
@@ -303,7 +303,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def record_event(device: torch.device) -> IsReached:
-    """Whether a device has done what it was given until now."""
+    """Returns a function that says whether the device has finished all work submitted before this call."""
     if device.type == "cpu":
         # vLLM's CPU worker computes before it returns.
         return lambda: True

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over on the engine's thread of a worker: from the scheduler's steps to the transfer thread and back.
+"""The worker's hand-over state on the engine's thread: turns scheduler steps into commands for the transfer thread, and
+the transfer thread's outcomes into what vLLM is told. Once per worker.
 
-What a step computed is offered when the step has been given to the device, with an event that tells the transfer thread
-when the device has got there; and decode's blocks are touched only when the device has ended whatever could still write
-them (rule R8, vllm#45357). Nothing here waits. Once per worker.
+What a step computes is offered once the step has been submitted to the device, together with an event that tells the
+transfer thread when the device has finished it. Decode's blocks are written only after the device has finished every
+step that could still write them (rule R8, vllm#45357). Nothing here blocks, except ``before_answer``.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 @dataclass
 class StepOutcome:
-    """What vLLM is told of a step.
+    """What vLLM is told after a step.
 
     Attributes:
         sent: ids of prefill's requests, and of holds, whose blocks are free.
-        received: ids of attempts that are over.
+        received: ids of decode's attempts that are finished.
     """
 
     sent: set[str] = field(default_factory=set)
@@ -56,13 +57,13 @@ class StepOutcome:
 
 @dataclass
 class WorkerCounters:
-    """For the metrics, since they were last taken.
+    """Counts for the metrics since they were last taken.
 
     Attributes:
         moved: (bytes, descriptors, seconds) of each transfer.
-        failures: hand-overs that brought no KV, by `FailureCause`; counted by the engine's scheduler, told by rank 0.
-        quarantined_blocks: held for what may still be in flight; None if that has not changed.
-        reasons: (attempt, why it has failed).
+        failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
+        quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
+        reasons: (attempt, why it failed).
     """
 
     moved: list[tuple[int, int, float]] = field(default_factory=list)
@@ -77,13 +78,13 @@ class WorkerFacade:
 
     Args:
         thread: the transfer thread, started.
-        tokens: ownership tokens of what prefill keeps, for decode to read.
-        is_read: whether decode reads prefill's blocks, and so needs their words.
-        record_event: called when steps have been given to the device; what it returns tells whether the device has done
-            them, on any thread.
-        offer_handshake: makes what peers are told when they ask, from what this rank computes with.
-        before_answer: called before what prefill is about to answer for is offered to be pulled; it may wait for the
-            device. For where prefill's answer does not say that its device has ended the step.
+        tokens: ownership tokens of the manifests whose blocks prefill keeps, for decode to read.
+        is_read: whether decode reads prefill's blocks, and so needs their ownership tokens.
+        record_event: called after steps were submitted to the device; the function it returns says whether the device
+            has finished them, and may be called on any thread.
+        offer_handshake: publishes the handshake answer for peers, given the weights this rank computes with.
+        before_answer: called before KV is offered for a pull that prefill is about to answer for; it may wait for the
+            device. Needed where prefill's answer does not imply that its device has finished the step.
     """
 
     def __init__(
@@ -110,30 +111,30 @@ class WorkerFacade:
         self._marks: set[int] = set()
 
     def begin_step(self, step: Step) -> None:
-        """Before the step is given to the device. The same one again is none: vLLM 0.29 and later tell of it twice."""
+        """Called before the step is submitted to the device. Idempotent: vLLM 0.29 and later call this twice a step."""
         if step is self._step:
             return
-        # One that computes, and of which vLLM has not said that it was given to the device, has raised before.
+        # A previous step that computes is still here only if it raised: vLLM never reported that it was submitted.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
         commands: list[Command] = []
         if self._incarnation != step.incarnation:
             self._incarnation, local = step.incarnation, self._local
             own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
             commands.append(LocalIdentity(own, step.wake_key, step.incarnation))
-        # First of all: whoever comes from now on finds nothing of these.
+        # Revocations first: no peer message handled after them finds these offers.
         commands += (Revoke(request_id, reason) for request_id, reason in step.revoked.items())
-        # A request may arrive and be gone before there is a step.
+        # Renewals begin before they end: a request may arrive and end between two steps.
         commands += step.renewed
         commands += map(EndRenewal, step.unrenewed)
         commands += step.fetches
         if step.fetches:
             commands.append(BlocksWritable(tuple(spec.attempt for spec in step.fetches), self._record_event()))
-        # Nothing of these is computed yet; one that has been aborted meanwhile is among the stopped ones, too.
+        # Offers without computed tokens. A request aborted since then is in `stopped` as well, so offer it before.
         commands += (update for update in step.offered if not update.ready_tokens)
         commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
         commands += step.released
         commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
-        # What is offered at its end only is offered first.
+        # A request that this step still computes is finished by `end_step`, after its offer.
         late = {one.request_id for one in step.offered if one.ready_tokens}
         commands += (Finish(request_id) for request_id in step.finished if request_id not in late)
         commands += (
@@ -149,10 +150,10 @@ class WorkerFacade:
         self.thread.engine_computes = not step.is_idle
 
     def end_step(self, *, has_failed: bool = False) -> None:
-        """After the step was given to the device.
+        """Called after the step was submitted to the device.
 
         Args:
-            has_failed: it was not, or not all of it: what it was to compute is not offered.
+            has_failed: the step was not submitted, or only in part: nothing it was to compute is offered.
         """
         self.thread.engine_computes = False
         step, self._step = self._step, None
@@ -166,21 +167,21 @@ class WorkerFacade:
         is_reached = self._record_event()
         for one in computed:
             if one.manifest is not None and self._is_read:
-                # Here and not on the transfer thread: decode may come as soon as prefill has answered.
+                # Published here, not on the transfer thread: decode may read it as soon as prefill has answered.
                 self._publish(one.request_id, one.manifest.ownership_token)
             self.thread.submit(Computed(one, is_reached))
             if one.request_id in step.finished:
                 self.thread.submit(Finish(one.request_id))
 
     def identify(self, weights: Weights) -> None:
-        """What this rank computes with, at first and whenever that may have changed."""
+        """Announce the weights this rank computes with. Called at start and whenever they may have changed."""
         self._offer_handshake(weights)
         self.thread.submit(NewWeights(weights))
 
     def take_ended(self) -> StepOutcome:
-        """What ended since the last call.
+        """Returns what has finished since the last call.
 
-        A step that computes is not ended here: a draft model may still compute its part of it. vLLM says when it has.
+        Does not end a step that computes: a draft model may still compute its part of it. vLLM reports that end itself.
         """
         self.thread.engine_computes = False
         if self._step is not None and self._step.is_idle:
@@ -192,19 +193,19 @@ class WorkerFacade:
             logger.debug("attempt=%d request=%s: %s", attempt, failed.request_id, failed.reason)
         for request_id in outcome.expired:
             tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
-            logger.warning("KV was not fetched: %s: its lease has ended", tags)
+            logger.warning("KV was not fetched: %s: its lease expired", tags)
         self._counted.expired += len(outcome.expired)
         self._counted.moved += outcome.moved
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
         return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
 
     def take_marks(self) -> set[int]:
-        """Of attempts that have failed, for vLLM's invalid blocks; since the last call."""
+        """Returns the marks of attempts that failed since the last call; they travel among vLLM's invalid blocks."""
         marks, self._marks = self._marks, set()
         return marks
 
     def take_counted(self) -> WorkerCounters:
-        """For the metrics, since the last call."""
+        """Returns the counts for the metrics since the last call."""
         counted, self._counted = self._counted, WorkerCounters()
         return counted
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register memory with NIXL: kvcached's, as far as vLLM planned to use it, or a slab. Once per process, at start."""
+"""Register memory with NIXL: kvcached's, up to the number of blocks vLLM planned, or a slab. Once per process, at
+start."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ __all__ = ["Registered", "StockWorker", "register"]
 
 
 class StockWorker(Protocol):
-    """What is asked of vLLM's NIXL worker; ``compat.nixl_worker.WorkerView`` answers."""
+    """What this module reads from vLLM's NIXL worker; implemented by ``compat.nixl_worker.WorkerView``."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -40,13 +41,14 @@ class StockWorker(Protocol):
 
 @dataclass(frozen=True)
 class Registered:
-    """What NIXL may touch.
+    """The memory that NIXL may touch.
 
     Attributes:
         layout: of the KV cache.
-        slab: what is registered in its place; None where it is registered itself.
-        memory_type: of the slab, NIXL's word; None if it is the cache's.
-        extents: address and bytes of each piece of it; ``device_id``: where it is, as NIXL counts devices.
+        slab: registered in place of the KV cache; None where the KV cache itself is registered.
+        memory_type: NIXL's name for the slab's memory type; None if it is the same as the KV cache's.
+        extents: address and size in bytes of each registered range.
+        device_id: NIXL's number of the device that holds the registered memory.
     """
 
     layout: Layout
@@ -69,14 +71,14 @@ def register(
     """Register ``kv_caches``: layer name -> attention's tensor, kvcached's memory; or a slab in their place.
 
     Raises:
-        LayoutRefused: the memory cannot be described, or the model is spread in a way that is not served.
+        LayoutRefused: the memory cannot be described, or the model is parallelized in a way that is not supported.
         SettingsError: the slab is too small, or there is no memory for it.
     """
     for found, expected in worker.unserved:
         raise LayoutRefused(
             found=found,
             expected=expected,
-            consequence="Peers would exchange bytes that mean something else on the other side; the engine stops",
+            consequence="Peers would exchange bytes that have another meaning on the other side; the engine stops",
             remedy=f"serve with {expected}, or without ENABLE_KVCACHED",
         )
     shape, numbers = worker.probe_cache_shape()
@@ -87,7 +89,7 @@ def register(
         num_blocks=worker.num_blocks,
         num_pools=worker.num_pools,
     )
-    # Torch has -1 for the device of host memory.
+    # Torch returns -1 for host memory.
     device_id = max(next(iter(layout.device_views.values())).get_device(), 0)
     if path is MemoryPath.DIRECT:
         extents = tuple((region.address, region.block_bytes * layout.num_blocks) for region in layout.regions)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has ended, from the transfer thread to the engine's. Once per worker."""
+"""Passes what has ended from the transfer thread to the engine's thread. Once per worker."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from kvcached_nixl.worker.thread_messages import Failed, Outcome
 __all__ = ["OutcomeQueue"]
 
 TELL_AGAIN_SECONDS = 1.0
-"""A word to an engine that sleeps may get lost, and memory would not come back before the next request."""
+"""How often a wake-up is repeated: one to a sleeping engine may get lost, and its blocks would then not be freed before
+the next request."""
 
 
 class OutcomeQueue:
-    """See the module. Threads: `take` is the engine's, everything else the transfer thread's."""
+    """See the module. Threads: the engine's thread calls `take`, the transfer thread everything else."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -56,7 +57,8 @@ class OutcomeQueue:
             self._outcome.moved.append((num_bytes, descriptors, seconds))
 
     def take_news(self) -> bool:
-        """Whether the engine has to be told that something has ended; again where it has not looked for a while."""
+        """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until
+        `take` is called."""
         with self._lock:
             now = self._clock.now_seconds()
             if self._tell_at_seconds is None or now < self._tell_at_seconds:
@@ -65,7 +67,7 @@ class OutcomeQueue:
             return True
 
     def take(self) -> Outcome:
-        """What ended since the last call."""
+        """Returns what has ended since the last call."""
         with self._lock:
             outcome, self._outcome = self._outcome, Outcome()
             self._tell_at_seconds = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between the engine's thread and the transfer thread.
+"""Messages between the engine's thread and the transfer thread.
 
-What a scheduler's step says of one request crosses as it came (`wire.step`): `FetchSpec`, `UnneededOffer`,
-`LeaseRenewal`, `OfferUpdate`. The rest is below.
+What a scheduler's step says about one request is passed on unchanged (`wire.step`): `FetchSpec`, `UnneededOffer`,
+`LeaseRenewal`, `OfferUpdate`. All other messages are defined here.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 IsReached: TypeAlias = Callable[[], bool]
-"""Whether the device has finished every step that it was given before. Any thread may ask."""
+"""Returns whether the device has finished every step that was submitted before. May be called on any thread."""
 
 
 @dataclass(frozen=True)
 class LocalIdentity:
-    """This rank's address, the key of its engine's wake-up call, and the engine's incarnation. Sent again when one of
-    them changes."""
+    """This rank's address, the key of its engine's wake-up message, and the engine's incarnation. Sent again when one
+    of them changes."""
 
     own: Peer
     wake_key: str
@@ -51,14 +51,14 @@ class LocalIdentity:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """What this rank computes with from now on."""
+    """The weights that this rank computes with from now on."""
 
     weights: Weights
 
 
 @dataclass(frozen=True)
 class BlocksWritable:
-    """Decode: once ``is_reached``, nothing that is queued on the device writes these attempts' blocks (rule R8)."""
+    """Decode: once ``is_reached`` is true, no work queued on the device writes these attempts' blocks (rule R8)."""
 
     attempts: tuple[int, ...]
     is_reached: IsReached
@@ -84,7 +84,7 @@ DecodeCommand: TypeAlias = FetchSpec | Withdraw | UnneededOffer | LeaseRenewal |
 
 @dataclass(frozen=True)
 class Computed:
-    """Prefill: a step ended. Once ``is_reached``, what the update says is in its blocks (rule R8)."""
+    """Prefill: a step was submitted. Once ``is_reached`` is true, the update's tokens are in its blocks (rule R8)."""
 
     update: OfferUpdate
     is_reached: IsReached
@@ -103,7 +103,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Stop:
-    """Prefill: the request has ended early. ``is_kept``: vLLM keeps its blocks until they are reported."""
+    """Prefill: the request ended early. ``is_kept``: vLLM keeps its blocks until the request is reported as sent."""
 
     request_id: PrefillRequestId
     reason: str
@@ -112,7 +112,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Revoke:
-    """Prefill: decode may not have the request any more. It is still computed, or has ended: `Finish` says so."""
+    """Prefill: decode may not have the request's KV any more. The request may still be computed; `Finish` says when it
+    has ended."""
 
     request_id: PrefillRequestId
     reason: str
@@ -120,8 +121,8 @@ class Revoke:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Prefill: the request lost its blocks. The scheduler keeps them under the number ``hold`` until nothing reads
-    them."""
+    """Prefill: the request was preempted and lost its blocks. The scheduler keeps them under the number ``hold`` until
+    nothing reads them."""
 
     request_id: PrefillRequestId
     hold: int
@@ -139,7 +140,7 @@ Command: TypeAlias = (
     | Revoke
     | Preempt
 )
-"""An `OfferUpdate` by itself has no computed tokens, so it need not wait for the device."""
+"""A bare `OfferUpdate` has no computed tokens, so it need not wait for the device; `Computed` wraps one that has."""
 
 
 class Failed(NamedTuple):
@@ -152,14 +153,14 @@ class Failed(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What ended since it was last taken. Each attempt, request and hold is named once.
+    """What has ended since the last `take`. Each attempt, request and hold is named once.
 
     Attributes:
-        finished: decode's attempts of which nothing is in flight.
-        failed: attempts that bring no KV, and why; nothing is said of what is in flight.
-        done: prefill's requests whose blocks nobody needs.
+        finished: decode's attempts that have nothing in flight any more.
+        failed: decode's attempts that bring no KV, and why; their transfers may still be in flight.
+        done: prefill's requests whose blocks are not needed any more.
         idle_holds: holds whose blocks nothing reads any more.
-        expired: prefill's requests whose lease has ended; they are done, too.
+        expired: prefill's requests whose lease expired; they are in ``done`` as well.
         moved: (bytes, descriptors, seconds) of each transfer.
     """
 

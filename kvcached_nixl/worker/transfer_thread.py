@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer thread: everything of a hand-over that touches the NIXL agent happens on it. One per worker.
+"""The transfer thread: all hand-over work that uses the NIXL agent runs on it. One per worker.
 
-    begins with   the device that it is to use: `kvcached_nixl.current_device`
-    owns          the transport (notifications, READs, WRITEs), both halves of the hand-over, peers, leases; and gates,
-                  which are opened and closed elsewhere, but for the first one
-    inbox         `TransferThread.submit`: what the engine's thread wants, in order; handshakes that have ended
-    wakes on      both; the next deadline; and, because NIXL has no event for what arrives or ends, after POLL_SECONDS
+    first         selects its device: `kvcached_nixl.current_device`
+    owns          the transport (notifications, READs, WRITEs), the state of both roles, peers, leases; and write gates,
+                  which a background thread opens and closes, except for the first one
+    inbox         `TransferThread.submit`: commands of the engine's thread, in order; handshakes that have ended
+    wakes on      both; the next deadline; and, because NIXL has no event for an arrival or an end, after POLL_SECONDS
                   while something is in flight or awaited, COMPUTING_POLL_SECONDS while the engine's thread computes
-                  meanwhile, IDLE_POLL_SECONDS while nothing is awaited, for peers that speak first
-    may block on  that wait, and nothing else: handshakes run elsewhere, so one peer never holds up another, and a
-                  step's end on the device is asked for, not waited for
-    wakes         its own engine, which sleeps while nothing has ended
-    stops when    `close` is called; what is in flight then is waited for up to CLOSE_SECONDS
-    drops         messages that fit nothing, counted in `TransferThread.dropped`; nothing else
+                  meanwhile, IDLE_POLL_SECONDS while nothing is awaited, to hear peers that send first
+    may block on  that wait, and nothing else: handshakes run on another thread, so one peer never delays another, and
+                  the end of a step on the device is polled, not waited for
+    wakes         its own engine, which sleeps until something has ended
+    stops when    `close` is called; transfers in flight are then waited for up to CLOSE_SECONDS
+    drops         messages that match nothing, counted in `TransferThread.dropped`; nothing else
 
-An exception that belongs to one message, one command or one transfer fails what it belongs to and is counted. Any other
-one is kept, and the engine's thread raises it at its next call: a hand-over never goes on half alive.
+An exception in the handling of one message, one command or one transfer fails what that belongs to, and is counted.
+Any other exception stops the thread and is raised on the engine's thread at its next call: hand-overs never continue
+with half of the state updated.
 """
 
 from __future__ import annotations
@@ -62,23 +63,24 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 POLL_SECONDS = 0.0005
 COMPUTING_POLL_SECONDS = 0.01
-"""Each look takes the interpreter's lock from the engine's thread: looking every millisecond, a prefill computed up to
+"""Each poll takes the interpreter's lock from the engine's thread: polled every millisecond, prefill computed up to
 45 % slower."""
 IDLE_POLL_SECONDS = 0.1
 CLOSE_SECONDS = 5.0
 
 
 class TransferThread:
-    """Commands in and outcomes out, on the engine's thread; the rest is the transfer thread's.
+    """The engine's thread submits commands and takes outcomes; everything else runs on the transfer thread.
 
     Args:
-        reported: what ``receiver`` and ``registry`` report to.
+        outcomes: where ``receiver`` and ``registry`` report what has ended.
+        wake: set by any thread to wake the transfer thread.
         wake_engine: called by the transfer thread when something has ended; does not block.
         closed: called when the thread has stopped.
         select_device: called by the transfer thread before anything else.
 
     Attributes:
-        engine_computes: set by the engine's thread while it gives a step to the device.
+        engine_computes: set by the engine's thread while it submits a step to the device.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class TransferThread:
         self._closing = threading.Event()
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
-        # Below: the transfer thread's own.
+        # Everything below is used by the transfer thread only.
         self._identity: LocalIdentity | None = None
         self._renewals = Renewals(clock)
         self._computing: deque[Computed | Finish | BlocksWritable] = deque()
@@ -131,31 +133,31 @@ class TransferThread:
         """
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-transfer", daemon=True)
         self._thread.start()
-        # vLLM captures graphs next, and a device's first use elsewhere would spoil one.
+        # vLLM captures graphs next, and another thread's first use of the device would spoil the capture.
         self._is_ready.wait()
         self._raise_defect()
 
     def submit(self, *commands: Command) -> None:
-        """Hand commands over. Returns at once.
+        """Queue commands for the transfer thread. Returns at once.
 
         Raises:
-            RuntimeError: the transfer thread has ended by a defect.
+            RuntimeError: an internal error has stopped the transfer thread.
         """
         self._raise_defect()
         self._inbox.extend(commands)
         self._wake.set()
 
     def take_outcome(self) -> Outcome:
-        """What ended since the last call.
+        """Returns what has ended since the last call.
 
         Raises:
-            RuntimeError: the transfer thread has ended by a defect.
+            RuntimeError: an internal error has stopped the transfer thread.
         """
         self._raise_defect()
         return self._outcomes.take()
 
     def close(self) -> None:
-        """Stop the thread, after what is in flight has ended or CLOSE_SECONDS have passed."""
+        """Stop the thread, once all transfers have ended or CLOSE_SECONDS have passed."""
         self._closing.set()
         self._wake.set()
         if self._thread is not None:
@@ -175,8 +177,8 @@ class TransferThread:
             while not self._closing.is_set():
                 self._wake.wait(self.turn())
                 self._wake.clear()
-            # Whoever would read what is here, or waits for it, hears of the end at once.
-            self._registry.close("prefill is shut down")
+            # Revokes the ownership tokens and tells waiting peers at once, instead of at their deadlines.
+            self._registry.close("prefill is shutting down")
             until = self._clock.now_seconds() + CLOSE_SECONDS
             while len(self._context.transfer_queue) and self._clock.now_seconds() < until:
                 self._wake.wait(min(POLL_SECONDS, self.turn()))
@@ -189,7 +191,7 @@ class TransferThread:
                 self._wake_engine(self._identity)
 
     def turn(self) -> float:
-        """Do everything that can be done now, without waiting; returns for how many seconds nothing else is due."""
+        """Do everything that can be done without waiting; returns the seconds until the next call is due."""
         while self._inbox:
             command = self._inbox.popleft()
             self._contain(command, self._take, command)
@@ -251,7 +253,7 @@ class TransferThread:
             self._renewals.end(command.request_id)
 
     def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
-        # What the device has not finished of it is not needed any more; one that is still computed ends by itself.
+        # Drop updates that still wait for the device. A revoked request keeps its `Finish`: it ends by itself.
         self._computing = deque(
             one
             for one in self._computing
@@ -267,7 +269,7 @@ class TransferThread:
             self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
 
     def _take_reached(self) -> None:
-        """In order: a request's end is never seen before its steps."""
+        """Handle, in order, what the device has finished: a request's `Finish` is never handled before its steps."""
         while self._computing:
             head = self._computing[0]
             if not isinstance(head, Finish) and not head.is_reached():
@@ -303,7 +305,9 @@ class TransferThread:
             message = decode(notification)
         except Malformed as error:
             if not self._malformed:
-                logger.warning("Dropped what %s says, and whatever like it follows: %s", agent, error)
+                logger.warning(
+                    "Dropping a malformed notification from %s; later ones are only counted: %s", agent, error
+                )
             self._malformed += 1
             return
         try:
@@ -320,10 +324,10 @@ class TransferThread:
             raise
 
     def _renew(self) -> float | None:
-        """Send the beats that are due; returns when the next ones are."""
+        """Send the heartbeats that are due; returns when the next one is, in the clock's seconds."""
         local = self._context.local
         for prefill, names in self._renewals.take_due().items():
-            # Who cannot be a contributor is refused in words when the request is allocated.
+            # Sizes that do not divide are reported as a failure when the request gets its blocks.
             try:
                 ranks = contributors(prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, is_latent=local.is_latent)
             except ValueError:
@@ -334,12 +338,13 @@ class TransferThread:
         return self._renewals.first_seconds
 
     def _contain(self, command: Command | None, action: Callable[..., None], *arguments: Any) -> None:
-        """An exception fails what the command names; a message that raises one has no effect."""
+        """Run ``action``. If it raises, log and count that, and fail the attempts ``command`` names; raise it again
+        for `NewWeights` and prefill's commands."""
         try:
             action(*arguments)
         except Exception as defect:
             self._defects += 1
-            logger.exception("A hand-over fails by a defect of kvcached_nixl")
+            logger.exception("internal error in kvcached_nixl; this hand-over fails")
             cause = HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")
             if isinstance(command, (FetchSpec, Withdraw)):
                 self._receiver.fail(command.attempt, cause)
@@ -347,5 +352,5 @@ class TransferThread:
                 for attempt in command.attempts:
                     self._receiver.fail(attempt, cause)
             elif isinstance(command, (OfferUpdate, Computed, Finish, Stop, Revoke, Preempt, NewWeights)):
-                # Whoever owns blocks must hear of their end: nothing may be left half done here.
+                # The scheduler must hear when prefill's blocks are free, so half-updated state stops the engine.
                 raise

@@ -296,4 +296,4 @@ def test_peers_take_turns(made: Made) -> None:
     for _ in range(2):
         runs.run()
         checksums.turn()
-    assert told[2:] == [("a", "nobody wants it any more")] * 2
+    assert told[2:] == [("a", "the checksum is not needed any more")] * 2

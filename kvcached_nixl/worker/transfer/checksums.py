@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs that are verified: what their bytes come to here, found off the transfer thread. Once per worker.
+"""Checksums of the KV of verified hand-overs, computed off the transfer thread. Once per worker.
 
-Prefill says it of what it sends, range by range; decode compares it with what has come into its blocks before they are
-used. Which hand-overs are verified, decode draws by the number of the attempt, so all of its ranks draw alike.
+Prefill sends a checksum with each range of tokens; decode compares it with a checksum of what arrived in its blocks,
+before the blocks are used. Decode chooses which hand-overs to verify by the attempt's number, so all of its ranks choose
+the same ones.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from kvcached_nixl.worker.geometry.kv_checksum import Content
 __all__ = ["ChecksumRequest", "Checksums", "Range", "Runs"]
 
 Range = tuple[Sequence[tuple[Blocks, int]], int]
-"""Per KV-cache group its blocks and first token; and one past the last token."""
+"""(per KV-cache group its blocks and first token; one past the last token)."""
 
 
 class ChecksumRequest(NamedTuple):
-    """Whose digests are looked for: the other rank's agent, its planes, and whether they are still wanted.
+    """What checksums are computed for: the other rank's agent, its planes, and whether the result is still wanted.
 
-    ``is_wanted`` is called on another thread, before they are looked for.
+    ``is_wanted`` is called on the background thread, before the checksums are computed.
     """
 
     agent: str
@@ -35,7 +36,7 @@ class ChecksumRequest(NamedTuple):
 
 
 class Runs(Protocol):
-    """What does the work; `background.Background`."""
+    """Runs the work; implemented by `background.Background`."""
 
     def submit(self, work: Work[list[str] | None]) -> None: ...
     def turn(self) -> None: ...
@@ -43,13 +44,14 @@ class Runs(Protocol):
 
 
 class Checksums:
-    """See the module. One is looked for at a time, and peers take turns.
+    """See the module. One request is computed at a time, and peers take turns.
 
     Args:
-        sent: of the memory that NIXL touches; received: of the KV cache. One where nothing is staged.
-        fraction: of the hand-overs that this side asks for, how many are verified.
+        sent: the memory that NIXL touches.
+        received: the KV cache; the same object as ``sent`` where nothing is staged.
+        fraction: how many of the hand-overs that this side fetches are verified, from 0 to 1.
 
-    Threads: the transfer thread's.
+    Threads: the transfer thread only.
     """
 
     def __init__(self, sent: Content, received: Content, runs: Runs, fraction: float) -> None:
@@ -62,25 +64,25 @@ class Checksums:
         self._served = ""
 
     def are_compared(self, attempt: int) -> bool:
-        """Whether this attempt is one of those that are verified."""
+        """Whether this attempt's hand-over is verified."""
         return attempt < self._below
 
     def of_sent(self, asked: ChecksumRequest, sent: Range, ended: Callable[[str, str], None]) -> None:
-        """Of what another rank is to have. ``ended``: called with the digest, and what went wrong, or ""."""
+        """Compute the checksum of what is sent to another rank. ``ended``: called with it, and the error text or ""."""
         self._submit(self._sent, asked, [sent], lambda found, failed: ended("".join(found), failed))
 
     def of_received(
         self, asked: ChecksumRequest, received: Sequence[Range], ended: Callable[[list[str], str], None]
     ) -> None:
-        """Of what has come from another rank, range by range."""
+        """Compute a checksum of each range that arrived from another rank."""
         self._submit(self._received, asked, received, ended)
 
     def turn(self) -> None:
-        """Tell what has been found."""
+        """Deliver the results of finished work."""
         self._runs.turn()
 
     def close(self) -> None:
-        """Stop; what has not begun is not looked for."""
+        """Stop; work that has not begun is dropped."""
         self._runs.close(is_dropping=True)
 
     def _submit(
@@ -94,9 +96,9 @@ class Checksums:
         def told(found: list[str] | None, failed: str) -> None:
             self._is_busy = False
             self._begin_next()
-            ended(found or [], failed or ("" if found is not None else "nobody wants it any more"))
+            ended(found or [], failed or ("" if found is not None else "the checksum is not needed any more"))
 
-        self._lanes.setdefault(asked.agent, deque()).append(Work("A digest", do, told))
+        self._lanes.setdefault(asked.agent, deque()).append(Work("computing a checksum", do, told))
         self._begin_next()
 
     def _begin_next(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both roles use of a worker. Once per worker, owned by the transfer thread."""
+"""What both roles share in a worker. Once per worker, owned by the transfer thread."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class WorkerContext:
     """What everything that moves KV in one worker uses, whatever its role.
 
     Attributes:
-        own: this rank's address, which a registration names; None until the first step has told it.
-        start: of this engine; "" until then.
+        own: this rank's address, which a registration carries; None until the first step brings it.
+        incarnation: of this engine; "" until the first step.
         weights: what this rank computes with; None until that is known.
-        host: what is known here of other processes.
+        host: tells which processes of this host live.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
-        waiting_for_landing: shares that look at their word when a landing is free.
-        distrusted: host, port and start of engines whose bytes were others than they said.
+        waiting_for_buffer: called when a token buffer is free, by parts that still have to read their ownership token.
+        distrusted: (host, port, incarnation) of engines whose bytes did not match their checksums.
     """
 
     local: LocalRank
@@ -57,16 +57,16 @@ class WorkerContext:
     distrusted: RecentSet[tuple[str, int, str]] = field(default_factory=RecentSet)
 
     def distrust(self, address: Peer, incarnation: str) -> None:
-        """Nothing more of an engine is used. What it says its start is, is no other address's."""
+        """Use no more KV of this engine. Keyed by address as well: an incarnation is only what the peer claims."""
         self.distrusted.add((address.host, address.port, incarnation))
 
     def distrust_of(self, address: Peer, incarnation: str) -> HandOverFailed | None:
-        """Why nothing of an engine is used; None if it may be."""
+        """Returns why KV of an engine is not used; None if it may be."""
         if (address.host, address.port, incarnation) not in self.distrusted:
             return None
         reason = (
-            "the bytes of another hand-over from this engine were not those that it sent, so none of its is used. "
-            'Start both sides again, with "memory_path": "host" in kv_connector_extra_config'
+            "an earlier hand-over from this engine failed its checksum, so no KV of this engine is used. "
+            'Restart both sides with "memory_path": "host" in kv_connector_extra_config'
         )
         return HandOverFailed(FailureCause.CHECKSUM, reason)
 
@@ -77,10 +77,10 @@ class WorkerContext:
         connected: Callable[[ConnectedPeer], None],
         failed: Callable[[HandOverFailed], None],
     ) -> None:
-        """Meet a rank of prefill whose KV may be used here; ``start`` as of `Peers.need`."""
+        """Connect to a rank of prefill; fails if it computes with other weights. ``incarnation``: as in `Peers.need`."""
 
         def met(known: ConnectedPeer) -> None:
-            # It is known from before: it may have been updated since, or this rank.
+            # This may be an old handshake: the weights on either side may have been updated since, so repeat it once.
             if self.misfit_of(known) is None:
                 connected(known)
             else:
@@ -96,26 +96,26 @@ class WorkerContext:
         self.peers.need(address, incarnation, met, failed)
 
     def misfit_of(self, known: ConnectedPeer) -> HandOverFailed | None:
-        """Why KV of a rank is not this rank's: it computes with other weights; None if it is."""
+        """Returns why KV of a peer cannot be used: it computes with other weights; None if it can."""
         if self.weights is None:
-            return HandOverFailed(FailureCause.REFUSED, "what this rank computes with is not known yet")
+            return HandOverFailed(FailureCause.REFUSED, "the weights of this rank are not known yet")
         misfit = self.weights.misfit(known.rank.weights)
         if not misfit:
             return None
         reason = f"prefill (engine {known.rank.engine_id}) computes with other weights: {misfit}"
         return HandOverFailed(
-            FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update those that are older."
+            FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update the older side."
         )
 
     @staticmethod
     def contained(action: Callable[[str], None], failed: Callable[[HandOverFailed], None]) -> Callable[[str], None]:
-        """What is called when a job has ended, so that an exception in it fails its owner and nobody else."""
+        """Wrap a job's ``ended`` callback: an exception in it is logged and fails this hand-over only."""
 
         def ended(reason: str) -> None:
             try:
                 action(reason)
             except Exception as defect:
-                logger.exception("A hand-over fails by a defect of kvcached_nixl")
+                logger.exception("internal error in kvcached_nixl; this hand-over fails")
                 failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
         return ended

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a handshake found out of a rank of another engine, and whether the two may exchange KV."""
+"""The result of a handshake with a rank of another engine, and the check whether the two may exchange KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ConnectedPeer", "Handshaker"]
 
 
 class ConnectedPeer(NamedTuple):
-    """A rank after its handshake. ``agent``: as the transport calls it; another one after each start."""
+    """A rank after its handshake. ``agent``: its name in the transport, which changes whenever the rank restarts."""
 
     agent: str
     incarnation: str
@@ -25,11 +25,11 @@ class ConnectedPeer(NamedTuple):
 
 @dataclass(frozen=True)
 class Handshaker:
-    """How this rank meets others. Once per worker, on the transfer thread.
+    """Checks handshake answers and adds peers to the transport. Once per worker, on the transfer thread.
 
     Attributes:
-        compatibility: this rank's own string, which a peer must equal.
-        fits: says in words what of a peer's memory does not fit this rank's, or "".
+        compatibility: this rank's compatibility string; a peer's must be equal.
+        fits: returns why a peer's memory does not fit this rank's, or "".
     """
 
     transport: Transport
@@ -37,11 +37,11 @@ class Handshaker:
     fits: Callable[[RankHandshake], str]
 
     def examine(self, address: Peer, compatibility: str, metadata: bytes) -> ConnectedPeer:
-        """Examine what was answered at an address, and add whoever it is as a peer.
+        """Check the answer from an address, and add the rank that answered as a peer.
 
         Raises:
-            HandOverFailed: this rank and that one must not exchange KV, or another one answers.
-            TransportError, ValueError: what was answered cannot be read.
+            HandOverFailed: this rank and that one must not exchange KV, or another rank or engine answered.
+            TransportError, ValueError: the answer cannot be read.
         """
         where = f"engine {address.engine_id} at {address.host}:{address.port}"
         if compatibility != self.compatibility:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a peer is a process of this host, and whether that process is gone.
+"""Whether a peer is a process of this host, and whether that process has ended.
 
-On one host a peer may write this process's memory through the kernel or a device (``process_vm_writev``, CUDA IPC), and
-no endpoint, key or socket of ours has a part in it. There the kernel also knows whether the process is gone. Elsewhere
-it has to go over a network, and what it writes through can be closed (`transport.base.Gate`).
+On the same host a peer may write this process's memory through the kernel or a device (``process_vm_writev``, CUDA
+IPC), without any endpoint, key or socket of this process; but there the kernel also tells whether the process has
+ended. A peer on another host has to write over a network, and the gate it writes through can be closed
+(`transport.base.Gate`).
 
-Nothing here blocks: ``/proc`` is the kernel's own memory. Linux only, as NIXL is.
+Nothing here blocks: ``/proc`` is served from kernel memory. Linux only, as NIXL is.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ __all__ = ["Host", "own_process"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
 _XPMEM = Path("/dev/xpmem")
-"""Maps memory of processes of other namespaces, too."""
+"""XPMEM can map memory of processes in other PID namespaces, too."""
 
 _NETWORKS = {"tcp", "ib", "rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ud", "ud_x", "ud_v", "ud_mlx5", "ud_verbs"} | {
     *("dc", "dc_x", "dc_mlx5", "srd", "gga", "rdmacm", "sockcm", "self")
 }
-"""UCX's names of transports that go over a network, or nowhere."""
+"""UCX's names of transports that go over a network, or only to the process itself (``self``)."""
 
 _STATE, _STARTED = 0, 19
-"""Places in ``/proc/PID/stat``, after the name (proc(5))."""
+"""Indexes of the fields ``state`` and ``starttime`` in ``/proc/PID/stat``, counted after the name (proc(5))."""
 
 
 def own_process() -> Process:
-    """This process; an empty one where ``/proc`` does not show it as it is."""
+    """Returns this process; an empty `Process` where ``/proc`` does not describe it correctly."""
     try:
         namespaces = [os.readlink(_PROC / "self/ns/pid")]
         if (_PROC / "self/ns/time").exists():
             namespaces.append(os.readlink(_PROC / "self/ns/time"))
         pid = os.getpid()
         if os.readlink(_PROC / "self") != str(pid):
-            # It is another namespace's, whose numbers are others.
+            # This /proc belongs to another PID namespace, which numbers processes differently.
             return Process()
         return Process(_BOOT_ID.read_text().strip(), " ".join(namespaces), pid, int(_stat(pid)[_STARTED]))
     except (OSError, ValueError, IndexError):
@@ -50,12 +51,12 @@ def own_process() -> Process:
 
 @dataclass(frozen=True)
 class Host:
-    """What can be known here of other processes.
+    """What this process can find out about others.
 
     Attributes:
         own: this process.
         memory_type: of the memory that peers write.
-        transports: ``UCX_TLS``; "" where UCX chooses among all.
+        transports: value of ``UCX_TLS``; "" where UCX may use all transports.
     """
 
     own: Process
@@ -64,28 +65,31 @@ class Host:
 
     @classmethod
     def here(cls, memory_type: MemoryType, environ: Mapping[str, str]) -> Host:
-        """As this process finds itself."""
+        """Describe the host as seen by this process."""
         return cls(own_process(), memory_type, environ.get("UCX_TLS", ""))
 
     def sees(self, process: Process) -> bool:
-        """Whether it is a process of this host that lives and can be looked after: only then is its absence its end.
+        """Whether it is a live process of this host that is visible here: only then does its absence later mean that it
+        has ended.
 
-        Copies of one virtual machine have one boot id; but none has the other's processes.
+        Copies of one virtual machine have the same boot id, but neither has the other's processes: a process with this
+        number and start time must exist here as well.
         """
         mine = self.own
         is_here = (process.boot_id, process.namespaces) == (mine.boot_id, mine.namespaces) and process.pid > 0
         return bool(mine.boot_id) and is_here and _started(process.pid) == process.started
 
     def is_dead(self, process: Process) -> bool:
-        """Whether one that was seen has ended, with all of its threads."""
+        """Whether a process for which `sees` was true has ended, with all of its threads."""
         started = _started(process.pid)
         return started is not None and started != process.started
 
     def is_behind_network(self, process: Process) -> bool:
-        """Whether it has no way into this process's memory but over a network.
+        """Whether a process can write this process's memory over a network only.
 
-        UCX takes two processes for one host's if their kernels have one boot id. `cma` needs one namespace of processes
-        beside that; of what is said to need less, only what is not there is ruled out.
+        UCX treats two processes as being on one host if their boot ids are equal. Its `cma` transport also needs a
+        shared PID namespace. A transport that may work across namespaces counts as possible unless its device is
+        absent.
         """
         mine = self.own
         chosen = {one.strip() for one in self.transports.split(",")}
@@ -100,25 +104,25 @@ class Host:
 
 def _stat(pid: int) -> list[str]:
     found = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    # The name may have any letters, but nothing after it has a bracket.
+    # The process name may contain any characters, but no field after it has a bracket.
     return found[found.rindex(")") + 2 :].split()
 
 
 def _started(pid: int) -> int | None:
-    """When the process of a number was started, in ticks; -1 if there is none, None if that cannot be known."""
+    """Returns when the process with this number started, in clock ticks; -1 if there is none, None if unknown."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return -1
     except OSError:
-        # It is there, and somebody else's.
+        # It exists, but belongs to another user.
         pass
     try:
         stat = _stat(pid)
-        # One that nobody has waited for, none of whose threads is left.
+        # A zombie without other threads: it has ended, but its parent has not waited for it.
         if stat[_STATE] in "ZX" and len(os.listdir(_PROC / str(pid) / "task")) <= 1:
             return -1
         return int(stat[_STARTED])
     except (OSError, ValueError, IndexError):
-        # Ended this moment, or hidden (hidepid).
+        # It ended just now, or is hidden (mount option hidepid).
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: prefill grants one to a request that ends, decode's beats renew it, and what is not renewed expires.
+"""Leases: prefill grants one when a request ends, decode's heartbeats renew it, and one that is not renewed expires.
 
-A request waits in decode's queue before its blocks are allocated, maybe for longer than a lease (vllm#38027); so decode
-renews from the moment it arrives until it has its KV. Nothing here blocks, sleeps or starts a thread. Owned by
-the transfer thread.
+A request may wait in decode's queue for longer than a lease before its blocks are allocated (vllm#38027). So decode
+renews the lease from the request's arrival until it has the KV. Nothing here blocks, sleeps or starts a thread. Owned
+by the transfer thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvcached_nixl.wire.step import LeaseRenewal
 __all__ = ["Leases", "Renewals"]
 
 SHORTEST_INTERVAL_SECONDS = 0.05
-"""Between two beats, whatever a client says that prefill's lease is."""
+"""Shortest time between two heartbeats, whatever lease the client's parameters name."""
 MOST_DUE = 256
-"""Leases that are renewed in one turn; a turn pays for no more, and the others follow in the next one."""
+"""Most leases that are renewed in one turn, to bound its cost; the others follow in the next turn."""
 
 
 class Leases(Deadlines[PrefillRequestId]):
     """Prefill: when each lease ends, in the clock's seconds.
 
     Args:
-        lease_seconds: how long a request's blocks are kept for decode when it has ended.
+        lease_seconds: how long a request's blocks are kept for decode after it has ended.
     """
 
     def __init__(self, clock: Clock, *, lease_seconds: float) -> None:
@@ -38,14 +38,14 @@ class Leases(Deadlines[PrefillRequestId]):
         self._lease_seconds = lease_seconds
 
     def grant(self, request_id: PrefillRequestId) -> None:
-        """The request has ended."""
+        """The request has ended: its lease begins."""
         self[request_id] = self._clock.now_seconds() + self._lease_seconds
 
     def renew(self, request_ids: Iterable[PrefillRequestId]) -> None:
-        """A beat was read. It renews what is held; it takes nothing away, and revives nothing that is gone.
+        """Handle a heartbeat: extends leases that exist, never shortens one, and never revives one that was removed.
 
-        What nobody has looked for is held even if its time is over: beats are read before anyone looks, so a step of
-        prefill's may be as long as it likes if decode has beaten meanwhile.
+        A lease exists until `take_due` removes it, even if its time has passed. Heartbeats are read before `take_due`
+        is called, so a step of prefill may take any time if decode has sent heartbeats meanwhile.
         """
         extended = self._clock.now_seconds() + EXTENSION * self._lease_seconds
         ends = self._at_seconds.get
@@ -53,9 +53,9 @@ class Leases(Deadlines[PrefillRequestId]):
 
 
 class Renewals:
-    """Decode: which leases to renew, and when the next beat of each is due.
+    """Decode: which leases to renew, and when the next heartbeat of each is due.
 
-    Several requests may want one request of prefill's; it is renewed once, as long as one of them does.
+    Several requests may want the same request of prefill; its lease is renewed once, as long as one of them wants it.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -67,16 +67,16 @@ class Renewals:
         self._ends = Deadlines[DecodeRequestId]()
 
     def __len__(self) -> int:
-        """Requests whose leases are renewed."""
+        """Number of requests whose leases are renewed."""
         return len(self._lease_of)
 
     @property
     def first_seconds(self) -> float | None:
-        """When the next beat is due."""
+        """When the next heartbeat is due, in the clock's seconds; None if none is."""
         return self._due.first_seconds
 
     def begin(self, renewal: LeaseRenewal) -> None:
-        """A request has arrived. Its first heartbeat is due at once, because nobody knows how long it was under way."""
+        """A request has arrived. Its first heartbeat is due at once: how long it took to arrive is unknown."""
         request_id, lease_seconds = renewal.request_id, renewal.lease_seconds
         if request_id in self._lease_of:
             return
@@ -89,7 +89,7 @@ class Renewals:
         wanting.add(request_id)
 
     def end(self, request_id: DecodeRequestId) -> None:
-        """The request has its KV, or is gone. Again is harmless."""
+        """The request has its KV, or has ended. Idempotent."""
         self._ends.pop(request_id, None)
         lease = self._lease_of.pop(request_id, None)
         if lease is None:
@@ -101,7 +101,7 @@ class Renewals:
             self._due.pop(lease, None)
 
     def take_due(self) -> dict[RemotePrefill, list[str]]:
-        """What is to be renewed now, and where."""
+        """Returns the names whose leases are to be renewed now, by the engine that holds them."""
         now = self._clock.now_seconds()
         for request_id in self._ends.take_due(now):
             self.end(request_id)

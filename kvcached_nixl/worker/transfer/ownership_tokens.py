@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership tokens: which hand-overs a rank of prefill still keeps KV for, in memory that decode reads (R3, R7).
+"""Ownership tokens: which manifests a rank of prefill still keeps blocks for, in memory that decode reads (R3, R7).
 
-Neither side's clock and no notification can tell decode that blocks it has read were still the request's: an idle
-prefill reads no notifications, a busy one answers late, and parameters may have waited anywhere for any time. So each
-rank of prefill keeps a table of 64-bit tokens, one per manifest, and removes a manifest's token before its blocks are
-given back. Decode reads the token after the blocks: if it is there, they were what the manifest says for as long as
-they were read. The token is a hash of the whole manifest, so whoever changes a block id on the way names a token that
-nobody keeps.
+Neither side's clock nor a notification can tell decode that the blocks it has read still belonged to the request: an
+idle prefill reads no notifications, a busy one answers late, and parameters may be delayed anywhere for any time. So
+each rank of prefill keeps a table of 64-bit tokens, one per manifest, and removes a manifest's token before its blocks
+are freed. Decode reads the token after the blocks: if it is there, the blocks held what the manifest says during the
+whole READ. The token is a hash of the whole manifest, so a manifest with a changed block id has a token that is in no
+table.
 
-A token's bucket follows from the token itself; the table's address travels with the handshake.
+The token determines its bucket in the table; the table's address is part of the handshake.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["BUCKETS", "BUFFERS", "TOKENS_PER_BUCKET", "TokenArray", "TokenBuffer
 BUCKETS = 1024
 TOKENS_PER_BUCKET = 64
 BUCKET_BYTES = TOKENS_PER_BUCKET * 8
-"""A bucket is what decode reads; it is full only where some sixty thousand hand-overs are kept at once."""
+"""Decode reads a whole bucket. A bucket is full only if some sixty thousand hand-overs are kept at once."""
 BUFFERS = 1024
 """Buckets that decode can read at the same time; further READs wait."""
 
 TokenArray = npt.NDArray[np.uint64]
-"""(rows, TOKENS_PER_BUCKET); 0 is no token."""
+"""(rows, TOKENS_PER_BUCKET); 0 marks an empty entry."""
 
 
 def bucket_of(ownership_token: int) -> int:
@@ -39,11 +39,11 @@ def bucket_of(ownership_token: int) -> int:
 
 
 class TokenTable:
-    """Prefill's tokens. A token is there from `publish` on until `remove`; as long as it is there, its blocks are.
+    """Prefill's tokens. A token is in the table from `publish` until `remove`; while it is there, its blocks are kept.
 
     Args:
-        tokens: (BUCKETS, TOKENS_PER_BUCKET), all 0; decode's ranks read it at any time, one aligned token after the
-            other.
+        tokens: (BUCKETS, TOKENS_PER_BUCKET), all 0; decode's ranks read it at any time, one aligned 64-bit token at a
+            time.
 
     Threads: any.
     """
@@ -59,7 +59,7 @@ class TokenTable:
         return len(self._token_of)
 
     def publish(self, owner: Hashable, ownership_token: int) -> bool:
-        """From now on ``owner`` has this token, and no other one. Returns whether there was room for it."""
+        """Replace ``owner``'s token by this one. Returns whether the bucket had room; else ``owner`` has no token."""
         with self._lock:
             self._remove(owner)
             row = self._tokens[bucket_of(ownership_token)]
@@ -71,12 +71,12 @@ class TokenTable:
             return True
 
     def remove(self, owner: Hashable) -> None:
-        """It has none any more; harmless if it has none."""
+        """Remove ``owner``'s token, if it has one. Idempotent."""
         with self._lock:
             self._remove(owner)
 
     def clear(self) -> None:
-        """Nobody has one any more."""
+        """Remove all tokens."""
         with self._lock:
             self._token_of.clear()
             self._tokens[:] = 0
@@ -85,12 +85,12 @@ class TokenTable:
         ownership_token = self._token_of.pop(owner, None)
         if ownership_token is not None:
             row = self._tokens[bucket_of(ownership_token)]
-            # Two owners of one token would be two of one manifest: their tokens are two entries.
+            # Two owners may have equal tokens (one manifest); each has an entry, so remove only one of them.
             row[np.flatnonzero(row == np.uint64(ownership_token))[:1]] = 0
 
 
 class TokenBuffers:
-    """Decode's buffers, into which buckets of peers are read. Owned by the transfer thread.
+    """Decode's buffers, into which it reads buckets of peers. Owned by the transfer thread.
 
     Args:
         tokens: (BUFFERS, TOKENS_PER_BUCKET).
@@ -102,24 +102,24 @@ class TokenBuffers:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is a buffer that nothing is read into."""
+        """Whether a buffer is free."""
         return bool(self._free)
 
     def take(self) -> int | None:
-        """A buffer that nothing is read into; None if there is none."""
+        """Take a free buffer; None if there is none."""
         return self._free.pop() if self._free else None
 
     def give_back(self, buffer: int) -> None:
-        """Nothing is in flight into it any more."""
+        """Return a buffer that no READ in flight writes into any more."""
         self._tokens[buffer] = 0
         self._free.append(buffer)
 
     def ranges(self, buffer: int, table_address: int, ownership_token: int) -> tuple[Ranges, Ranges]:
-        """Here and there, for a READ of the bucket that would hold ``ownership_token``."""
+        """Returns the local and the remote range of a READ of the bucket that would hold ``ownership_token``."""
         here = self._tokens[buffer].ctypes.data
         there = table_address + bucket_of(ownership_token) * BUCKET_BYTES
         return np.array([[here, BUCKET_BYTES]], np.int64), np.array([[there, BUCKET_BYTES]], np.int64)
 
     def holds(self, buffer: int, ownership_token: int) -> bool:
-        """Whether the token was in the bucket that has been read."""
+        """Whether the token was in the bucket that was read into this buffer."""
         return bool((self._tokens[buffer] == np.uint64(ownership_token)).any())

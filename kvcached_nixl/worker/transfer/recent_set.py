@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened lately, in bounded memory."""
+"""A set that remembers only its newest members, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPACITY = 65_536
 
 
 class RecentSet(Generic[T]):
-    """The last ``CAPACITY`` things that were added."""
+    """The last ``CAPACITY`` distinct members that were added."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[T, None] = OrderedDict()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank: where it is, where it keeps its KV, and the ranges between it and a peer. Once per worker."""
+"""This rank's place and memory, which ranks of prefill contribute to it, and the byte ranges between it and a peer.
+
+Once per worker.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ __all__ = ["LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_b
 
 @dataclass(frozen=True)
 class LocalRank:
-    """Where a worker is, and how its blocks are counted.
+    """A worker's place in its engine, and how its blocks are counted.
 
     Attributes:
         memory: the kinds of planes in which it keeps KV.
-        kernel_blocks_per_block: blocks of the attention kernel in a block of the scheduler.
+        kernel_blocks_per_block: kernel blocks in one logical block (the scheduler's).
         is_latent: all ranks hold the same KV (multi-latent attention).
     """
 
@@ -40,28 +43,28 @@ class LocalRank:
 
     @property
     def kernel_block_size(self) -> int:
-        """Tokens in a block of the attention kernel."""
+        """Tokens in a kernel block."""
         return self.memory[0].block_size
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block of the scheduler."""
+        """Tokens in a logical block (the scheduler's)."""
         return self.kernel_block_size * self.kernel_blocks_per_block
 
 
 @dataclass
 class PeerRoutes:
-    """What lies between this rank's memory and that of each peer, found once per peer.
+    """How this rank's memory maps to that of each peer, computed once per peer.
 
-    ``of`` is asked with the peer's agent and memory; `forget` when the agent is gone. An agent is anybody's to name, so
-    what one address says of its memory is not used for another address.
+    `forget` is called when a peer's agent is dead. Any address may name any agent, so `of` compares the memory it is
+    given, too: what one address says about its memory is not used for another address.
     """
 
     local: LocalRank
     _found: dict[str, tuple[tuple[Planes, ...], tuple[Route, ...]]] = field(default_factory=dict)
 
     def of(self, agent: str, memory: Sequence[Planes]) -> tuple[Route, ...]:
-        """Raises ValueError: the two do not fit."""
+        """Returns one route per kind of planes; raises ValueError if the two memories do not fit."""
         before, routes = self._found.get(agent, ((), ()))
         if before is not memory and before != tuple(memory):
             reason = misfit(self.local.memory, memory)
@@ -80,13 +83,14 @@ class PeerRoutes:
 
     @staticmethod
     def ranges(routes: tuple[Route, ...], groups: Sequence[tuple[Blocks, Blocks, int]], end_token: int) -> Descriptors:
-        """All ranges of a transfer.
+        """Returns the descriptors of a transfer.
 
         Args:
-            groups: per KV-cache group its blocks here and there, and the first token that is moved.
+            groups: per KV-cache group its local and remote blocks, and the first token to move.
+            end_token: one past the last token to move.
 
         Raises:
-            ValueError: as `Route.descriptors`.
+            ValueError: as `Route.descriptors`, or there is no token to move.
         """
         found = [
             route.descriptors(here, there, first, end_token)
@@ -95,15 +99,16 @@ class PeerRoutes:
             for route in routes
         ]
         if not found:
-            raise ValueError(f"found no token before {end_token} to move")
+            raise ValueError(f"found no token before {end_token}; expected at least one to move")
         return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
 
 
 def kernel_blocks(blocks: Sequence[LogicalBlock], kernel_blocks_per_block: int) -> Sequence[KernelBlock]:
-    """The kernel blocks that make up logical blocks. Nothing else converts one into the other; on the transfer thread.
+    """Returns the kernel blocks that make up these logical blocks. The only place that converts them; called on the
+    transfer thread.
 
     Args:
-        kernel_blocks_per_block: of the rank whose blocks they are.
+        kernel_blocks_per_block: of the rank that owns the blocks.
     """
     if kernel_blocks_per_block == 1:
         return cast("Sequence[KernelBlock]", blocks)
@@ -113,17 +118,17 @@ def kernel_blocks(blocks: Sequence[LogicalBlock], kernel_blocks_per_block: int) 
 
 
 def kernel_blocks_of(group: BlockRange, kernel_blocks_per_block: int) -> Blocks:
-    """The same of a range of a manifest or of a `FetchSpec`."""
+    """Convert a block range of a manifest or of a `FetchSpec`, as `kernel_blocks`."""
     return Blocks(kernel_blocks(group.block_ids, kernel_blocks_per_block), group.first_token)
 
 
 def contributors(
     prefill: RemotePrefill, *, tp_rank: int, tp_size: int, is_latent: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks of prefill that have bytes of a rank of decode, and ranks that have to be told that they need not.
+    """Returns the ranks of prefill whose bytes a rank of decode needs, and the ranks it only has to release.
 
-    Every rank of prefill is in the answer of at least one rank of decode, so that it learns when it is done. A latent
-    is the same on all ranks, so one of those that have it is enough.
+    Every rank of prefill is in the result for at least one rank of decode, so that it learns when it is done. A latent
+    is the same on all ranks, so one rank that has it is enough.
 
     Raises:
         ValueError: neither tensor-parallel size divides the other.
@@ -138,13 +143,13 @@ def contributors(
 
 
 def peers_of(prefill: RemotePrefill, ranks: Sequence[int]) -> tuple[Peer, ...]:
-    """Addresses of ranks of an engine."""
+    """Returns the addresses of some ranks of an engine."""
     engine_id = EngineId(prefill.engine_id)
     return tuple(Peer(engine_id, prefill.host, prefill.port, prefill.tp_size, rank) for rank in ranks)
 
 
 def fits(local: LocalRank, rank: RankHandshake) -> str:
-    """What keeps a peer's rank from exchanging KV with this one, in words; "" if nothing does."""
+    """Returns why a peer's rank cannot exchange KV with this one; "" if it can."""
     sizes = (local.tp_size, rank.tp_size)
     if max(sizes) % min(sizes):
         return f"tensor parallel {rank.tp_size}; expected a multiple or a divisor of {local.tp_size}"

@@ -298,7 +298,7 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
     outcome = pull.deliver()
     assert {number: one.cause for number, one in outcome.failed.items()}[1] is FailureCause.DEFECT
     assert 1 in outcome.finished and pull.thread.dropped["defect"] == 1
-    assert "IndexError: of ours" in caplog.text and "by a defect" in caplog.text
+    assert "IndexError: of ours" in caplog.text and "internal error in kvcached_nixl" in caplog.text
 
 
 def test_a_defect_in_a_message_has_no_further_effect(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,7 +457,7 @@ def test_a_callback_that_raises_fails_what_it_belongs_to(local: Local, caplog: p
     sound = Needing(local, remote.address)
     local.turn()
     assert [one.cause for one in failed] == [FailureCause.DEFECT]
-    assert "IndexError: of ours" in str(failed[0]) and "by a defect" in caplog.text
+    assert "IndexError: of ours" in str(failed[0]) and "internal error in kvcached_nixl" in caplog.text
     assert len(sound.known) == 1
 
 
