@@ -2,8 +2,8 @@
 """Checksums of the KV of verified hand-overs, computed off the transfer thread. Once per worker.
 
 Prefill sends a checksum with each range of tokens; decode compares it with a checksum of what arrived in its blocks,
-before the blocks are used. Decode chooses which hand-overs to verify by the attempt's number, so all of its ranks choose
-the same ones.
+before the blocks are used. Decode chooses which hand-overs to verify by the attempt's number, so all of its ranks
+choose the same ones.
 """
 
 from __future__ import annotations

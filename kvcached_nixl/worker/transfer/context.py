@@ -77,7 +77,7 @@ class WorkerContext:
         connected: Callable[[ConnectedPeer], None],
         failed: Callable[[HandOverFailed], None],
     ) -> None:
-        """Connect to a rank of prefill; fails if it computes with other weights. ``incarnation``: as in `Peers.need`."""
+        """Connect to a rank of prefill; fails if it computes with other weights. ``incarnation`` as in `Peers.need`."""
 
         def met(known: ConnectedPeer) -> None:
             # This may be an old handshake: the weights on either side may have been updated since, so repeat it once.
@@ -103,9 +103,7 @@ class WorkerContext:
         if not misfit:
             return None
         reason = f"prefill (engine {known.rank.engine_id}) computes with other weights: {misfit}"
-        return HandOverFailed(
-            FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update the older side."
-        )
+        return HandOverFailed(FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update the older side.")
 
     @staticmethod
     def contained(action: Callable[[str], None], failed: Callable[[HandOverFailed], None]) -> Callable[[str], None]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of other engines: met by a handshake, met anew when the connection is lost, forgotten when they are gone.
+"""Connections to ranks of other engines: made by a handshake, made again when lost, forgotten when not used.
 
-Everything is per rank: one that does not answer, answers wrongly or is gone costs only what names it. Handshakes run
-elsewhere (``ask``), any number at a time, and are asked again where nobody answers in time. Owned by the transfer
-thread; once per worker.
+Everything is per rank: one that does not answer, answers wrongly or is dead fails only the requests that name it.
+Handshakes run on another thread (``ask``), any number at a time, and are repeated if there is no answer in time. Owned
+by the transfer thread; once per worker.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["Ask", "PeerListener", "Peers"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 Ask: TypeAlias = Callable[[str, int, int], "Future[tuple[str, bytes]]"]
-"""(host, port, tensor-parallel rank) -> (compatibility string, metadata), later, on any thread. Fails with
-`ConnectionRefusedError` if nobody listens, with another `OSError` or a `TimeoutError` if that is not known."""
+"""(host, port, tensor-parallel rank) -> (compatibility string, metadata) in a future that any thread may complete. It
+fails with `ConnectionRefusedError` if nobody listens, with another `OSError` or `TimeoutError` if that is not known."""
 
 HANDSHAKE_TRIES = 5
-"""In a row, of a peer that listens and does not answer: one that stands still for seconds has not gone."""
+"""Handshakes in a row with a peer that does not answer, before it fails: one that stalls for seconds may be alive."""
 FORGOTTEN_SECONDS = 600.0
-"""A peer that nothing names for so long is forgotten; to meet it again costs one handshake."""
+"""A peer that is not used for so long is forgotten; to use it again costs one handshake."""
 
 
-_STARTED_AGAIN = "prefill has been started again, or its weights were changed, since it made the parameters"
+_STARTED_AGAIN = "prefill was restarted, or its weights were changed, since it made the parameters"
 
 
 class _Waiting(NamedTuple):
@@ -58,32 +58,32 @@ class _Link:
 
     @property
     def level(self) -> int:
-        """Of what is said about it: one that may still write is asked until it answers or is fenced."""
+        """Log level: a peer that may still write is asked until it answers or is fenced, so warn only once."""
         return logging.INFO if self.is_failing else logging.WARNING
 
 
 class PeerListener(Protocol):
-    """Who counts on peers, and hears what becomes of them; `Peers.listen`. On the transfer thread."""
+    """Depends on peers, and is told what happens to them (`Peers.listen`). Called on the transfer thread."""
 
     def is_used(self, agent: str) -> bool:
-        """Whether somebody still counts on an agent that has not been named for long."""
+        """Whether a transfer still depends on an agent that was not used for FORGOTTEN_SECONDS."""
         ...
 
     def may_write(self, agent: str) -> bool:
-        """Whether an agent may be writing here: its connection is kept without its side channel, for it is to be told
-        to stop, and to say that it has."""
+        """Whether an agent may be writing into this rank's memory. Its connection is then kept even if its side channel
+        fails: it has to be told to stop, and to answer that it has."""
         ...
 
     def dead(self, agent: str) -> None:
-        """An agent is known by no address any more: another one answers in its place. Its process may live."""
+        """No address leads to an agent any more: another one answers in its place. Its process may still run."""
         ...
 
     def unreachable(self, agent: str) -> None:
-        """Nobody listens where an agent was: its process may have ended, or its listener only."""
+        """Nobody listens at an agent's address: its process may have ended, or only its listener."""
         ...
 
     def disconnected(self, agent: str) -> None:
-        """The connection to an agent is being taken down."""
+        """The connection to an agent is about to be taken down."""
         ...
 
 
@@ -91,7 +91,8 @@ class Peers:
     """See the module.
 
     Args:
-        handshaker: examines what is answered at an address.
+        handshaker: checks the answer from an address.
+        ask: begins a handshake.
         wake: called, on any thread, when a handshake has ended.
     """
 
@@ -109,7 +110,7 @@ class Peers:
         self._wake = wake
         self._links: dict[Peer, _Link] = {}
         self._addresses: dict[str, dict[Peer, None]] = {}
-        # One from an agent's first handshake until it is removed, whatever handshakes there are meanwhile.
+        # Kept from an agent's first handshake until it is removed; later handshakes with it do not change it.
         self._connections: dict[str, object] = {}
         self._places: dict[tuple[str, int, int], Peer] = {}
         self._ended: deque[tuple[_Link, Future[tuple[str, bytes]]]] = deque()
@@ -118,11 +119,11 @@ class Peers:
         self.dropped: Counter[str] = Counter()
 
     def listen(self, listener: PeerListener) -> None:
-        """Tell ``listener`` what becomes of peers; once, before any is named."""
+        """Tell ``listener`` what happens to peers. Call once, before any peer is used."""
         self._listener = listener
 
     def __len__(self) -> int:
-        """Ranks that are known or asked."""
+        """Ranks that are connected, or whose handshake is under way."""
         return len(self._links)
 
     def need(
@@ -134,11 +135,11 @@ class Peers:
         *,
         is_doubted: bool = False,
     ) -> None:
-        """Call one of the two, now or when a handshake has ended.
+        """Call either ``known`` or ``failed``, now or when a handshake has ended.
 
         Args:
-            start: of the engine that is meant; "" for any.
-            is_doubted: whoever is known there may have ended; a handshake tells.
+            incarnation: of the engine that is meant; "" for any.
+            is_doubted: do a handshake even if a peer is known at this address, because it may have ended.
         """
         link = self._link(address)
         if (
@@ -152,21 +153,23 @@ class Peers:
         self._begin(link)
 
     def probe(self, address: Peer) -> None:
-        """Find out whether a rank's engine still answers."""
+        """Begin a handshake to find out whether a rank's engine still answers."""
         self._begin(self._link(address))
 
     def doubt(self, agent: str) -> None:
-        """Something of an agent has failed: find out whether its engine still answers."""
+        """A transfer to an agent has failed: find out whether its engine still answers."""
         for link in self._links_of(agent):
             self._begin(link)
 
     def send(self, address: Peer, notification: bytes, *, only: str | None = None, is_repeated: bool = True) -> None:
-        """Tell a rank something, after a handshake if need be, and once more over another connection where one is lost.
+        """Send a notification to a rank, after a handshake if there is no connection to it.
 
-        It may get lost all the same: count on an answer or a deadline.
+        If the connection turns out to be lost, it is sent once more over a new one. It may still get lost: rely on an
+        answer or a deadline.
 
         Args:
-            only: an agent; whoever else answers at the address is told nothing.
+            only: the agent that it is meant for; if another one answers at the address, nothing is sent.
+            is_repeated: whether to send it once more if the connection is lost.
         """
 
         def tell(known: ConnectedPeer, is_fresh: bool = False) -> None:
@@ -174,7 +177,7 @@ class Peers:
                 if is_fresh:
                     self.dropped["meant for another agent"] += 1
                 else:
-                    # Whoever has asked may have been started since this one was met.
+                    # The agent in `only` may have been started at this address since the last handshake.
                     self.need(address, "", lambda known: tell(known, True), untold, is_doubted=True)
                 return
             try:
@@ -192,7 +195,7 @@ class Peers:
 
         link = self._link(address)
         if link.known is not None:
-            # Over the connection that there is, whether its side channel answers or not.
+            # Use the existing connection, even if the peer's side channel does not answer.
             tell(link.known)
         else:
             self.need(address, "", tell, untold)
@@ -202,20 +205,21 @@ class Peers:
         return self.connection(agent) is not None
 
     def connection(self, agent: str) -> object:
-        """What stands for the present connection to an agent; another one, or None, once that is lost."""
+        """Returns an object that stands for the current connection to an agent; once that is lost, another or None."""
         return self._connections.get(agent)
 
     def lost(self, agent: str) -> None:
-        """The connection to a rank does not work any more. It may live: whatever names it next begins a handshake."""
+        """The connection to an agent has failed. Its process may be alive, so take the connection down and begin a new
+        handshake."""
         links = [link for link in self._links_of(agent) if link.known is not None]
         for link in links:
-            logger.warning("The connection to %s is lost; there will be another handshake with it", link.address)
+            logger.warning("Lost the connection to %s; repeating the handshake", link.address)
             self._forget(link)
         for link in links:
             self._begin(link)
 
     def turn(self) -> None:
-        """Take in what handshakes have found out, and forget who is not named any more."""
+        """Handle handshakes that have ended, and forget peers that were not used for FORGOTTEN_SECONDS."""
         while self._ended:
             self._take(*self._ended.popleft())
         for address in self._unused.take_due(self._clock.now_seconds()):
@@ -253,11 +257,11 @@ class Peers:
             agent, reason = link.last_agent, f"nobody listens at {link.address.host}:{link.address.port}"
             self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
             if agent is not None and self._listener is not None:
-                # Its listener may start again, and its workers outlive it: that it is gone is for others to say.
+                # Its listener may restart, and its workers may outlive it: this does not mean that the agent is dead.
                 self._listener.unreachable(agent)
         except OSError as error:
             if link.tries < HANDSHAKE_TRIES:
-                logger.log(link.level, "No handshake with %s yet, it is asked again: %s", link.address, error)
+                logger.log(link.level, "No handshake with %s yet, trying again: %s", link.address, error)
                 self._begin(link)
             else:
                 self._fail(link, FailureCause.UNREACHABLE, f"no handshake with {link.address}: {error}", is_gone=False)
@@ -266,7 +270,7 @@ class Peers:
         except (TransportError, ValueError) as error:
             self._fail(link, FailureCause.PROTOCOL, f"no handshake with {link.address}: {error}", is_gone=False)
         except Exception as defect:
-            logger.exception("A handshake fails by a defect of kvcached_nixl")
+            logger.exception("internal error in kvcached_nixl; this handshake fails")
             reason = f"no handshake with {link.address}: {type(defect).__name__}: {defect}"
             self._fail(link, FailureCause.DEFECT, reason, is_gone=False)
         else:
@@ -277,7 +281,7 @@ class Peers:
         before = self._places.get(local)
         if before is not None and before != link.address and before in self._links:
             if self._links[before].is_asked:
-                # Its own answer is on its way, and may be another one: one address may answer as two engines.
+                # Its own handshake is under way and may end differently: one address may answer as two engines.
                 self._let_go(self._links[before])
             else:
                 self._drop(self._links[before])
@@ -285,7 +289,7 @@ class Peers:
             others = [other for other in self._links_of(link.last_agent) if other is not link]
             self._let_go(link)
             for other in others:
-                # It was known by other names, too: whether it is still there is asked under all of them.
+                # The old agent was known under other addresses, too: a handshake checks each of them.
                 self._begin(other)
         link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
         self._places[local] = link.address
@@ -302,7 +306,7 @@ class Peers:
         try:
             one.known(known)
         except Exception as defect:
-            logger.exception("A hand-over fails by a defect of kvcached_nixl")
+            logger.exception("internal error in kvcached_nixl; this hand-over fails")
             one.failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
     def _fail(self, link: _Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
@@ -311,7 +315,7 @@ class Peers:
         if is_gone:
             self._let_go(link)
         elif link.known is None or not self._may_write(link.known.agent):
-            # What is in flight to somebody who does not answer ends with the connection.
+            # The peer does not answer: taking the connection down ends the transfers in flight to it.
             self._forget(link)
         waiting, link.waiting = link.waiting, []
         for one in waiting:
@@ -320,7 +324,7 @@ class Peers:
             self._drop(link)
 
     def _let_go(self, link: _Link) -> None:
-        """Who was known at an address is not there any more; it is gone for good if it is known nowhere else."""
+        """The agent known at this address is not there any more; it is dead if no other address leads to it."""
         self._forget(link)
         agent, link.last_agent = link.last_agent, None
         if agent is None:
@@ -333,7 +337,7 @@ class Peers:
                 self._listener.dead(agent)
 
     def _forget(self, link: _Link) -> None:
-        """The connection over an address is given up; the last one to an agent is taken down."""
+        """Give up this address's use of the connection; the last address of an agent takes the connection down."""
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
             self._connections.pop(known.agent, None)
@@ -348,7 +352,7 @@ class Peers:
         return self._listener is not None and self._listener.may_write(agent)
 
     def _links_of(self, agent: str) -> list[_Link]:
-        """An engine may be named in several ways: by an address and by a name."""
+        """Returns all links to an agent: an engine may be known under several addresses, by IP address and by name."""
         return [self._links[address] for address in self._addresses.get(agent, ())]
 
     def _drop(self, link: _Link) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""READs and WRITEs: cut into batches, posted as there is room, and looked after until NIXL says that they have ended.
+"""Cuts READs and WRITEs into batches, posts them within a budget, and polls them until NIXL says that they have ended.
 
-What is in flight is limited in bytes, with one peer and in all, and in transfers; whenever one ends the next is posted.
-Peers take turns. What is given up (`TransferQueue.drop`) counts for nobody any more, but its end is still waited for:
-nothing that was posted can be cancelled. Owned by the transfer thread; once per worker.
+Bytes in flight are limited per peer and in total, transfers in flight per peer; whenever one ends, the next is posted.
+Peers take turns. A dropped job (`TransferQueue.drop`) does not use the budget any more, but its end is still awaited,
+because a posted transfer cannot be cancelled. Owned by the transfer thread; once per worker.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["Budget", "TransferJob", "TransferQueue"]
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be in flight, and how large one transfer may be.
+    """How much may be in flight, and how large one transfer may be.
 
     Attributes:
-        descriptors: in one transfer. Naming them to NIXL takes Python's interpreter from the engine's thread, some
-            0.2 ms for 1,000; while NIXL posts them, one by one, it is free. Many in one are slower than in several.
+        descriptors: most in one transfer. Passing them to NIXL holds Python's interpreter lock, some 0.2 ms for 1,000;
+            it is free while NIXL posts them, one by one. One transfer of many is slower than several of fewer.
             From 1,024 on, NIXL would post them on threads of its own, which select no device (``split_batch_size`` of
             its UCX backend, with the ``num_threads`` that vLLM gives it).
-        batch_bytes: in one transfer, about.
-        peer_bytes, all_bytes: in flight with one peer, and with all.
+        batch_bytes: in one transfer, approximately.
+        peer_bytes, all_bytes: in flight with one peer, and with all peers.
         peer_transfers: in flight with one peer.
     """
 
@@ -42,19 +42,20 @@ class Budget:
 
 
 POSTING_SECONDS = 0.005
-"""In one turn; what is left is posted in the next one, after what has arrived meanwhile."""
+"""Longest time to post in one turn; the rest is posted in the next turn, after notifications were read."""
 DROPPED_POLL_SECONDS = 0.05
 
 
 @dataclass(eq=False)
 class TransferJob:
-    """Ranges that are moved for one owner, in order.
+    """Ranges to move for one owner, in order.
 
     Attributes:
         local, remote: (n, 2) addresses and lengths, which correspond row by row.
-        ended: called once, when nothing of it is in flight and nothing more will be posted; with what went wrong, or
-            "". Not called before a job that was dropped is quiet.
-        notify: makes the notification of a WRITE's batch, of (index, whether it is the last one).
+        ended: called once, when nothing of the job is in flight and nothing more will be posted, with the error text or
+            "". For a dropped job, too, it is called only after its transfers in flight have ended.
+        notify: returns the notification of a WRITE's batch, given (index, whether it is the last batch).
+        is_host: the ranges are in registered host memory, not in KV memory.
     """
 
     operation: Operation
@@ -102,10 +103,11 @@ class TransferQueue:
     """See the module.
 
     Args:
-        lost: called with a peer with whom a transfer has failed, before its job hears of it: it must be removed, which
-            is what makes the rest of a failed transfer quiet.
-        connection: stands for the present connection to a peer; what fails of an earlier one says nothing of this one.
-        moved: called with (operation, bytes, descriptors, seconds) of each transfer that is done.
+        lost: called with a peer to which a transfer has failed, before the job's ``ended``. It must remove the peer:
+            only that ends what is left of a failed transfer.
+        connection: returns an object that stands for the current connection to a peer, so that a transfer of an earlier
+            connection that fails does not take the current one down.
+        moved: called with (operation, bytes, descriptors, seconds) of each transfer that has succeeded.
     """
 
     def __init__(
@@ -133,26 +135,26 @@ class TransferQueue:
         self._has_more = False
 
     def __len__(self) -> int:
-        """Transfers in flight that somebody waits for."""
+        """Transfers in flight whose job was not dropped."""
         return len(self._active)
 
     @property
     def is_busy(self) -> bool:
-        """Whether `turn` has something to do soon."""
+        """Whether `turn` has to be called again soon."""
         return bool(self._active or self._lanes or self._idle)
 
     @property
     def has_more(self) -> bool:
-        """Whether the last turn left some to post for which there was room."""
+        """Whether the last turn ran out of time with budget left and more to post."""
         return self._has_more
 
     @property
     def num_dropped(self) -> int:
-        """Transfers that were given up and have not ended."""
+        """Transfers in flight whose job was dropped."""
         return len(self._dropped)
 
     def submit(self, job: TransferJob, *, is_urgent: bool = False) -> None:
-        """Move it when there is room; an urgent one before what waits for the same peer."""
+        """Queue a job; an urgent one goes ahead of the others for the same peer."""
         if len(job.local) == 0:
             self._settle(job)
         elif is_urgent:
@@ -161,7 +163,7 @@ class TransferQueue:
             self._lanes.setdefault(job.peer, _Lane()).queue.append(job)
 
     def drop(self, job: TransferJob) -> None:
-        """Post nothing more of it; ``ended`` is called when the rest has ended."""
+        """Post nothing more of a job; its ``ended`` is called when its transfers in flight have ended. Idempotent."""
         if job.dropped:
             return
         job.dropped = True
@@ -173,13 +175,13 @@ class TransferQueue:
             self._dropped[batch] = None
 
     def turn(self) -> None:
-        """See what has ended, tell its owners, and post what there is room for."""
+        """Poll transfers, call ``ended`` of jobs that have ended, and post more within the budget."""
         self._look(list(self._active))
         now = self._clock.now_seconds()
         if self._dropped and now >= self._dropped_at_seconds:
             self._dropped_at_seconds = now + DROPPED_POLL_SECONDS
             self._look(list(self._dropped))
-        # Before what waits is posted: whoever hears of an end may have something to add, a word behind its blocks.
+        # Before posting: when its blocks have been read, an owner may submit an urgent READ of the ownership token.
         self._tell()
         self._post(now + POSTING_SECONDS)
         self._tell()
@@ -231,9 +233,9 @@ class TransferQueue:
         self._all_bytes -= batch.num_bytes
 
     def _post(self, until_seconds: float) -> None:
-        """A batch of each peer in turn, for as long as there is room."""
+        """Post one batch of each peer in turn, until the budget or the time is used up."""
         waiting = deque(peer for peer, lane in self._lanes.items() if lane.queue)
-        # Where time runs out, another one comes first in the next turn.
+        # Begin with another peer each turn, so that none is starved when time runs out.
         self._turns += 1
         waiting.rotate(-self._turns)
         while waiting and self._clock.now_seconds() < until_seconds:
@@ -244,7 +246,7 @@ class TransferQueue:
         self._has_more = bool(waiting)
 
     def _post_one(self, peer: str, lane: _Lane) -> bool:
-        """Post the next batch of a peer. Returns whether there may be another one."""
+        """Post the next batch of a peer. Returns whether there may be more to post to it."""
         budget = self._budget
         while lane.queue and lane.queue[0].is_posted:
             job = lane.queue.popleft()
