@@ -103,7 +103,7 @@ def test_other_bytes_end_the_request_by_policy_and_are_not_used(
         patch.setattr(received, "digest", changed)
         ends_by_policy(policy, decode, prefill)
     assert [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]] == [FailureCause.CHECKSUM]
-    assert "are not those that prefill sent" in decode.log.text
+    assert "is not what prefill sent" in decode.log.text
     computed_alone(decode)
     # That engine is not believed again.
     params = prefilled(prefill, "cmpl-w-0-aaaaaaaa", 100)

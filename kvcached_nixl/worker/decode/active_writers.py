@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode: ranks of prefill that may still write, and how that ends (rule R13). Once per worker, on the transfer thread.
 
-What an attempt that has failed may still be written is nobody's until every writer of its has an end:
+The blocks of a failed attempt are held until each of its writers is in one of the first three states:
 
-    heard       it is told to stop, over NIXL, again and again, and says that it has
-    gone        it was a process of this host, and the kernel says that it has ended; whatever its address answers
-    fenced      it has not answered for UNHEARD_SECONDS, or another engine answers in its place, and it could write over
-                a network only: what it writes through is closed (`gates`)
-    held        neither can be: it stands still on this host, and could write from there past all that can be closed
+    heard       it was told to stop, over NIXL and repeatedly, and has answered that it has
+    dead        it was a process of this host, and the kernel says that it has ended, whatever its address answers
+    fenced      it has not answered for UNHEARD_SECONDS, or another engine answers in its place, and it can write over
+                a network only: the gate it writes through is closed (`write_gates`)
+    held        none of these is possible: it is suspended on this host, and could write past all that can be closed
 
-That its side channel does not answer, refuses or times out says nothing of its workers: the client hears of it at once,
-and the blocks wait for one of these all the same.
+That its side channel does not answer, refuses or times out says nothing about its workers: the attempt fails at once,
+but its blocks still wait for one of these states.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = ["ActiveWriters"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 LOOK_SECONDS = 5.0
-"""Between two looks at whether a writer lives."""
+"""Between two checks whether a writer is alive."""
 UNHEARD_SECONDS = 20.0
-"""One that has not said for so long that it has stopped is fenced."""
+"""A writer that has not answered for so long that it has stopped is fenced."""
 DEAD_SECONDS = 2.0
-"""After a writer's process has ended: what this host's kernel still has of it is taken in by NIXL's thread."""
+"""Wait after a writer's process has ended: NIXL's thread still receives what this host's kernel has buffered of it."""
 STILL_SECONDS = 1.0
-"""Nobody has turned for so long: this process stood still, NIXL's thread with it."""
+"""If `turn` was not called for so long, this process was stopped, and NIXL's thread with it."""
 
 
 class ActiveWriters:
     """See the module.
 
     Args:
-        attempts: those that are not over, by their numbers; somebody else's.
+        attempts: those that are not finished, by number; a view of the receiver's dict.
     """
 
     def __init__(self, context: WorkerContext, clock: Clock, attempts: Mapping[int, Attempt]) -> None:
@@ -63,16 +63,16 @@ class ActiveWriters:
         self._said_held = RecentSet[str]()
 
     def expect(self, part: WritePart, number: int) -> None:
-        """From now on a rank of prefill may write, and is asked now and then whether it lives."""
+        """From now on a rank of prefill may write; check every LOOK_SECONDS whether it is alive."""
         self._at[part.address][number] = None
         self._looked_at.setdefault(part.address, self._clock.now_seconds() + LOOK_SECONDS)
 
     def failed(self, number: int) -> None:
-        """An attempt wants nothing any more."""
+        """An attempt has failed, so its writers are asked to stop; UNHEARD_SECONDS begin."""
         self._failed_at[number] = self._clock.now_seconds()
 
     def finished(self, attempt: Attempt) -> None:
-        """Nobody writes any more for an attempt."""
+        """No rank writes for this attempt any more."""
         number = attempt.number
         self._failed_at.pop(number, None)
         for part in attempt.parts:
@@ -86,12 +86,13 @@ class ActiveWriters:
                     self._looked_at.pop(part.address, None)
 
     def may_write(self, agent: str) -> bool:
-        """Whether an agent was told of blocks, and has not said that it has stopped."""
+        """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
         parts = (part for attempt in self._attempts.values() for part in attempt.parts)
         return any(isinstance(part, WritePart) and part.may_write and part.agent == agent for part in parts)
 
     def look_after(self, attempt: Attempt) -> None:
-        """Somebody may still write for an attempt who was asked to stop, or cannot be asked."""
+        """Fence, or wait for the end of, the ranks that may still write for an attempt although they were asked to stop
+        or cannot be asked."""
         now, number = self._clock.now_seconds(), attempt.number
         is_unheard = now - self._failed_at.get(number, now) >= UNHEARD_SECONDS
         for part in attempt.parts:
@@ -104,7 +105,7 @@ class ActiveWriters:
                 self._say_held(part.agent, part.address)
 
     def turn(self) -> float | None:
-        """What is due now; returns when to call again, in the clock's seconds, None if nothing will be."""
+        """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
         now = self._clock.now_seconds()
         if now - self._turned_at_seconds > STILL_SECONDS:
             late = [one for one in self._ended_at if one not in self._is_put_off]
@@ -126,7 +127,7 @@ class ActiveWriters:
         return min((one for one in due if one is not None), default=None)
 
     def _look_for_ends(self, address: Peer) -> None:
-        """A process of this host that has ended is noticed without a word of its engine's."""
+        """Find writers whose process on this host has ended, without any message from their engine."""
         for number in list(self._at[address]):
             attempt = self._attempts.get(number)
             for part in attempt.parts if attempt is not None else ():
@@ -142,10 +143,10 @@ class ActiveWriters:
         self._said_held.add(agent)
         logger.warning(
             "Rank %d of prefill at %s:%d does not say that it has stopped, and could write from this host through "
-            "shared memory, which nothing here can close. What it may write stays in quarantine until it answers or "
-            "its process has ended: let it go on if it was stopped, or end it. If it has a process namespace of its "
-            "own and the KV is in a device's memory, its end cannot be seen from here: give both one process "
-            "namespace, or a UCX_TLS that names networks only.",
+            "shared memory, which decode cannot close. The blocks that it may write stay in quarantine until it "
+            "answers or its process ends: continue the process if it is suspended, or end it. If it runs in another "
+            "PID namespace and the KV is in device memory, its end is not visible here: run both in one PID namespace, "
+            "or set UCX_TLS to network transports only.",
             address.tp_rank,
             address.host,
             address.port,

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: one request's attempt to get its KV, with a share for each rank of prefill that has a part of its bytes.
+"""Decode: one request's attempt to get its KV, with a part for each rank of prefill that has some of its bytes.
 
-    share    connecting ─► moving ─► verifying ─► done
+    part     connecting ─► moving ─► verifying ─► done
                  │            │          │
-                 └────────────┴──────────┴──► stopping ─► quiet        (done is quiet, too)
+                 └────────────┴──────────┴──► stopping ─► idle         (done is idle, too)
 
-    attempt  waiting ─► received     every share is done
-             waiting ─► failed       one share has failed, or it was withdrawn; the client hears of it at once
-                        ─► over      no share has anything in flight: only now are the blocks free (rules R2, R9)
+    attempt  waiting ─► received     every part is done
+             waiting ─► failed       a part has failed, or the attempt was withdrawn; reported at once
+                        ─► finished  no part has anything in flight: only now are the blocks free (rules R2, R9)
 
-The two directions differ in who moves the bytes and in what is verified: `reading.ReadPart` reads them, and then the
-word; `registering.WritePart` registers blocks, and counts what arrives. Owned by the transfer thread.
+The two kinds of parts differ in who moves the bytes and in what is verified. `read_part.ReadPart` reads the bytes, then
+the ownership token. `write_part.WritePart` registers blocks, and counts the WRITEs that arrive. Owned by the transfer
+thread.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ class Part(Protocol):
 
     address: Peer
     agent: str | None
-    """Who may still write; None before anybody was told, and of a READ."""
+    """The agent that may still write; None before it was told of blocks, and for a READ."""
     is_idle: bool
+    """Whether nothing of it is in flight, and nothing will be."""
 
     def begin(self) -> None:
-        """The device has ended whatever could still write the blocks (rule R8)."""
+        """Start moving bytes: the device has finished every step that could still write the blocks (rule R8)."""
         ...
 
     def stop(self) -> None:
-        """Move nothing more; ``is_idle`` when nothing is in flight. Again asks again."""
+        """Move nothing more; ``is_idle`` becomes true when nothing is in flight. A repeated call repeats the request to
+        the peer."""
         ...
 
 
@@ -53,12 +56,12 @@ class Attempt:
 
     Args:
         blocks: per KV-cache group, the kernel blocks to fill.
-        changed: called whenever the attempt has failed or is finished.
+        changed: called whenever the attempt may have failed or finished.
 
     Attributes:
-        parts: one for each rank of prefill that has a part of the bytes.
-        failed: why; None as long as it has not.
-        staging_window: slots that its KV comes in; None as long as nobody was told of any.
+        parts: one for each rank of prefill that has some of the bytes.
+        failed: why it failed; None as long as it has not.
+        staging_window: the slots its KV arrives in; None until a rank of prefill is to be told of them.
     """
 
     def __init__(self, spec: FetchSpec, blocks: tuple[Blocks, ...], changed: Callable[[Attempt], None]) -> None:
@@ -75,11 +78,11 @@ class Attempt:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing of it is in flight any more, and nothing will be."""
+        """Whether nothing of the attempt is in flight any more, and nothing will be."""
         return all(part.is_idle for part in self.parts)
 
     def fail(self, cause: HandOverFailed) -> None:
-        """It brings no KV; the first cause is the one that counts. Asks the shares to stop."""
+        """Fail the attempt and stop its parts. Only the first failure is kept."""
         if self.failed is None:
             self.failed = cause
             for part in self.parts:
@@ -88,5 +91,5 @@ class Attempt:
         self.settle()
 
     def settle(self) -> None:
-        """Something of it has ended."""
+        """Called when something of the attempt has ended."""
         self._changed(self)

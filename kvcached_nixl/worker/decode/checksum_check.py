@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: whether what has come from one rank of prefill is what it sent. On the transfer thread."""
+"""Decode: compares checksums of the KV that arrived from one rank of prefill with those that the rank sent. On the
+transfer thread."""
 
 from __future__ import annotations
 
@@ -21,23 +22,24 @@ def compare(
     written: Sequence[Written],
     ended: Callable[[HandOverFailed | None], None],
 ) -> None:
-    """Compare digests, range by range. The blocks are read until ``ended`` is called, with what is wrong, or None.
+    """Compare checksums, range by range.
 
     Args:
-        asked: of the rank.
-        written: the last WRITE of each range, in order, as the rank has told of them.
+        asked: the rank, its planes, and whether the result is still wanted.
+        written: the rank's notification of the last WRITE of each range, in order.
+        ended: called with the failure, or None if all are equal. The blocks are being read until then.
     """
     begin = min(group.first_token for group in attempt.blocks)
     ranges: list[Range] = []
     for one in written:
         if not begin < one.end_token <= attempt.spec.end_token:
-            # Else a few words of a peer would cost the reading of the whole request each.
+            # Ranges must grow: else each short message of a peer could make this rank read the whole request again.
             break
         ranges.append(([(here, max(begin, here.first_token)) for here in attempt.blocks], one.end_token))
         begin = one.end_token
     said = [one.digest for one in written]
     if begin != attempt.spec.end_token or len(ranges) != len(written) or None in said:
-        ended(HandOverFailed(FailureCause.PROTOCOL, "prefill was asked what it sent, and has not said it"))
+        ended(HandOverFailed(FailureCause.PROTOCOL, "prefill did not send the checksums that it was asked for"))
         return
 
     def found(checksums: list[str], failed: str) -> None:
@@ -46,7 +48,7 @@ def compare(
         elif checksums != said:
             local = next(i for i, pair in enumerate(zip(checksums, said, strict=True)) if pair[0] != pair[1])
             reason = (
-                f"the bytes of the tokens before {written[local].end_token} are not those that prefill sent: found "
+                f"the KV of the tokens before {written[local].end_token} is not what prefill sent: found checksum "
                 f"{checksums[local]}; expected {said[local]}"
             )
             ended(HandOverFailed(FailureCause.CHECKSUM, reason))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode READs: one share of an attempt. Owned by the transfer thread."""
+"""The part of an attempt that decode READs from one rank of prefill. Owned by the transfer thread."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["ReadPart"]
 
 
 class ReadPart:
-    """This rank reads what one rank of prefill keeps, and then the word that says that it was kept meanwhile.
+    """Reads the blocks that one rank of prefill keeps, then the ownership token, which shows that they were still kept.
 
     Args:
-        instead: called where there is nothing to read because prefill stages (False), and where what was read is to
-            be verified (True): this share is put out of its attempt.
+        instead: called to replace this part by a `WritePart`: with False where blocks cannot be read because prefill
+            stages, with True where prefill has to send checksums of what was read.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class ReadPart:
     def _looked(self, failed: str) -> None:
         context, known, buffer = self._context, self._known, self._buffer
         assert known is not None and buffer is not None
-        # Nothing is in flight any more, whatever follows.
+        # Reset before anything below can fail or stop the part: nothing is in flight any more.
         self._job = self._buffer = None
         is_kept = not failed and context.token_buffers.holds(buffer, self._manifest.ownership_token)
         context.token_buffers.give_back(buffer)
         self.is_idle = True
-        # One that was stopped meanwhile takes none.
+        # A loop: a waiting part that was stopped meanwhile takes no buffer.
         while context.waiting_for_buffer and context.token_buffers.has_room:
             context.waiting_for_buffer.pop(0)()
         if self._is_stopping:
@@ -127,10 +127,10 @@ class ReadPart:
         elif failed:
             self._fail(HandOverFailed(FailureCause.LOST, failed))
         elif not is_kept:
-            reason = f"prefill does not keep {self._manifest.request_id} any more, or never made these parameters"
+            reason = f"prefill no longer keeps the KV of {self._manifest.request_id}, or never made these parameters"
             self._fail(HandOverFailed(FailureCause.LEASE, reason))
         elif (doubt := context.distrust_of(self.address, known.incarnation)) is not None:
-            # Found meanwhile, in another hand-over.
+            # Another hand-over from this engine has failed its checksum meanwhile.
             self._fail(doubt)
         elif context.checksums.are_compared(self._attempt.number):
             self._instead(self._attempt, self, True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's half of a hand-over: what its requests wait for, and their ends. Once per worker, on the transfer thread.
+"""Decode's side of hand-overs: begins, fails and finishes attempts. Once per worker, on the transfer thread.
 
-A turn costs what is due in it, not what waits.
+The cost of a turn depends on what is due in it, not on how many attempts wait.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from kvcached_nixl.worker.transfer.topology import contributors, kernel_blocks_o
 __all__ = ["Receiver"]
 
 REPEAT_SECONDS = 5.0
-"""Between two askings of who may still write whether it has stopped."""
+"""How often a rank that may still write is asked again to stop."""
 
 
 class Receiver:
     """See the module.
 
     Args:
-        gates: to this rank's memory; without any, what it is written through is its own agent, which cannot be closed.
-        failed: called once per attempt that brings no KV.
-        finished: called once per attempt, when nothing of it is in flight any more.
+        gates: write gates of this rank's memory; None: peers write through this rank's own agent, which cannot be
+            closed.
+        failed: called once for each attempt that fails.
+        finished: called once for each attempt, when nothing of it is in flight any more.
     """
 
     def __init__(
@@ -63,20 +64,20 @@ class Receiver:
 
     @property
     def gates(self) -> Iterable[Gate]:
-        """Agents beside this rank's own, to which something may be said."""
+        """Agents that may receive notifications, besides this rank's own."""
         return self._gates or ()
 
     def __len__(self) -> int:
-        """Attempts that are not over."""
+        """Attempts that are not finished."""
         return len(self._attempts)
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether something may come at any moment that somebody waits for."""
+        """Whether a notification that an attempt waits for may arrive at any moment."""
         return len(self._attempts) > len(self._unanswered)
 
     def fetch(self, spec: FetchSpec) -> None:
-        """A request was given blocks. Nothing is moved before `begin`."""
+        """Create an attempt: a request was given blocks. Nothing is moved before `begin`."""
         local = self._context.local
         ratio = local.kernel_blocks_per_block
         attempt = Attempt(spec, tuple(kernel_blocks_of(group, ratio) for group in spec.groups), self._changed)
@@ -94,12 +95,14 @@ class Receiver:
             elif spec.manifest is not None:
                 attempt.parts.append(ReadPart(self._context, attempt, address, spec.manifest, self._be_written))
         if not attempt.parts:
-            attempt.fail(HandOverFailed(FailureCause.NO_MANIFEST, "there is no manifest to read by"))
+            attempt.fail(
+                HandOverFailed(FailureCause.NO_MANIFEST, "found no manifest; reading prefill's blocks needs one")
+            )
             return
         self._release(spec, others)
 
     def begin(self, number: int) -> None:
-        """The device has ended every step that could still write its blocks."""
+        """Begin moving: the device has finished every step that could still write the attempt's blocks (rule R8)."""
         attempt = self._attempts.get(number)
         if attempt is None or attempt.failed is not None:
             return
@@ -107,12 +110,12 @@ class Receiver:
             if isinstance(part, WritePart):
                 self._writers.expect(part, number)
         for part in list(attempt.parts):
-            # One that cannot be told ends the attempt at once.
+            # A part that cannot begin fails the attempt at once.
             if attempt.failed is None:
                 part.begin()
 
     def release(self, released: UnneededOffer) -> None:
-        """Tell all ranks of prefill that this rank of decode needs nothing. If they do not hear it, the lease ends."""
+        """Tell all ranks of prefill that this rank of decode needs nothing. If that gets lost, the lease expires."""
         local = self._context.local
         try:
             ranks = contributors(
@@ -125,13 +128,13 @@ class Receiver:
             self._context.peers.send(address, encode(message))
 
     def fail(self, number: int, cause: HandOverFailed) -> None:
-        """The request is gone, its time is over, or a defect was met. Again is harmless."""
+        """Fail an attempt: its request ended, its deadline passed, or there was an internal error. Idempotent."""
         attempt = self._attempts.get(number)
         if attempt is not None:
             attempt.fail(cause)
 
     def handle(self, agent: str, message: StagingRequest | Written | Stopped) -> None:
-        """Take in what a contributor says. What fits no attempt, or comes from somebody else, is dropped."""
+        """Handle a message of a contributing rank. Drops one that matches no attempt or comes from another agent."""
         attempt = self._attempts.get(message.attempt)
         if attempt is None:
             self.dropped["unknown attempt"] += 1
@@ -146,16 +149,16 @@ class Receiver:
         self.dropped["not a contributor"] += 1
 
     def is_waiting_for(self, agent: str) -> bool:
-        """Whether an agent may have something of ours under way."""
+        """Whether a part of an attempt still depends on an agent."""
         parts = (part for attempt in self._attempts.values() for part in attempt.parts)
         return any(part.agent == agent and not part.is_idle for part in parts)
 
     def may_be_written_by(self, agent: str) -> bool:
-        """Whether an agent was told of blocks, and has not said that it has stopped."""
+        """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
         return self._writers.may_write(agent)
 
     def dead(self, agent: str) -> None:
-        """Another engine answers where an agent's was. Its process may live on, but nobody can ask it any more."""
+        """Another engine answers at an agent's address. Its process may still run, but cannot be asked any more."""
         for attempt in list(self._attempts.values()):
             for part in attempt.parts:
                 if part.agent == agent and not part.is_idle:
@@ -165,16 +168,16 @@ class Receiver:
             self._writers.look_after(attempt)
 
     def unreachable(self, agent: str) -> None:
-        """Nobody listens where an agent was. The clients of what waits for it hear of it; its blocks are held."""
+        """Nobody listens at an agent's address. Attempts that wait for it fail at once, but their blocks are held."""
         for attempt in list(self._attempts.values()):
             for part in attempt.parts:
                 if part.agent == agent and not part.is_idle:
-                    reason = f"nobody listens any more where rank {part.address.tp_rank} of prefill was"
+                    reason = f"nobody listens any more at the address of rank {part.address.tp_rank} of prefill"
                     attempt.fail(HandOverFailed(FailureCause.LOST, reason))
                     self._writers.look_after(attempt)
 
     def turn(self) -> float | None:
-        """What is due now; returns when to call again, in the clock's seconds, None if nothing will be."""
+        """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
         now = self._clock.now_seconds()
         due_at = self._writers.turn()
         for number in self._asked_again.take_due(now):
@@ -186,21 +189,22 @@ class Receiver:
                 for part in attempt.parts:
                     if not part.is_idle:
                         part.stop()
-                        # A READ from somebody who is not there ends when the connection does.
+                        # If the peer does not answer the probe, its connection is taken down, which ends a READ.
                         self._context.peers.probe(part.address)
         gates_due_at = None if self._gates is None else self._gates.turn()
         due = (self._asked_again.first_seconds, due_at, gates_due_at)
         return min((one for one in due if one is not None), default=None)
 
     def _be_written(self, attempt: Attempt, part: ReadPart, is_read: bool) -> None:
-        """Prefill writes what it stages, which cannot be read at any time; or says what it was that was read."""
+        """Replace a `ReadPart` by a `WritePart`: prefill stages, so it has to write; or, where ``is_read``, it sends
+        checksums of what was read."""
         other = WritePart(self._context, self._gates, attempt, part.address, is_read=is_read)
         attempt.parts[attempt.parts.index(part)] = other
         self._writers.expect(other, attempt.number)
         other.begin()
 
     def _release(self, spec: FetchSpec, others: tuple[int, ...]) -> None:
-        """Ranks of prefill whose bytes another one has, too, are told that they need not wait."""
+        """Release the ranks of prefill whose bytes are not needed, because another rank has the same."""
         if others:
             request_id = "" if spec.manifest is None else spec.manifest.request_id
             local = self._context.local

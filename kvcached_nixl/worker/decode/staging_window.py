@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: slots of a slab that prefill's ranks write, range by range, and that are copied into blocks.
+"""Decode: slots of a slab that prefill's ranks write into, range by range, and that are then copied into blocks.
 
-Each rank of prefill says which tokens it has. Slots are taken for those that all of them have, so none ever waits for
-what is not there yet; and they are copied when all of them have written: a block may have heads of several ranks.
-Owned by the transfer thread; one per attempt.
+Each rank of prefill says which tokens are ready. Slots are taken only for tokens that are ready on all of them, so no
+slot waits for tokens that are not computed yet. They are copied when all ranks have written them, because one block may
+have heads of several ranks. Owned by the transfer thread; one per attempt.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ __all__ = ["StagingWindow"]
 
 @dataclass(eq=False)
 class _Writer:
-    """A rank of prefill that was told of the attempt: the tokens before these are ready, or written.
+    """A rank of prefill that was told of the attempt.
 
     Attributes:
-        give: tells it of a range and its slots.
-        changed: called when something has been copied, or could not be, with why.
+        give: sends it the slots of a range.
+        changed: called when a range was copied, with "", or could not be, with the reason.
+        ready_token: tokens before this one are ready on the rank.
+        written_token: tokens before this one have been written by the rank.
     """
 
     give: Callable[[Held], None]
@@ -39,11 +41,11 @@ class StagingWindow:
     """See the module.
 
     Args:
-        blocks: per KV-cache group, the blocks of the attention kernel that are to be filled.
+        blocks: per KV-cache group, the kernel blocks to fill.
         end_token: one past the last token that is wanted.
-        step: tokens after which a range may end: a block of either side's.
-        num_writers: ranks of prefill that have a part of the bytes.
-        engine_id: theirs.
+        step: ranges end at multiples of this many tokens: the larger kernel block size of the two sides.
+        num_writers: ranks of prefill that have some of the bytes.
+        engine_id: of these ranks' engine.
     """
 
     def __init__(
@@ -68,27 +70,27 @@ class StagingWindow:
 
     @property
     def is_copying(self) -> bool:
-        """Whether blocks are being written here."""
+        """Whether slots are being copied into blocks."""
         return any(held.copies for held in self._given)
 
     @property
     def is_filled(self) -> bool:
-        """Whether everything that is wanted is where it belongs."""
+        """Whether all wanted tokens have been copied into their blocks."""
         return not self._given and self._given_token >= self._end_token
 
     def join(self, rank: int, give: Callable[[Held], None], changed: Callable[[str], None]) -> None:
-        """A rank of prefill is told of the attempt."""
+        """Add a rank of prefill that is told of the attempt."""
         self._writers[rank] = _Writer(give, changed, self._first_token, self._first_token)
 
     def ready(self, rank: int, first_token: int, end_token: int) -> None:
-        """A rank has these tokens. What is said again, or of other tokens, has no effect."""
+        """These tokens are ready on a rank. Ignored if repeated, or if they do not begin where the last grant ended."""
         writer = self._writers[rank]
         if not self._is_closed and first_token == self._given_token and end_token > writer.ready_token:
             writer.ready_token = end_token
             self._give()
 
     def written(self, rank: int, end_token: int) -> None:
-        """Every token before has arrived from a rank."""
+        """All tokens before ``end_token`` have arrived from a rank. Copies the ranges that all ranks have written."""
         self._writers[rank].written_token = end_token
         arrived = min(writer.written_token for writer in self._writers.values())
         for held in self._given:
@@ -97,20 +99,20 @@ class StagingWindow:
                 self._staging.scatter(held, self._blocks, partial(self._copied, held))
 
     def stop(self) -> None:
-        """Nothing more is wanted: no slots are given, and what comes is not copied."""
+        """Grant no more slots, and do not copy what still arrives."""
         self._is_closed = True
         for held in self._given:
             self._staging.mark_stuck(held)
         self._staging.forget(Use.RECEIVING, self, self._engine_id)
 
     def close(self, rank: int) -> None:
-        """A rank writes nothing any more, and nothing more is wanted; slots are free when that is so of all."""
+        """A rank does not write any more, and no more tokens are wanted. Frees the slots after the last rank's call."""
         self.stop()
         self._writers[rank].may_write = False
         self._let_go()
 
     def _give(self) -> bool:
-        """Returns whether it does not wait for slots."""
+        """Grant the next range that is ready on all ranks, if there are slots. Returns False if it waits for slots."""
         ready = min(writer.ready_token for writer in self._writers.values())
         if self._is_closed or len(self._writers) < self._num_writers or self._given_token >= ready:
             return True
@@ -122,7 +124,7 @@ class StagingWindow:
         self._given.append(held)
         self._given_token = held.end_token
         for writer in self._writers.values():
-            # Whatever else is ready is said again when this has been written.
+            # Reset: each rank asks again for the tokens that follow this range.
             writer.ready_token = held.end_token
             writer.give(held)
         return True

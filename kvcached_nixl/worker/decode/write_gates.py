@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what it is written through, and how one that is not heard of is kept from writing. Once per worker.
+"""Decode: the gates that prefill writes through, and how a rank that does not answer is fenced. Once per worker.
 
-All ranks of prefill write through one gate (`transport.base.Gate`). To fence one of them a second gate is opened, for
-whatever is registered from then on; the first is closed when nothing else goes through it any more, or after
-DRAIN_SECONDS. Then nothing that was ever registered through it can be written.
+All ranks of prefill write through one gate (`transport.base.Gate`). To fence one of them, a second gate is opened for
+all later registrations. The first is closed when no other rank writes through it any more, or after DRAIN_SECONDS.
+After that no registration that was made through it can be written.
 
-    present ─► retired ─► closing ─► closed        its shares are told that they are fenced
-                             └──► again after AGAIN_SECONDS, if it is still there
+    present ─► retired ─► closing ─► closed        its parts are told that they are fenced
+                             └──► again after AGAIN_SECONDS, if it was not closed
 
-A gate is opened and closed in the background, as NIXL takes its time. All else is the transfer thread's.
+Gates are opened and closed on a background thread, because NIXL may take long. All else is the transfer thread's.
 """
 
 from __future__ import annotations
@@ -29,39 +29,40 @@ __all__ = ["WriteGates", "GateUse", "Written"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 DRAIN_SECONDS = 60.0
-"""What is still registered through a gate that is to be closed may be written for so long; then it fails."""
+"""How long registrations through a retired gate may still be written; then they fail and the gate is closed."""
 AGAIN_SECONDS = 10.0
-"""Between two gates, so that no more than a few are open; and before what did not open or close is tried again."""
+"""Time between opening two gates, so that only a few are open; and before a failed open or close is retried."""
 
 
 class Written(Protocol):
-    """What is registered through a gate; `registering.WritePart`."""
+    """A part that is registered through a gate; implemented by `write_part.WritePart`."""
 
     @property
     def is_idle(self) -> bool: ...
     def fenced(self) -> None:
-        """Nothing can be written any more."""
+        """The gate is closed: nothing can be written any more."""
         ...
 
     def cut_off(self) -> None:
-        """It has taken too long: its gate is about to be closed."""
+        """The part has taken longer than DRAIN_SECONDS: its gate is about to be closed."""
         ...
 
 
 class Works(Protocol):
-    """What opens and closes in the background; `background.Background`."""
+    """Runs work in the background; implemented by `background.Background`."""
 
     def submit(self, work: Work[bool]) -> None: ...
 
 
 @dataclass(eq=False)
 class GateUse:
-    """A gate, and what is registered through it.
+    """A gate, and the parts that are registered through it.
 
     Attributes:
-        fenced: shares whose writers are not heard of.
-        closes_at_seconds: when it is closed at the latest, or tried again; None of the present one.
-        is_closing: it is not listened to any more; ``is_tried``: and is being closed now.
+        fenced: parts whose writers do not answer.
+        closes_at_seconds: when the gate is closed at the latest, or closing is retried; None for the present gate.
+        is_closing: its notifications are not read any more.
+        is_tried: the background thread is closing it now.
     """
 
     gate: Gate
@@ -78,7 +79,7 @@ class GateUse:
 
     @property
     def is_used(self) -> bool:
-        """Whether somebody may write through it who is not fenced."""
+        """Whether a writer that is not fenced may still write through it."""
         return any(not part.is_idle for part in self.parts if part not in self.fenced)
 
 
@@ -86,7 +87,7 @@ class WriteGates:
     """See the module.
 
     Args:
-        make: opens one more gate; on the background's thread, but for the first one.
+        make: opens a gate; called on the background thread, except for the first gate.
     """
 
     def __init__(self, make: Callable[[], Gate], works: Works, clock: Clock) -> None:
@@ -99,20 +100,21 @@ class WriteGates:
         self._opens_at_seconds = 0.0
 
     def __len__(self) -> int:
-        """Gates that are not closed."""
+        """Number of gates that are not closed."""
         return (self._present is not None) + len(self._retired)
 
     def __iter__(self) -> Iterator[Gate]:
-        """Gates through which something may come."""
+        """Gates whose notifications have to be read."""
         if self._present is not None:
             yield self._present.gate
         yield from (one.gate for one in self._retired if not one.is_closing)
 
     def begin(self) -> GateUse:
-        """Open the first one, where somebody will be written for certain; else who is written first waits for it.
+        """Return the present gate; opens the first one. Called at start where ranks of prefill will write for certain;
+        else the first registration has to wait for it.
 
         Raises:
-            TransportError: it cannot be opened.
+            TransportError: the gate cannot be opened.
         """
         if self._present is None:
             gate = self._make()
@@ -120,30 +122,30 @@ class WriteGates:
         return self._present
 
     def join(self, part: Written) -> GateUse:
-        """It is about to be registered. Raises `TransportError`."""
+        """Return the gate for a part that is about to be registered. Raises `TransportError` as `begin`."""
         passage = self.begin()
         passage.parts[part] = None
         return passage
 
     @staticmethod
     def leave(part: Written, passage: GateUse) -> None:
-        """It is over, or was not registered."""
+        """The part's attempt is finished, or the part was not registered after all."""
         passage.parts.pop(part, None)
         passage.fenced.discard(part)
 
     @staticmethod
     def fence(part: Written, passage: GateUse) -> None:
-        """Its writer is not heard of; `Written.fenced` is called once it cannot write any more."""
+        """Fence a part whose writer does not answer; calls `Written.fenced` once that cannot write any more."""
         if part in passage.parts:
             passage.fenced.add(part)
 
     def close(self) -> None:
-        """The engine ends: nobody is written any more. After the last turn; none may follow."""
+        """Close all gates, on the calling thread: the engine ends. `turn` must not be called afterwards."""
         for one in self._retired if self._present is None else [self._present, *self._retired]:
             one.gate.close()
 
     def turn(self) -> float | None:
-        """Open and close what is due; returns when to call again, in the clock's seconds, None if nothing will be."""
+        """Open and close gates that are due; returns when to call again, in the clock's seconds, None if never."""
         now = self._clock.now_seconds()
         due: list[float] = []
         if self._present is not None and self._present.has_fenced and not self._is_opening:
@@ -178,8 +180,8 @@ class WriteGates:
             self._is_opening = False
             if failed:
                 logger.error(
-                    "%s. Blocks that a peer which is not heard of may still write stay in quarantine; it is tried "
-                    "again every %g s",
+                    "%s. Blocks that a peer without an answer may still write stay in quarantine; trying again every "
+                    "%g s",
                     failed,
                     AGAIN_SECONDS,
                 )
@@ -189,7 +191,7 @@ class WriteGates:
             before.closes_at_seconds = self._clock.now_seconds() + DRAIN_SECONDS
             self._retired.append(before)
 
-        self._works.submit(Work("opening another gate to be written through", make, made))
+        self._works.submit(Work("opening another write gate", make, made))
 
     @staticmethod
     def _cut_off(passage: GateUse) -> None:
@@ -200,15 +202,15 @@ class WriteGates:
     def _close(self, passage: GateUse) -> None:
         passage.is_closing = passage.is_tried = True
         gate = passage.gate
-        self._works.submit(Work("closing a gate", gate.close, partial(self._closed, passage)))
+        self._works.submit(Work("closing a write gate", gate.close, partial(self._closed, passage)))
 
     def _closed(self, passage: GateUse, is_closed: bool | None, failed: str) -> None:
         passage.is_tried = False
         if not is_closed:
             passage.closes_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
             logger.error(
-                "What prefill has written through is not closed%s. Blocks that a peer which is not heard of may still "
-                "write stay in quarantine; it is tried again every %g s",
+                "A write gate could not be closed%s. Blocks that a peer without an answer may still write stay in "
+                "quarantine; trying again every %g s",
                 failed and f" ({failed})",
                 AGAIN_SECONDS,
             )

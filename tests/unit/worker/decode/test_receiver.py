@@ -841,7 +841,7 @@ def test_a_gate_that_cannot_be_opened_or_closed_keeps_what_may_be_written(
         first.is_held = True
     push.receiver.fail(1, HandOverFailed(FailureCause.DEADLINE, "late"))
     pass_time(push, UNHEARD_SECONDS + 5 * AGAIN_SECONDS)
-    assert push.over == [] and "stay in quarantine; it is tried again" in caplog.text
+    assert push.over == [] and "stay in quarantine; trying again" in caplog.text
     push.awaiting_checksum.fails, first.is_held = 0, False
     pass_time(push, 2 * AGAIN_SECONDS)
     assert push.over == [1] and push.is_clean() and len(push.gates) == 1
