@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does prefill/decode over kvcached give byte for byte what one stock instance gives?"""
+"""Is the output of prefill/decode over kvcached identical to that of one stock instance, byte for byte?"""

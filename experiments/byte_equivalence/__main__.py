@@ -14,7 +14,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def main(options: cli.Options) -> int:
     """Run the comparison and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.byte_equivalence.arms import MODES, SINGLE, of_size
     from experiments.byte_equivalence.checks import VERDICTS, Checks
     from experiments.byte_equivalence.harness import Harness, NotCaught
@@ -53,7 +53,7 @@ def main(options: cli.Options) -> int:
     console.print(checks.table(f"byte equivalence, vLLM {versions()['vllm']}, {narrator.seconds:.0f} s"))
     status = 1 if not_caught else checks.exit_status
     if not_caught:
-        console.print(f"{not_caught}: was not caught. Nothing was compared: this harness would not have noticed.")
+        console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
     console.print(f"{VERDICTS[status]} (exit status {status}); details: {RESULTS / stamp}.json")
     content = {
         "began": began.isoformat(timespec="seconds"),
@@ -69,7 +69,9 @@ def main(options: cli.Options) -> int:
             checks.summary(), kept, of_size(options.size, options.vllm), phases(GQA, quick=options.size == "quick")
         )
         if found["missing"]:
-            console.print(f"{last.name} does not have all of such a run yet. Missing: {'; '.join(found['missing'])}")
+            console.print(
+                f"{last.name} does not cover all arms of such a run yet. Missing: {'; '.join(found['missing'])}"
+            )
         write_json(last, {**content, **found})
     return status
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with one arm's servers while they run."""
+"""Sends the prompts to one arm's running servers, plants corruptions, and collects what both sides recorded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SENT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Corruption:
-    """Damage done on purpose to the blocks D received: the words for it, the probe's name for it, where it starts.
+    """Damage planted in the blocks that D received: its label, the probe's name for it, the first block it touches.
 
-    ``changes_output`` is whether tokens or log-probabilities can show it. Swapping two full blocks cannot be seen
-    there: keys carry their positions, and attention sums over a set. Only the bytes tell.
+    ``changes_output`` is whether tokens or log-probabilities can show it. They cannot show that two full blocks were
+    swapped: keys carry their positions, and attention sums over a set. Only the digests of the bytes differ.
     """
 
     words: str
@@ -52,7 +52,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Dependence:
-    """How the output answers to each block: the change (nats) of the log-probabilities when it alone is zeroed."""
+    """Whether the output depends on each block: change (nats) of the log-probabilities when it alone is zeroed."""
 
     blocks: int
     control_gap: float
@@ -84,10 +84,10 @@ class SingleRun:
 
 
 class PairRun:
-    """Prefill and decode servers, asked in one ``order``. ``writes``: P writes, and gives memory back by itself.
+    """Prefill and decode servers, asked in one ``order``. ``writes``: P writes, and frees its blocks without a step.
 
     Args:
-        pairs: every P with every D. Requests go to one after the other; damage is done to those of the first.
+        pairs: every P with every D. Requests go to the pairs in turn; corruptions are planted in the first pair only.
     """
 
     def __init__(self, *pairs: Pair, writes: bool = False) -> None:
@@ -109,12 +109,12 @@ class PairRun:
         return await self.decodes[0].probe("geometry")
 
     async def _observe(self, seen: Sequence[HandOver]) -> list[Observation]:
-        """Pair what was answered with what both sides recorded of it."""
+        """Pair each answered hand-over with what both sides recorded of its blocks."""
         received: list[Mapping[str, Any]] = []
         for decode in self.decodes:
             taken = await decode.probe_ranks("take")
             if pending := [one for rank in taken for one in rank["pending"]]:
-                raise AnswerError(f"found {pending} unfinished on D after every answer; expected nothing.")
+                raise AnswerError(f"found transfers unfinished on D after every answer: {pending}; expected none.")
             received += of_all_ranks([rank["records"] for rank in taken])
         sent = [_Sent(prefill) for prefill in self.prefills]
         awaited = {one.transfer for one in seen} if self.writes else set()
@@ -176,7 +176,7 @@ class PairRun:
         return list(zip(shuffled, await self._observe(seen), strict=True))
 
     async def _step_prefill(self, name: str) -> None:
-        """Make P take two steps: an idle engine reads no notices, so it holds what D has read until its next step."""
+        """Make P take two steps: an idle engine reads no notifications, so it keeps what D has read until it steps."""
         for prefill in self.prefills:
             await prefill.answer([2], max_tokens=2, salt=name, request_id=name)
 
@@ -204,7 +204,7 @@ class PairRun:
         return list(await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(prompts))))
 
     async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> Observation:
-        """Hand ``prompt`` over with ``corruption`` done to the blocks that D receives."""
+        """Hand ``prompt`` over with ``corruption`` planted in the blocks that D receives."""
         await self.pairs[0].decode.probe("plant", corruption.kind, corruption.block)
         handed = await self._one(prompt, prompt.salt(run), prompt.salt(run).replace(" ", "-"))
         (seen,) = await self._observe([handed])
@@ -215,7 +215,7 @@ class PairRun:
         return seen
 
     async def dependence(self, prompt: Prompt, block_size: int, every: int, run: str, progress: Progress) -> Dependence:
-        """Zero every ``every``-th received block alone, and the last one, and measure how the output answers.
+        """Zero every ``every``-th received block alone, and the last one, and measure how much the output changes.
 
         Neither side has the prompt cached, so all blocks travel each time.
         """
@@ -225,7 +225,7 @@ class PairRun:
             handed = await self._one(prompt, f"{run}-{name}", f"{run}-{name}", max_tokens=8)
             (seen,) = await self._observe([handed])
             if seen.record is None or [len(group) for group in seen.record["digests"]] != [blocks]:
-                raise AnswerError(f"{name}: found a transfer of another size; expected all {blocks} blocks to travel.")
+                raise AnswerError(f"{name}: found a transfer of another size; expected all {blocks} blocks.")
             return handed.answer
 
         clean = await answer("clean")
@@ -239,7 +239,7 @@ class PairRun:
 
 
 class _Sent:
-    """What one P has sent, which its ranks do not report at once."""
+    """What one P has sent. Its ranks report at different times, so records are kept until all ranks have one."""
 
     def __init__(self, prefill: Client) -> None:
         self._prefill = prefill
@@ -265,7 +265,7 @@ def with_clients(
     writes: bool = False,
     keeps_blocks: bool = True,
 ) -> Any:
-    """Run the coroutine function ``work`` against P and D, or against one server alone, in an event loop of its own."""
+    """Run the coroutine function ``work`` against P and D, or against one server alone, in a new event loop."""
 
     async def run() -> Any:
         async with http_client(concurrency) as http:

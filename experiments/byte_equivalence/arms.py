@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms: which servers are compared. A new transfer mode is a new row."""
+"""The table of arms: which configurations of servers are compared. To compare another transfer mode, add a row."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SIZES: tuple[Size, ...] = ("full", "quick", "brief")
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of serving. ``mode`` is ``single`` or the transfer mode; ``environment`` is what makes it this arm.
+    """One configuration of servers. ``mode`` is ``single`` or the transfer mode; ``environment`` is set on its servers.
 
-    ``orders`` are the ways in which a request may reach P and D: P first, whose blocks then travel as a whole, or D
-    first, so that they travel while P computes. ``is_staged``: KV is copied out of P's blocks before it travels.
-    ``prefill``: extra config that P alone has. ``decode``: environment that D alone has. ``servers``: so many P and as
-    many D, each of ``ranks`` tensor-parallel ones. ``in_runs``: the smallest run that it is part of.
+    ``orders`` says which server a request reaches first: P, then all blocks are transferred at once; or D, then blocks
+    are transferred while P computes. ``is_staged``: KV is copied out of P's blocks before it is transferred.
+    ``prefill``: extra config of P only. ``decode``: environment variables of D only. ``servers``: number of P, and of
+    D, each with ``ranks`` tensor-parallel ranks. ``in_runs``: the smallest run that includes this arm.
     """
 
     name: str
@@ -45,27 +45,27 @@ class Arm:
 
     @property
     def has_own_runner(self) -> bool:
-        """Whether its servers are told which model runner to have; the others have one in common."""
+        """Whether this arm sets its model runner. The other arms all use the default one of the vLLM under test."""
         return device.SWITCH in self.environment
 
     @property
     def computes_as_stock(self) -> bool:
-        """Whether its P computes the same chunks in the same way, so that every bit of its KV is stock P's."""
+        """Whether its P computes the same chunks in the same way as stock P, so that their KV must be bit-identical."""
         return self.servers == self.ranks == 1 and not self.has_own_runner
 
     @property
     def writes(self) -> bool:
-        """Whether P writes, and gives its memory back by itself."""
+        """Whether P writes, and frees its blocks without another step."""
         return self.mode == "push" or self.is_staged
 
     @property
     def kvcached(self) -> bool:
-        """Whether this arm's KV memory is kvcached's."""
+        """Whether this arm's KV cache is in kvcached's memory."""
         return "ENABLE_KVCACHED" in self.environment
 
 
 def _connector(**extra: object) -> dict[str, object]:
-    # With NIXL's four threads per agent, servers on few cores mostly wait for each other.
+    # NIXL's default of four threads per agent makes servers on few cores mostly wait for each other.
     return with_extra({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {"num_threads": 0, **extra})
 
 
@@ -74,9 +74,9 @@ def _kvcached(*, contiguous: bool) -> dict[str, str]:
 
 
 SMALL_SLAB_GIB = 0.005
-"""40 slots of 32 tokens in float32: requests queue, and long ones go through range by range."""
+"""40 slots of 32 tokens in float32: requests queue for slots, and long ones are transferred one range at a time."""
 VERIFIED: Mapping[str, object] = {"verify_fraction": 1.0}
-"""In these D compares every hand-over with what P says that it sent, too."""
+"""In these arms D also compares every hand-over with the checksums that P sends."""
 PUSH = _connector(transfer_mode="push")
 FLAT = _kvcached(contiguous=False)
 BOTH_ORDERS: tuple[Order, ...] = ("P first", "D first")
@@ -89,7 +89,7 @@ ARMS: tuple[Arm, ...] = (
     Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), _kvcached(contiguous=True), in_runs="brief"),
     Arm("kvcached P/D, non-contiguous, push", "push", PUSH, _kvcached(contiguous=False), BOTH_ORDERS, in_runs="brief"),
     Arm("kvcached P/D, contiguous, push", "push", PUSH, _kvcached(contiguous=True), BOTH_ORDERS),
-    # Nothing but the proof at start says that the registrations of these two would not follow kvcached's pages.
+    # These two set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
     Arm("kvcached P/D, staged, pull", "pull", _connector(), {**_kvcached(contiguous=False), **PINNED}, is_staged=True),
     Arm(
         "kvcached P/D, staged, push",
@@ -127,7 +127,8 @@ ARMS: tuple[Arm, ...] = (
     Arm("kvcached P/D, direct to staged, pull", "pull", _connector(), FLAT, decode=PINNED, in_runs="full"),
     Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, BOTH_ORDERS, decode=PINNED, in_runs="full"),
     Arm(
-        # Not by a registration that pins: on host memory one that does takes the peer's for pinned, too.
+        # P is staged by its config, not by pinned registrations: on host memory, a server with pinned registrations
+        # takes its peer's for pinned, too.
         "kvcached P/D, staged to direct, pull",
         "pull",
         _connector(),
@@ -172,20 +173,20 @@ ARMS: tuple[Arm, ...] = (
 
 
 def of_size(size: Size, vllm: str) -> list[Arm]:
-    """The arms of a run with ``vllm``: those that can be served there, on this machine."""
+    """Return the arms of a run of ``size`` that ``vllm`` can serve on this machine."""
     return [arm for arm in ARMS if SIZES.index(arm.in_runs) >= SIZES.index(size) and _can_serve(arm, vllm)]
 
 
 def _can_serve(arm: Arm, vllm: str) -> bool:
-    """Whether kvcached accepts the arm's runner as another than the common one, and attention offers its layout.
+    """Whether kvcached accepts the arm's model runner, it differs from the default, and attention supports the layout.
 
-    Servers share a GPU; the ranks of one cannot.
+    Several servers can share one GPU; the ranks of one server cannot, so each needs its own.
     """
     if 0 < device.num_gpus() < arm.ranks:
         return False
     usual, row = runner_of({}, vllm), row_of(vllm)
     own = runner_of(arm.environment, vllm)
-    # A backend says which layouts it takes since 0.29; that of CPUs takes none that has all layers in a block.
+    # Since 0.29 an attention backend declares its layouts; the CPU's has none with all layers in a block.
     lacks_layout = row is not None and row.shape.logical_views and not device.has_gpu()
     is_contiguous = arm.environment.get("KVCACHED_CONTIGUOUS_LAYOUT") == "true"
     return (not arm.has_own_runner or own != usual) and own in accepted(vllm) and not (lacks_layout and is_contiguous)
@@ -195,17 +196,17 @@ MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
 
 AMPLE_POOL: Mapping[str, str] = {
     "KVCACHED_HOSTVMM_GIB": "2",
-    # Else kvcached forgets prefixes that stock vLLM still has; P then computes other chunks of a prompt, and on some
-    # processors other chunks are other roundings.
+    # Without it, kvcached evicts prefixes that stock vLLM still caches; P then computes a prompt in other chunks, and
+    # on some processors other chunks are rounded differently.
     "KVCACHED_MAX_CACHED_TOKENS": "-1",
 }
 
 
 def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
-    """Return settings for a pool of a few kvcached pages that are given back as soon as they are empty.
+    """Return settings for a pool of a few kvcached pages, each unmapped as soon as it is empty.
 
-    ``page_group_bytes`` is what one page of block ids costs over all layers, K and V. kvcached keeps 5 % of the device
-    for others.
+    ``page_group_bytes`` is the memory of one page of block ids over all layers, K and V. kvcached leaves 5 % of the
+    device free.
     """
     return {
         "KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the result: what was checked, on which arm, and how it ended."""
+"""Rows of the result: what was checked, on which arm, and the outcome."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from experiments.byte_equivalence.compare import Difference
 
 DIFFERENCES_SHOWN = 3
 VERDICTS = {0: "equal", 1: "NOT EQUAL", 2: "could not be compared"}
-"""Exit status -> what it means."""
+"""Exit status -> verdict."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row. ``outcome`` is in words; ``failed_setup`` is a server that did not start rather than a difference."""
+    """One row. ``outcome`` is text for people; ``failed_setup``: a server did not start, so nothing was compared."""
 
     arm: str
     what: str
@@ -31,7 +31,7 @@ class Check:
 
 
 class Checks:
-    """The rows in the order they came."""
+    """The rows in the order in which they were added."""
 
     def __init__(self) -> None:
         self.rows: list[Check] = []
@@ -69,7 +69,7 @@ class Checks:
         return table
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return the rows for JSON, differences only counted."""
+        """Return the rows for JSON, with the number of differences only."""
         return [
             {
                 "arm": row.arm,
@@ -89,7 +89,7 @@ class Checks:
 
 
 def exit_status(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The same of rows as ``summary`` has them."""
+    """Return the exit status, as `Checks.exit_status`, for rows as ``summary`` returns them."""
     failed = [row for row in rows if not row["passed"]]
     if any(not row.get("failed_setup") for row in failed):
         return 1

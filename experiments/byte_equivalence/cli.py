@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line; needs nothing but the standard library, so that ``--help`` needs no environment."""
+"""The command line. Imports only the standard library, so that ``--help`` works without an environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Literal
 from experiments.common.default_vllm import DEFAULT_VLLM
 
 DESCRIPTION = """\
-Does prefill/decode disaggregation over kvcached give what one stock vLLM instance gives?
+Is the output of prefill/decode disaggregation over kvcached identical to that of one stock vLLM instance?
 
 Sets up everything (environment, a small model with random weights), starts real servers, and compares token ids,
 log-probabilities and the SHA-256 of every transferred KV block, on the sending and on the receiving side.
-Before anything is called equal, corruptions are planted and have to be caught, and zeroing each KV block has to
-change the output (in a full run's first arm each, else every twentieth)."""
+Before anything is called equal, planted corruptions must be caught, and zeroing a KV block must change the output.
+The first arm of a full run zeroes each block, the other arms every twentieth."""
 
 EPILOG = """\
 arms:
@@ -24,26 +24,26 @@ arms:
   stock P/D                            the same connector without kvcached
   kvcached P/D, non-contiguous         one region per layer, K and V apart
   kvcached P/D, contiguous             all layers of a block side by side
-  kvcached P/D, staged                 through a slab, over registrations that would not follow kvcached's pages
-  each of the three: pull; and push in both orders: P first (blocks travel as a whole when P has computed everything)
-  and D first (they travel while P computes, chunk by chunk)
-  in a full run too: direct to staged and staged to direct; a slab on the device; tensor parallel 2; two P and two D;
-  and vLLM's model runner V2 where kvcached accepts it (0.28)
+  kvcached P/D, staged                 through a slab, because registrations do not follow kvcached's pages
+  Each of the three kvcached arms runs with pull, and with push in both orders: P first (all blocks are transferred
+  when P has computed the whole prompt) and D first (they are transferred while P computes, chunk by chunk).
+  A full run adds: direct to staged, and staged to direct; a slab on the device; tensor parallel 2; two P and two D;
+  vLLM's model runner V2 where kvcached accepts it (0.28).
 
 exit status:
-  0  everything equal, every corruption caught, kvcached really unmapped and remapped
+  0  everything equal, every corruption caught, and kvcached did unmap and remap pages during the run
   1  a difference, or a corruption that was not caught
-  2  something could not be set up: the environment, a server
+  2  setup failed: the environment, a server
 
 examples:
-  bash experiments/byte_equivalence/run.sh                    all arms, one at a time and 32 at a time
+  bash experiments/byte_equivalence/run.sh                    all arms, one request at a time and 32 at a time
   bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, ten minutes
-  bash experiments/byte_equivalence/run.sh --brief            of those, one arm each way, three minutes
+  bash experiments/byte_equivalence/run.sh --brief            the same with one arm per transfer mode, three minutes
   bash experiments/byte_equivalence/run.sh --vllm 0.28.0
-  bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name holds the word (and the reference)
+  bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name contains this (and the reference)
 
-Results: a table on the terminal; experiments/byte_equivalence/results/ gets the JSON, one file per run with all that
-was found, and last-VERSION.json (last-VERSION-quick.json) with the rows of the table."""
+Results: a table on the terminal; in experiments/byte_equivalence/results/ one JSON file per run with every difference,
+and last-VERSION.json (last-VERSION-quick.json) with the rows of the table."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class Options:
 
     @property
     def is_partial(self) -> bool:
-        """Whether arms were chosen."""
+        """Whether only some arms were chosen."""
         return bool(self.arms or self.mode)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Parse ``arguments`` (``sys.argv`` if None); ends the process for ``--help`` and for mistakes (status 2)."""
+    """Parse ``arguments`` (``sys.argv`` if None); exits for ``--help`` and for invalid arguments (status 2)."""
     parser = argparse.ArgumentParser(
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--mode", metavar="M", help="only arms of one transfer mode, pull or push; as for --arm")
+    parser.add_argument("--mode", metavar="M", help="only arms of transfer mode M (pull or push)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--quick",
@@ -82,14 +82,14 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         dest="size",
         action="store_const",
         const="brief",
-        help="the same for one arm each way; writes no last-VERSION.json",
+        help="as --quick, with one arm per transfer mode; does not write last-VERSION.json",
     )
     parser.add_argument(
         "--arm",
         metavar="WORD",
         action="append",
         default=[],
-        help="only arms whose name holds WORD, or one of several; what last-VERSION.json has of the others stays",
+        help="only arms whose name contains WORD; repeatable; last-VERSION.json keeps its rows of the other arms",
     )
     found = parser.parse_args(arguments)
     return Options(vllm=found.vllm, mode=found.mode, size=found.size, arms=tuple(found.arm))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as equal. Pure functions over what was observed; no server, no I/O."""
+"""Defines what counts as equal. Pure functions over recorded observations; no server, no I/O."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ tolerance is zero."""
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not equal, in words for a table."""
+    """One thing that is not equal, as text for a table."""
 
     prompt: str
     aspect: Aspect
@@ -29,7 +29,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Observation:
-    """All that was seen of one prompt in one P/D arm; ``record`` is what D's probe recorded, if anything."""
+    """Everything observed for one prompt in one P/D arm; ``record`` is what D's probe recorded, or None."""
 
     hand_over: HandOver
     record: Mapping[str, Any] | None
@@ -43,15 +43,16 @@ def largest_logprob_gap(expected: Answer, found: Answer) -> float:
     gaps += [abs(ours - theirs) for ours, theirs in zip(expected.logprobs, found.logprobs, strict=True)]
     for ours, theirs in zip(expected.top_logprobs, found.top_logprobs, strict=False):
         gaps += [abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()]
-    # max() would drop a NaN that is not the first.
+    # max() would ignore a NaN that is not the first element.
     return float("inf") if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
 
 def until_tie(expected: Answer, found: Answer, tolerance: float) -> tuple[Answer, Answer]:
-    """Both answers up to the first place where they chose two tokens between which rounding decides.
+    """Cut both answers at the first place where they chose different tokens because of a tie.
 
-    Both had both tokens there, not further apart than the tolerance may move each. What follows answers another text,
-    so it says nothing; that all P/D arms go on alike is compared without a tolerance.
+    A tie: both answers list both tokens there, and these are no further apart than the tolerance may move each. After
+    a tie the two continue different texts, so nothing can be compared. That all P/D arms continue in the same way is
+    compared separately, without a tolerance.
     """
     for place, (ours, theirs) in enumerate(zip(expected.token_ids, found.token_ids, strict=False)):
         if ours == theirs:
@@ -99,10 +100,10 @@ def compare_answers(prompt: str, expected: Answer, found: Answer, tolerance: flo
 
 
 def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_received: int) -> list[Difference]:
-    """Compare the SHA-256 of every transferred block on both sides, after checking that blocks travelled at all.
+    """Compare the SHA-256 of every transferred block on both sides, after checking that blocks were transferred at all.
 
-    ``blocks`` is how many blocks the prompt fills in each group; D may hold some of them from an earlier prompt, but
-    at least ``fewest_received`` must have travelled.
+    ``blocks`` is how many blocks the prompt fills in each group; D may have some of them from an earlier prompt, but
+    at least ``fewest_received`` must have been transferred.
     """
     record, sent = seen.record, seen.hand_over
     if record is None:
@@ -123,20 +124,20 @@ def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_receiv
             text = f"group {group}: D received {len(received)} blocks, expected {fewest_received} to {len(offered)}"
             differences.append(Difference(prompt, "hand-over", text))
             continue
-        # D reads the tail: what it lacks beyond its own cached prefix.
+        # D receives the tail only: the blocks after its own cached prefix.
         tail = offered[len(offered) - len(received) :]
         wrong = [place for place, (ours, theirs) in enumerate(zip(tail, received, strict=True)) if ours != theirs]
         if wrong:
-            text = f"group {group}: {len(wrong)} of {len(received)} blocks hold other bytes on D (first: {wrong[0]})"
+            text = f"group {group}: {len(wrong)} of {len(received)} blocks differ in bytes on D (first: {wrong[0]})"
             differences.append(Difference(prompt, "blocks", text))
     return differences
 
 
 def compare_senders(prompt: str, expected: HandOver, found: HandOver, full_blocks: int) -> list[Difference]:
-    """Compare what two arms' P computed, over the blocks that the prompt fills wholly (a tail keeps older bytes)."""
+    """Compare what two arms' P computed, over full blocks only (the unused end of a tail block keeps older bytes)."""
     for group, (ours, theirs) in enumerate(zip(expected.sent_digests, found.sent_digests, strict=False)):
         if ours[:full_blocks] != theirs[:full_blocks]:
-            return [Difference(prompt, "blocks", f"group {group}: P computed other KV bytes than the stock arm's P")]
+            return [Difference(prompt, "blocks", f"group {group}: KV bytes of P differ from the stock arm's P")]
     return []
 
 
@@ -145,7 +146,7 @@ def match_records(
     records: Sequence[Mapping[str, Any]],
     sent: Sequence[Mapping[str, Any]] = (),
 ) -> list[Observation]:
-    """Pair each hand-over with D's record of it, and with P's where the client could not look at P's blocks."""
+    """Pair each hand-over with D's record of it, and with P's where the client could not read P's blocks itself."""
     received = {record["transfer"]: record for record in records}
     pushed = {record["transfer"]: record for record in sent}
     seen = []

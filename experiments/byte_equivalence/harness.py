@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the arms and turns what they answered into rows."""
+"""Runs the arms, compares their answers, and adds a row per check."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from experiments.common.servers import Running, Server, ServerError
 
 
 class NotCaught(Exception):
-    """A planted corruption went unnoticed: nothing this harness says is worth anything."""
+    """A planted corruption was not detected, so no result of this harness can be trusted."""
 
 
 @dataclass
 class Baseline:
-    """What a phase compares with: the single instance's answers, and the stock P/D arm's observations once seen."""
+    """What a phase compares with: the single instance's answers, and the stock P/D arm's observations once it ran."""
 
     answers: list[Answer]
     damaged: list[Answer]
@@ -57,7 +57,7 @@ class Baseline:
 
 
 class Harness:
-    """One run; ``logs`` gets a log per server."""
+    """One run. Each server writes its log to ``logs``."""
 
     def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks, *, quick: bool) -> None:
         self.arms = arms
@@ -75,12 +75,12 @@ class Harness:
         self.damage = damage_prompts(len(CORRUPTIONS), block_size=BLOCK_SIZE, vocabulary=self.shape.vocabulary)
 
     def run(self) -> None:
-        """Run every phase; rows land in ``checks``. Raises :class:`NotCaught` as soon as a corruption is missed."""
+        """Run every phase, add rows to ``checks``; raises :class:`NotCaught` at the first corruption not detected."""
         model = make_model(self.shape)
         for phase in phases(self.shape, quick=self.quick):
             baseline: Baseline | None = None
-            # The reference starts with the first pair; two pairs at once only slow each other down, since every
-            # NIXL agent keeps a core busy.
+            # The reference starts together with the first pair. Two pairs at once would only slow each other down:
+            # every NIXL agent keeps a core busy.
             first, *rest = self.arms
             for together in ([REFERENCE, first], *([arm] for arm in rest)):
                 with contextlib.ExitStack() as stack:
@@ -104,9 +104,9 @@ class Harness:
         return row
 
     def _serve(self, arm: Arm, phase: Phase, launched: Running, work: Callable[[list[Server]], None]) -> None:
-        """Run ``work`` with the arm's servers when they answer, and stop them after.
+        """Wait until the arm's servers answer, run ``work`` with them, and stop them.
 
-        A failure becomes a row, since the other arms can still be compared.
+        A failure becomes a row instead of ending the run: the other arms can still be compared.
         """
         what = f"{phase.name}: serves"
         started = False
@@ -138,7 +138,7 @@ class Harness:
                 Check(
                     REFERENCE.name,
                     f"{phase.name}: answers ({phase.dtype})",
-                    # Two of the prompts are one prompt, sent twice.
+                    # One prompt is in the set twice, so one answer may occur twice.
                     distinct >= len(self.prompts) - 1,
                     f"{len(self.prompts)} prompts of 1 to {MAX_PROMPT_TOKENS} tokens, {distinct} distinct answers",
                 )
@@ -189,12 +189,13 @@ class Harness:
                 raise NotCaught(row.what)
 
     async def _depend(self, arm: Arm, phase: Phase, run: PairRun) -> None:
-        # Not the longest: its last block must hold more than the last token, which D computes itself.
+        # Not simply the longest: the last block must hold more than the last token, which D computes itself.
         prompt = max(
             (one for one in self.prompts if len(one.token_ids) % BLOCK_SIZE > BLOCK_SIZE // 4),
             key=lambda one: len(one.token_ids),
         )
-        # The model is one for all arms; those after the first only show that the probe reaches their blocks, too.
+        # All arms share the model, so only the first needs each block; for the others a sample shows that the probe
+        # changes the blocks which attention reads.
         every = phase.every_nth_block if arm is self.arms[0] else SAMPLED_EVERY_NTH_BLOCK
         found = await run.dependence(prompt, BLOCK_SIZE, every, "dependence", self.narrator.update)
         changed = sum(gap > 0 for gap in found.gaps.values())
@@ -310,8 +311,8 @@ class Harness:
         )
         for server, pages, resting in zip(servers, memory.counts(), memory.resting(), strict=False):
             side = server.spec.name.rsplit("-", 1)[-1]
-            # When D is asked first, or P stages, it holds a request no longer than it computes it: one page group is
-            # enough.
+            # When D is asked first, or P stages, P keeps a request only while computing it: its pool needs one page
+            # group, so it never has to remap.
             if (run.order == "P first" and not arm.is_staged) or side.startswith("decode"):
                 self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", pages))
             what = f"{name}: memory came back after every round ({side})"
@@ -319,7 +320,7 @@ class Harness:
 
 
 def named(phase: Phase, arm: Arm, run: PairRun) -> str:
-    """Return what a row is about: its phase, and the order where an arm has several."""
+    """Return the first part of a row's name: the phase, and the order if the arm has several."""
     return phase.name if len(arm.orders) == 1 else f"{phase.name}, {run.order}"
 
 

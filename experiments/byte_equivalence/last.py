@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last run of each arm found, where a run was of some arms only: last-VERSION.json."""
+"""Content of last-VERSION.json: the last result of each arm, also when a run covered only some arms."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from experiments.byte_equivalence.phases import Phase
 def summary(
     rows: Sequence[dict[str, Any]], last: Path | None, arms: Sequence[Arm], phases: Sequence[Phase]
 ) -> dict[str, Any]:
-    """What the file is to say after a run that gave ``rows``, and kept what it had of arms that were not run.
+    """Return the new content of the file: ``rows`` of this run, and the file's rows of arms that this run left out.
 
     Args:
-        last: the file, if the run was of some arms only; what it has of another arm stays, and each of those rows says
-            of which commit it is.
-        arms: all of a run of this size.
-        phases: of such a run.
+        last: the file, if this run covered some arms only. Its rows of other arms are kept, each with the commit that
+            it was measured at.
+        arms: all arms of a complete run of this size.
+        phases: all phases of such a run.
 
-    Returns: "verdict" over all rows, "missing": arms of which a row that is needed is not there; "checks".
+    Returns: "verdict" over all rows; "missing": arms that lack a required row; "checks": the rows.
     """
     kept: list[dict[str, Any]] = []
     if last is not None and last.is_file():
@@ -38,7 +38,7 @@ def summary(
 
 
 def _needed(arm: Arm, phases: Sequence[Phase]) -> Iterator[str]:
-    """The rows without which an arm has not been compared."""
+    """Yield the names of the rows that an arm must have to count as compared."""
     for phase in phases:
         if arm.mode == SINGLE:
             yield f"{phase.name}: answers ({phase.dtype})"

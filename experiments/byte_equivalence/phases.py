@@ -16,16 +16,16 @@ KVCACHED_PAGE_BYTES = 2 << 20
 SMALL_POOL_PAGE_GROUPS = 5
 SAMPLED_EVERY_NTH_BLOCK = 20
 HELD_PAGES = 1.5
-"""P holds this many page groups' worth of blocks before D begins: more than one, so that P's pool has to grow."""
+"""P keeps blocks of this many page groups before D begins: more than one, so that P's pool has to grow."""
 
 
 @dataclass(frozen=True)
 class Phase:
     """One start of every arm: its data type, kvcached's pool, and what is compared.
 
-    ``exact_between_arms`` also compares the P/D arms with each other, to the last bit: possible only where every arm
-    caches the same prefixes, hence not in a small pool. Of the first arm's blocks every ``every_nth_block``-th is
-    zeroed. ``rounds`` of the concurrent part are at least two: what the first unmaps the second maps again.
+    ``exact_between_arms`` also compares the P/D arms with each other, bit for bit: possible only where every arm
+    caches the same prefixes, so not with a small pool. In the first arm every ``every_nth_block``-th block is
+    zeroed. The concurrent part has at least two ``rounds``: the second maps again what the first has unmapped.
     """
 
     name: str

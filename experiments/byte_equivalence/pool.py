@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcached's account of each server's pool during the concurrent part."""
+"""Records how many bytes of each server's pool kvcached has mapped during the concurrent part."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SETTLE_SECONDS = 20.0
 
 
 class PoolMemory:
-    """Watches the accounts of ``ipc_names`` for as long as a ``with`` block.
+    """Samples kvcached's memory counters of ``ipc_names`` during a ``with`` block.
 
-    ``resting_bytes`` is what may stay mapped while nothing runs: the page group of vLLM's null block.
+    ``resting_bytes`` is what may stay mapped while the server is idle: the page group of vLLM's null block.
     """
 
     def __init__(self, ipc_names: Sequence[str], resting_bytes: int) -> None:
@@ -38,7 +38,7 @@ class PoolMemory:
         self._stack.close()
 
     async def settle(self) -> None:
-        """Wait until every pool is down to its resting size, at most ``SETTLE_SECONDS``; keep what was reached."""
+        """Wait at most ``SETTLE_SECONDS`` until every pool is down to its idle size; record the size reached."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and any(level > self.resting_bytes for level in self._levels()):
             await asyncio.sleep(0.05)
@@ -49,7 +49,7 @@ class PoolMemory:
         return [watch.mapped_bytes() or 0 for watch in self._watches]
 
     def counts(self) -> list[PageCount]:
-        """Return what each pool did; call it after the block."""
+        """Return how much each pool mapped and unmapped; call it after the ``with`` block."""
         return [watch.count() for watch in self._watches]
 
     def resting(self) -> list[list[int]]:
@@ -58,7 +58,7 @@ class PoolMemory:
 
 
 def remapped(arm: str, what: str, pages: PageCount) -> Check:
-    """Return the row that says whether kvcached unmapped and then mapped again."""
+    """Return the row that checks that kvcached unmapped pages and then mapped some again."""
     mib = {
         name: round(getattr(pages, f"{name}_bytes") / 2**20, 1)
         for name in ("limit", "lowest", "highest", "mapped", "unmapped", "remapped")
@@ -74,7 +74,7 @@ def remapped(arm: str, what: str, pages: PageCount) -> Check:
 
 
 def came_back(arm: str, what: str, resting: Sequence[int], page_group_bytes: int) -> Check:
-    """Return the row that says whether the pool was down to one page group after each round (bytes)."""
+    """Return the row that checks that at most one page group (bytes) was mapped after each round."""
     return Check(
         arm,
         what,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed prompts: token ids drawn from a fixed seed, lengths chosen for where transfers go wrong."""
+"""The fixed prompts: token ids drawn from a fixed seed, lengths chosen at the boundaries of blocks and steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 SEED = 7
 FIRST_TEXT_TOKEN = 2
-"""Ids below are the tokenizer's specials."""
+"""Lower ids are the tokenizer's special tokens."""
 DAMAGED_BLOCKS = 6
 """How many blocks a prompt for planted corruptions fills."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, why it is in the set, and the family it shares a prefix cache with (alone if None)."""
+    """A prompt, why it is in the set, and the family of prompts that share its cached prefixes (None: no other)."""
 
     name: str
     token_ids: tuple[int, ...]
@@ -91,10 +91,10 @@ def fixed_prompts(*, block_size: int, max_batched: int, max_prompt: int, vocabul
 
 
 def damage_prompts(count: int, *, block_size: int, vocabulary: int) -> list[Prompt]:
-    """Return prompts of their own for planted corruptions: six blocks, the last one two thirds full.
+    """Return separate prompts for planted corruptions: six blocks, the last one two thirds full.
 
-    Every one differs from every other, so a block left over from an earlier request never holds the right bytes by
-    luck; and the tail holds more than the last token, which D computes itself.
+    All differ, so a block left over from an earlier request never holds the right bytes by luck. The tail block holds
+    more than the last token, which D computes itself.
     """
     drawer = Drawer(vocabulary, SEED + 1)
     tokens = (DAMAGED_BLOCKS - 1) * block_size + 2 * block_size // 3
@@ -102,9 +102,9 @@ def damage_prompts(count: int, *, block_size: int, vocabulary: int) -> list[Prom
 
 
 def fewest_received(prompt: Prompt, before: Sequence[Prompt], block_size: int) -> int:
-    """Return the least number of blocks D must receive for ``prompt`` if it still caches everything ``before``.
+    """Return the least number of blocks that D must receive for ``prompt`` if it still caches all of ``before``.
 
-    vLLM reuses whole blocks only and always computes at least the last token, so at least one block travels.
+    vLLM reuses full blocks only and always computes at least the last token, so at least one block is transferred.
     """
     longest = 0
     for earlier in before:
