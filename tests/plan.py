@@ -25,19 +25,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kvcached_nixl.compat.model_runner_policy import accepted
 from kvcached_nixl.compat.series import ROWS, Evidence
 
-TIERS = ("lint", "unit", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")
+TIERS = ("lint", "unit", "coverage", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")
 ONCE = ("lint", "unit", "flow", "repo")
 """Tiers that do not depend on the vLLM, and so run once."""
+EACH_TURN = ("lint", "coverage", "flow", "repo", "install")
+"""Run by every turn, beside the fast subsets. ``coverage`` runs all of ``unit``."""
 SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
 NEWEST = SERVED[-1]
 """The vLLM of every run that uses only one."""
-BUDGET_MINUTES = 58.0
+BUDGET_MINUTES = 66.0
 
 # Minutes of a job on two cores: (brief, whole). None if the job has no brief form.
 MINUTES: dict[str, tuple[float | None, float]] = {
     "lint": (None, 1.0),
     "unit": (None, 1.3),
-    "flow": (2.5, 4.5),
+    "coverage": (None, 8.5),
+    "flow": (2.5, 6.0),
     "repo": (None, 0.2),
     "install": (None, 1.5),
     "gpu": (None, 0.1),
@@ -108,7 +111,7 @@ def _with_servers(vllm: str) -> list[str]:
 
 def everything() -> list[Job]:
     """Every tier with every vLLM whose result can differ."""
-    found = [job for tier in ONCE for job in jobs(tier, NEWEST)]
+    found = [job for tier in (*ONCE, "coverage") for job in jobs(tier, NEWEST)]
     for row in ROWS:
         tiers = ("install", "contract", *_with_servers(row.tested))
         found += [job for tier in tiers for job in jobs(tier, row.tested)]
@@ -117,7 +120,7 @@ def everything() -> list[Job]:
 
 def turn(number: int) -> list[Job]:
     """The jobs of every turn, then those of the rest that fit into `BUDGET_MINUTES`; ``number`` says which is first."""
-    found = [job for tier in (*ONCE, "install") for job in jobs(tier, NEWEST)]
+    found = [job for tier in EACH_TURN for job in jobs(tier, NEWEST)]
     for vllm in SERVED:
         found += [Job("contract", vllm, "brief"), Job("equivalence", vllm, "brief")]
     found += jobs("gpu", NEWEST)
@@ -147,7 +150,7 @@ def named(tiers: Sequence[str], versions: Sequence[str]) -> list[Job]:
         raise ValueError(f"found the tier {unknown[0]!r}; expected one of: {', '.join(TIERS)}. Nothing was run.")
     found = []
     for tier in tiers:
-        chosen = versions[-1:] if tier in (*ONCE, "gpu", "pythons") else versions
+        chosen = versions[-1:] if tier in (*ONCE, "coverage", "gpu", "pythons") else versions
         found += [job for vllm in chosen for job in jobs(tier, vllm)]
     return found
 

@@ -15,6 +15,7 @@ Creates the environments that it needs. Before it downloads, experiments/env.sh 
 
   lint         ruff and mypy
   unit         one module at a time; needs nothing else
+  coverage     unit and the fast subset of flow again, with branch coverage by folder; at least 90 % in all
   flow         whole requests in one process, with injected faults
   repo         checks of the repository itself: imports between packages, tables in the README
   install      every way and order of activating the package, each in a separate process
@@ -79,6 +80,14 @@ run() { # NAME COMMAND...
     fi
 }
 
+measure() { # VENV -> branch coverage of the unit tier and of the fast subset of flow
+    local COVERAGE_FILE=$reports/coverage
+    export COVERAGE_FILE
+    "$1/bin/python" -m coverage run -m pytest -q -m "not long" --junitxml="$reports/coverage.xml" tests/unit tests/flow &&
+        "$1/bin/python" -m coverage json -q -o "$reports/coverage.json" &&
+        "$1/bin/python" tests/coverage_report.py "$reports/coverage.json"
+}
+
 while read -r -u 3 what version size; do
     [[ $what != '#' ]] || continue
     environment "$version"
@@ -91,6 +100,10 @@ while read -r -u 3 what version size; do
         run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
         ;;
     pythons) run "$what" bash tests/pythons.sh ;;
+    coverage)
+        ran_pytest=1
+        run "$what" measure "$venv"
+        ;;
     equivalence)
         length=--brief
         [[ $size == brief ]] || length=--quick

@@ -17,7 +17,7 @@ def test_every_test_is_in_some_job() -> None:
     """A new folder or a new file of the slowest tier would else never run."""
     folders = {path.parent.name for path in TESTS.rglob("test_*.py") if path.parent.parent == TESTS}
     nested = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
-    assert folders | nested == set(TIERS) - {"lint", "equivalence", "pythons"}
+    assert folders | nested == set(TIERS) - {"lint", "coverage", "equivalence", "pythons"}
     files = {f"e2e/{path.name}" for path in (TESTS / "e2e").glob("test_*.py")}
     assert {what for what in MINUTES if what.startswith("e2e/")} == files
     assert {what.partition("/")[0] for what in MINUTES} == set(TIERS)
@@ -38,7 +38,7 @@ def test_everything_is_everything_once() -> None:
 def test_a_newcomer_waits_a_quarter_of_an_hour_and_sees_every_tier() -> None:
     """After the environment is there; by the estimates."""
     jobs = plan.newcomer("0.28.0")
-    assert {job.tier for job in jobs} == set(TIERS) - {"pythons"}
+    assert {job.tier for job in jobs} == set(TIERS) - {"pythons", "coverage"}
     assert {job.vllm for job in jobs} == {"0.28.0"}
     assert sum(job.minutes for job in jobs) <= 15
 
@@ -62,7 +62,7 @@ def test_a_turn_fits_and_has_what_is_run_each_time(number: int) -> None:
     assert plan.minutes(jobs) <= BUDGET_MINUTES
     for tier in ("contract", "equivalence"):
         assert {job.vllm for job in jobs if job.tier == tier} >= set(SERVED)
-    assert {"lint", "unit", "flow", "repo", "install"} <= {job.tier for job in jobs}
+    assert {"lint", "coverage", "flow", "repo", "install"} <= {job.tier for job in jobs}
 
 
 def test_the_turns_of_so_many_commits_leave_nothing_out() -> None:
