@@ -9,8 +9,8 @@ The blocks of a failed attempt are held until each of its writers is in one of t
                 a network only: the gate it writes through is closed (`write_gates`)
     held        none of these is possible: it is suspended on this host, and could write past all that can be closed
 
-That its side channel does not answer, refuses or times out says nothing about its workers: the attempt fails at once,
-but its blocks still wait for one of these states.
+That its side channel does not answer, refuses or times out says nothing about its workers. If it refuses, the attempt
+fails at once, else at its deadline at the latest; in each case its blocks still wait for one of these states.
 """
 
 from __future__ import annotations

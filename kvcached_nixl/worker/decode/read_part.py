@@ -127,7 +127,9 @@ class ReadPart:
         elif failed:
             self._fail(HandOverFailed(FailureCause.LOST, failed))
         elif not is_kept:
-            reason = f"prefill no longer keeps the KV of {self._manifest.request_id}, or never made these parameters"
+            reason = (
+                f"prefill does not keep the KV of {self._manifest.request_id} any more, or never made these parameters"
+            )
             self._fail(HandOverFailed(FailureCause.LEASE, reason))
         elif (doubt := context.distrust_of(self.address, known.incarnation)) is not None:
             # Another hand-over from this engine has failed its checksum meanwhile.

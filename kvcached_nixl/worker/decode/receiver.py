@@ -164,7 +164,12 @@ class Receiver:
                 if part.agent == agent and not part.is_idle:
                     if isinstance(part, WritePart):
                         part.is_abandoned = True
-                    attempt.fail(HandOverFailed(FailureCause.LOST, f"rank {part.address.tp_rank} of prefill is gone"))
+                    attempt.fail(
+                        HandOverFailed(
+                            FailureCause.LOST,
+                            f"another engine answers at the address of rank {part.address.tp_rank} of prefill",
+                        )
+                    )
             self._writers.look_after(attempt)
 
     def unreachable(self, agent: str) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tokens of a request to the byte ranges that carry them, on both sides. numpy only.
+"""Maps tokens of a request to the byte ranges that hold them, on both sides. numpy only.
 
 The KV of a layer is cut into planes (K, V, K and V packed, or the latent). A plane holds one *cell* for each token and
 head, and a cell lies at::
 
     base + block * block_stride + token_in_block * token_stride + head * head_stride
 
-which covers token-major (NHD) and head-major (HND) memory, layers apart and layers side by side, any block size and any
-share of the heads. A transfer pairs the cells of equal tokens and heads; cells that lie end to end on both sides become
-one descriptor, so equal geometries need a descriptor a run of blocks and unequal ones no more than one a cell.
+which covers token-major (NHD) and head-major (HND) memory, separate and interleaved layers, any block size and any
+share of the heads. A transfer pairs the cells of equal tokens and heads. Cells that are contiguous on both sides become
+one descriptor: equal geometries need one descriptor per run of blocks, unequal ones at most one per cell.
 
-What does not depend on the request, the runs inside a block, is found once per peer (`Route`).
+The runs inside a block do not depend on the request and are computed once per peer (`Route`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Blocks", "Descriptors", "Route", "misfit"]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 MAX_RUN_BYTES = 8 << 20
-"""No descriptor is longer: a transfer is the smallest thing that is posted, waited for and given up."""
+"""Longest descriptor. A transfer has at least one, and transfers can be posted, awaited and dropped as a whole only."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Descriptors:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A request's kernel blocks on one side, of one KV-cache group: ``ids[i]`` holds the tokens from
+    """A request's kernel blocks of one KV-cache group on one side: ``ids[i]`` holds the tokens from
     ``first_token + i * block_size`` on."""
 
     ids: Sequence[KernelBlock]
@@ -57,7 +57,7 @@ class Blocks:
 
 
 def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:
-    """What keeps two ranks from exchanging KV, in words; "" if nothing does."""
+    """Returns why two ranks cannot exchange KV; "" if they can."""
     if len(local) != len(remote):
         return f"{len(remote)} kinds of planes; expected {len(local)}"
     for here, there in zip(local, remote, strict=True):
@@ -77,10 +77,10 @@ def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:
 
 
 class Route:
-    """Between planes of one kind here and there.
+    """Maps local planes of one kind to remote ones.
 
     Raises:
-        ValueError: `misfit`.
+        ValueError: they do not fit (`misfit`).
     """
 
     def __init__(self, local: Planes, remote: Planes) -> None:
@@ -104,13 +104,13 @@ class Route:
         self._here, self._there, self._lengths = here[begins], there[begins], lengths
 
     def descriptors(self, local_blocks: Blocks, remote_blocks: Blocks, first_token: int, end_token: int) -> Descriptors:
-        """Descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
+        """Returns descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
 
-        Where ``end_token`` lies inside a block on both sides, the rest of the smaller block comes along.
+        If ``end_token`` is inside a block on both sides, the rest of the smaller block is moved as well.
 
         Raises:
-            ValueError: the tokens are not all in both sides' blocks, or a block id is out of range. Nothing can be
-                transferred safely then.
+            ValueError: not all tokens are in both sides' blocks, or a block id is out of range. Then nothing can be
+                transferred safely.
         """
         if first_token % self.step or not 0 <= first_token < end_token:
             raise ValueError(
@@ -128,7 +128,8 @@ class Route:
 
 
 def _within_step(local: Planes, remote: Planes, step: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
-    """Offsets, inside one step, of the longest runs of cells that lie end to end on both sides; and their length."""
+    """Returns the offsets, inside one step, of the longest runs of cells that are contiguous on both sides; and their
+    length in bytes."""
     sides = (local, remote)
     tokens, count, run = step, heads, local.cell_bytes
     # Fold the inner dimension into the run, then the outer one if it follows without a gap as well.
@@ -146,7 +147,7 @@ def _within_step(local: Planes, remote: Planes, step: int, heads: int) -> tuple[
 
 
 def _block_offsets(planes: Planes, blocks: Blocks, starts: Int64Array) -> Int64Array:
-    """Bytes from a plane's base to each token of ``starts``."""
+    """Returns the offset in bytes of each token of ``starts`` from a plane's base."""
     ids = np.asarray(blocks.ids, dtype=np.int64)
     relative = starts - blocks.first_token
     places = relative // planes.block_size
@@ -163,14 +164,14 @@ def _block_offsets(planes: Planes, blocks: Blocks, starts: Int64Array) -> Int64A
 
 
 def _runs(local: Int64Array, remote: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Join ranges that follow each other on both sides: where each run begins, and how long it is."""
+    """Join ranges that are contiguous on both sides; returns each run's first index, and its length in bytes."""
     follows = (local[1:] == local[:-1] + lengths[:-1]) & (remote[1:] == remote[:-1] + lengths[:-1])
     begins = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     return begins, np.add.reduceat(lengths, begins)
 
 
 def _limited(local: Int64Array, remote: Int64Array, lengths: Int64Array) -> Descriptors:
-    """Cut runs that are longer than a descriptor may be."""
+    """Cut runs that are longer than MAX_RUN_BYTES."""
     parts = -(-lengths // MAX_RUN_BYTES)
     if (parts > 1).any():
         part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)

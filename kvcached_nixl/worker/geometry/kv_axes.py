@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dimension of an attention backend's KV cache counts blocks, tokens, heads, K and V. Once per process."""
+"""Finds which dimension of an attention backend's KV cache is blocks, tokens, heads, and K/V. Once per process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Axes"]
 
 @dataclass(frozen=True)
 class Axes:
-    """Which dimension of a backend's KV cache shape counts what.
+    """The meaning of each dimension of a backend's KV cache shape, by index.
 
     Attributes:
         kv: the dimension of size 2 that separates K from V; None where they are packed, or there is no V.
         head: None for a latent, which all heads share.
-        ndim: how many there are in one layer's cache.
+        ndim: number of dimensions of one layer's cache.
     """
 
     block: int
@@ -29,10 +29,10 @@ class Axes:
 
     @classmethod
     def from_probe(cls, shape: Sequence[int], *, num_blocks: int, block_size: int, num_heads: int) -> Axes:
-        """Read a shape that a backend answered for three numbers that no other dimension can have.
+        """Read the axes from the shape that a backend returned for three sizes that no other dimension can have.
 
         Raises:
-            LayoutRefused: blocks or tokens cannot be found, or what is left is neither K and V nor one cell.
+            LayoutRefused: the block or token dimension is not found, or a dimension is left that is not K/V.
         """
         left = dict(enumerate(shape))
         found: list[int | None] = []
@@ -42,7 +42,7 @@ class Axes:
             for place in places[:1]:
                 del left[place]
         block, token, head = found
-        # The last dimension is the cell's own; one of size 1 counts nothing.
+        # The last dimension is the elements of a cell; one of size 1 has no meaning.
         left.pop(len(shape) - 1, None)
         left = {place: size for place, size in left.items() if size != 1}
         kv = next(iter(left), None)
@@ -50,7 +50,7 @@ class Axes:
             raise LayoutRefused(
                 found=f"an attention backend with the KV cache shape {tuple(shape)} for {num_blocks} blocks of "
                 f"{block_size} tokens and {num_heads} heads",
-                expected="one dimension for each of these, one for K and V where they lie apart, and the head's own",
+                expected="one dimension for each of these, one for K/V if they are separate, and the head size last",
                 consequence="K and V, tokens or heads cannot be told apart, so no transfer would be right; the engine "
                 "stops.",
                 remedy="Choose another attention backend (--attention-backend), or run without ENABLE_KVCACHED.",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bytes of tokens come to, the same on both sides of a hand-over however each lays its memory out.
+"""Checksum of the KV of some tokens, equal on both sides of a hand-over whatever their memory layouts are.
 
-The cells of a plane are taken in the order token, head, and hashed; the digests of all planes, in the order that both
-sides name them in, are the digest of a KV-cache group's tokens. So block sizes, strides, shares of the heads and block
-ids do not matter, and the rest of a last block is no part of it.
+The cells of a plane are hashed in the order token, head. For each KV-cache group, the hashes of all planes, in the
+order in which both sides list them, are hashed into the checksum. So block sizes, strides, shares of the heads and
+block ids do not matter, and the unused rest of the last block is not included.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Content:
 
     Args:
         planes: where the cells are.
-        areas: the memory that they are in, each an address and its blocks as bytes, (num_blocks, block_bytes).
+        areas: the memory that holds them: each an address and its blocks as bytes, (num_blocks, block_bytes).
     """
 
     def __init__(self, planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._planes = tuple(planes)
         self._areas = [area for _, area in areas]
-        # Per area: the kind, the plane's place in it, and where in a block its cells begin.
+        # Per area: (the kind, the plane's index in its kind, offset of its cells in a block).
         self._within: list[list[tuple[int, int, int]]] = [[] for _ in areas]
         for kind, one in enumerate(planes):
             for place, base in enumerate(one.bases):
@@ -42,13 +42,14 @@ class Content:
                 self._within[index].append((kind, place, offset))
 
     def digest(self, groups: Sequence[tuple[Blocks, int]], end_token: int, other: Sequence[Planes]) -> str:
-        """Of the tokens before ``end_token``, and of the heads that both sides have; 32 hexadecimal digits.
+        """Returns the checksum of the tokens before ``end_token`` and the heads that both sides have: 32 hexadecimal
+        digits.
 
         Args:
-            groups: per KV-cache group its blocks here, and its first token.
+            groups: per KV-cache group its local blocks, and its first token.
             other: the other side's planes.
 
-        Threads: any. It reads the blocks until it returns.
+        Threads: any. The blocks are read until it returns.
         """
         whole = xxhash.xxh3_128()
         for blocks, first_token in groups:
@@ -84,7 +85,7 @@ class Content:
         piece = max(1, _PIECE_BYTES // area.shape[1])
         for begin in range(0, len(ids), piece):
             rows = area.index_select(0, ids[begin : begin + piece]).cpu().numpy()
-            # Of the piece's tokens, those that are meant.
+            # The piece's tokens that are in the range.
             base = blocks.first_token + (first + begin) * size
             meant = slice(max(0, first_token - base), min(len(rows) * size, end_token - base))
             for kind, place, offset in within:
@@ -93,10 +94,12 @@ class Content:
 
 
 def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes) -> npt.NDArray[np.uint8]:
-    """The cells of a plane in some blocks, (tokens, heads that both have, bytes)."""
+    """Returns the cells of a plane in some blocks, (tokens, heads that both sides have, bytes)."""
     first, last = max(here.first_head, there.first_head), min(here.last_head, there.last_head)
     if first >= last:
-        raise ValueError(f"found the heads {there.first_head} to {there.last_head - 1}; expected some of ours")
+        raise ValueError(
+            f"found the heads {there.first_head} to {there.last_head - 1}; expected some that this rank has"
+        )
     skipped = (first - here.first_head) * here.head_stride_bytes
     shape = (len(rows), here.block_size, last - first, here.cell_bytes)
     strides = (rows.strides[0], here.token_stride_bytes, here.head_stride_bytes, 1)
@@ -105,7 +108,7 @@ def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes
 
 
 def _find(base: int, areas: Sequence[tuple[int, torch.Tensor]]) -> tuple[int, int]:
-    """The area that a plane is in, and where in its first block."""
+    """Returns the index of the area that holds a plane, and the plane's offset in the first block."""
     for index, (address, area) in enumerate(areas):
         if 0 <= base - address < area.shape[1]:
             return index, base - address

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From kvcached's tensors to the regions NIXL transfers. Once per process, byte arithmetic only.
+"""Finds the regions that NIXL transfers in kvcached's tensors. Once per process, byte arithmetic only.
 
 kvcached reserves far more addresses than vLLM plans to use, and a block id is always below
-``kv_cache_config.num_blocks``, so every view is narrowed to the planned blocks before anything is
-registered: registration, descriptors and handshakes cost what vLLM planned, whatever was reserved.
+``kv_cache_config.num_blocks``. So every view is narrowed to the planned blocks before anything is
+registered: the cost of registration, descriptors and handshakes depends on what vLLM planned only.
 
-A region is one address range that is registered, cut into equal blocks that lie end to end.
+A region is one address range that is registered, divided into contiguous blocks of equal size.
 
 Memory that kvcached 0.1.6 hands out (L pools, ``page`` = bytes of one block in one layer)::
 
@@ -13,8 +13,8 @@ Memory that kvcached 0.1.6 hands out (L pools, ``page`` = bytes of one block in 
     dense            [n, page]                           one region a layer (packed K/V, multi-latent)
     contiguous       [n, L, page]                        one region in all: one descriptor a block
 
-The kind is read off the strides and never assumed: a stride that fits none of them is refused, because a
-transfer would land between blocks and nothing would report it.
+The kind is derived from the strides and never assumed. A stride that matches none of them is refused, because
+a transfer would hit the bytes between blocks and nothing would report it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Arrangement", "Layout", "Page", "Region", "plan"]
 
 
 class Arrangement(enum.Enum):
-    """How the blocks of one KV cache lie in kvcached's memory."""
+    """How kvcached lays out the blocks of one KV cache in memory."""
 
     SPLIT_HALF = "non-contiguous, K and V apart"
     DENSE = "non-contiguous"
@@ -41,10 +41,10 @@ class Arrangement(enum.Enum):
 
 @dataclass(frozen=True)
 class Page:
-    """One block of one layer, at the granularity of the attention kernel, as vLLM counts it.
+    """The size of one kernel block of one layer, as vLLM counts it.
 
     Attributes:
-        num_bytes: of K and V, or of the latent.
+        num_bytes: of K and V together, or of the latent.
         num_heads: on this rank; 1 for a latent.
     """
 
@@ -55,11 +55,11 @@ class Page:
 
 @dataclass(frozen=True)
 class Region:
-    """One range of equal blocks that lie end to end.
+    """One address range of contiguous blocks of equal size.
 
     Attributes:
         address: first byte of block 0.
-        block_bytes: bytes of a block, and the distance between two blocks.
+        block_bytes: size of a block, and the distance from one block to the next.
     """
 
     address: int
@@ -68,13 +68,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the planned blocks lie.
+    """Where the planned blocks are in memory.
 
     Attributes:
         arrangement: how kvcached laid the blocks out.
-        axes: what the dimensions of ``device_views`` count.
-        num_blocks: blocks in every region, at the granularity of the attention kernel.
-        device_views: layer name -> the view attention uses, narrowed to ``num_blocks``; of layers with an own cache.
+        axes: the meaning of the dimensions of ``device_views``.
+        num_blocks: kernel blocks in every region.
+        device_views: layer name -> the tensor attention uses, narrowed to ``num_blocks``. Only layers that have a cache
+            of their own, not those that share another layer's.
         regions: what is registered.
     """
 
@@ -86,16 +87,16 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where the KV cache is."""
+        """The device that holds the KV cache."""
         return next(iter(self.device_views.values())).device
 
     @property
     def descriptors_per_block(self) -> int:
-        """Descriptors that move one block of all layers."""
+        """Number of descriptors that move one block of all layers."""
         return len(self.regions)
 
     def areas(self) -> list[tuple[int, torch.Tensor]]:
-        """Each region's address and its blocks as bytes, (num_blocks, block_bytes), over the tensors' own memory."""
+        """Returns each region's address and its blocks as a byte tensor, (num_blocks, block_bytes), without a copy."""
         return [(region.address, self._blocks_of(region)) for region in self.regions]
 
     def _blocks_of(self, region: Region) -> torch.Tensor:
@@ -114,13 +115,14 @@ def _refuse(layer: str, cache: torch.Tensor, expected: str) -> LayoutRefused:
     return LayoutRefused(
         found=f"layer {layer!r}: shape {tuple(cache.shape)}, strides {tuple(cache.stride())}, {cache.dtype}",
         expected=expected,
-        consequence="NIXL addresses bytes, not tensors: it would move wrong ones without an error; the engine stops",
+        consequence="NIXL moves bytes, not tensors: it would move the wrong ones without an error; the engine stops",
         remedy="report this layout, or run this model without ENABLE_KVCACHED",
     )
 
 
 def _refuse_other_cells(layer: str, cache: torch.Tensor, axes: Axes, page: Page) -> None:
-    """A cell is one token of one head; some backends keep K as a head of its own, or several tokens in a cell."""
+    """Refuse a cache whose cell is not one token of one head: some backends store K as a separate head, or several
+    tokens in one cell."""
     counted = {axes.block: cache.shape[axes.block], axes.token: page.num_tokens, cache.dim() - 1: cache.shape[-1]}
     if axes.head is not None:
         counted[axes.head] = page.num_heads
@@ -134,7 +136,7 @@ def _refuse_other_cells(layer: str, cache: torch.Tensor, axes: Axes, page: Page)
 
 
 def _is_dense(block: torch.Tensor, num_bytes: int) -> bool:
-    """Whether a block's elements fill ``num_bytes`` without a hole, in whatever order."""
+    """Whether a block's elements fill ``num_bytes`` without a gap, in any order."""
     dims = [dim for dim, size in enumerate(block.shape) if size != 1]
     span = 1
     for dim in sorted(dims, key=block.stride):
@@ -163,7 +165,7 @@ def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page_bytes: int, n
 
 
 def _half(cache: torch.Tensor, axes: Axes, half: int) -> torch.Tensor:
-    """K or V of block 0."""
+    """Returns K or V of block 0."""
     assert axes.kv is not None
     kept = [axis for axis in range(cache.dim()) if axis != axes.kv]
     return cache.select(axes.kv, half).select(kept.index(axes.block), 0)
@@ -177,19 +179,19 @@ def plan(
     num_blocks: int,
     num_pools: int,
 ) -> Layout:
-    """Narrow kvcached's tensors to the planned blocks and say which regions they make.
+    """Narrow kvcached's tensors to the planned blocks and find the regions to register.
 
     Args:
         kv_caches: layer name -> the tensor attention uses, as the model runner registers it.
-        axes: where the backend keeps blocks and K/V.
-        pages: of each layer by its name. Layers that share another layer's cache may be missing; they add no region.
-        num_blocks: blocks vLLM planned, kernel granularity; at most the blocks of every tensor.
-        num_pools: pools of layers kvcached interleaves in its contiguous layout
+        axes: the meaning of the tensors' dimensions.
+        pages: layer name -> page. Layers that share another layer's cache may be missing; they add no region.
+        num_blocks: kernel blocks that vLLM planned; at most the blocks of every tensor.
+        num_pools: pools of layers that kvcached interleaves in its contiguous layout
             (``len(kv_cache_config.kv_cache_tensors)``).
 
     Raises:
-        LayoutRefused: a tensor has holes, an unknown stride, too few blocks, differs from the others, or counts other
-            tokens or heads than vLLM does.
+        LayoutRefused: a tensor has gaps, an unknown stride, too few blocks, another layout than the others, or other
+            numbers of tokens or heads in a block than vLLM has.
     """
     owned = {layer: cache for layer, cache in kv_caches.items() if layer in pages}
     if not owned:
@@ -230,13 +232,13 @@ def plan(
         axes=axes,
         num_blocks=num_blocks,
         device_views=views,
-        # Layers of different groups share a pool.
+        # Without duplicates: layers of different groups share a pool.
         regions=tuple(dict.fromkeys(regions)),
     )
 
 
 def _across_layers(owned: Mapping[str, torch.Tensor], page_bytes: Mapping[str, int], num_pools: int) -> Region:
-    """The contiguous layout: the pools of layers side by side, in every block."""
+    """Returns the one region of the contiguous layout: every block has the pages of all pools side by side."""
     base = min(cache.data_ptr() for cache in owned.values())
     page = next(iter(page_bytes.values()))
     slots = {cache.data_ptr() - base for cache in owned.values()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tensors attention uses to the planes that a hand-over moves. Once per process, read off the strides."""
+"""Describes the tensors that attention uses as planes, from their strides. Once per process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["planes_of"]
 
 
 def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, *, first_head: int) -> tuple[Planes, ...]:
-    """Describe the tensors of all layers, one entry a kind of layer.
+    """Describe the tensors of all layers; returns one entry for each kind of layer.
 
     Args:
         caches: layer name -> the tensor attention uses, narrowed to the planned blocks; layers in the model's order.
             Layers of several KV-cache groups that share memory make one plane.
-        first_head: the model's number of the first KV head on this rank; 0 for a latent.
+        first_head: index, in the whole model, of the first KV head on this rank; 0 for a latent.
 
     Raises:
-        LayoutRefused: a cell has holes, or layers that share memory differ in anything but their group.
+        LayoutRefused: a cell has gaps, or layers that share memory differ in anything but their group.
     """
     kinds: dict[tuple[tuple[str, int], ...], dict[int, None]] = {}
     kind_at: dict[int, tuple[tuple[str, int], ...]] = {}
@@ -34,7 +34,7 @@ def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, *, first_head: int
             if cache.stride(-1) != 1 or kind_at.setdefault(half.data_ptr(), kind) != kind:
                 raise LayoutRefused(
                     found=f"layer {layer!r}: shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype}",
-                    expected="elements of a head side by side, and layers in the same memory to be of one kind",
+                    expected="contiguous elements of a head, and layers in the same memory to be of one kind",
                     consequence="A transfer would move other bytes than those of the token; the engine stops.",
                     remedy="Serve this model without ENABLE_KVCACHED, or without a KV connector.",
                 )

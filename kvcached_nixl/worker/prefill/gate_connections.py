@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: the gates of decode's ranks, which its WRITEs go through (`transport.base.Gate`). On the transfer thread.
+"""Prefill: connections to the write gates of decode's ranks (`transport.base.Gate`). On the transfer thread.
 
-A registration names one. It is known until a later one of the same rank is, and nothing is under way to it any more; or
-until its rank is forgotten; or until it fails: then decode has closed it, or is not there.
+A registration names the gate to write through. The connection is kept until a newer gate of the same rank is used and
+no WRITE to the old one is in flight; or until its rank is forgotten; or until a WRITE fails, because decode has closed
+the gate or is dead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["GateConnections"]
 
 
 class Agents(Protocol):
-    """`peers.Peers`."""
+    """What is used of `peers.Peers`."""
 
     def lost(self, agent: str) -> None: ...
     def connection(self, agent: str) -> object: ...
@@ -26,7 +27,7 @@ class Agents(Protocol):
 
 
 class GateConnections:
-    """See the module. What is no gate is a rank's own agent, which ``agents`` knows."""
+    """See the module. A name that is not a gate's is that of a rank's own agent, and is passed on to ``agents``."""
 
     def __init__(self, transport: Transport, agents: Agents) -> None:
         self._transport = transport
@@ -34,7 +35,7 @@ class GateConnections:
         self._name_of: dict[tuple[str, bytes], str] = {}
         self._of_agent: dict[str, dict[str, bytes]] = {}
         self._agent_of: dict[str, str] = {}
-        # One from a gate's first naming until it is removed.
+        # Kept from a gate's first use until it is removed.
         self._connections: dict[str, object] = {}
         self._used: Counter[str] = Counter()
 
@@ -45,19 +46,22 @@ class GateConnections:
         return len(self._agent_of)
 
     def use(self, known: ConnectedPeer, metadata: bytes) -> str:
-        """What a WRITE to a rank of decode goes to; say `used` when it has ended.
+        """Returns the agent name to post a WRITE to; call `used` when the WRITE has ended.
+
+        Args:
+            metadata: of the gate, from the registration.
 
         Raises:
-            HandOverFailed: its gate cannot be reached.
+            HandOverFailed: the gate cannot be reached, or belongs to another rank.
         """
         name = self._name_of.get((known.agent, metadata))
         if name is None:
             try:
                 name = self._transport.add_peer(metadata, known.rank.device_id, known.rank.memory_type)
             except TransportError as error:
-                raise HandOverFailed(FailureCause.LOST, f"decode's gate was not reached: {error}") from error
+                raise HandOverFailed(FailureCause.LOST, f"decode's write gate was not reached: {error}") from error
             if self._agent_of.get(name, known.agent) != known.agent:
-                raise HandOverFailed(FailureCause.PROTOCOL, "decode names a gate of somebody else's")
+                raise HandOverFailed(FailureCause.PROTOCOL, "decode named a write gate of another rank")
             before = list(self._of_agent.get(known.agent, ()))
             self._name_of[known.agent, metadata] = name
             self._of_agent.setdefault(known.agent, {})[name] = metadata
@@ -69,26 +73,26 @@ class GateConnections:
         return name
 
     def used(self, gate: str) -> None:
-        """A WRITE to it has ended."""
+        """A WRITE through this gate has ended."""
         self._used -= Counter({gate: 1})
         self._remove_unused(gate)
 
     def connection(self, gate: str) -> object:
-        """What stands for the present connection to whom is posted; another one, or None, once that is lost."""
+        """Returns an object that stands for the current connection to a gate or agent; once lost, another or None."""
         return self._connections.get(gate) or self._agents.connection(gate)
 
     def lost(self, gate: str) -> None:
-        """A transfer has failed. What is left of it is quiet when the connection is taken down."""
+        """A transfer has failed: take the connection down, because only that ends what is left of the transfer."""
         agent = self._agent_of.get(gate)
         if agent is None:
             self._agents.lost(gate)
             return
         self._remove(gate)
-        # Decode may have closed its gate, or be gone.
+        # Decode may have closed its gate, or be dead: a handshake with its own agent tells.
         self._agents.doubt(agent)
 
     def forget(self, agent: str) -> None:
-        """The connection to a rank of decode is given up: what is in flight to it ends."""
+        """The connection to a rank of decode is taken down: remove its gates, which ends what is in flight to them."""
         for gate in list(self._of_agent.get(agent, ())):
             self._remove(gate)
 

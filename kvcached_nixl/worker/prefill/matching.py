@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: which registration is served from which offer. Once per worker, on the transfer thread.
+"""Prefill: matches decode's registrations with offers. Once per worker, on the transfer thread.
 
-Decode may come first, and may know no more than a name: then it waits for an offer of that name, and of that prompt.
-Names alone pair nothing (rule R7). All that a name can do alone is to give an offer up: a request that decode's server
-rejects has no prompt there. That holds for one offer, the only one of its name, and for no registration of its prompt.
+Decode may register before the offer exists, and may know the transfer's name but not the id of prefill's request. The
+registration then waits for an offer with that name and the same prompt. A name alone never matches a registration with
+an offer (rule R7). It can only release an offer, because a request that decode's server rejects has no prompt there.
+Such a release counts for one offer, the only one of its name, and not for registrations of its prompt.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
 __all__ = ["GRACE_SECONDS", "OfferMatcher"]
 
 GRACE_SECONDS = 5.0
-"""How long a registration waits for a request whose name prefill knows, though not for what decode wants: the router
-may be trying both again, and prefill's comes second."""
+"""How long a registration waits if prefill knows its name, but has no matching offer: the router may be retrying both
+sides, and prefill's request arrives second."""
 
 
 class OfferMatcher:
     """See the module.
 
     Args:
-        remembered_seconds: for how long the name of an offer that is over, and a release that came first, count. What
-            releases no more than a name counts for `GRACE_SECONDS`: another request may come under that name.
+        remembered_seconds: how long the name of a finished offer, and a release that arrived before its offer, are
+            remembered. A release by name only is remembered for `GRACE_SECONDS`: another request may use that name.
         unmatched_seconds: how long a registration waits for prefill's request to appear.
 
     Attributes:
-        offers: those that are not over, by the request's id.
+        offers: those that are not finished, by request id.
     """
 
     def __init__(self, clock: Clock, *, remembered_seconds: float, unmatched_seconds: float) -> None:
@@ -49,14 +50,14 @@ class OfferMatcher:
 
     @property
     def first_seconds(self) -> float | None:
-        """When something is due next."""
+        """When something is due next, in the clock's seconds; None if nothing is."""
         due = (one.first_seconds for one in (self._unmatched, self._released, self._recent))
         return min((one for one in due if one is not None), default=None)
 
     def add(self, offer: Offer) -> dict[int, int]:
-        """There is a new offer; registrations that have waited for it are joined to it.
+        """Add a new offer, and join the registrations that have waited for it.
 
-        Returns: ranks of decode that need nothing of it, as they have said before: tp_rank -> tp_size.
+        Returns: the ranks of decode that have already released it: tp_rank -> tp_size.
         """
         self.offers[offer.request_id] = offer
         self._named.setdefault(offer.name, {})[offer.request_id] = offer
@@ -74,7 +75,7 @@ class OfferMatcher:
         return {tp_rank: tp_size for tp_rank, tp_size in ranks.items() if tp_rank not in served}
 
     def remove(self, offer: Offer) -> None:
-        """It is over. Its name counts as known for a while."""
+        """Remove a finished offer. Its name is remembered for ``remembered_seconds``."""
         del self.offers[offer.request_id]
         named = self._named[offer.name]
         del named[offer.request_id]
@@ -83,7 +84,7 @@ class OfferMatcher:
         self._recent[offer.name] = self._clock.now_seconds() + self._remembered_seconds
 
     def join(self, task: WriteTask, offer: Offer) -> None:
-        """The registration is served from this offer."""
+        """Serve a registration from this offer."""
         tp_rank = task.registration.decode.tp_rank
         if tp_rank in offer.waived:
             offer.waived.remove(tp_rank)
@@ -92,7 +93,7 @@ class OfferMatcher:
         offer.write_tasks[task.key] = task
 
     def wanted_by(self, registration: Registration) -> Offer | None:
-        """The oldest offer of this name and prompt that this rank of decode has not had."""
+        """Returns the oldest offer of this name and prompt that this rank of decode has not used yet."""
         meant = registration.digest, registration.num_tokens
         rank = registration.decode.tp_rank
         for offer in self._named.get(registration.name, {}).values():
@@ -105,7 +106,7 @@ class OfferMatcher:
         return None
 
     def wait(self, task: WriteTask) -> None:
-        """There is no offer for it yet."""
+        """Let a registration wait for its offer."""
         name = task.registration.name
         self._forget_waived(name)
         is_known = name in self._named or name in self._recent
@@ -114,7 +115,7 @@ class OfferMatcher:
         self._unmatched_of.setdefault(name, {})[task.key] = task
 
     def forget(self, task: WriteTask) -> None:
-        """It waits for no offer any more. Harmless if it has not waited."""
+        """The registration does not wait for an offer any more. Idempotent."""
         self._unmatched.pop(task.key, None)
         waiting = self._unmatched_of.get(task.registration.name)
         if waiting is not None:
@@ -123,11 +124,12 @@ class OfferMatcher:
                 del self._unmatched_of[task.registration.name]
 
     def renewed_by(self, name: str) -> Iterator[PrefillRequestId]:
-        """Whose lease a beat renews. Decode may know the name of the transfer only."""
+        """Returns the requests whose leases a heartbeat with this name renews. Decode may know only the name;
+        if no offer has that name, it is taken for a request id."""
         return iter(self._named.get(name, (PrefillRequestId(name),)))
 
     def released_by(self, message: Release) -> Offer | None:
-        """The offer of which a rank of decode needs nothing more; what comes before its offer is kept for it."""
+        """Returns the offer that a rank of decode releases. A release that arrives before its offer is remembered."""
         if message.request_id:
             return self.offers.get(PrefillRequestId(message.request_id))
         named = self._named.get(message.name, {})
@@ -143,14 +145,14 @@ class OfferMatcher:
         return None
 
     def take_due(self, now_seconds: float) -> list[WriteKey]:
-        """Registrations that have waited for too long; what is remembered for too long is forgotten."""
+        """Returns registrations that have waited for too long, and forgets names and releases that are too old."""
         for meant in self._released.take_due(now_seconds):
             del self._released_ranks[meant]
         self._recent.take_due(now_seconds)
         return self._unmatched.take_due(now_seconds)
 
     def _waived_by(self, message: Release, named: list[Offer]) -> Offer | None:
-        """The only offer of a name, if this rank is not being served from it. Of several, the name says none."""
+        """Returns the offer of a name if there is only one, and this rank does not use it and has not settled it."""
         offer, *others = named
         served = {one.registration.decode.tp_rank for one in offer.write_tasks.values()}
         if others or message.tp_rank in served | offer.settled:
@@ -159,6 +161,6 @@ class OfferMatcher:
         return offer
 
     def _forget_waived(self, name: str) -> dict[int, int]:
-        """Ranks of decode that have released no more than this name: tp_rank -> tp_size."""
+        """Forget and return the ranks of decode that have released this name only: tp_rank -> tp_size."""
         self._released.pop((name, ""), None)
         return self._released_ranks.pop((name, ""), {})

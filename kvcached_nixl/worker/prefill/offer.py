@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: one request that decode may have, and one registration of decode's that is being written from it.
+"""Prefill: `Offer`, a request whose KV decode may have; `WriteTask`, a registration of decode that is written from it.
 
-    writing   waiting for its peer, its offer or for tokens -> writing -> everything posted -> over
-                  \\------- told to stop, or something failed: nothing more is posted -------> over, answered
+    WriteTask  waiting for its peer, its offer or for tokens -> writing -> everything posted -> finished
+                  \\------- told to stop, or something failed: nothing more is posted -------> finished, answered
 
 Owned by the transfer thread.
 """
@@ -25,22 +25,24 @@ from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 __all__ = ["Offer", "WriteTask", "WriteKey"]
 
 WriteKey = tuple[str, int]
-"""Whose registration, by its agent, and its attempt."""
+"""(agent that registered, its attempt)."""
 
 
 @dataclass(eq=False)
 class WriteTask:
-    """A registration that is not over.
+    """A registration that is not finished.
 
     Attributes:
-        known: whoever registered, after the handshake.
-        is_doubted: somebody else was known at its address.
+        known: the rank that registered, after the handshake.
+        is_doubted: another agent was known at its address, so the handshake is repeated.
         offer: what is written; None until prefill has it.
-        next_token: the first one that no WRITE was made for yet.
+        next_token: the first token that is in no WRITE yet.
         next_index: number of the next WRITE.
-        room: where decode has room now, if it gives room range by range; ``asked``: the tokens for which it was asked.
-        jobs: WRITEs that are to be queued, queued or in flight, and whether they are the last ones.
-        digesting: those of them that wait for what their bytes come to; the bytes are being read.
+        grant: the slots that decode grants now, where decode stages.
+        asked: the (first, end) tokens for which a grant was last asked.
+        jobs: WRITEs not ended: being checksummed, queued or in flight; and whether each is the registration's last.
+        awaiting_checksum: those of ``jobs`` whose checksum is being computed, so their bytes are being read.
+        stopping: why nothing more is posted; None if it was not stopped.
     """
 
     agent: str
@@ -69,17 +71,18 @@ class WriteTask:
 
 @dataclass(eq=False)
 class Offer:
-    """A request of prefill.
+    """A request of prefill whose KV decode may have.
 
     Attributes:
-        update: what its scheduler has said last.
+        update: the scheduler's last update.
         block_ids: those of ``update`` as kernel blocks per group, from the prompt's first token on.
-        finished: prefill computes no more of it.
+        finished: prefill computes no more tokens of it.
         stopped: why decode may not have it; empty if it may.
-        is_kept: vLLM keeps its blocks until it is told that nobody needs them.
-        settled: ranks of decode that need nothing more of it, of ``awaited`` once that is known.
-        waived: those of them that have only named it. They may still come, if they want this prompt.
-        draining: it was preempted, and the blocks of these holds may still be read.
+        is_kept: vLLM keeps its blocks until the request is reported as done.
+        settled: ranks of decode that need nothing more of it.
+        waived: those of ``settled`` that have released its name only. They may still register, for this prompt.
+        awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
+        draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
     """
 
@@ -119,7 +122,7 @@ class Offer:
         return self.update.manifest
 
     def lose_blocks(self) -> None:
-        """It was preempted: nothing of it is computed any more."""
+        """The request was preempted: it has no blocks and no computed tokens any more."""
         self.block_ids = ()
         self.update = msgspec.structs.replace(self.update, block_ids=(), ready_tokens=0, manifest=None, is_held=False)
 
@@ -129,10 +132,10 @@ class Offer:
 
     @property
     def may_be_read(self) -> bool:
-        """Whether it has blocks that are nobody else's before they are told to be quiet, and somebody may want them."""
+        """Whether it has blocks that vLLM will not reuse before they are reported idle, and decode may have them."""
         return bool(self.block_ids) and (self.update.is_held or self.finished) and not self.stopped
 
     @property
     def is_read(self) -> bool:
-        """Whether its blocks are being read by a WRITE, or will be without being asked for again."""
+        """Whether its blocks are being read by a WRITE or a checksum, or by one that is queued."""
         return any(task.jobs for task in self.write_tasks.values())

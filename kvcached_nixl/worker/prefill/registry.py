@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill's half of a hand-over: what is offered, who asked for it, and when its blocks are free. Once per worker.
+"""Prefill's side of hand-overs: offers, decode's registrations, and when prefill's blocks are free. Once per worker.
 
-An *offer* is kept from the moment prefill tells of it until decode has it, nobody wants it, or its lease has ended;
-whichever it is, its word is removed before its blocks are given back (rule R3). A registration finds its offer by the
-request's id where decode knows it, else by name and digest; names alone pair nothing (rule R7). Whatever both have is
-written at once, so the blocks of one step travel while the next one computes.
+An *offer* is kept from prefill's first update of it until all ranks of decode have what they need, it is stopped, or
+its lease has expired. In each case its ownership token is removed before its blocks are freed (rule R3). A registration
+finds its offer by the request's id where decode knows that, else by name and digest; a name alone matches nothing (rule
+R7). Tokens that are ready and registered are written at once, so the blocks of one step are transferred while the next
+step computes.
 
-A turn costs what is due in it, not what waits. Owned by the transfer thread.
+The cost of a turn depends on what is due in it, not on how many offers and registrations wait. Owned by the transfer
+thread.
 """
 
 from __future__ import annotations
@@ -33,22 +35,22 @@ from kvcached_nixl.worker.transfer.topology import kernel_blocks
 __all__ = ["OfferRegistry"]
 
 PROBE_SECONDS = 5.0
-"""How often a rank of decode is asked whether it is there, once what is written to it is overdue."""
+"""How often a rank of decode is probed once its registration is overdue."""
 
 
-_STARTED_AGAIN = "prefill has been started again, or its weights were changed, since decode met it"
+_STARTED_AGAIN = "prefill was restarted, or its weights were changed, since decode's handshake with it"
 
 
 class OfferRegistry:
     """See the module.
 
     Args:
-        is_writing: whether decode registers, and is waited for (push); else it reads, and tells when it has.
-        lease_seconds: how long a finished request's blocks wait for decode, unless it renews that.
+        is_push: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
+        lease_seconds: how long a finished request's blocks are kept for decode without a heartbeat.
         unmatched_seconds: how long a registration waits for prefill's request to appear.
-        done: called with a request whose blocks nobody needs any more.
-        hold_idle: called with a hold of whose blocks none is being read any more.
-        expired: called with a request whose lease has ended, before it is done.
+        done: called with a request whose blocks are not needed any more.
+        hold_idle: called with a hold when none of its blocks is being read any more.
+        expired: called with a request whose lease has expired, before ``done``.
     """
 
     def __init__(
@@ -81,24 +83,24 @@ class OfferRegistry:
         self._writer = Writer(context, gate_connections, self._ended, self._settle)
 
     def __len__(self) -> int:
-        """Offers and registrations that are not over."""
+        """Offers and registrations that are not finished."""
         return len(self._matcher.offers) + len(self._write_tasks)
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a rank of decode waits for what it may say or has said at any moment."""
+        """Whether a rank of decode may send something urgent at any moment, or waits for something it has sent."""
         return bool(self._write_tasks) or (self._is_writing and bool(self._matcher.offers))
 
     @property
     def is_delivering(self) -> bool:
-        """Whether something is being written that decode waits for and nothing else."""
+        """Whether the last WRITEs of a registration are under way: decode's request waits for nothing else."""
         return self._writer.num_final > 0
 
-    # ------------------------------------------------------------------------------------ what prefill's scheduler says
+    # ---------------------------------------------------------------------------------- commands of prefill's scheduler
 
     def offer(self, update: OfferUpdate) -> None:
-        """What the update says is computed and visible. Fewer tokens than before: what was computed was no good, and is
-        computed anew."""
+        """Take an update: its ready tokens are computed and visible to transfers. If they are fewer than before, the
+        missing ones are being computed again and must not be used."""
         offer = self._matcher.offers.get(update.request_id)
         if offer is None:
             offer = Offer(update)
@@ -107,7 +109,7 @@ class OfferRegistry:
         if update.ready_tokens < offer.ready_tokens:
             for task in list(offer.write_tasks.values()):
                 if task.next_token > update.ready_tokens:
-                    self._writer.stop(task, FailureCause.STOPPED, "prefill computes some of its tokens anew")
+                    self._writer.stop(task, FailureCause.STOPPED, "prefill computes some of its tokens again")
         ratio = self._context.local.kernel_blocks_per_block
         offer.update, offer.block_ids = update, tuple(kernel_blocks(group, ratio) for group in update.block_ids)
         self._writer.source.told(offer)
@@ -115,7 +117,7 @@ class OfferRegistry:
             self._writer.advance(task)
 
     def finish(self, request_id: PrefillRequestId) -> None:
-        """The request computes no more tokens. Its blocks are kept until decode has them or the lease ends."""
+        """The request computes no more tokens. Its blocks are kept until decode has them or the lease expires."""
         offer = self._matcher.offers.get(request_id)
         if offer is None:
             self._done(request_id)
@@ -128,16 +130,16 @@ class OfferRegistry:
         self._settle(offer)
 
     def renew(self, names: Iterable[str]) -> None:
-        """Decode still wants these requests."""
+        """Handle a heartbeat: decode still wants these requests."""
         self._leases.renew(one for name in names for one in self._matcher.renewed_by(name))
 
     def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
-        """The request is gone: nothing more is posted, and its word is gone at once.
+        """The request has ended early: post nothing more of it, and remove its ownership token at once.
 
         Args:
-            is_kept: vLLM keeps its blocks until it is done; else its end is nobody's concern.
+            is_kept: vLLM keeps its blocks until `done` is called; else vLLM does not wait for that.
         """
-        # Its word is published before the device has got there, and its offer only then.
+        # Even without an offer: the token is published before the device has finished the step, the offer made after.
         self._tokens.remove(request_id)
         offer = self._matcher.offers.get(request_id)
         if offer is None:
@@ -148,22 +150,22 @@ class OfferRegistry:
         self._let_down(offer, FailureCause.STOPPED, reason)
 
     def revoke(self, request_id: PrefillRequestId, reason: str) -> None:
-        """Decode may not have the request any more. Its blocks are its own until it has ended: its `finish` has been
-        given already, or will be."""
+        """Decode may not have the request any more. Its blocks stay with it until it ends: its `finish` has been called
+        already, or will be."""
         self._tokens.remove(request_id)
         offer = self._matcher.offers.get(request_id)
         if offer is not None:
             self._let_down(offer, FailureCause.REVOKED, reason)
 
     def started(self, incarnation: str) -> None:
-        """The engine says who it is, at first and whenever its weights have changed: whoever means another one hears
-        that it is none of its."""
+        """The engine has told its incarnation, at start or after its weights have changed: stop registrations that were
+        made for another incarnation."""
         for task in list(self._write_tasks.values()):
             if task.registration.incarnation != incarnation:
                 self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
 
     def close(self, reason: str) -> None:
-        """The engine ends: nothing here is to be had any more, and whoever waits for it is told."""
+        """The engine ends: revoke all offers, and tell the ranks of decode that wait."""
         self._tokens.clear()
         for offer in list(self._matcher.offers.values()):
             self._let_down(offer, FailureCause.REVOKED, reason)
@@ -171,9 +173,11 @@ class OfferRegistry:
             self._writer.stop(task, FailureCause.REVOKED, reason)
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
-        """The request starts over in other blocks. Keep the old ones until ``hold_idle``: they may still be read.
+        """The request was preempted and starts again in other blocks. Keep the old ones until ``hold_idle``: they may
+        still be read.
 
-        What was written stays written; what was only copied is copied anew, for it may be computed with other weights.
+        Tokens that were written stay written. Tokens that were only copied into slots are copied again, because other
+        weights may compute them next time.
         """
         offer = self._matcher.offers.get(request_id)
         if offer is None:
@@ -184,10 +188,10 @@ class OfferRegistry:
         self._writer.source.forget(offer)
         self._settle(offer)
 
-    # ------------------------------------------------------------------------------------------------- what decode says
+    # ----------------------------------------------------------------------------------------------- messages of decode
 
     def handle(self, agent: str, message: Registration | StagingGrant | Withdrawal | Release) -> None:
-        """Take in what a rank of decode says; ``agent`` is its own."""
+        """Handle a message of a rank of decode; ``agent`` is the rank's name in the transport."""
         if isinstance(message, Registration):
             self._register(agent, message)
         elif isinstance(message, StagingGrant):
@@ -200,26 +204,26 @@ class OfferRegistry:
             self._release(message)
 
     def is_writing_to(self, agent: str) -> bool:
-        """Whether an agent waits for what is written to it."""
+        """Whether an agent has a registration that is not finished."""
         return agent in self._of_agent
 
     def dead(self, agent: str) -> None:
-        """An agent is gone for good: nobody waits for what is written to it."""
+        """An agent is dead or unreachable: stop its registrations without an answer."""
         for task in list(self._of_agent.get(agent, {}).values()):
-            self._writer.stop(task, FailureCause.LOST, "the peer is gone", is_answered=False)
+            self._writer.stop(task, FailureCause.LOST, "the peer is dead or unreachable", is_answered=False)
 
     def fail(self, key: WriteKey, reason: str) -> None:
-        """A defect was met while this registration was served."""
+        """An internal error occurred while this registration was served: stop it."""
         task = self._write_tasks.get(key)
         if task is not None:
             self._writer.stop(task, FailureCause.DEFECT, reason)
 
     def turn(self) -> float | None:
-        """What is due now; returns when to call again, in the clock's seconds, None if nothing will be."""
+        """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
         now = self._clock.now_seconds()
         for request_id in self._leases.take_due(now):
             offer = self._matcher.offers.get(request_id)
-            # Whoever is being written to has come in time.
+            # An offer with registrations stays: decode came before the lease expired.
             if offer is not None:
                 self._settle(offer)
         for key in self._matcher.take_due(now):
@@ -229,9 +233,10 @@ class OfferRegistry:
         for key in self._stuck.take_due(now):
             task = self._write_tasks.get(key)
             if task is not None:
-                # Decode has given up by now. If it is not there any more, what is in flight ends with the connection.
+                # Decode has given up by now. If it does not answer the probe, its connection is taken down, which ends
+                # what is in flight to it.
                 self._stuck[key] = now + PROBE_SECONDS
-                self._writer.stop(task, FailureCause.DEADLINE, "it has not been written in time")
+                self._writer.stop(task, FailureCause.DEADLINE, "prefill did not write it in time")
                 self._context.peers.probe(task.registration.decode)
         due = (one.first_seconds for one in (self._leases, self._matcher, self._stuck))
         return min((one for one in due if one is not None), default=None)
@@ -245,7 +250,7 @@ class OfferRegistry:
             return
         task = self._write_tasks[key] = WriteTask(agent, registration, next_token=registration.begin_token)
         self._of_agent.setdefault(agent, {})[key] = task
-        # Whoever waits for prefill hears first that it does not come.
+        # Later than the matcher's deadline, so that a missing request is reported as that.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
         if self._context.incarnation not in ("", registration.incarnation):
             self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
@@ -259,8 +264,12 @@ class OfferRegistry:
             else:
                 self._matcher.join(task, offer)
         elif not self._is_writing:
-            # Before a request has ended its blocks may be another's at any time.
-            self._writer.stop(task, FailureCause.PROTOCOL, "a pull names the request that prefill has ended")
+            # In pull only an ended request may be written: before that vLLM may give its blocks to another one.
+            self._writer.stop(
+                task,
+                FailureCause.PROTOCOL,
+                "found a pull without a request id; expected that of a request that has ended",
+            )
         else:
             offer = self._matcher.wanted_by(registration)
             if offer is not None:
@@ -275,7 +284,7 @@ class OfferRegistry:
         if task is not None:
             self._writer.stop(task, FailureCause.STOPPED, "withdrawn")
             return
-        # It is over, or its registration is still on its way and must not be taken in when it comes.
+        # It is finished, or its registration is still on its way: remember it, so that it is dropped when it arrives.
         self._finished.add(key)
         self._writer.answer(agent, message.decode, message.attempt, FailureCause.STOPPED, "withdrawn")
 
@@ -286,7 +295,7 @@ class OfferRegistry:
             self._settle(offer)
 
     def _ended(self, task: WriteTask) -> None:
-        """Nothing of it is in flight, and it has been answered if it was stopped."""
+        """Forget a registration: nothing of it is in flight, and it has been answered if it was stopped."""
         del self._write_tasks[task.key]
         of_agent = self._of_agent[task.agent]
         del of_agent[task.key]
@@ -305,11 +314,11 @@ class OfferRegistry:
     def _settle_rank(self, offer: Offer, tp_rank: int, tp_size: int) -> None:
         """A rank of decode needs nothing more of an offer."""
         offer.settled.add(tp_rank)
-        # The ranks of decode that share this rank's heads.
+        # How many ranks of decode share this rank's heads.
         offer.awaited = max(1, tp_size // self._writer.tp_size)
 
     def _settle(self, offer: Offer) -> None:
-        """Let go of an offer that nobody waits for and nothing reads."""
+        """Report holds and blocks that nothing reads any more, and remove the offer if decode is done with it."""
         is_copying = self._writer.source.is_copying(offer)
         if offer.draining and not (is_copying or (offer.is_read and self._context.staging is None)):
             for hold in offer.draining:
@@ -318,7 +327,7 @@ class OfferRegistry:
         if offer.finished and offer.is_kept and self._writer.source.is_free_of_blocks(offer):
             offer.is_kept, offer.block_ids = False, ()
             self._done(offer.request_id)
-        # The end of its last registration may have settled it already.
+        # The end of its last registration may have removed it already.
         if (
             not offer.finished
             or is_copying
@@ -330,7 +339,7 @@ class OfferRegistry:
             if offer.request_id in self._leases:
                 return
             self._expired(offer.request_id)
-        # Before the blocks can be given back.
+        # Rule R3: before the blocks can be freed.
         self._tokens.remove(offer.request_id)
         self._leases.pop(offer.request_id, None)
         self._matcher.remove(offer)
@@ -342,7 +351,7 @@ class OfferRegistry:
         self._tokens.remove(offer.request_id)
         offer.stopped = offer.stopped or reason
         for task in list(offer.write_tasks.values()):
-            # Otherwise a decode that has vanished would be probed only at its deadline.
+            # Otherwise a decode that has vanished silently would be probed only at its deadline.
             self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
             self._writer.stop(task, cause, reason)
         self._settle(offer)

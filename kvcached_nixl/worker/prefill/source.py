@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: where the bytes of an offer are that can be written from now. Owned by the transfer thread.
+"""Prefill: the memory that an offer's bytes are written from. Owned by the transfer thread.
 
-Without a slab they are in its blocks. With one they are copied out of them first:
+Without a slab they are written from the request's blocks. With a slab they are copied into slots first:
 
-    parked    slots for all of an offer, taken when prefill tells of it, if there are as many: its blocks are free as
-              soon as the last of them is copied, whoever comes when
-    window    else, slots for a range of tokens, taken when somebody is there to be written to; the blocks are kept, and
-              one range is copied while the one before travels
+    parked    slots for the whole offer, taken at prefill's first update if there are enough: the blocks are free as
+              soon as the last one is copied, whenever decode registers
+    window    otherwise slots for a range of tokens, taken when decode has registered; the blocks are kept, and one
+              range is copied while the previous one is transferred
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvcached_nixl.worker.staging.staging import Held, Staging
 __all__ = ["FromBlocks", "Source", "Staged"]
 
 WINDOWS = 2
-"""That one registration has at a time: one that travels, and one that is copied."""
+"""Windows that one registration has at a time: one is transferred while the other is copied."""
 
 
 class Source(NamedTuple):
-    """What can be written: per KV-cache group, where it is, up to ``end_token``. ``held``: slots that it is in."""
+    """Per KV-cache group the blocks (or slots) to write from, up to ``end_token``. ``held``: those slots, if staged."""
 
     groups: tuple[Blocks, ...]
     end_token: int
@@ -35,54 +35,54 @@ class Source(NamedTuple):
 
 
 class FromBlocks:
-    """Nothing is staged.
+    """The source where nothing is staged: the request's own blocks.
 
     Args:
-        block_size: tokens in a block of the attention kernel.
+        block_size: tokens in a kernel block.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
     def told(self, offer: Offer) -> None:
-        """Prefill has told more of an offer."""
+        """Prefill has updated or finished an offer."""
 
     def forget(self, offer: Offer) -> None:
-        """Tokens from ``offer.ready_tokens`` on are computed anew: what is here of them is not used."""
+        """Tokens from ``offer.ready_tokens`` on are computed again: drop copies of them."""
 
     def find(self, task: WriteTask, end_token: int) -> Source | None:
-        """What can be written of a registration's next tokens; None: it is advanced again when something can."""
+        """Returns where a registration's next tokens can be written from; None if not yet: it is advanced later."""
         assert task.offer is not None
         offer, size = task.offer, self._block_size
-        # What has left its window is no block of this request any more.
+        # Skip blocks before a group's sliding window: they may belong to another request.
         groups = zip(offer.block_ids, _first_tokens(offer), strict=True)
         return Source(tuple(Blocks(ids[first // size :], first) for ids, first in groups), end_token)
 
     def is_copying(self, offer: Offer) -> bool:
-        """Whether an offer's blocks are being read here."""
+        """Whether an offer's blocks are being copied."""
         return False
 
     def is_free_of_blocks(self, offer: Offer) -> bool:
-        """Whether an offer does not need its blocks any more."""
+        """Whether the whole offer is copied, so that its blocks are not needed any more."""
         return False
 
     def written(self, task: WriteTask, held: Held | None) -> None:
-        """A WRITE out of what `find` found has ended."""
+        """A WRITE from a source that `find` returned has ended; ``held``: its slots, if staged."""
 
     def task_finished(self, task: WriteTask) -> None:
-        """A registration needs nothing more."""
+        """A registration is finished."""
 
     def offer_finished(self, offer: Offer) -> None:
-        """An offer is over."""
+        """An offer is finished."""
 
 
 class Staged(FromBlocks):
     """See the module.
 
     Args:
-        advance: called with a registration whose next tokens may be there now.
-        settle: called with an offer whose blocks are read no more, or that has failed to be copied.
-        fail: called with a registration whose tokens cannot be copied, and why.
+        advance: called with a registration whose next tokens may be in slots now.
+        settle: called with an offer when a copy out of its blocks has ended or failed.
+        fail: called with a registration whose tokens cannot be copied, and the reason.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Staged(FromBlocks):
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _park(self, offer: Offer) -> bool:
-        """Take slots for all of an offer. Returns whether there are as many now."""
+        """Take slots for the whole offer. Returns whether there are enough now."""
         size = self._staging.block_size
         held = self._staging.take(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens, size, is_whole=True)
         if held is not None:
@@ -180,12 +180,13 @@ class Staged(FromBlocks):
         return held is not None
 
     def _may_be_parked(self, offer: Offer) -> bool:
-        """Whether there may ever be slots for all of it, and none of it is in windows."""
+        """Whether the slab is large enough for the whole offer, and no window has a range of it."""
         has_windows = any(self._windows.get(task) for task in offer.write_tasks.values())
         return not has_windows and self._staging.fits(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens)
 
     def _park_late(self, offer: Offer) -> bool:
-        """Slots are free: its blocks need not be kept any more."""
+        """Called when slots are free: park a finished offer after all, so that its blocks can be freed. Returns False
+        if it still has to wait."""
         if not offer.may_be_read or not self._may_be_parked(offer):
             return True
         if not self._park(offer):
@@ -253,7 +254,7 @@ class Staged(FromBlocks):
         return True
 
     def _open_late(self, task: WriteTask, end_token: int) -> bool:
-        # Where prefill computes some of it anew, the registration is advanced when that is there.
+        # If prefill computes some of the tokens again, the registration is advanced when they are ready.
         offer = task.offer
         if task.stopping is not None or offer is None or offer.ready_tokens < end_token or not offer.may_be_read:
             return True
@@ -269,12 +270,12 @@ class Staged(FromBlocks):
             del self._copying[offer]
 
     def _let_go(self, held: Held) -> None:
-        """Its slots are free, once nothing is under way to or from them."""
+        """Give slots back, unless a copy or a WRITE still uses them."""
         if not held.copies and not held.jobs:
             self._staging.give_back(held)
 
     def _step(self, task: WriteTask) -> int:
-        """Tokens after which a range may end: a block of either side's."""
+        """Ranges end at multiples of this many tokens: the larger block size of the two sides."""
         return max(self._staging.block_size, task.registration.block_size)
 
 
@@ -283,7 +284,7 @@ def _aligned(staged_token: int, end_token: int, step: int) -> int:
 
 
 def _first_tokens(offer: Offer) -> Sequence[int]:
-    """Where each KV-cache group begins: what has left its window is not there."""
+    """Returns the first token that each KV-cache group has: those that have left its sliding window are not kept."""
     groups = () if offer.manifest is None else offer.manifest.groups
     return [group.first_token for group in groups] or [0] * len(offer.block_ids)
 

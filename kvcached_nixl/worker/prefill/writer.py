@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: what a registration of decode's is written with, and its end. Once per worker, on the transfer thread.
+"""Prefill: makes the WRITEs for decode's registrations, and ends them. Once per worker, on the transfer thread.
 
-A registration is over when none of its WRITEs is in flight; only then is it answered, and only then are the blocks on
-either side free (rule R2).
+A registration is finished when none of its WRITEs is in flight; only then is it answered, and only then are the blocks
+on both sides free (rule R2).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Writer:
     """See the module.
 
     Args:
-        ended: called with a registration that is over.
+        ended: called with a registration that is finished.
         settle: called with an offer whose blocks may be free now.
 
     Attributes:
-        source: where the bytes are.
-        num_final: registrations whose last WRITEs are under way; decode waits for nothing else.
+        source: the memory that the bytes are written from.
+        num_final: last WRITEs of registrations that have not ended; decode waits for nothing else.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Writer:
         return self._context.local.tp_size
 
     def connect(self, task: WriteTask) -> None:
-        """Meet whoever has registered."""
+        """Begin a handshake with the rank that has registered, if there is no connection to it."""
         if task.stopping is None or task.jobs:
             self._context.peers.need(
                 task.registration.decode,
@@ -75,7 +75,7 @@ class Writer:
             )
 
     def advance(self, task: WriteTask) -> None:
-        """Make WRITEs of the tokens that are ready and in none yet, up to a boundary that both sides' blocks share."""
+        """Make WRITEs of the tokens that are ready and in no WRITE yet, up to a block boundary of both sides."""
         offer, registration = task.offer, task.registration
         if task.stopping is not None or task.is_complete or offer is None:
             return
@@ -90,22 +90,22 @@ class Writer:
             what = error.cause if isinstance(error, HandOverFailed) else FailureCause.RANGE
             self.stop(task, what, f"no WRITE was made: {error}")
         except Exception as defect:
-            logger.exception("A registration fails by a defect of kvcached_nixl")
+            logger.exception("internal error in kvcached_nixl; this hand-over fails")
             self.stop(task, FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")
 
     def take_grant(self, task: WriteTask, grant: StagingGrant) -> None:
-        """Decode has room for the tokens that it was asked for; what comes late or again is not looked at."""
+        """Decode grants slots for the tokens that prefill has asked for; a late or repeated grant is ignored."""
         first_token, end_token = task.asked
         if grant.first_token == first_token == task.next_token and grant.end_token <= end_token:
             task.grant = grant
             self.advance(task)
 
     def _advance(self, task: WriteTask, offer: Offer) -> bool:
-        """Make one WRITE. Returns whether there may be another one."""
+        """Make one WRITE, if one can be made. Returns whether there may be another one to make."""
         known, registration = task.known, task.registration
         end = min(offer.ready_tokens, registration.end_token)
         if end < registration.end_token:
-            # A step ends anywhere; the rest of its last block goes with the next one.
+            # A step may end inside a block; the tokens of that block go with the next step's.
             end -= end % max(self._context.local.kernel_block_size, registration.block_size)
         if known is None or end <= task.next_token:
             return False
@@ -127,7 +127,7 @@ class Writer:
             self._context.peers.send(task.registration.decode, encode(said), only=task.agent)
 
     def stop(self, task: WriteTask, cause: FailureCause, reason: str, *, is_answered: bool = True) -> None:
-        """Post nothing more of it; the first reason is the one that is told."""
+        """Stop a registration: post nothing more of it, and answer it once it is idle. Only the first reason counts."""
         if task.stopping is not None:
             return
         task.stopping = cause, reason
@@ -138,17 +138,17 @@ class Writer:
         self._end_if_idle(task, is_answered)
 
     def answer(self, agent: str, decode: Peer, attempt: int, cause: FailureCause, reason: str) -> None:
-        """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent`` is who has asked."""
+        """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent``: the one that asked."""
         message = Stopped(attempt, self._context.local.tp_rank, int(cause), reason[:1000])
         self._context.peers.send(decode, encode(message), only=agent)
 
     def _connected(self, task: WriteTask, known: ConnectedPeer) -> None:
         if known.agent != task.agent and not task.is_doubted:
-            # Known from before: it may have been started again since, and this is its first word.
+            # The known agent may be from before a restart, and this registration the first message of the new one.
             task.is_doubted = True
             self.connect(task)
         elif known.agent != task.agent:
-            self.stop(task, FailureCause.LOST, "another engine answers at its address", is_answered=False)
+            self.stop(task, FailureCause.LOST, "another engine answers at decode's address", is_answered=False)
         elif task.stopping is None:
             task.known = known
             self.advance(task)
@@ -191,7 +191,7 @@ class Writer:
             lambda failed: self._written(task, job, source.held, failed),
             lambda cause: self.stop(task, cause.cause, str(cause)),
         )
-        # Where nothing is written there is no gate; what is said then goes to the rank itself.
+        # Without a gate, or where nothing is written, the notification goes to the rank's own agent.
         target = self._gate_connections.use(known, registration.gate) if registration.gate else known.agent
         job = TransferJob("WRITE", target, found.local, found.remote, ended, notify)
         if source.held is not None:
@@ -208,7 +208,7 @@ class Writer:
                 lambda cause: self.stop(task, cause.cause, str(cause)),
             )(failed)
 
-        # While the bytes are read, nobody else may have them: the job is not quiet.
+        # In `jobs` already: the checksum reads the bytes, so the blocks must not be freed before it has ended.
         task.jobs[job] = False
         asked = ChecksumRequest(known.agent, memory, lambda: task.stopping is None)
         context.checksums.of_sent(asked, ([(here, first) for here, _, first in groups], end), digested)
@@ -229,7 +229,7 @@ class Writer:
             self._context.transfer_queue.drop(job)
             return
         if task.registration.is_read:
-            # It has been read already: this is all that is said.
+            # Decode has read the bytes already: only the notification with the checksum is sent.
             self._context.peers.send(task.registration.decode, notify(0, True), only=task.agent)
         self._submit(task, job, is_final)
 
@@ -242,7 +242,7 @@ class Writer:
             self.stop(task, FailureCause.LOST, failed)
         self._end_if_idle(task, True)
         if not task.is_finished:
-            # A window may be free for the tokens that follow.
+            # A staging window may be free now for the tokens that follow.
             self.advance(task)
             if task.offer is not None:
                 self._settle(task.offer)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory beside the cache through which KV travels where the cache itself must not be registered."""
+"""Staging: moves KV through a slab of other memory where the KV cache itself must not be registered with NIXL."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between blocks and slots, on a thread of their own. One per worker that stages."""
+"""Copies KV between blocks and slots, on its own thread. One per worker that stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Copier", "Copy"]
 @dataclass(frozen=True, eq=False)
 class Copy:
     """Attributes:
-    is_gather: from blocks into slots; else the other way.
-    ended: called once by `Copier.turn`, with what went wrong, or "".
+    is_gather: copy blocks into slots; else slots into blocks.
+    ended: called once by `Copier.turn`, with the error text, or "".
     """
 
     is_gather: bool
@@ -41,20 +41,20 @@ class Copier:
         self._background = Background("kvcached-nixl-copies", device, wake)
 
     def __len__(self) -> int:
-        """Copies whose ends were not told yet."""
+        """Submitted copies whose ``ended`` was not called yet."""
         return len(self._background)
 
     def submit(self, copy: Copy) -> None:
-        """Do it when those before it are done. The transfer thread's, as `turn` is."""
+        """Queue a copy behind those submitted before. Called on the transfer thread, as `turn` is."""
         what = f"a copy of {len(copy.blocks)} blocks"
         self._background.submit(Work(what, partial(self._do, copy), lambda _, failed: copy.ended(failed)))
 
     def turn(self) -> None:
-        """Tell the ends of what has ended; raises as `Background.turn`."""
+        """Call ``ended`` of copies that have ended; raises as `Background.turn`."""
         self._background.turn()
 
     def close(self) -> None:
-        """Stop the thread, after what was asked for."""
+        """Stop the thread after all submitted copies."""
         self._background.close()
 
     def _do(self, copy: Copy) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory NIXL touches (rule R5). Once per process, before anything is registered."""
+"""Chooses the memory that NIXL registers: kvcached's pages or a slab (rule R5). Once per process, before anything is
+registered."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 
 def choose(wish: MemoryPath, prove: Callable[[], Proof], staged: MemoryPath = MemoryPath.HOST) -> MemoryPath:
-    """``DIRECT``, ``HOST`` or ``DEVICE``; what is slow, not right or not known is said.
+    """Returns ``DIRECT``, ``HOST`` or ``DEVICE``; logs a warning where transports are slow, wrong or not known.
 
     Args:
+        wish: the setting ``memory_path``.
         prove: finds out whether registrations follow kvcached's pages; called only where that matters.
-        staged: where a slab is that nobody has asked for, which needs no proof.
+        staged: the path if nobody asked for a slab and the proof fails to run; a slab needs no proof.
 
     Raises:
-        MemoryRefused: kvcached's pages are asked for, and something could be chosen that does not follow them, or of
-            which that is not known, or cannot be found out.
+        MemoryRefused: ``DIRECT`` is asked for, but a transport that could be chosen does not follow kvcached's pages,
+            or it is not known whether it does.
+        Unproved: ``DIRECT`` is asked for, but the proof could not be made.
     """
     if wish in (MemoryPath.HOST, MemoryPath.DEVICE):
         return wish
@@ -34,7 +37,7 @@ def choose(wish: MemoryPath, prove: Callable[[], Proof], staged: MemoryPath = Me
     try:
         proof = prove()
     except Unproved as error:
-        reason = "python -m kvcached_nixl doctor asks again"
+        reason = "python -m kvcached_nixl doctor repeats the proof"
         logger.warning("KV is staged (memory_path %s): %s. %s", staged.value, error.found, reason)
         return staged
     if not proof.is_direct:
@@ -51,9 +54,9 @@ def _require(proof: Proof) -> None:
     if proof.why_not:
         raise MemoryRefused(
             found=f"memory_path {MemoryPath.DIRECT.value!r}, and " + "; ".join(proof.why_not),
-            expected="transports that move the bytes of the page that is mapped, whenever it was",
-            consequence="Decode would be handed other bytes than prefill computed, with HTTP 200; the engine stops.",
+            expected="transports that move the bytes of the currently mapped page, whenever it was mapped",
+            consequence="Decode would get other bytes than prefill computed, with HTTP 200; the engine stops.",
             remedy=f"Remove memory_path: KV is then staged through other memory. {proof.remedy}",
         )
     for reason in proof.why_slow:
-        logger.warning("Hand-overs will be slow where it is chosen: %s. See python -m kvcached_nixl doctor", reason)
+        logger.warning("A slow transport may be chosen for hand-overs: %s. See python -m kvcached_nixl doctor", reason)

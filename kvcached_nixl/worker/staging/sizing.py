@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many slots a slab has, and where it is. Once per worker, before anything is registered."""
+"""Chooses how many slots a slab has and in which memory it is. Once per worker, before anything is registered."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from kvcached_nixl.worker.staging.slab import Slab
 __all__ = ["LONGEST_AT_ONCE", "Load", "make_slab", "num_kept", "num_slots"]
 
 LONGEST_AT_ONCE = 4
-"""Of the longest requests, for which there is room by default, if as many may run. What does not fit waits, or goes
-through range by range."""
+"""By default there are slots for this many requests of the longest length, or for as many as may run, if fewer. A
+request that does not fit waits, or is moved range by range."""
 _LARGEST_BLOCK_TOKENS = 256
-"""Of either side: a range ends where both have a block's end, so a share of the slots holds no less than that."""
+"""Largest block size of either side. A range ends at a block boundary of both sides, so each share of the slots must
+hold at least one such block."""
 _OF_A_DEVICE = 16
-"""The part of the cache's blocks for which there are slots by default where both are on an accelerator."""
+"""Where slab and cache are on an accelerator, there are by default slots for at most 1/16 of the cache's blocks."""
 _SHARES = 4
-"""One of them is kept for what is sent now, and one for what is received."""
+"""Shares of the slots: one is kept for sending, one for receiving."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is made for.
+    """The load that an engine is configured for.
 
     Attributes:
-        longest_tokens: of one request.
-        running: requests at a time.
+        longest_tokens: most tokens of one request.
+        running: most requests that run at a time.
         num_groups: KV-cache groups, each of which has blocks for every token.
-        block_size: tokens in a block of the attention kernel.
+        block_size: tokens in a kernel block.
     """
 
     longest_tokens: int
@@ -47,18 +48,20 @@ class Load:
 
     @property
     def fewest_slots(self) -> int:
-        """With which the hand-over of any block gets through."""
+        """Fewest slots with which a hand-over of blocks of any supported size cannot get stuck."""
         return _SHARES * -(-_LARGEST_BLOCK_TOKENS // self.block_size) * self.num_groups
 
 
 def num_slots(layout: Layout, load: Load, staging_gib: float | None, *, is_host: bool) -> int:
-    """How many there are; never more than the cache has blocks, unless that is too few for anything.
+    """Returns the number of slots; at most the cache's blocks, unless those are fewer than ``load.fewest_slots``.
 
     Args:
-        is_host: beside the cache there is little room on a device, and nobody has reserved it.
+        staging_gib: the setting; None for the default.
+        is_host: the slab is in host memory. On a device the default is smaller: there is little memory beside the
+            cache, and vLLM has not reserved any for the slab.
 
     Raises:
-        SettingsError: there would be too few for one block of a peer's.
+        SettingsError: ``staging_gib`` is too small for one block of a peer.
     """
     fewest = load.fewest_slots
     if staging_gib is None:
@@ -70,32 +73,32 @@ def num_slots(layout: Layout, load: Load, staging_gib: float | None, *, is_host:
         raise SettingsError(
             found=f"staging_gib={staging_gib:g}, which is {found} slots of {slot_bytes:,} bytes",
             expected=f"at least {Slab.bytes_for(layout, fewest) / 2**30:.3g}: {fewest} slots",
-            consequence="A block of a peer's might never find room, and its request would wait until it fails.",
+            consequence="A large block of a peer might never fit, and its request would wait until it fails.",
             remedy="Raise staging_gib in kv_connector_extra_config, or remove it.",
         )
     return max(fewest, min(found, layout.num_blocks))
 
 
 def num_kept(slots: int) -> int:
-    """Of them, for what is sent now, and as many for what is received."""
+    """Returns how many of the slots are kept for sending; as many are kept for receiving."""
     return slots // _SHARES
 
 
 def make_slab(layout: Layout, path: MemoryPath, load: Load, settings: Settings) -> Slab:
-    """The slab of a worker.
+    """Make the slab of a worker.
 
     Raises:
-        SettingsError: there is no memory for it.
+        SettingsError: ``staging_gib`` is too small, or there is not enough memory.
     """
     device = torch.device("cpu") if path is MemoryPath.HOST else layout.device
     count = num_slots(layout, load, settings.staging_gib, is_host=device.type == "cpu")
     try:
         return Slab(layout, count, device)
     except RuntimeError as error:
-        # Torch's word for memory that is not there, on every device.
+        # Torch raises RuntimeError when it is out of memory, on every device.
         raise SettingsError(
             found=f"no {Slab.bytes_for(layout, count) / 2**30:.3g} GiB of memory on {device}: {error}",
             expected=f"room for {count} slots, through which KV is staged (memory_path {path.value!r})",
-            consequence="Nothing could be handed over; the engine stops.",
+            consequence="No KV could be handed over; the engine stops.",
             remedy="Lower staging_gib in kv_connector_extra_config, or gpu-memory-utilization.",
         ) from error

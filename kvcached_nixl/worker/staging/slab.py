@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory outside kvcached's, registered once, through which KV travels where kvcached's pages must not be registered.
+"""The slab: memory outside kvcached's, registered once, for staging KV where kvcached's pages must not be registered.
 
-A slab has an area for each region of the KV cache, and a slot is in each area what a block is in its region, byte for
-byte. So a slab is described to a peer by the same planes, at other addresses, and slots are its block ids. Once per
-worker.
+A slab has an area for each region of the KV cache. A slot has the same bytes in each area as a block has in the region.
+So the slab is described to a peer by the same planes at other addresses, with slots as block ids. Once per worker.
 
-With sleep mode vLLM has a worker allocate its KV cache, and call its connector, within a memory pool whose pages
-``/sleep`` unmaps and ``/wake_up`` replaces: a registration would point at memory that is gone, then at other memory.
-The pool is of the thread that entered it (``torch.cuda.use_mem_pool``), so the slab is made on another one, and stays.
+With sleep mode, vLLM's worker allocates its KV cache and calls its connector inside a memory pool whose pages
+``/sleep`` unmaps and ``/wake_up`` replaces: a registration would point at unmapped memory, then at other memory. The
+pool applies to the thread that entered it (``torch.cuda.use_mem_pool``), so the slab is allocated on another thread,
+and stays mapped.
 Sources: ``initialize_from_config`` in ``v1/worker/gpu_worker.py``, ``device_allocator/cumem.py``.
 """
 
@@ -34,13 +34,13 @@ class Slab:
 
     Args:
         layout: of the KV cache, whose blocks are copied.
-        num_slots: at the granularity of the attention kernel, as the layout's blocks.
-        device: where the slab is. Host memory is pinned where the KV cache is on an accelerator.
+        num_slots: a slot is as large as a kernel block, as the layout's blocks are.
+        device: where the slab is. Host memory is pinned if the KV cache is on an accelerator.
 
     Attributes:
         extent: (address, bytes) to register.
 
-    Threads: `gather` and `scatter` are one thread's; the rest anybody's.
+    Threads: `gather` and `scatter` are called on one thread, the copier's; the rest on any.
     """
 
     def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
@@ -61,17 +61,17 @@ class Slab:
             memory[first + begin :][: num_slots * region.block_bytes].view(num_slots, region.block_bytes)
             for region, begin in zip(layout.regions, begins, strict=False)
         ]
-        # Blocks and slots, region by region.
+        # (blocks, slots) of each region.
         self._copied = [_in_words(*pair) for pair in zip(blocks, self._areas, strict=True)]
         self.extent = (memory.data_ptr() + first, begins[-1])
 
     @staticmethod
     def bytes_for(layout: Layout, num_slots: int) -> int:
-        """What so many slots take."""
+        """Returns the bytes that a slab of ``num_slots`` slots needs."""
         return list(_begins(layout.regions, num_slots))[-1]
 
     def planes(self, memory: Sequence[Planes]) -> tuple[Planes, ...]:
-        """The same planes in the slab.
+        """Returns the same planes, at their addresses in the slab.
 
         Args:
             memory: the planes of the KV cache.
@@ -82,7 +82,7 @@ class Slab:
         )
 
     def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy blocks into slots, one for one; on an accelerator, in the current stream."""
+        """Copy blocks into slots, pairwise; on an accelerator, in the current stream."""
         for (source, area), ids, run in self._runs(blocks, slots):
             target = area[run]
             if target.device == source.device:
@@ -91,7 +91,7 @@ class Slab:
                 target.copy_(source.index_select(0, ids), non_blocking=True)
 
     def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots into blocks, one for one; on an accelerator, in the current stream."""
+        """Copy slots into blocks, pairwise; on an accelerator, in the current stream."""
         for (target, area), ids, run in self._runs(blocks, slots):
             target.index_copy_(0, ids, area[run].to(target.device, non_blocking=True))
 
@@ -103,12 +103,12 @@ class Slab:
     def _runs(
         self, blocks: Sequence[int], slots: Sequence[int]
     ) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, slice]]:
-        """For each region and its area, and each run of slots that follow each other: the blocks, and the slots."""
+        """Yields, for each run of consecutive slots and each region: (its blocks, its area), block ids, and slots."""
         if len(blocks) != len(slots):
-            raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected one for one")
+            raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected as many slots as blocks")
         ids = torch.tensor(blocks, dtype=torch.int64, device=self._copied[0][0].device)
         ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
-        # In pieces: on its way to the host, a piece is on the device twice.
+        # In pieces of _PIECE_BLOCKS: a copy to the host first makes a second copy of the piece on the device.
         cuts = sorted({0, *ends, *range(0, len(slots), _PIECE_BLOCKS), len(slots)})
         for begin, end in zip(cuts, cuts[1:], strict=False):
             if begin < end:
@@ -117,7 +117,7 @@ class Slab:
                     yield pair, ids[begin:end], run
 
     def _moved(self, base: int) -> int:
-        """Where a plane begins in the slab: as far from its area's beginning as it is from its region's."""
+        """Returns a plane's address in the slab: its offset in the area is its offset in the region."""
         for region, area in zip(self._regions, self._areas, strict=True):
             if 0 <= base - region.address < region.block_bytes:
                 return base - region.address + int(area.data_ptr())
@@ -125,7 +125,7 @@ class Slab:
 
 
 def _in_words(blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same memory in the largest words that it divides into: `index_copy_` costs by the word, not by the byte."""
+    """View the same memory as the largest integers that divide it: `index_copy_` costs per element, not per byte."""
     for word in (torch.int64, torch.int32, torch.int16):
         places = (one for tensor in (blocks, slots) for one in (tensor.shape[1], tensor.storage_offset()))
         if not any(place % word.itemsize for place in places):
@@ -134,7 +134,7 @@ def _in_words(blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _begins(regions: Sequence[Region], num_slots: int) -> Iterator[int]:
-    """Where each area begins, and the last one's end."""
+    """Yields the offset of each area, then the end of the last one."""
     begin = 0
     for region in regions:
         yield begin

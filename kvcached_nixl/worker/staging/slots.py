@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose the slots of a slab are. Once per worker, on the transfer thread.
+"""Allocates the slots of a slab. Once per worker, on the transfer thread.
 
-Two engines that each wait for the other must never lock up, so what waits for somebody else can never take the last
-slots from what moves now:
+Two engines that wait for each other must never deadlock, so KV that waits for a peer can never take the last slots from
+KV that is moving:
 
-    PARKED      holds KV that nobody has asked for yet; for as long as a lease lasts
-    SENDING     holds KV that a peer reads, or that is written to it, now; for as long as that lasts
-    RECEIVING   is read or written into from KV that a peer has ready, now; for as long as that lasts
+    PARKED      holds KV that decode has not asked for yet; for as long as a lease lasts
+    SENDING     holds KV that is now written to a peer, or read by it; for as long as that lasts
+    RECEIVING   receives KV that a peer has ready, by its WRITE or this rank's READ; for as long as that lasts
 
-A share of the slots is kept for each of the last two. Whoever is SENDING may wait for a peer's RECEIVING, which waits
-for nobody: the source is there before it is taken.
+A share of the slots is kept for each of the last two. SENDING may wait for a peer's RECEIVING. RECEIVING waits for no
+peer: its slots are taken only when the source is ready.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Slots:
 
     Args:
         count: slots of the slab, numbered from 0.
-        kept: of them for SENDING, and as many for RECEIVING, which PARKED never gets.
+        kept: slots kept for SENDING, and as many for RECEIVING; PARKED never gets them.
 
     Raises:
-        ValueError: fewer slots than are kept.
+        ValueError: there are fewer slots than are kept, or none are kept.
     """
 
     def __init__(self, count: int, kept: int) -> None:
@@ -48,21 +48,21 @@ class Slots:
         self._used = dict.fromkeys(Use, 0)
 
     def used(self, use: Use) -> int:
-        """Slots that are taken for it."""
+        """Number of slots taken for a use."""
         return self._used[use]
 
     def most(self, use: Use) -> int:
-        """Slots that may be taken for it at most, when nobody has any."""
+        """Most slots that may be taken for a use, when none are taken."""
         return self.count - self._kept * sum(other is not use for other in (Use.SENDING, Use.RECEIVING))
 
     def available(self, use: Use) -> int:
-        """Slots that may be taken for it now."""
+        """Number of slots that may be taken for a use now."""
         free = self.count - sum(self._used.values())
         spared = sum(self._spared(other) for other in (Use.SENDING, Use.RECEIVING) if other is not use)
         return max(0, free - spared)
 
     def take(self, wanted: int, use: Use, at_least: int = 1) -> list[int]:
-        """Up to ``fetches`` slots, side by side where there is such a place; none if fewer than ``at_least`` may be."""
+        """Take up to ``wanted`` slots, consecutive ones if possible; none if fewer than ``at_least`` are available."""
         number = min(wanted, self.available(use))
         if number < max(1, at_least):
             return []
@@ -83,7 +83,7 @@ class Slots:
         return found
 
     def give_back(self, slots: list[int], use: Use) -> None:
-        """Nothing touches them any more."""
+        """Free slots that no copy or transfer touches any more."""
         for begin, length in _runs(slots):
             self._free_run(begin, length)
         self._used[use] -= len(slots)
@@ -108,7 +108,7 @@ class Slots:
 
 
 def _runs(slots: list[int]) -> list[tuple[int, int]]:
-    """(begin, length) of slots that follow each other."""
+    """Returns (begin, length) of each run of consecutive slots."""
     runs: list[tuple[int, int]] = []
     for slot in sorted(slots):
         if runs and sum(runs[-1]) == slot:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker stages through: slots, copies, and who waits for slots, in order. On the transfer thread."""
+"""Staging of a worker: takes slots for ranges of tokens, copies, and queues whatever waits for slots. On the transfer
+thread."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from kvcached_nixl.worker.staging.slots import Slots, Use
 __all__ = ["Copies", "Held", "Staging"]
 
 WINDOW_BLOCKS = 512
-"""Slots that one range takes at most: the next one is copied while it travels."""
+"""Most slots of one range: so the next range can be copied while this one is transferred."""
 _SHARES = 4
-"""One of them is the most that one range takes of what there is for its use, and that one peer is given to write into:
-what a host that has vanished may still write stays taken, and others have to be served."""
+"""A quarter of the slots for a use is the most that one range takes, and the most that one peer may write into: slots
+that a vanished host may still write stay taken, and other peers have to be served."""
 
 
 class Copies(Protocol):
-    """What copies; `copier.Copier`."""
+    """Copies blocks and slots; implemented by `copier.Copier`."""
 
     def submit(self, copy: Copy) -> None: ...
     def turn(self) -> None: ...
@@ -37,13 +38,13 @@ class Held:
     """Slots that hold the KV of a range of tokens.
 
     Attributes:
-        owner: the engine that writes into them, or "".
-        groups: per KV-cache group, the slots of those tokens that are moved of it.
-        staged_token: the tokens before this one are in the slots.
-        asked_token: of a whole offer's, the tokens before this one are in the slots or being copied there.
-        copies: under way, into the slots or out of them.
+        owner: the engine that writes into the slots, or "".
+        groups: per KV-cache group, the slots of the tokens that are moved of it.
+        staged_token: tokens before this one are in the slots.
+        asked_token: for a parked offer: tokens before this one are in the slots or being copied into them.
+        copies: copies under way, into the slots or out of them.
         jobs: WRITEs from the slots that have not ended.
-        is_stuck: nobody wants what comes into the slots, and somebody may still write it.
+        is_stuck: the KV is not wanted any more, but a peer may still write into the slots.
     """
 
     use: Use
@@ -67,7 +68,7 @@ class Staging:
     """See the module.
 
     Attributes:
-        block_size: tokens in a slot, and in a block of the attention kernel.
+        block_size: tokens in a slot, and in a kernel block.
     """
 
     slots: Slots
@@ -89,16 +90,17 @@ class Staging:
         is_whole: bool = False,
         owner: str = "",
     ) -> Held | None:
-        """Slots for tokens from ``first_token`` on, up to ``end_token`` if there are as many; None for now.
+        """Take slots for the tokens from ``first_token`` on, up to ``end_token`` if there are enough. Returns None if
+        there are too few now.
 
         Args:
-            first_tokens: per KV-cache group; tokens before are not moved of it.
-            step: what is taken ends at a multiple of it, or at ``end_token``.
-            is_whole: all or nothing.
-            owner: the engine that will write into them, if that is another one.
+            first_tokens: per KV-cache group, its first token that is moved.
+            step: the range ends at a multiple of this, or at ``end_token``.
+            is_whole: take slots for all tokens or none.
+            owner: the engine that will write into the slots, if that is another one.
 
         Raises:
-            ValueError: there will never be as many.
+            ValueError: the slab is too small for even the smallest range.
         """
         ends = range(first_token // step * step + step, end_token + step, step)
         if is_whole:
@@ -107,7 +109,7 @@ class Staging:
         def count(end: int) -> int:
             return self._count(first_tokens, first_token, min(end, end_token))
 
-        # Of what is left by those that are not heard of: however many there are, there is something for the next one.
+        # A part of what is left besides stuck slots: so however many peers have vanished, the next one still gets some.
         left = self.slots.most(use) - (self._stuck if use is Use.RECEIVING else 0)
         part = max(left // _SHARES, count(ends[0]))
         most = min(self.slots.available(use), max(min(WINDOW_BLOCKS, part), count(ends[0])))
@@ -124,37 +126,37 @@ class Staging:
         return None
 
     def fits(self, use: Use, first_tokens: Sequence[int], first_token: int, end_token: int) -> bool:
-        """Whether there may ever be slots for all of these tokens."""
+        """Whether the slab is large enough for all of these tokens at once."""
         return self._count(first_tokens, first_token, end_token) <= self.slots.most(use)
 
     def wait(self, use: Use, who: object, retry: Callable[[], bool], owner: str = "") -> None:
-        """Try again when slots are free, those that waited before first. ``retry`` says whether it does not wait.
+        """Call ``retry`` when slots are free, in the order of `wait`. ``retry`` returns False if it still has to wait.
 
         Args:
-            who: waits once for each use, however often it is said.
-            owner: as for `take`; one owner's wait for each other, and for nobody else's.
+            who: identifies the caller, which waits once for each use, however often it calls.
+            owner: as in `take`; there is one queue for each use and owner.
         """
         self._waiting.setdefault((use, owner), {}).setdefault(who, retry)
 
     def forget(self, use: Use, who: object, owner: str = "") -> None:
-        """It does not wait any more."""
+        """``who`` does not wait any more. Idempotent."""
         waiting = self._waiting.get((use, owner), {})
         waiting.pop(who, None)
         if not waiting:
             self._waiting.pop((use, owner), None)
 
     def is_waiting(self, use: Use, who: object) -> bool:
-        """Whether it waits for slots."""
+        """Whether ``who`` waits for slots."""
         return who in self._waiting.get((use, ""), ())
 
     def mark_stuck(self, held: Held) -> None:
-        """What comes into its slots is not wanted any more; they are kept until nobody writes them."""
+        """The KV is not wanted any more, but the slots stay taken until no peer writes into them."""
         if not held.is_stuck:
             held.is_stuck = True
             self._stuck += len(held.slots)
 
     def give_back(self, held: Held) -> None:
-        """Nothing touches its slots any more."""
+        """Free slots that no copy or transfer touches any more."""
         if held.is_stuck:
             held.is_stuck = False
             self._stuck -= len(held.slots)
@@ -165,7 +167,7 @@ class Staging:
     def gather(
         self, held: Held, blocks: Sequence[Sequence[KernelBlock]], to_token: int, ended: Callable[[str], None]
     ) -> None:
-        """Copy the tokens from ``held.staged_token`` on out of blocks.
+        """Copy the tokens from ``held.staged_token`` up to ``to_token`` from blocks into the slots.
 
         Args:
             blocks: per KV-cache group, from the prompt's first token on.
@@ -173,11 +175,11 @@ class Staging:
         self._copy(held, [Blocks(group) for group in blocks], held.staged_token, to_token, True, ended)
 
     def scatter(self, held: Held, blocks: Sequence[Blocks], ended: Callable[[str], None]) -> None:
-        """Copy what is held into blocks of the attention kernel."""
+        """Copy all tokens of the slots into kernel blocks."""
         self._copy(held, blocks, held.first_token, held.end_token, False, ended)
 
     def turn(self) -> None:
-        """Tell the ends of copies, and let those try again that wait for slots."""
+        """Report copies that have ended, and call ``retry`` of those that wait for slots if some were freed."""
         self.copier.turn()
         if not self._freed:
             return
