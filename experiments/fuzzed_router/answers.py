@@ -134,7 +134,7 @@ def is_same_failure(reply: Reply, direct: Reply) -> bool:
     if reply.status != http.client.BAD_GATEWAY:
         return False
     if direct.status >= http.client.INTERNAL_SERVER_ERROR:
-        return f"answers {direct.status}" in reply.body.decode(errors="replace")
+        return f"answered {direct.status}" in reply.body.decode(errors="replace")
     return b"begins with an error" in reply.body and direct.status == http.client.OK and b'"error"' in direct.body
 
 

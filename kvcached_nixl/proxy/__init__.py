@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ENTER: a router for X prefill and Y decode servers, ``kvcached-nixl proxy``. A process of its own; no vLLM, no torch.
+"""The router for X prefill and Y decode servers, ``kvcached-nixl proxy``. A separate process, without vLLM and torch.
 
-    app          what is answered where            once per process
-    fleet        which servers there are           instance, health, connections: once per server
-    ask          what a client wants, and what the two servers are asked
-    journey      one request: attempts, legs, what becomes of them
-    outgoing     what the client hears
+    app            the HTTP endpoints                         once per process
+    fleet          the known servers                          once per process
+    instance       one server, with its health and connections: once per server
+    request_body   reads a client's body, and makes the bodies for prefill and decode
+    request_flow   one request: its attempts, legs and result
+    outgoing       the response to the client
 
-One event loop, one thread. What waits has a limit (`guard`), what fails has a cause (`failure`).
+One event loop, one thread. Every wait has a time limit (`cancel_scope`), every failure has a cause (`failure`).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server is called: its host and port. Needs no library, so that a command line can be read without any."""
+"""A server's name: its host and port. Imports no third-party library, so that the command line works without any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def address_of(url: str) -> str:
     """``host:port`` of a server's URL.
 
     Raises:
-        SettingsError: it is no ``http://host:port``, or has more than that.
+        SettingsError: the URL is not ``http://host:port`` or ``https://host:port``, or has more than that.
     """
     try:
         parts = urlsplit(url)
@@ -25,8 +25,8 @@ def address_of(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain or not parts.hostname.isascii():
         raise SettingsError(
             found=f"the server {url!r:.200}",
-            expected="http://HOST:PORT or https://HOST:PORT, and nothing behind it",
-            consequence="It is not known where requests would go.",
+            expected="http://HOST:PORT or https://HOST:PORT, and nothing after it",
+            consequence="The router cannot tell where to send requests.",
             remedy="Correct the server's URL.",
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers have computed which beginnings of prompts. A tree of equal pieces, of bounded size."""
+"""Which servers have computed which prompt prefixes: a prefix tree over pieces of equal size, of bounded size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 __all__ = ["PrefixTree"]
 
 PIECE_BYTES = 256
-"""Of text some sixty tokens, of ids exactly 64: a few blocks of KV."""
+"""About sixty tokens of text, or exactly 64 token ids (four bytes each): a few blocks of KV."""
 MOST_PIECES = 64
-"""Of one prompt; what lies behind them does not help to tell prompts apart."""
+"""Of one prompt. What follows them rarely helps to tell prompts apart, so it is ignored."""
 MOST_SERVERS = 4
-"""Of one node: the last that computed it."""
+"""Of one node: the servers that computed it most recently."""
 
 
 class PrefixTree:
-    """A node is named by a digest of all bytes up to its end, so that it knows its way from the root by itself.
+    """The key of a node is a digest of all bytes up to its end, so nodes need no links to parents or children.
 
-    The nodes that were used the longest ago go first. One whose parent has gone is found no more, and goes in its turn.
+    Evicts the least recently used nodes. A node whose parent was evicted is no longer found, and is evicted later.
 
     Args:
         most_nodes: about 300 bytes each.
@@ -34,7 +34,7 @@ class PrefixTree:
         return len(self._nodes)
 
     def servers(self, namespace: bytes, prefix: bytes) -> tuple[str, ...]:
-        """Who has computed the longest known beginning, the latest first; empty if nobody has computed any."""
+        """Returns the servers that computed the longest known prefix, latest first; empty if no prefix is known."""
         found: tuple[str, ...] = ()
         for node in _path(namespace, prefix):
             here = self._nodes.get(node)
@@ -44,8 +44,8 @@ class PrefixTree:
         return found
 
     def add(self, namespace: bytes, prefix: bytes, server: str) -> None:
-        """A server computes this."""
-        # The root last: what many prompts begin with goes after what only some of them go on with.
+        """Record that ``server`` computes this prompt."""
+        # The root last, so that it is the most recently used: shared prefixes must outlive their rarer continuations.
         for node in reversed(tuple(_path(namespace, prefix))):
             here = self._nodes.get(node, ())
             if not here or here[0] != server:
@@ -57,7 +57,7 @@ class PrefixTree:
 
 
 def _path(namespace: bytes, prefix: bytes) -> Iterator[bytes]:
-    """The nodes of whole pieces, from the root on."""
+    """Yields the node keys of the whole pieces of ``prefix``, from the root on."""
     whole = hashlib.blake2b(len(namespace).to_bytes(8, "little") + namespace, digest_size=16)
     for begin in range(0, min(len(prefix) // PIECE_BYTES, MOST_PIECES) * PIECE_BYTES, PIECE_BYTES):
         whole.update(prefix[begin : begin + PIECE_BYTES])

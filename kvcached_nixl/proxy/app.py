@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router answers where. Once per process.
+"""The router's HTTP endpoints. Once per process.
 
-/v1/completions, /v1/chat/completions    routed (`journey`)
-/v1/models                               a decode server's answer
+/v1/completions, /v1/chat/completions    routed (`request_flow`)
+/v1/models                               answered by a decode server
 /health, /metrics                        of the router itself
 /instances                               the servers: list, add, drain, remove
-/                                        a page for a person, over the two above
+/                                        a web page that shows /instances and /metrics
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _PAGE_HEADERS = (
 
 
 class Routed:
-    """The two routes that take part in hand-overs. An ASGI application of its own: nothing stands between.
+    """The two routes whose requests are handed over. A plain ASGI app, without Starlette's request and response.
 
     Attributes:
-        in_flight: requests that are being served.
-        is_draining: new ones are refused, because the process ends.
+        in_flight: number of requests that are being served.
+        is_draining: new requests are refused, because the process is shutting down.
     """
 
     def __init__(self, options: Options, fleet: Fleet) -> None:
@@ -89,7 +89,7 @@ class Routed:
             self.recorder.ended(record)
 
     async def _answer(self, scope: Scope, receive: Receive, out: Outgoing, record: Record) -> None:
-        """Whatever becomes of the request, say it to the client."""
+        """Serve the request, and send every failure to the client."""
         try:
             with self._room.share() as take, Guard() as guard:
                 self._guards.add(guard)
@@ -102,7 +102,7 @@ class Routed:
             await self._refuse(out, refusal)
         except LegFailed as failure:
             _note(record, failure.cause, str(failure))
-            message = f"The request has failed: {failure.reason}."
+            message = f"The request failed: {failure.reason}."
             if out.has_begun:
                 await out.break_off(failure.status, message)
             else:
@@ -113,9 +113,13 @@ class Routed:
             await out.whole(answered.status, answered.content_type, answered.body)
 
     def end_all(self) -> None:
-        """The time that requests had to end in is over."""
+        """End every request in flight. Called when the drain timeout has expired, or on the second signal."""
         for guard in tuple(self._guards):
-            guard.end(LegFailed(RouterFailure.DRAINING, "router", "the router ends", status=503, is_retriable=False))
+            guard.end(
+                LegFailed(
+                    RouterFailure.DRAINING, "router", "the router is shutting down", status=503, is_retriable=False
+                )
+            )
 
     async def _serve(
         self,
@@ -130,13 +134,16 @@ class Routed:
         require_key(scope, options.api_key)
         if self.is_draining:
             raise Refusal(
-                503, RouterFailure.DRAINING, "The router ends. Ask another.", retry_after_seconds=RETRY_SECONDS
+                503,
+                RouterFailure.DRAINING,
+                "The router is shutting down. Use another one.",
+                retry_after_seconds=RETRY_SECONDS,
             )
         if self.in_flight > options.max_inflight:
             raise Refusal(
                 429,
                 RouterFailure.BUSY,
-                f"{options.max_inflight} requests are in flight, as many as may be. Try again.",
+                f"{options.max_inflight} requests are in flight, which is the limit (--max-inflight). Try again.",
                 retry_after_seconds=RETRY_SECONDS,
             )
         refuse_odd_head(scope, options.max_body_bytes)
@@ -154,17 +161,17 @@ class Routed:
         if out.has_begun:
             await out.break_off(refusal.status, refusal.message)
         elif refusal.status in (408, 413, 429, 431, 503):
-            # What is left of the body is not read.
+            # The rest of the body is not read, so the connection cannot be used for another request.
             await out.refuse(refusal, (b"connection", b"close"))
         else:
             await out.refuse(refusal)
 
 
 def create_app(options: Options) -> tuple[Starlette, Routed]:
-    """The application, and its part that drains.
+    """Returns the application, and the part of it that serves and drains requests.
 
     Raises:
-        SettingsError: an option cannot be used.
+        SettingsError: an option has an unusable value.
     """
     fleet = Fleet(options)
     routed = Routed(options, fleet)
@@ -208,10 +215,10 @@ def create_app(options: Options) -> tuple[Starlette, Routed]:
             Path("/", show),
         ],
         lifespan=lifespan,
-        # No such path, or no such method.
+        # Raised by Starlette for an unknown path (404) or method (405).
         exception_handlers={HTTPException: refuse},
     )
-    # A path that is nearly one of these is none; a redirect would repeat a client's Host.
+    # A path with another trailing slash is answered 404. A redirect would repeat the client's Host header.
     app.router.redirect_slashes = False
     return app, routed
 

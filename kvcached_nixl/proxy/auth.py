@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask for what. Keys are compared in constant time, whatever their lengths."""
+"""Authorization of requests. Keys are compared in constant time, even if their lengths differ."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BEHIND_ANOTHER = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-re
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The only header of a name, as it came; None if there is none or more than one."""
+    """Returns the value of a header that occurs exactly once, unchanged; None if it is missing or repeated."""
     found = [value for key, value in scope["headers"] if key == name]
     return found[0] if len(found) == 1 else None
 
 
 def require_key(scope: Scope, key: str) -> None:
-    """Check ``Authorization: Bearer ...``; an empty key asks for nothing.
+    """Check ``Authorization: Bearer ...``. If ``key`` is empty, every request passes.
 
     Raises:
-        Refusal: 401.
+        Refusal: 401, the key is missing or wrong.
     """
     if not key:
         return
@@ -37,9 +37,10 @@ def require_key(scope: Scope, key: str) -> None:
 
 
 def may_administer(scope: Scope, key: str) -> None:
-    """Check who asks for ``/instances``: with a key whoever has it; without one a program on this machine.
+    """Check access to ``/instances``: with a key every client that has it; without one only programs on this machine.
 
-    A browser on this machine that shows somebody else's page is none, nor is who comes through another proxy here.
+    Without a key, requests are refused that name another host than a loopback one (a browser on this machine that
+    shows a foreign page), and those that were forwarded by another proxy on this machine.
 
     Raises:
         Refusal: 401 or 403.
@@ -53,7 +54,7 @@ def may_administer(scope: Scope, key: str) -> None:
         raise Refusal(
             403,
             RouterFailure.KEY,
-            "Without KVCACHED_NIXL_ADMIN_KEY, /instances answers only programs on this machine, by a loopback address.",
+            "Without KVCACHED_NIXL_ADMIN_KEY, /instances answers only programs on this machine, on a loopback address.",
         )
     return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends what a task waits for, from outside it: a time limit, a server that is lost, a client that has left."""
+"""Cancels what a task waits for, from outside: on a time limit, a dead server, or a client that disconnected."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """A ``with`` block that another callback of the same event loop can end with an exception of its choice.
+    """A ``with`` block that another callback of the same event loop can end with any exception.
 
-    Made and entered in the task that it is to end. Limits are looked at by one timer, which is not set anew each time a
-    limit is moved: moving one costs an assignment, so it may be done for each piece of a stream.
+    Create and enter it in the task that it shall end. One timer checks the deadline. Moving the deadline to a later
+    time does not restart the timer and costs an assignment only, so it may be done for every piece of a stream.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
-        assert task is not None, "a guard is for a task"
+        assert task is not None, "a Guard must be created in a task"
         self._task: asyncio.Task[object] = task
         self._failure: Exception | None = None
         self._is_open = False
@@ -33,7 +33,7 @@ class Guard:
         return self
 
     def limit(self, seconds: float, late: Exception) -> None:
-        """From now on it may take so long until the next call; then the block ends with ``late``."""
+        """End the block with ``late``, unless it is left or `limit` is called again within ``seconds``."""
         self._deadline_seconds = deadline = self._loop.time() + seconds
         self._late = late
         if self._timer is None or self._timer.when() > deadline:
@@ -42,7 +42,7 @@ class Guard:
             self._timer = self._loop.call_at(deadline, self._look)
 
     def end(self, failure: Exception) -> None:
-        """End the block with ``failure``, if it is still open; the first one counts."""
+        """End the block with ``failure``, if it is still open. Of several calls the first one counts."""
         if self._is_open and self._failure is None:
             self._failure = failure
             self._task.cancel()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvcached-nixl proxy``: the router as a process, and how it ends."""
+"""``kvcached-nixl proxy``: the router as a process, and its shutdown."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvcached_nixl.proxy.options import Options
 __all__ = ["Router", "run"]
 
 KEEP_ALIVE_SECONDS = 65
-"""Above what clients and balancers keep a connection for, so that they close it first."""
+"""Longer than clients and load balancers usually keep a connection, so that they close it first."""
 LAST_SECONDS = 5.0
-"""For a client to read the end of what was broken off."""
+"""How long a client may take to read the error that ended its response."""
 
 
 class Router(uvicorn.Server):
-    """uvicorn, which ends in three steps: it refuses new requests, lets others end, and breaks off what is left.
+    """A uvicorn server that shuts down in three steps: refuse new requests, let the others finish, end what is left.
 
-    SIGTERM or SIGINT begins, a second one breaks off at once.
+    SIGTERM or SIGINT starts the shutdown. A second signal ends all requests at once.
     """
 
     def __init__(self, options: Options) -> None:
@@ -40,7 +40,7 @@ class Router(uvicorn.Server):
                 port=options.port,
                 http=BoundedHttp,
                 ws="none",
-                # A client's words are not to be believed, and paths are in no log of their own.
+                # X-Forwarded-* headers of a client are not trusted. The router logs requests itself (`record`).
                 proxy_headers=False,
                 server_header=False,
                 access_log=False,
@@ -51,12 +51,12 @@ class Router(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the signal's handler: what follows is done by the event loop."""
+        """Called by the signal handler. Only sets flags; `on_tick` acts on them in the event loop."""
         self._is_hurried = self.routed.is_draining
         self.routed.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is time to stop listening."""
+        """Called by uvicorn ten times a second. Stops the server once it is drained, or out of time."""
         if self.routed.is_draining and not self.should_exit:
             now = asyncio.get_running_loop().time()
             if self._deadline_seconds is None:
@@ -72,7 +72,7 @@ def run(options: Options) -> int:
     """Serve until a signal. Returns the exit status.
 
     Raises:
-        SettingsError: an option cannot be used.
+        SettingsError: an option has an unusable value.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     router = Router(options)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP to one server: connections that are kept, a request, its answer in pieces. Once per server.
+"""HTTP client for one server: a connection pool, requests, responses in pieces. Once per server.
 
-The connection that was used last is taken first, so that what is kept for a burst runs out when the burst is over.
+The pool reuses the most recently used connection first, so that the connections of a burst expire after the burst.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from kvcached_nixl.proxy.http_connection import Line, LineEnded
 __all__ = ["Connections", "Reply"]
 
 KEPT_SECONDS = 2.0
-"""Below uvicorn's and vLLM's five: a connection that the server is about to close would cost an attempt."""
+"""How long an idle connection is kept. Less than the 5 s of uvicorn and vLLM: sending a request on a connection that
+the server is about to close would cost an attempt."""
 MOST_KEPT = 1024
 
 
 class Reply:
-    """What a server answers. `close` it, whatever happens: before its end that makes the server stop.
+    """A server's response. Always `close` it; closing before the end of the body makes the server abort the request.
 
     Attributes:
-        status: of HTTP.
-        content_type: as it came; empty if there was none.
-        is_plain: the body is not compressed, which nobody has asked for.
+        status: HTTP status.
+        content_type: the header's value, unchanged; empty if there was none.
+        is_plain: the body is not compressed. The router never asks for compression.
     """
 
     def __init__(self, owner: Connections, line: Line) -> None:
@@ -42,11 +43,11 @@ class Reply:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is a stream of events."""
+        """Whether it is a stream of server-sent events."""
         return self.content_type.lower().startswith(b"text/event-stream")
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The body, as it comes, and no more of it than somebody takes.
+        """Yields the body as it arrives, with backpressure: no more is buffered than `http_connection` allows.
 
         Raises:
             LegFailed: the connection ended before the body did.
@@ -58,26 +59,26 @@ class Reply:
             raise self._owner.broken(error) from error
 
     async def body(self, limit_bytes: int) -> bytes:
-        """All of it.
+        """Returns the whole body.
 
         Raises:
-            LegFailed: it is longer than the limit, or ended too soon.
+            LegFailed: the body is longer than the limit, or the connection ended before its end.
         """
         parts: list[bytes] = []
         size = 0
         async for piece in self.pieces():
             size += len(piece)
             if size > limit_bytes:
-                reason = f"its answer is longer than {limit_bytes} bytes"
+                reason = f"its response is longer than {limit_bytes} bytes"
                 raise LegFailed(RouterFailure.ANSWER, self._owner.name, reason, is_retriable=False)
             parts.append(piece)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Give the connection back, or end it where the answer has not ended, or was an error.
+        """Return the connection to the pool, or abort it if the response is incomplete or has an error status.
 
-        vLLM 0.19 raises through its web server after it has answered that way, and the connection is closed behind the
-        answer: whoever was given it next would lose a request.
+        vLLM 0.19 raises an exception in its web server after it has sent an error response, which closes the
+        connection. The next request on that connection would be lost.
         """
         if self.status < 400:
             self._owner.take_back(self._line)
@@ -89,8 +90,8 @@ class Connections:
     """See the module.
 
     Args:
-        name: of the server, for errors.
-        url: its scheme, host and port.
+        name: of the server, for the Host header and error texts.
+        url: scheme, host and port of the server.
     """
 
     def __init__(self, name: str, url: str, connect_timeout_seconds: float) -> None:
@@ -105,14 +106,14 @@ class Connections:
         self._is_closed = False
 
     async def ask(self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes = b"") -> Reply:
-        """Send a request and wait for the head of the answer; the caller limits the time.
+        """Send a request and wait for the head of the response. The caller limits the time.
 
         Args:
-            path: of the router's own making, never a client's.
-            headers: values as a server has parsed them: without line ends.
+            path: chosen by the router, never by a client; it is sent without escaping.
+            headers: must not contain line ends; they are sent without a check.
 
         Raises:
-            LegFailed: there is no connection, or it ended.
+            LegFailed: no connection could be opened, or the connection ended.
         """
         lines = b"".join(b"%s: %s\r\n" % one for one in headers)
         head = f"{method} {path} HTTP/1.1\r\n".encode("ascii") + self._head
@@ -129,11 +130,11 @@ class Connections:
         return Reply(self, line)
 
     def broken(self, cause: LineEnded) -> LegFailed:
-        """What a connection that ended is."""
-        return LegFailed(RouterFailure.BROKEN, self.name, f"the connection has ended: {cause}"[:200])
+        """Returns the failure of a leg whose connection ended."""
+        return LegFailed(RouterFailure.BROKEN, self.name, f"the connection ended: {cause}"[:200])
 
     def take_back(self, line: Line) -> None:
-        """Keep a connection whose answer was read to the end; end any other."""
+        """Keep a connection whose response was read to the end; abort any other."""
         if line.is_idle and not self._is_closed and len(self._kept) < MOST_KEPT:
             self._kept.append((time.monotonic(), line))
             self._end_old()
@@ -141,13 +142,13 @@ class Connections:
             line.abort()
 
     def close(self) -> None:
-        """End the connections that are kept; those in use end with their answers."""
+        """Close the idle connections; those in use are closed when their responses are."""
         self._is_closed = True
         while self._kept:
             self._kept.pop()[1].abort()
 
     def _end_old(self) -> None:
-        """The oldest lie at the other end, so each is looked at once."""
+        """Close expired connections. The deque is sorted by age, oldest first, so only the expired ones are visited."""
         limit = time.monotonic() - KEPT_SECONDS
         while self._kept and self._kept[0][0] < limit:
             self._kept.popleft()[1].abort()

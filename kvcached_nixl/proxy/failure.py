@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a request, and what the client hears of it.
+"""How a request can fail, and what the client is told.
 
-Refusal      the request is not begun: the client's own doing, or no room
-LegFailed    one server did not do its part; it may be tried elsewhere
-Answered     a server has answered that the request is wrong; its words are the client's
-ClientLeft   nobody is there to hear anything
+Refusal      the router does not serve the request: it is invalid, or a limit is reached
+LegFailed    one server failed to do its part; another server may be tried
+Answered     a server answered 4xx; its response is passed on to the client
+ClientLeft   the client has disconnected; nothing can be sent to it
 """
 
 from __future__ import annotations
@@ -27,59 +27,59 @@ __all__ = [
 
 
 class RouterFailure(str, Enum):
-    """Why a request or a leg has failed: the label of the metrics, so a short list that never grows with traffic."""
+    """Why a request or a leg failed. A label of the metrics, so the number of values must not grow with traffic."""
 
     BODY = "body"
-    """The client's body is no request."""
+    """The client's body is not a valid request."""
     PARAMETERS = "parameters"
-    """The client's kv_transfer_params cannot be used, or may not be there."""
+    """The client's kv_transfer_params are invalid, or not allowed."""
     SIZE = "size"
     SEVERAL = "several"
-    """More than one hand-over was asked for at once."""
+    """The request needs more than one hand-over."""
     KEY = "key"
     BUSY = "busy"
-    """As many requests as may be are in flight."""
+    """The limit of requests in flight, or of memory for their bodies, is reached."""
     DRAINING = "draining"
     NO_SERVER = "no_server"
     UNREACHABLE = "unreachable"
-    """No connection: the request was not delivered."""
+    """No connection could be opened, so the request was not delivered."""
     BROKEN = "broken"
-    """The connection ended before the answer did."""
+    """The connection ended before the response was complete."""
     TIME = "time"
     LOST = "lost"
-    """The server's health checks failed while it was waited for."""
+    """The server's health checks failed while the router waited for its response."""
     SERVER = "server"
     """The server answered 5xx."""
     UPSTREAM_BUSY = "upstream_busy"
     ANSWER = "answer"
-    """The server answered something that cannot be used."""
+    """The server's response cannot be used."""
     RESTARTED = "restarted"
-    """Prefill is not the one that decode was told of."""
+    """The prefill server was restarted: what the router knew of it, and may have told decode, is no longer true."""
     HANDOVER = "handover"
-    """Decode has begun with an error."""
+    """Decode's response begins with an error, reports a failed KV hand-over, or ends without a usable finish_reason."""
     UPSTREAM_KEY = "upstream_key"
     SLOW_CLIENT = "slow_client"
     CLIENT_LEFT = "client_left"
     SERVER_SAID_NO = "server_said_no"
-    """The server answered 4xx, and the client hears it."""
+    """The server answered 4xx, which is passed on to the client."""
     DEFECT = "defect"
-    """An exception of our own, or of a policy; its trace is in the log."""
+    """Internal error in kvcached_nixl, or in a policy; the traceback is in the log."""
 
 
 _HAND_OVER = re.compile(
     rb"KV hand-over failed: (cause=[a-z_]{1,32}(?: (?:attempt|request|prefill_request)=[!#-&(-\[\]-~]{1,200})*)"
 )
-"""As `wire.causes` writes it."""
+"""The format that `wire.causes` writes."""
 
 
 class Refusal(Exception):
-    """A request that is not begun, or cannot be finished.
+    """The router refuses a request.
 
     Args:
-        status: of HTTP.
-        message: what the client is told: found, expected, what to do.
-        param: the field of the body that it is about.
-        retry_after_seconds: when another try may succeed.
+        status: HTTP status.
+        message: sent to the client: what was found, what was expected, what to do.
+        param: the field of the body that is wrong.
+        retry_after_seconds: value of the Retry-After header.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Refusal(Exception):
 
 
 class LegFailed(Exception):
-    """One server did not do its part of a request.
+    """One server failed to do its part of a request.
 
     Args:
         server: its name, for the log.
-        words: what happened; without anything of the prompt.
-        status: what the client hears if nobody else does better.
-        is_retriable: whether another server, or the same once more, may do better.
+        reason: what happened; must not contain any part of the prompt.
+        status: HTTP status for the client, if no other attempt succeeds.
+        is_retriable: whether another attempt, on this or another server, may succeed.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class LegFailed(Exception):
 
 
 class Answered(Exception):
-    """A server's 4xx, which is the client's to hear.
+    """A server's 4xx response, which is passed on to the client.
 
     Args:
-        body: as it came, bounded.
+        body: unchanged; its size is limited.
     """
 
     def __init__(self, status: int, content_type: bytes, body: bytes) -> None:
@@ -139,19 +139,19 @@ class ClientLeft(Exception):
 
 
 def hand_over_tags(said: bytes) -> str:
-    """What a server says of a hand-over that has failed: cause, attempt and both requests' ids, as its log has them.
+    """Returns cause, attempt and both request ids of a failed hand-over, in the format of the server's log.
 
     Args:
-        said: an error, as JSON or as an event of a stream.
+        said: an error response, as JSON or as an event of a stream.
 
-    Returns: "" if it says nothing of one.
+    Returns: "" if the error is not about a hand-over.
     """
     found = _HAND_OVER.search(said)
     return "" if found is None else found[1].decode()
 
 
 def type_of(status: int) -> str:
-    """The ``type`` of an error, as vLLM and OpenAI name them."""
+    """Returns the ``type`` of an error, as vLLM and OpenAI name them."""
     if status == 401:
         return "AuthenticationError"
     if status == 429:
@@ -162,5 +162,5 @@ def type_of(status: int) -> str:
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """The JSON that vLLM answers, too."""
+    """Returns an error as JSON, in vLLM's format."""
     return msgspec.json.encode({"error": {"message": message, "type": type_of(status), "param": param, "code": status}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers there are: listed, added, drained, removed, watched. Once per process."""
+"""The known servers: adds, drains, removes, health-checks and chooses them. Once per process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Fleet"]
 logger = logging.getLogger("kvcached_nixl.proxy")
 
 MOST_INSTANCES = 1024
-"""Each has series of its own in the metrics."""
+"""Limited because each server adds time series to the metrics."""
 
 
 class Fleet:
-    """See the module. Made, used and closed on one event loop.
+    """See the module. Create, use and close it on one event loop.
 
     Raises:
         SettingsError: the policy or a URL cannot be used.
@@ -41,13 +41,13 @@ class Fleet:
         return iter(self._instances.values())
 
     def start(self) -> None:
-        """Know the servers of the options, and watch them; needs a running event loop."""
+        """Add the servers of the command line. Needs a running event loop."""
         for role, urls in ((Role.PREFILL, self._options.prefill), (Role.DECODE, self._options.decode)):
             for url in urls:
                 self.add(role, url)
 
     async def close(self) -> None:
-        """Nobody is watched any more."""
+        """Stop all health checks, and close the idle connections."""
         watchers = list(self._watchers.values())
         for one in watchers:
             one.cancel()
@@ -56,41 +56,41 @@ class Fleet:
             instance.connections.close()
 
     def add(self, role: Role, url: str) -> Instance:
-        """Know one more server; it gets requests when its health check has succeeded.
+        """Add a server. It gets requests as soon as a health check succeeds.
 
         Raises:
-            SettingsError: its URL cannot be used.
-            Refusal: it is known already, or there are too many.
+            SettingsError: the URL cannot be used.
+            Refusal: the server is known already, or there are too many.
         """
         name = address_of(url)
         if name in self._instances:
             raise Refusal(409, RouterFailure.BODY, f"{name} is known already, as {self._instances[name].role.value}.")
         if len(self._instances) >= MOST_INSTANCES:
-            raise Refusal(409, RouterFailure.BODY, f"{MOST_INSTANCES} servers are known already.")
+            raise Refusal(409, RouterFailure.BODY, f"{MOST_INSTANCES} servers are known already, which is the limit.")
         instance = self._instances[name] = Instance(role, url, self._options.connect_timeout_seconds)
         self._watchers[name] = asyncio.create_task(watch(instance, self._options, self.metrics))
         logger.info("%s server %s: added", role.value, name)
         return instance
 
     def drain(self, name: str) -> Instance:
-        """No new requests for it; those it has go on.
+        """Send no new requests to a server. Those it works on continue.
 
         Raises:
-            Refusal: it is not known.
+            Refusal: the server is not known.
         """
         instance = self._known(name)
         instance.is_draining = True
-        logger.info("%s server %s: drains, %d requests are left", instance.role.value, name, instance.requests)
+        logger.info("%s server %s: draining, %d requests left", instance.role.value, name, instance.requests)
         return instance
 
     async def remove(self, name: str, *, at_once: bool) -> None:
-        """Forget it.
+        """Remove a server.
 
         Args:
-            at_once: end what it works on; else that is refused.
+            at_once: end the requests that it works on. Otherwise a busy server is not removed.
 
         Raises:
-            Refusal: it is not known, or works on something.
+            Refusal: the server is not known, or is busy and ``at_once`` is false.
         """
         instance = self._known(name)
         if instance.is_busy and not at_once:
@@ -109,21 +109,21 @@ class Fleet:
         logger.info("%s server %s: removed", instance.role.value, name)
 
     def is_up(self, role: Role) -> bool:
-        """Whether any server of a role may be asked."""
+        """Whether any server of this role can take requests."""
         return any(one.role is role and one.is_usable for one in self)
 
     def is_known(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance
 
     def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Place | None:
-        """Where a request goes: to one that was neither tried nor doubted, if there is any; None if none is up."""
+        """Returns where a request goes, preferably a server neither tried nor doubted; None if no server is up."""
         usable = [one for one in self if one.role is role and one.is_usable]
         fresh = [one for one in usable if one.name not in tried] or usable
         fresh = [one for one in fresh if not one.is_doubted] or fresh
         return self._choose(role, request, [place for one in fresh for place in one.places])
 
     def choose_rank(self, instance: Instance, request: Wanted) -> Place:
-        """Where at this server a request goes."""
+        """Returns where on this server a request goes."""
         return self._choose(instance.role, request, instance.places) or Place(instance, None)
 
     def _choose(self, role: Role, request: Wanted, places: list[Place]) -> Place | None:
@@ -139,7 +139,7 @@ class Fleet:
 
 
 def as_dict(instance: Instance) -> dict[str, object]:
-    """For ``/instances``."""
+    """Returns a server's entry in ``/instances``."""
     ranks = instance.ranks
     found = ranks.latest
     return {

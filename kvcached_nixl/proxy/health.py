@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a server answers: looked at regularly, and at once when a leg has failed. A task per server."""
+"""Health checks of one server: at intervals, and at once after a failed leg. One task per server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAILURES = re.compile(rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? 
 
 
 async def watch(instance: Instance, options: Options, metrics: Metrics) -> None:
-    """Until it is cancelled: keep the server's state, and count what it reports."""
+    """Runs until cancelled: update the server's state, and count the hand-over failures that it reports."""
     failures, looks = 0, 0
     while True:
         instance.suspected.clear()
@@ -32,7 +32,7 @@ async def watch(instance: Instance, options: Options, metrics: Metrics) -> None:
             await _ask(instance, "/health", options)
         except LegFailed as failure:
             failures += 1
-            # One that was never seen, or is known to be down, needs no second look to stay so.
+            # A server that is new or down needs only one failed check; one that is up needs `health_failures` in a row.
             if instance.state is not State.UP or failures >= options.health_failures:
                 _eject(instance, failure, metrics)
         else:
@@ -52,7 +52,7 @@ def _eject(instance: Instance, failure: LegFailed, metrics: Metrics) -> None:
         metrics.ejections.labels(instance.role.value, instance.name).inc()
     if instance.state is not State.DOWN:
         logger.warning(
-            "%s server %s gets no requests: %s. It is looked at again, later each time.",
+            "%s server %s gets no requests: %s. Its health is checked again at growing intervals.",
             instance.role.value,
             instance.name,
             failure.reason,
@@ -61,9 +61,9 @@ def _eject(instance: Instance, failure: LegFailed, metrics: Metrics) -> None:
 
 
 def pause_seconds(failures: int, is_up: bool, options: Options) -> float:
-    """Until the next look. A server that is suspected is looked at soon: whoever waits for it should know.
+    """Returns the time until the next check. After a failure it is short, because requests may wait for the server.
 
-    One that is down is looked at later each time, so that a list of dead servers costs nothing.
+    For a server that is down it doubles with each failed check, so that dead servers cost little.
     """
     if is_up:
         return options.health_interval_seconds / 10 if failures else options.health_interval_seconds
@@ -86,7 +86,7 @@ async def _pause(instance: Instance, options: Options, failures: int) -> None:
 
 
 async def _ask(instance: Instance, path: str, options: Options) -> bytes:
-    late = LegFailed(RouterFailure.TIME, instance.name, f"{path} has not answered in time")
+    late = LegFailed(RouterFailure.TIME, instance.name, f"{path} did not answer in time")
     with Guard() as guard:
         guard.limit(max(options.health_interval_seconds, options.connect_timeout_seconds), late)
         key = [(b"Authorization", b"Bearer " + options.upstream_key.encode())] if options.upstream_key else []
@@ -96,12 +96,12 @@ async def _ask(instance: Instance, path: str, options: Options) -> bytes:
         finally:
             reply.close()
         if reply.status != 200:
-            raise LegFailed(RouterFailure.SERVER, instance.name, f"{path} answers {reply.status}")
+            raise LegFailed(RouterFailure.SERVER, instance.name, f"{path} answered {reply.status}")
         return body
 
 
 async def _look_at_metrics(instance: Instance, options: Options, metrics: Metrics) -> None:
-    """A hand-over that was recomputed looks like any other to its client; only decode knows."""
+    """Count and log the hand-over failures that decode reports: a client cannot see one that was recomputed."""
     try:
         said = await _ask(instance, "/metrics", options)
     except LegFailed as failure:
@@ -109,7 +109,7 @@ async def _look_at_metrics(instance: Instance, options: Options, metrics: Metric
         return
     total = sum(float(found) for found in _FAILURES.findall(said))
     before, instance.reported_failures = instance.reported_failures, total
-    # A server that was started again counts from 0.
+    # A counter that went down was reset by a restart, so all of it is new.
     more = total - (before or 0.0) if before is not None and total >= before else (0.0 if before is None else total)
     if more > 0:
         metrics.reported.labels(instance.name).inc(more)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""uvicorn's HTTP with two limits that it lacks, and without a fault of its parser's.
+"""uvicorn's HTTP protocol with two more limits, and a workaround for a fault of its parser.
 
-How long the head of a request may be, and how long it may take: uvicorn limits neither where httptools parses, and a
-connection on which nothing is ever sent stays open.
+The limits are on the size of a request's head, and on the time it may take. uvicorn has neither with httptools, and it
+keeps a connection open on which nothing is ever sent.
 
-httptools passes over the body of a request that offers another protocol (``Connection: Upgrade``), as if the rest were
-of that protocol. Java's own client offers HTTP/2 with each request, unless told not to; who does not take an offer has
-to answer the request as it is.
+The fault: httptools skips the body of a request that offers another protocol (``Connection: Upgrade``), as if the rest
+were of that protocol. Java's HTTP client offers HTTP/2 with each request, unless it is configured otherwise. A server
+that does not accept the offer has to answer the request as HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.parser = _Parser(self)
-        # As uvicorn sets it: a request that ends the connection is answered, whatever comes behind it.
+        # Same setting as in uvicorn: answer a request with "Connection: close" even if more data follows it.
         with contextlib.suppress(AttributeError):
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     @property
     def passed_over(self) -> list[tuple[bytes, bytes]]:
-        """The headers that say how long a body is which the parser has passed over; none if it has not."""
+        """The headers with the length of the body that the parser skipped; empty if it skipped none."""
         if not self.parser.should_upgrade():
             return []
         return [(name, value) for name, value in self.headers if name in _SAY_HOW_LONG]
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """What the parser tells of a head within the block is known already."""
+        """Within the block, ignore the parser's callbacks for the head: it is parsed a second time."""
         self._is_repeated = True
         try:
             yield
@@ -73,7 +73,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         super().on_message_begin()
         self._is_head, self._head_bytes = True, 0
-        # Closing would wait for a client that does not read.
+        # abort, because close would wait for a client that does not read.
         self.scope["state"]["abort"] = self.transport.abort
         self.scope["state"]["is_closing"] = self.transport.is_closing
         self._wait_for_head()
@@ -112,7 +112,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Takes no offer of another protocol: what follows a request that makes one is its body, then the next request."""
+    """Ignores offers of another protocol: parses the body of such a request, then the next request."""
 
     def __init__(self, protocol: BoundedHttp) -> None:
         super().__init__(protocol)
@@ -126,7 +126,7 @@ class _Parser(httptools.HttpRequestParser):
             except httptools.HttpParserUpgrade as offer:
                 data = data[offer.args[0] :]
                 if headers := self._protocol.passed_over:
-                    # It begins anew, with a head that says no more than how long the body is.
+                    # Parse again with a minimal head that has only the length, so that the body is not skipped.
                     lines = b"".join(b"%s: %s\r\n" % one for one in headers)
                     with self._protocol.repeated():
                         super().feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")

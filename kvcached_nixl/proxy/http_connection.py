@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection to a server: a request, then its answer, then the next. httptools, uvicorn's own parser, reads.
+"""One HTTP connection to a server: one request and its response at a time. Parsed by httptools, as in uvicorn.
 
-What comes while nobody reads is put together, so a stream that is behind costs less per event than one that is not.
-Anything that comes when no answer is awaited makes the connection unusable: it would be taken for the next one's.
+Data that arrives while the caller is busy is joined into one piece, so a slow reader costs less per event.
+Data that arrives when no response is expected makes the connection unusable: it would be taken for the next response.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import httptools
 __all__ = ["Line", "LineEnded"]
 
 MOST_AHEAD_BYTES = 256 << 10
-"""Of an answer that nobody has taken yet; behind that the server has to wait."""
+"""Of a response body that the caller has not read. Above it the connection stops reading, so the server has to wait."""
 MOST_HEAD_BYTES = 64 << 10
 
 
 class LineEnded(Exception):
-    """The connection ended before the answer did, or what came is no HTTP."""
+    """The connection ended before the response was complete, or the data is not HTTP."""
 
 
 class Line(asyncio.Protocol):
-    """See the module. For one task at a time.
+    """See the module. Use it from one task at a time.
 
     Attributes:
-        status: of the answer, once `head` has returned.
-        headers: of the answer, names in lower case; of two with one name the last.
+        status: of the response, once `head` has returned.
+        headers: of the response, names in lower case; if a name is repeated, its last value.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class Line(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether another request may be sent on it."""
+        """Whether another request can be sent on this connection."""
         transport = self._transport
         is_open = transport is not None and not transport.is_closing() and not self._failure
         return is_open and (self._parser is None or (self._is_done and self._keeps_alive and not self._body))
 
     def send(self, request: bytes) -> None:
-        """A whole request. Not waited for: a server may answer before it has read all of it."""
+        """Send a whole request. Does not wait: a server may respond before it has read all of it."""
         assert self.is_idle and self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = self._is_done = self._ends_with_line = False
@@ -63,19 +63,19 @@ class Line(asyncio.Protocol):
         self._transport.write(request)
 
     async def head(self) -> None:
-        """Until status and headers are there.
+        """Wait for status and headers.
 
         Raises:
-            LineEnded: they will not be.
+            LineEnded: the connection ended before them.
         """
         while not self._has_head:
             await self._wait()
 
     async def piece(self) -> bytes:
-        """What has come of the body since the last call, at least a byte; b"" at its end.
+        """Returns the part of the body received since the last call, waiting for at least a byte; b"" at the end.
 
         Raises:
-            LineEnded: there is no end.
+            LineEnded: the connection ended before the body did.
         """
         while not self._body:
             if self._is_done:
@@ -88,8 +88,8 @@ class Line(asyncio.Protocol):
         return found
 
     def abort(self) -> None:
-        """End the connection now, whatever is left to send."""
-        self._fail("it was given up")
+        """Close the connection at once, without sending what is still buffered."""
+        self._fail("the router closed it")
 
     async def _wait(self) -> None:
         if self._failure:
@@ -103,32 +103,32 @@ class Line(asyncio.Protocol):
     # ----------------------------------------------------------------------------------------------------- of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no asyncio.Transport by name.
+        # uvloop's transports are not subclasses of asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._is_done:
-            self._fail("it says something that nobody has asked for")
+            self._fail("the server sent data that does not belong to a response")
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"what it says is no HTTP: {type(error).__name__}")
+            self._fail(f"the server sent data that is not HTTP: {type(error).__name__}")
             return
         if not self._has_head:
             self._head_bytes += len(data)
             if self._head_bytes > MOST_HEAD_BYTES:
-                self._fail("the head of its answer has no end")
+                self._fail("the head of the response is too large")
         if len(self._body) > MOST_AHEAD_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
         self._wake()
 
     def eof_received(self) -> None:
-        self._over("the server has closed it")
+        self._over("the server closed it")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._over("the server has closed it" if exc is None else f"{type(exc).__name__}: {exc}")
+        self._over("the server closed it" if exc is None else f"{type(exc).__name__}: {exc}")
 
     def _over(self, reason: str) -> None:
         if self._has_head and self._ends_with_line and not self._is_done:
@@ -150,8 +150,8 @@ class Line(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._is_done:
-            # In one piece with the end of the answer before.
-            self._failure = self._failure or "it says something that nobody has asked for"
+            # A second response in the same read as the end of the first one.
+            self._failure = self._failure or "the server sent data that does not belong to a response"
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_done:
@@ -167,7 +167,7 @@ class Line(asyncio.Protocol):
         self.status = status
         self._has_head = True
         self._keeps_alive = self._parser.should_keep_alive()
-        # An answer that says nothing of its length ends with the connection.
+        # A response without a length ends when the connection does.
         self._ends_with_line = not (b"content-length" in self.headers or b"transfer-encoding" in self.headers)
 
     def on_body(self, body: bytes) -> None:

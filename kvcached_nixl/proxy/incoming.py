@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes from a client: its body within limits, the few headers that count, and whether it is still there."""
+"""The client's side of a request: limits on its head and body, the headers passed on, and its disconnection."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ MOST_HEAD_BYTES = 32 << 10
 _USABLE_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _TRACES = (b"traceparent", b"tracestate")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
-"""What cannot end a line."""
+"""Header values without line ends."""
 
 
 def draw_id(scope: Scope) -> tuple[str, bytes]:
-    """An id of the router's own, and what the client hears as ``X-Request-Id``: its own, or the router's.
+    """Returns the router's id for this request, and the response's ``X-Request-Id``: the client's, or the router's.
 
-    The router's begins with the client's, so that a server's log is found by either; no two are equal.
+    The router's id is unique. It begins with the client's id, if that is usable: a search of a server's log for the
+    client's id finds it, too.
     """
     theirs = header(scope, b"x-request-id")
     drawn = secrets.token_hex(8)
@@ -40,27 +41,27 @@ def draw_id(scope: Scope) -> tuple[str, bytes]:
 
 
 def refuse_odd_head(scope: Scope, max_body_bytes: int) -> None:
-    """Before the body is read.
+    """Check the head, before the body is read.
 
     Raises:
-        Refusal: the head is too large, or says that the body is, or is compressed, or no JSON.
+        Refusal: the head is too large, or declares a body that is too large, compressed, or not JSON.
     """
     if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEAD_BYTES:
-        raise Refusal(431, RouterFailure.SIZE, f"The headers have more than {MOST_HEAD_BYTES} bytes.")
+        raise Refusal(
+            431, RouterFailure.SIZE, f"The headers have more than {MOST_HEAD_BYTES} bytes, which is the limit."
+        )
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() != b"identity":
-            raise Refusal(415, RouterFailure.BODY, "The body is compressed; expected it as it is.")
+            raise Refusal(415, RouterFailure.BODY, "The body is compressed; expected an uncompressed body.")
         if name == b"content-length" and (not value.isdigit() or int(value) > max_body_bytes):
             raise _too_large(max_body_bytes)
     kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
-        raise Refusal(
-            415, RouterFailure.BODY, "The body is said to be no JSON; expected Content-Type: application/json."
-        )
+        raise Refusal(415, RouterFailure.BODY, "The Content-Type is not JSON; expected Content-Type: application/json.")
 
 
 class BodyBudget:
-    """Memory for bodies: of all requests that are in flight together, not only of each."""
+    """Limits the memory for the bodies of all requests in flight together."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -68,10 +69,10 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """What it yields takes so many bytes more, which are free again at the end of the block.
+        """Yields a function that reserves bytes for one request; leaving the block releases them.
 
         Raises:
-            Refusal: there is no room; another try may succeed.
+            Refusal: by that function, if the limit would be exceeded. The client may try again.
         """
         own = 0
 
@@ -79,7 +80,7 @@ class BodyBudget:
             nonlocal own
             if self.taken_bytes + size > self._limit_bytes:
                 raise Refusal(
-                    429, RouterFailure.BUSY, "There is no room for the body now. Try again.", retry_after_seconds=1
+                    429, RouterFailure.BUSY, "No memory is left for the body now. Try again.", retry_after_seconds=1
                 )
             own += size
             self.taken_bytes += size
@@ -91,18 +92,18 @@ class BodyBudget:
 
 
 async def read_body(receive: Receive, limit_bytes: int, seconds: float, take: Callable[[int], None]) -> bytes:
-    """The whole body; however it is cut into pieces, it has one time limit.
+    """Returns the whole body. The time limit is for all of it, not for each piece.
 
     Args:
-        take: is told how much there is, and may refuse it.
+        take: reserves memory for each piece, and may refuse it (`BodyBudget.share`).
 
     Raises:
-        Refusal: it is too large, or takes too long.
-        ClientLeft: it does not come to its end.
+        Refusal: the body is too large, or takes too long.
+        ClientLeft: the client disconnected before the end of the body.
     """
     parts: list[bytes] = []
     size = 0
-    late = Refusal(408, RouterFailure.TIME, f"The body has not come within {seconds:g} s.")
+    late = Refusal(408, RouterFailure.TIME, f"The body did not arrive within {seconds:g} s.")
     with Guard() as guard:
         guard.limit(seconds, late)
         while True:
@@ -120,7 +121,7 @@ async def read_body(receive: Receive, limit_bytes: int, seconds: float, take: Ca
 
 
 async def until_left(receive: Receive, guard: Guard, out: Outgoing) -> None:
-    """End ``guard`` when the client closes its connection, or its half of it, before it has its answer."""
+    """End ``guard`` when the client closes its connection, or its sending half, before the response is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass
     if not out.has_ended:
@@ -128,7 +129,7 @@ async def until_left(receive: Receive, guard: Guard, out: Outgoing) -> None:
 
 
 def passed_on(scope: Scope, upstream_key: str) -> list[tuple[bytes, bytes]]:
-    """The headers of each leg. A client's others end here: vLLM takes ranks, sessions and priorities from some."""
+    """Returns the headers for each leg. All others are dropped: vLLM reads ranks, sessions and priorities from some."""
     headers = [(b"Content-Type", b"application/json")]
     if upstream_key:
         headers.append((b"Authorization", b"Bearer " + upstream_key.encode()))
@@ -142,5 +143,7 @@ def passed_on(scope: Scope, upstream_key: str) -> list[tuple[bytes, bytes]]:
 
 def _too_large(limit_bytes: int) -> Refusal:
     return Refusal(
-        413, RouterFailure.SIZE, f"The body has more than {limit_bytes} bytes. Send less, or raise --max-body-bytes."
+        413,
+        RouterFailure.SIZE,
+        f"The body has more than {limit_bytes} bytes. Send a smaller one, or raise --max-body-bytes.",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server: whether it may be asked, what it is asked now, and what it has said of itself. Once per server."""
+"""One server: its health, its load, and what its responses said about it. Once per server."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ __all__ = ["Instance", "Load", "Place", "Role", "State"]
 
 
 class Role(str, Enum):
-    """What a server does for the router."""
+    """The role of a server."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class State(str, Enum):
-    """Whether a server's health checks succeed."""
+    """Health of a server, as its health checks report it."""
 
     NEW = "new"
-    """Nothing is known yet; it is not asked."""
+    """Not checked yet, so it gets no requests."""
     UP = "up"
     DOWN = "down"
 
 
 class Load(NamedTuple):
-    """What a policy sees of a server.
+    """What a policy knows about a server.
 
     Attributes:
-        name: host and port; stays the same as long as the server is known. Where the router says which data-parallel
-            rank computes, each rank is one of its own, with ``#`` and its number behind the name.
-        requests: legs that it works on.
-        tokens: about how many tokens are still to be computed by it, prompt and answer.
+        name: host and port; constant while the server is known. Where the router chooses the data-parallel rank, each
+            rank is a candidate of its own, named ``HOST:PORT#RANK``.
+        requests: number of legs in flight.
+        tokens: estimated number of tokens of those legs, prompt and output.
     """
 
     name: str
@@ -50,22 +50,25 @@ class Load(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a request may go: a server, and which data-parallel rank of it computes; None leaves that to the server."""
+    """Where a request can go: a server and one of its data-parallel ranks. If ``rank`` is None, the server chooses."""
 
     server: Instance
     rank: int | None
 
 
 class Instance:
-    """See the module. Its methods are for the event loop's thread.
+    """See the module. Call its methods on the event loop's thread only.
 
     Attributes:
-        ranks: of a prefill server: what its answers have said of it.
-        requests, tokens: legs that it works on, and about what is to be computed for them.
-        keeping: requests whose KV it keeps for a decode that has not begun to answer.
-        is_doubted: it refused a connection, and no health check has succeeded since.
-        last_failure: words for a person.
-        reported_failures: hand-overs without KV that a decode server has counted, when last looked at.
+        ranks: of a prefill server: what its responses said about its data-parallel ranks.
+        requests, tokens: number of legs in flight, and an estimate of their tokens.
+        keeping: number of requests whose KV it keeps until decode begins to respond.
+        is_doubted: a connection could not be opened, and no health check has succeeded since.
+        is_warned: a warning about responses without kv_transfer_params was logged.
+        last_failure: text for the operator.
+        reported_failures: hand-over failures that a decode server reported at the last check; None before the first.
+        suspected: set when a leg failed in a way that calls for a health check at once.
+        quiet: set while no leg is in flight.
     """
 
     def __init__(self, role: Role, url: str, connect_timeout_seconds: float) -> None:
@@ -91,16 +94,16 @@ class Instance:
 
     @property
     def is_usable(self) -> bool:
-        """Whether new requests may go to it."""
+        """Whether new requests may go to this server."""
         return self.state is State.UP and not self.is_draining
 
     @property
     def places(self) -> list[Place]:
-        """Where at it a request may go: one place, but where it is known that it has several ranks to name."""
+        """Where a request can go on this server: one place per rank if several are known, otherwise one place."""
         return [Place(self, rank) for rank in self.ranks.named or (None,)]
 
     def load(self, rank: int | None) -> Load:
-        """Of the whole server, or of one rank: of that, what was sent to it by name."""
+        """Load of the whole server, or of one rank. For a rank only the legs are counted that named it."""
         if rank is None:
             return Load(self.name, self.requests, self.tokens)
         return self._of_ranks.get(rank) or Load(f"{self.name}#{rank}", 0, 0)
@@ -112,7 +115,7 @@ class Instance:
 
     @contextmanager
     def kept(self) -> Iterator[Callable[[], None]]:
-        """Prefill has answered, and decode has not taken all of it: the block, or until what it yields is called."""
+        """Count a request whose KV prefill keeps: until the yielded function is called, or the block is left."""
         is_kept = True
 
         def taken() -> None:
@@ -128,7 +131,7 @@ class Instance:
 
     @contextmanager
     def leg(self, tokens: int, rank: int | None = None) -> Iterator[Guard]:
-        """A leg of a request: counted while it lasts, and ended when the server is lost."""
+        """One leg of a request: counted as load, and ended with an error when the server is found dead."""
         self._count(rank, 1, tokens)
         self.quiet.clear()
         guard = Guard()
@@ -143,9 +146,9 @@ class Instance:
                 self.quiet.set()
 
     def failed(self, failure: LegFailed) -> None:
-        """A leg has failed: what it says of the server is looked into at once.
+        """Record a failed leg, and start a health check at once if the failure may be the server's.
 
-        Only a health check ends what else it works on: a server that is busy may refuse a connection, too.
+        The other legs of the server go on until a health check fails: a busy server may refuse a connection, too.
         """
         self.last_failure = failure.reason
         if failure.cause in (
@@ -161,7 +164,7 @@ class Instance:
             self.is_doubted = True
 
     def went_down(self, reason: str) -> None:
-        """Nothing goes to it any more, and whoever waits for it waits no longer."""
+        """Mark the server as down, and end all its legs with an error."""
         self.state = State.DOWN
         self.last_failure = reason
         self.ranks.forget()

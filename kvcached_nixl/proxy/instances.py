@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/instances``: the servers, for an operator and the page.
+"""``/instances``: manages the servers, for the operator and the web page.
 
 GET    /instances                   the servers, their load, the last requests
-POST   /instances                   {"role": "prefill" or "decode", "url": "http://HOST:PORT"}
-POST   /instances/{name}/drain      no new requests for it
-DELETE /instances/{name}            forget it; ?now=true ends what it works on
+POST   /instances                   add one: {"role": "prefill" or "decode", "url": "http://HOST:PORT"}
+POST   /instances/{name}/drain      send no new requests to it
+DELETE /instances/{name}            remove it; ?now=true ends the requests that it works on
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Added(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Administration:
-    """See the module. Every answer is only for whom `auth.may_administer` lets through."""
+    """See the module. `auth.may_administer` checks every request."""
 
     def __init__(self, options: Options, fleet: Fleet, recorder: Recorder) -> None:
         self._options = options

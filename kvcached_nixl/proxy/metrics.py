@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router counts. Once per process; labels are short lists: routes, roles, causes, servers that are known."""
+"""The router's metrics. Once per process. Label values are bounded: routes, roles, causes, and the known servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Metrics:
     """See the module.
 
     Args:
-        instances: the servers of the moment, for gauges; read when ``/metrics`` is.
+        instances: returns the current servers, for the gauges; called for each GET of ``/metrics``.
     """
 
     def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
@@ -33,32 +33,55 @@ class Metrics:
         def histogram(name: str, description: str, *labels: str) -> Histogram:
             return Histogram(f"{PREFIX}_{name}", description, labels, registry=registry, buckets=_SECONDS)
 
-        self.requests = counter("requests", "Requests, by outcome: ok, or the cause of failure", "route", "outcome")
-        self.legs = counter("legs", "Legs, by outcome: ok, or the cause of failure", "role", "instance", "outcome")
-        self.handovers = counter("handovers", "Requests by direction: pull, push or decode alone", "direction")
-        self.alone = counter("decode_alone", "Prompts that decode was to compute itself, by reason", "reason")
-        self.retries = counter("retries", "Attempts that were followed by another, by cause", "cause")
+        self.requests = counter("requests", "Requests by outcome: ok, or the cause of the failure", "route", "outcome")
+        self.legs = counter(
+            "legs",
+            "Requests to one server by outcome: ok, the cause of the failure, or ended by the router",
+            "role",
+            "instance",
+            "outcome",
+        )
+        self.handovers = counter(
+            "handovers",
+            "Successful requests by direction: pull, push, or alone (decode computed the prompt)",
+            "direction",
+        )
+        self.alone = counter("decode_alone", "Prompts that decode had to compute itself, by reason", "reason")
+        self.retries = counter("retries", "Attempts that failed and were followed by another, by cause", "cause")
         self.without_parameters = counter(
-            "prefills_without_parameters", "Prefill's answers without kv_transfer_params: decode computed", "instance"
+            "prefills_without_parameters",
+            "Responses of prefill without kv_transfer_params: decode computed those prompts",
+            "instance",
         )
         self.reported = counter(
             "reported_handover_failures",
-            "Hand-overs without KV that decode servers count: recomputed, or failed, as kv_load_failure_policy says",
+            "Hand-over failures that decode servers report: recomputed or failed, as kv_load_failure_policy says",
             "instance",
         )
-        self.ejections = counter("ejections", "Servers that get no requests any more", "role", "instance")
-        self.first_seconds = histogram("time_to_first_token_seconds", "Until the client has the first piece", "route")
-        self.request_seconds = histogram("request_seconds", "Until the client has the whole answer", "route")
-        self.leg_seconds = histogram("leg_seconds", "In one leg", "role")
+        self.ejections = counter(
+            "ejections",
+            "How often a server stopped getting requests because its health checks failed",
+            "role",
+            "instance",
+        )
+        self.first_seconds = histogram(
+            "time_to_first_token_seconds",
+            "Seconds until the client has the first piece, of successful requests",
+            "route",
+        )
+        self.request_seconds = histogram(
+            "request_seconds", "Seconds until the client has the whole response, of successful requests", "route"
+        )
+        self.leg_seconds = histogram("leg_seconds", "Seconds of one request to one server", "role")
         registry.register(_Gauges(instances))
 
     def removed(self, instance: Instance) -> None:
-        """A server is not known any more: its series go."""
+        """Remove the time series of a server that was removed."""
         for family in (self.legs, self.without_parameters, self.reported, self.ejections):
             family.remove_by_labels({"instance": instance.name})
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -68,9 +91,11 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         labels = ["role", "instance"]
-        up = GaugeMetricFamily(f"{PREFIX}_up", "Whether a server's health checks succeed", labels=labels)
-        requests = GaugeMetricFamily(f"{PREFIX}_in_flight", "Legs that a server works on", labels=labels)
-        tokens = GaugeMetricFamily(f"{PREFIX}_outstanding_tokens", "About how many a server has to do", labels=labels)
+        up = GaugeMetricFamily(f"{PREFIX}_up", "1 if the health checks of a server succeed, otherwise 0", labels=labels)
+        requests = GaugeMetricFamily(f"{PREFIX}_in_flight", "Legs in flight at a server", labels=labels)
+        tokens = GaugeMetricFamily(
+            f"{PREFIX}_outstanding_tokens", "Estimated tokens of the legs in flight at a server", labels=labels
+        )
         for one in self._instances():
             where = [one.role.value, one.name]
             up.add_metric(where, float(one.state is State.UP))

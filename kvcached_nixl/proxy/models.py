@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/v1/models``: what a decode server says, since its answers are what clients get."""
+"""``/v1/models``: the response of a decode server, because clients get their answers from decode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 20
 
 
 async def models(scope: Scope, options: Options, fleet: Fleet) -> Response:
-    """The answer of a decode server; of another if it fails."""
+    """Returns the response of a decode server; if one fails, another is asked."""
     try:
         require_key(scope, options.api_key)
         tried: list[str] = []
@@ -47,7 +47,7 @@ async def models(scope: Scope, options: Options, fleet: Fleet) -> Response:
 
 
 async def _ask(server: Instance, scope: Scope, options: Options) -> Response:
-    late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
+    late = LegFailed(RouterFailure.TIME, server.name, "the server did not answer in time", status=504)
     with Guard() as guard:
         guard.limit(options.connect_timeout_seconds + options.health_interval_seconds, late)
         reply = await server.connections.ask("GET", "/v1/models", passed_on(scope, options.upstream_key))

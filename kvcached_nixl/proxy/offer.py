@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill's answer says of a hand-over, and what follows from it for a decode that was asked at the same time."""
+"""Reads prefill's response, and in push ends decode's leg when that response rules the hand-over out."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
 
 @dataclass(frozen=True)
 class Offer:
-    """What prefill's answer says.
+    """What prefill's response says about the hand-over.
 
     Attributes:
-        raw: its parameters as they came, for decode; None if there are none.
-        found: where it is; None without parameters.
+        raw: its kv_transfer_params, unchanged, for decode; None if there are none.
+        found: where prefill is; None without kv_transfer_params.
     """
 
     raw: msgspec.Raw | None
@@ -39,13 +39,13 @@ class Offer:
 
 
 def read_offer(name: str, said: bytes) -> Offer:
-    """Read prefill's answer.
+    """Read prefill's response.
 
     Args:
-        name: of the server.
+        name: of the server, for the error.
 
     Raises:
-        LegFailed: it cannot be used.
+        LegFailed: the response is malformed.
     """
     try:
         raw = _prefill_answer.decode(said).kv_transfer_params
@@ -56,16 +56,16 @@ def read_offer(name: str, said: bytes) -> Offer:
             return Offer(None, None)
         return Offer(raw, Found.of(params))
     except (msgspec.MsgspecError, Malformed, RecursionError) as error:
-        reason = f"prefill's answer cannot be used: {str(error)[:200]}"
+        reason = f"prefill's response cannot be used: {str(error)[:200]}"
         raise LegFailed(RouterFailure.ANSWER, name, reason) from error
 
 
 class NoParameters(LegFailed):
-    """Prefill was asked together with decode, and hands nothing over."""
+    """In push, prefill answered without kv_transfer_params, so decode waits for a hand-over that will not come."""
 
 
 class Beside:
-    """In push: prefill's leg, which ends decode's when nothing can come of it any more."""
+    """In push: watches prefill's leg, and ends decode's leg when the hand-over cannot succeed any more."""
 
     def __init__(self, prefilling: asyncio.Task[Offer], prefill: Instance, found: Found) -> None:
         self._prefilling = prefilling
@@ -73,7 +73,7 @@ class Beside:
         self._found = found
 
     def watch(self, guard: Guard, out: Outgoing) -> None:
-        """From now on ``guard`` is ended by prefill's failure, unless the client has heard of decode."""
+        """End ``guard`` when prefill's leg fails, unless the response to the client has begun."""
 
         def judge(prefilling: asyncio.Task[Offer]) -> None:
             if out.has_begun or prefilling.cancelled():
@@ -88,8 +88,12 @@ class Beside:
 
     def _judge(self, offer: Offer) -> Exception | None:
         if offer.found is None:
-            return NoParameters(RouterFailure.ANSWER, self._prefill.name, "prefill hands nothing over")
+            return NoParameters(
+                RouterFailure.ANSWER,
+                self._prefill.name,
+                "prefill answered without kv_transfer_params, so it hands nothing over",
+            )
         if replace(offer.found, incarnation=self._found.incarnation) != self._found:
-            reason = "prefill was started again, and is not where it was"
+            reason = "prefill was restarted, and its engine is not where the router last found it"
             return LegFailed(RouterFailure.RESTARTED, self._prefill.name, reason)
         return None

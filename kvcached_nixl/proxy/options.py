@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that the router's operator can set, read once, checked, frozen.
+"""All settings of the router: read once at start, validated, immutable.
 
-Environment, so that no key is seen in a list of processes:
+Keys come from the environment, so that a list of processes does not show them:
 
-    KVCACHED_NIXL_API_KEY         what clients must send as "Authorization: Bearer ..."; unset: nothing is asked of them
+    KVCACHED_NIXL_API_KEY         clients must send it as "Authorization: Bearer ..."; unset: no key is needed
     KVCACHED_NIXL_ADMIN_KEY       the same for /instances; unset: /instances answers on loopback only
-    KVCACHED_NIXL_UPSTREAM_KEY    what servers get in place of the client's; unset: what the client has sent
+    KVCACHED_NIXL_UPSTREAM_KEY    sent to servers in place of the client's key; unset: the client's key is passed on
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Options:
-    """See ``kvcached-nixl proxy --help``, which says the same for each.
+    """The settings; ``kvcached-nixl proxy --help`` describes all of them.
 
     Attributes:
-        attempts: how often a request is tried at most, before anything of it has reached the client.
-        decode_alone: decode may compute prompts, where there is no prefill or nothing can be handed over.
+        attempts: how often a request is tried at most. Nothing is tried again once the response has begun.
+        decode_alone: decode may compute prompts itself where no prefill is up, or nothing can be handed over.
         prefill_timeout_seconds: for the whole response of a prefill leg.
-        first_token_timeout_seconds: of a streamed response; ``inter_token_timeout_seconds``: between two pieces of it.
+        first_token_timeout_seconds: until the first piece of a streamed response.
+        inter_token_timeout_seconds: between two pieces of a streamed response.
         response_timeout_seconds: for the whole of a response that is not streamed.
-        client_timeout_seconds: how long a client may take for its head, its body, or to read one piece.
+        client_timeout_seconds: how long a client may take for its body, or to read one piece.
         drain_timeout_seconds: how long requests in flight may take after SIGTERM.
     """
 
@@ -71,7 +72,7 @@ class Options:
         names = [address_of(url) for url in (*self.prefill, *self.decode)]
         for name in names:
             if names.count(name) > 1:
-                raise _bad(f"the server {name} twice", "each server once, as prefill or as decode")
+                raise _bad(f"the server {name} is given twice", "each server once, as prefill or as decode")
         for key in (
             "attempts",
             "max_inflight",
@@ -89,7 +90,7 @@ class Options:
             raise _bad(f"port={self.port}", "0 to 65535")
         for key in (self.api_key, self.admin_key, self.upstream_key):
             if not (key.isascii() and key.isprintable()):
-                raise _bad("a key with characters that no header can carry", "printable ASCII")
+                raise _bad("a key with characters that an HTTP header cannot carry", "printable ASCII")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -98,7 +99,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Number(NamedTuple):
-    """A number on the command line: the field of `Options`, its flag, and what it was called at first."""
+    """A numeric flag: the field of `Options`, the flag's name, and its name in earlier releases."""
 
     field: str
     flag: str
@@ -108,19 +109,37 @@ class _Number(NamedTuple):
 
 
 _NUMBERS = (
-    _Number("attempts", "--attempts", "", int, "how often a request is tried at most, before the client has any of it"),
-    _Number("max_inflight", "--max-inflight", "--most-requests", int, "requests in flight; one more is answered 429"),
-    _Number("max_body_bytes", "--max-body-bytes", "--body-bytes", int, "of one request; a longer body is answered 413"),
+    _Number("attempts", "--attempts", "", int, "how often a request is tried at most, before its response has begun"),
+    _Number(
+        "max_inflight", "--max-inflight", "--most-requests", int, "requests in flight at once; one more is answered 429"
+    ),
+    _Number(
+        "max_body_bytes",
+        "--max-body-bytes",
+        "--body-bytes",
+        int,
+        "body size of one request; a larger one is answered 413",
+    ),
     _Number(
         "max_total_body_bytes",
         "--max-total-body-bytes",
         "--bodies-bytes",
         int,
-        "of all requests in flight together; one more is answered 429",
+        "body size of all requests in flight together; a request beyond it is answered 429",
     ),
-    _Number("max_response_bytes", "--max-response-bytes", "--answer-bytes", int, "of a response that is not streamed"),
-    _Number("connect_timeout_seconds", "--connect-timeout", "--connect-seconds", float, "seconds until connected"),
-    _Number("prefill_timeout_seconds", "--prefill-timeout", "--prefill-seconds", float, "seconds for a prefill leg"),
+    _Number(
+        "max_response_bytes", "--max-response-bytes", "--answer-bytes", int, "size of a response that is not streamed"
+    ),
+    _Number(
+        "connect_timeout_seconds", "--connect-timeout", "--connect-seconds", float, "seconds to connect to a server"
+    ),
+    _Number(
+        "prefill_timeout_seconds",
+        "--prefill-timeout",
+        "--prefill-seconds",
+        float,
+        "seconds for the response of prefill",
+    ),
     _Number(
         "first_token_timeout_seconds",
         "--first-token-timeout",
@@ -147,28 +166,30 @@ _NUMBERS = (
         "--client-timeout",
         "--client-seconds",
         float,
-        "seconds for a client to send its head or its body, or to read a piece",
+        "seconds for a client to send its body, or to read one piece of the response",
     ),
     _Number(
         "drain_timeout_seconds",
         "--drain-timeout",
         "--drain-seconds",
         float,
-        "seconds for what is in flight at SIGTERM",
+        "seconds for the requests in flight to finish after SIGTERM",
     ),
     _Number(
         "health_interval_seconds",
         "--health-interval",
         "--health-seconds",
         float,
-        "seconds between two GETs of /health",
+        "seconds between two checks of a server's /health",
     ),
-    _Number("health_failures", "--health-failures", "", int, "in a row, after which a server gets no requests"),
+    _Number(
+        "health_failures", "--health-failures", "", int, "failed checks in a row, after which a server gets no requests"
+    ),
 )
 
 
 class _OldFlag(argparse.Action):
-    """A flag's earlier name: it works for one release, and says what to write instead. ``const``: the new name."""
+    """A flag's earlier name, accepted for one release. Prints the new name, which is in ``const``."""
 
     def __call__(
         self,
@@ -179,37 +200,40 @@ class _OldFlag(argparse.Action):
     ) -> None:
         setattr(namespace, self.dest, values)
         sys.stderr.write(
-            f"{parser.prog}: {option_string} is called {self.const} now; the old name goes with the next release\n"
+            f"{parser.prog}: {option_string} is deprecated, use {self.const}; the next release removes the old name\n"
         )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the router."""
+    """Add the router's flags to a parser."""
     default = Options()
     parser.add_argument("--prefill", action="append", default=[], metavar="URL", help="a prefill server; repeatable")
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="a decode server; repeatable")
     parser.add_argument(
-        "--servers", type=Path, metavar="FILE", help='more of them, as JSON: {"prefill": [URL, ...], "decode": [...]}'
+        "--servers",
+        type=Path,
+        metavar="FILE",
+        help='file with more servers, as JSON: {"prefill": [URL, ...], "decode": [...]}',
     )
-    parser.add_argument("--host", default=default.host, help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=default.port, help="(%(default)s)")
+    parser.add_argument("--host", default=default.host, help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=default.port, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--policy",
         default=default.policy,
-        help="round-robin, least-tokens, power-of-two, prefix-affinity, or module:Class of your own (%(default)s)",
+        help="round-robin, least-tokens, power-of-two, prefix-affinity, or your module:Class (default: %(default)s)",
     )
     parser.add_argument(
         "--decode-alone",
         action="store_true",
-        help="let decode compute prompts where no prefill is up, and those of n > 1 and of prompt lists, which are "
-        "answered 400 else",
+        help="let decode compute prompts where no prefill server is up. It also computes n > 1 and prompt lists, "
+        "which are otherwise answered 400",
     )
     parser.add_argument(
         "--client-params",
         action="store_true",
-        help="take kv_transfer_params of clients: they then say which server decode connects to",
+        help="accept kv_transfer_params from clients: they then choose which server decode connects to",
     )
-    parser.add_argument("--log-json", action="store_true", help="one JSON object per request, not a line of words")
+    parser.add_argument("--log-json", action="store_true", help="log one JSON object per request instead of key=value")
     for one in _NUMBERS:
         parser.add_argument(
             one.flag,
@@ -217,7 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=one.kind,
             default=getattr(default, one.field),
             metavar="N",
-            help=f"{one.description} (%(default)s)",
+            help=f"{one.description} (default: %(default)s)",
         )
         if one.old_flag:
             parser.add_argument(
@@ -232,10 +256,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_arguments(found: argparse.Namespace, environ: Mapping[str, str]) -> Options:
-    """Options of a command line.
+    """Returns the options of a parsed command line and the environment.
 
     Raises:
-        SettingsError: one cannot be used, or the file of servers cannot be read.
+        SettingsError: an option has an unusable value, or the file of servers cannot be read.
     """
     servers = _read(found.servers) if found.servers is not None else _File()
     plain = ("host", "port", "policy", "decode_alone", "client_params", "log_json", *(one.field for one in _NUMBERS))
@@ -256,8 +280,8 @@ def _read(path: Path) -> _File:
         raise SettingsError(
             found=f"--servers {path}: {error}",
             expected='JSON: {"prefill": ["http://HOST:PORT", ...], "decode": [...]}',
-            consequence="It is not known which servers there are.",
-            remedy="Correct the file or its name.",
+            consequence="The router does not know its servers, and does not start.",
+            remedy="Correct the file, or the path.",
         ) from error
 
 

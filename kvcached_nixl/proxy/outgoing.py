@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the client hears: an answer as a whole, a stream of whole events, or an error. Once per request.
+"""The response to the client: a whole response, a stream of whole events, or an error. Once per request.
 
-Whatever is said to a client that has gone raises `ClientLeft`.
+Sending to a client that has disconnected raises `ClientLeft`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["GIVEN_UP", "Events", "Outgoing", "Send"]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 END = b"data: [DONE]\n\n"
 GIVEN_UP = ("abort", "error")
-"""Of vLLM's finish_reason: what there is of the answer is not all of it."""
-# Inside a JSON string quotes are escaped, so no text of a model has one of these.
+"""vLLM's finish_reasons of a response that is incomplete."""
+# Quotes are escaped inside a JSON string, so generated text cannot match any of these.
 _ERROR = b'data: {"error"'
 _CHOICE = re.compile(rb'"choices":\s*\[\s*\{')
 _REASON = re.compile(rb'"finish_reason":\s*"')
@@ -30,13 +30,13 @@ class Outgoing:
     """See the module.
 
     Args:
-        request_id: for ``X-Request-Id``: the client's own, or the router's.
-        is_closing: whether the connection has ended, or is about to.
+        request_id: value of ``X-Request-Id``: the client's own, or the router's.
+        is_closing: returns whether the connection has ended, or is about to.
 
     Attributes:
-        status: of the answer; 0 before it has begun.
-        has_ended: all of it was given to the connection.
-        sent_bytes: of its body.
+        status: HTTP status of the response; 0 before it has begun.
+        has_ended: the whole response was written to the connection.
+        sent_bytes: bytes of the body sent so far.
     """
 
     def __init__(self, send: Send, request_id: bytes, is_closing: Callable[[], bool] = bool) -> None:
@@ -51,41 +51,41 @@ class Outgoing:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything has reached the client: then nothing can be tried again."""
+        """Whether the response has begun. If so, the request cannot be tried again."""
         return self.status != 0
 
     async def whole(self, status: int, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
-        """All at once."""
+        """Send a complete response."""
         await self._begin(status, content_type, (b"content-length", str(len(body)).encode()), *more)
         self.sent_bytes = len(body)
         self.has_ended = True
         await self._say({"type": "http.response.body", "body": body})
 
     async def refuse(self, refusal: Refusal, *more: tuple[bytes, bytes]) -> None:
-        """An error, where nothing has been sent."""
+        """Send an error response; only before the response has begun."""
         if refusal.retry_after_seconds is not None:
             more = (*more, (b"retry-after", str(refusal.retry_after_seconds).encode()))
         body = error_body(refusal.status, refusal.message, refusal.param)
         await self.whole(refusal.status, b"application/json", body, *more)
 
     async def begin(self, content_type: bytes) -> None:
-        """A stream of events."""
+        """Begin a stream of events."""
         self._is_open = True
         await self._begin(200, content_type, (b"cache-control", b"no-cache"))
 
     async def piece(self, events: bytes) -> None:
-        """Whole events. Waits while the client does not read."""
+        """Send whole events. Waits while the client does not read."""
         self.sent_bytes += len(events)
         await self._say({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self) -> None:
-        """The stream is complete."""
+        """End the stream."""
         self._is_open = False
         self.has_ended = True
         await self._say({"type": "http.response.body", "body": b""})
 
     async def break_off(self, status: int, message: str) -> None:
-        """A stream fails in the middle: an error event as vLLM has it, and no ``[DONE]``, which would say: whole."""
+        """End a stream that failed: an error event in vLLM's format, without ``[DONE]``, which would mean success."""
         if self._is_open:
             await self.piece(b"data: " + error_body(status, message) + b"\n\n")
             await self.end()
@@ -108,7 +108,7 @@ class Outgoing:
         try:
             await self._send(message)
         except RuntimeError as error:
-            # uvloop, unlike asyncio, raises it for a connection that is lost before uvicorn has been told so.
+            # Unlike asyncio, uvloop raises RuntimeError for a lost connection before uvicorn is told that it is lost.
             if self._is_said or not self._is_closing():
                 raise
             raise ClientLeft from error
@@ -116,15 +116,15 @@ class Outgoing:
 
 
 class Events:
-    """Cuts a stream where events end, so that what follows a failure is never glued to half an event.
+    """Splits a stream at the ends of events, so that an error event is never appended to half an event.
 
     Attributes:
         is_complete: the last event was ``[DONE]``.
-        has_ended: nothing more comes; for whoever reads it to say.
-        has_error: an event was an error of the server's.
-        has_reason: a choice has come to its end.
-        is_given_up: a choice has come to it too soon.
-        count: events so far that say something of a choice.
+        has_ended: no more data will arrive; set by the reader.
+        has_error: an event was an error of the server.
+        has_reason: an event had a finish_reason.
+        is_given_up: a finish_reason was one of `GIVEN_UP`.
+        count: number of events so far with a choice.
     """
 
     def __init__(self) -> None:
@@ -138,14 +138,14 @@ class Events:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer has said that it has come to its end."""
+        """Whether the response has a finish_reason, and none of `GIVEN_UP`."""
         return self.has_reason and not self.is_given_up
 
     def cut(self, piece: bytes) -> bytes:
-        """The whole events that are there now; what is left waits for its end.
+        """Returns the events that are complete now; the rest is kept for the next call.
 
         Raises:
-            ValueError: an event is longer than any that a server sends.
+            ValueError: an event is longer than `MOST_EVENT_BYTES`.
         """
         if self._rest:
             piece = self._rest + piece

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which server gets a request. One method; ``--policy module:Class`` takes a class of your own.
+"""Policies: which server gets a request. ``--policy module:Class`` loads your own class, with one method:
 
     class Mine:
         def choose(self, candidates: Sequence[Load], request: Wanted) -> int: ...
 
-A policy is made once per role, with no arguments, and asked on the event loop's thread: it must not wait.
+A policy is created once per role, without arguments, and called on the event loop's thread: it must not block.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["POLICIES", "LeastTokens", "Policy", "PowerOfTwo", "PrefixAffinity", 
 
 
 class Wanted(NamedTuple):
-    """What a policy sees of a request.
+    """What a policy knows about a request.
 
     Attributes:
         namespace: requests of two namespaces share no computed blocks.
-        prefix: what the prompt begins with, as text or as token ids, four bytes each.
-        prompt_tokens, max_tokens: about how many.
+        prefix: the prompt, as text or as token ids of four bytes each; compared from its beginning.
+        prompt_tokens, max_tokens: estimates.
     """
 
     namespace: bytes
@@ -37,15 +37,15 @@ class Wanted(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses among servers of one role."""
+    """Chooses a server among those of one role."""
 
     def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
-        """The place of the chosen one in ``candidates``, which is never empty."""
+        """Returns an index into ``candidates``, which is never empty."""
         ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """The servers in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -56,7 +56,7 @@ class RoundRobin:
 
 
 class LeastTokens:
-    """Who has the fewest tokens to compute; among equals, one after the other."""
+    """The server with the fewest outstanding tokens; equal servers in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -68,7 +68,7 @@ class LeastTokens:
 
 
 class PowerOfTwo:
-    """The less loaded of two that are drawn: routers that do not know of each other do not all choose the same."""
+    """The less loaded of two random servers, so that independent routers do not all choose the same one."""
 
     def __init__(self, draw: random.Random | None = None) -> None:
         self._draw = draw or random.Random()
@@ -81,7 +81,10 @@ class PowerOfTwo:
 
 
 class PrefixAffinity:
-    """Who has computed the longest beginning of the prompt, unless it has far more to do than the least loaded."""
+    """The server that computed the longest prefix of the prompt, unless its load is far above the lowest.
+
+    "Far" is more than ``MOST_AHEAD_TOKENS`` outstanding tokens.
+    """
 
     MOST_AHEAD_TOKENS = 16_384
 
@@ -113,10 +116,10 @@ POLICIES: tuple[tuple[str, Callable[[], Policy]], ...] = (
 
 
 def make(name: str) -> Policy:
-    """A policy by its name, or by ``module:Class``.
+    """Create a policy by its name, or by ``module:Class``.
 
     Raises:
-        SettingsError: there is none such, or it has no method ``choose``.
+        SettingsError: no such policy exists, or it has no method ``choose``.
     """
     for known, kind in POLICIES:
         if name == known:
@@ -134,7 +137,7 @@ def make(name: str) -> Policy:
             found=f"--policy {name} ({reason if found is None else 'an object without a method choose'})",
             expected=f"{', '.join(known for known, _ in POLICIES)} or module:Class, a class without arguments whose "
             "objects have choose(candidates, request)",
-            consequence="It is not known which server gets a request.",
+            consequence="The router cannot choose a server for a request, and does not start.",
             remedy="Correct --policy, or put the module on PYTHONPATH.",
         )
     return cast(Policy, found)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many data-parallel ranks a prefill server has: asked of itself, once per start of it.
+"""Asks a prefill server how many data-parallel ranks it has. Once per incarnation of the server.
 
-vLLM refuses a request that names a rank it does not have, and says which there are, before it computes anything
-(vllm/v1/engine/input_processor.py, 0.19 to 0.30). So one that no server has is named, with a prompt of one token.
+vLLM refuses a request that names a rank it does not have, and reports the valid range, before it computes anything
+(vllm/v1/engine/input_processor.py, 0.19 to 0.30). So the router sends a one-token prompt that names an impossible rank.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MOST_ANSWER_BYTES = 1 << 20
 
 
 async def ask_rank_count(server: Instance, asked: Asked, headers: list[tuple[bytes, bytes]], options: Options) -> None:
-    """Ask, and have ``server.ranks`` know it. A server that cannot be asked now is asked another time.
+    """Ask the server, and store the result in ``server.ranks``. Without an answer, a later request asks again.
 
     Args:
-        asked: a client's request, whose model is asked for: a key may be for that alone.
-        headers: of a leg of it.
+        asked: a client's request. Its model is used, because the client's key may be valid for that model only.
+        headers: of a leg of that request.
     """
     fields: dict[str, Any] = {name: asked.fields[name] for name in ("model",) if name in asked.fields}
     body = msgspec.json.encode({**fields, "prompt": [1], "max_tokens": 1})
-    late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
+    late = LegFailed(RouterFailure.TIME, server.name, "the server did not answer in time", status=504)
     ranks, count, has_answered = server.ranks, None, False
     ranks.asking()
     try:
@@ -47,7 +47,7 @@ async def ask_rank_count(server: Instance, asked: Asked, headers: list[tuple[byt
             has_answered = reply.status in (200, 400)
             count = range_of(said, NOBODY) if reply.status == 400 else None
     except LegFailed:
-        # The leg that follows says what is wrong with the server.
+        # Ignored: the prefill leg that follows reports what is wrong with the server.
         pass
     finally:
         if count is not None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which data-parallel ranks a prefill server has, and where each is: learnt from its own answers. Once per server.
+"""The data-parallel ranks of a prefill server and their coordinates, learned from its responses. Once per server.
 
-A push tells decode where prefill is before prefill has said so, so it must be known which rank will compute. vLLM takes
-the rank from the header ``X-data-parallel-rank`` (vllm/entrypoints, 0.19 to 0.30), which counts the ranks that this API
-server has; without it vLLM chooses by itself. An engine's id ends in ``_dp`` and a number where there may be several,
-but that number is the header's only in some versions and only without hybrid load balancing. So nothing is derived: a
-rank is where its answer to that header said that it is, and how many there are is the server's own answer, too.
+In push, decode is told where prefill is before prefill has answered, so the router must choose the rank that computes.
+vLLM takes the rank from the header ``X-data-parallel-rank`` (vllm/entrypoints, 0.19 to 0.30), which counts the ranks of
+this API server; without the header vLLM chooses the rank. An engine id ends in ``_dp`` and a number where there may be
+several ranks, but that number equals the header's only in some versions, and only without hybrid load balancing. So
+nothing is derived from it. The coordinates of a rank are those in its response to a request that named it, and the
+number of ranks is what the server itself reports.
 
-A server with one rank is never named: its only place is None.
+A server that is known to have one rank is not sent the header: its only rank is None.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ logger = logging.getLogger("kvcached_nixl.proxy")
 RANK_HEADER = b"X-data-parallel-rank"
 MOST_RANKS = 1024
 PULL_SECONDS = 60.0
-"""How long nothing is pushed to a server whose ranks cannot be told apart, until it is tried anew."""
+"""How long a server whose ranks cannot be told apart is used in pull only, before push is tried again."""
 AGAIN_SECONDS = 1.0
-"""Between two questions for the number of ranks, where the first had no answer."""
+"""Pause before asking for the number of ranks again, if there was no answer."""
 MOST_FORMER = 64
 _MAY_BE_ONE_OF_SEVERAL = re.compile(r"_dp[0-9]+\Z")
 _RANGE = re.compile(r"data_parallel_rank ([0-9]{1,10}) is out of range \[0, ([0-9]{1,5})\)")
@@ -39,11 +40,12 @@ _RANGE = re.compile(r"data_parallel_rank ([0-9]{1,10}) is out of range \[0, ([0-
 
 @dataclass(frozen=True)
 class Found:
-    """What a prefill server's own answer said of it.
+    """Where an engine of a prefill server is, from its own response.
 
     Attributes:
-        start: drawn when its engine started; "" where it does not say.
-        pushes: it writes; decode may be asked at the same time.
+        where: engine id, side channel and tensor-parallel size.
+        incarnation: drawn when the engine started; "" if the response has no manifest.
+        pushes: the engine is in push mode, so decode may be asked at the same time.
     """
 
     where: RemotePrefill
@@ -52,9 +54,9 @@ class Found:
 
     @classmethod
     def of(cls, params: KvTransferParams) -> Found:
-        """Raises `Malformed`: a coordinate is missing."""
+        """Returns what ``params`` say. Raises `Malformed` if a coordinate is missing."""
         manifest = params.manifest
-        # A name alone leads decode to nothing at servers without this package: theirs are asked one after the other.
+        # A server without this package cannot find a request by its transfer_id alone, so it is not used in push.
         pushes = params.transfer_mode == "push" and manifest is not None
         return cls(params.prefill, "" if manifest is None else manifest.incarnation, pushes)
 
@@ -75,9 +77,9 @@ _refused = msgspec.json.Decoder(_Refused)
 
 
 def range_of(said: bytes, named: int) -> int | None:
-    """How many ranks there are, as vLLM says it when it refuses the one that was named.
+    """Returns the number of ranks from vLLM's refusal of the rank that was named.
 
-    Returns: None if that is not what it says: a body may quote what its client has sent.
+    None if the response is not that refusal. The format is checked strictly: an error may quote the client's text.
     """
     try:
         found = _RANGE.match(_refused.decode(said).error.message)
@@ -89,7 +91,7 @@ def range_of(said: bytes, named: int) -> int | None:
 
 
 class Ranks:
-    """See the module. For the event loop's thread.
+    """See the module. Use it on the event loop's thread only.
 
     Args:
         name: of the server, for the log.
@@ -110,37 +112,37 @@ class Ranks:
 
     @property
     def latest(self) -> Found | None:
-        """What the last answer said; None if there was none, or it may not be true any more."""
+        """What the last response said; None if there was none, or it may be outdated."""
         return self._latest
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Those that a request may name; empty where there is only one, or where it is not known how many there are."""
+        """The ranks that a request may name; empty if there is only one, or their number is not known."""
         return () if self._count is None or self._count < 2 else tuple(range(self._count))
 
     def found(self, rank: int | None) -> Found | None:
-        """Where a rank is, None being the only one of a server; None if that is not known for sure."""
+        """Returns the coordinates of a rank, or of the only rank (``rank`` is None); None if they are not certain."""
         if rank is None and self._latest is not None and self._latest.may_be_one_of_several and self._count != 1:
             return None
         return self._known.get(rank)
 
     def forget(self) -> None:
-        """The server may be another one than it was."""
+        """Discard everything: the server may have been restarted."""
         self._known.clear()
         self._former.clear()
         self._count, self._is_counted, self._latest = None, False, None
         self._not_before = 0.0
 
     def lost(self, rank: int | None) -> None:
-        """A rank hands nothing over."""
+        """Discard the coordinates of a rank that answered without kv_transfer_params."""
         self._known.pop(rank, None)
         if not self._known:
             self._latest = None
 
     def learn(self, rank: int | None, found: Found) -> None:
-        """What an answer said, of the rank that the request has named."""
+        """Learn from a response. ``rank`` is the rank that the request named, or None."""
         if rank is not None and not found.may_be_one_of_several:
-            # One engine answers to every number that is left.
+            # The engine is not one of several any more, so the server has only one rank now.
             self.forget()
             rank = None
         self._latest = found
@@ -148,22 +150,22 @@ class Ranks:
         if before == found or (rank is not None and rank not in self.named):
             return
         if not found.pushes:
-            # Whoever is asked one after the other needs no names.
+            # In pull the ranks need not be known: decode gets prefill's response.
             self._count, self._known = None, {None: found}
             return
         if self._clock() < self._pulls_until:
             self._known.clear()
             return
         if rank is None and found.may_be_one_of_several and self._count != 1:
-            # Any of them has answered. It counts if there turns out to be no other.
+            # Any of several ranks may have answered. Kept in case there turns out to be only one.
             if self._count is None:
                 self._known = {None: found}
             return
         if found in self._former or any(one.where == found.where for key, one in self._known.items() if key != rank):
-            self._pull("has several engines that answer by turns")
+            self._pull("has several engines that answer in turn")
             return
         if before is not None:
-            # Another start of it; with it the number of ranks may have changed.
+            # The engine was restarted, and the number of ranks may have changed, so it is asked again.
             self._is_counted = False
             self._former.add(before)
             if len(self._former) > MOST_FORMER:
@@ -174,7 +176,7 @@ class Ranks:
 
     @property
     def wants_count(self) -> bool:
-        """Whether somebody should ask the server how many ranks it has, and nobody does."""
+        """Whether the server should be asked for its number of ranks, and no request is asking already."""
         return (
             not self._is_counted
             and not self._is_asking
@@ -185,32 +187,32 @@ class Ranks:
         )
 
     def asking(self) -> None:
-        """Somebody asks, and will call `counted`, `uncounted` or `uncountable`."""
+        """A request starts asking; it must call `counted`, `uncounted` or `uncountable` afterwards."""
         self._is_asking = True
 
     def counted(self, count: int) -> None:
-        """The server has said it."""
+        """The server reported its number of ranks."""
         self._is_asking = False
         self._is_counted, self._count = True, count
         meant: tuple[int | None, ...] = self.named or (None,)
         self._known = {rank: found for rank, found in self._known.items() if rank in meant}
 
     def uncounted(self) -> None:
-        """It has not answered."""
+        """The server did not answer; ask again after `AGAIN_SECONDS`."""
         self._is_asking = False
         self._not_before = self._clock() + AGAIN_SECONDS
 
     def uncountable(self) -> None:
-        """It has answered something else."""
+        """The server answered without its number of ranks; use it in pull for `PULL_SECONDS`."""
         self._is_asking = False
         self._pull("does not say how many data-parallel ranks it has")
 
     def _pull(self, reason: str) -> None:
         if not self._pulls_until:
             logger.warning(
-                "prefill server %s %s; expected that X-data-parallel-rank says which one computes. Nothing is pushed "
-                "to it: decode is asked when it has answered. It is tried anew every %.0f s. Let whatever stands "
-                "before it pass that header on, or give each engine an address of its own. Said once.",
+                "prefill server %s %s; expected that X-data-parallel-rank selects the rank that computes. The server "
+                "is used in pull, not in push. Push is tried again every %.0f s. Let the gateway in front of it pass "
+                "that header on, or give each engine its own URL. This is logged once.",
                 self._name,
                 reason,
                 PULL_SECONDS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of one request: its line in the log, its place in the metrics and on the page. No prompt, no key."""
+"""The result of one request, for the log, the metrics and the web page. Contains no prompt and no key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ SHOWN_ON_PAGE = 50
 
 @dataclass
 class Record:
-    """Filled in while the request is served. Times are of ``time.perf_counter``, in seconds."""
+    """Filled in while the request is served.
+
+    Attributes:
+        begun: ``time.perf_counter`` in seconds, for durations.
+        at: ``time.time`` in seconds.
+        first_seconds: from ``begun`` until the client had the first piece.
+        on_first: called when the client has the first piece.
+    """
 
     request_id: str
     client_id: str
@@ -48,7 +55,7 @@ class Record:
         self.prompt_tokens = asked.prompt_tokens
 
     def first(self) -> None:
-        """The client has the first piece."""
+        """Called when the first piece is sent to the client."""
         if self.first_seconds is None:
             self.first_seconds = time.perf_counter() - self.begun
         if self.on_first is not None:
@@ -56,7 +63,7 @@ class Record:
 
 
 class Recorder:
-    """Once per process."""
+    """Counts and logs finished requests, and keeps the last ones for the page. Once per process."""
 
     def __init__(self, metrics: Metrics, *, as_json: bool) -> None:
         self._metrics = metrics
@@ -64,7 +71,7 @@ class Recorder:
         self._latest: deque[dict[str, Any]] = deque(maxlen=SHOWN_ON_PAGE)
 
     def ended(self, record: Record) -> None:
-        """Count it, log it, show it."""
+        """Count and log a finished request, and keep it for the page."""
         seconds = time.perf_counter() - record.begun
         self._metrics.requests.labels(record.route, record.outcome).inc()
         if record.outcome == "ok":
@@ -100,11 +107,11 @@ class Recorder:
                 )
 
     def latest(self) -> list[dict[str, Any]]:
-        """The last requests, newest first."""
+        """Returns the last requests, newest first."""
         return list(self._latest)
 
 
 def _plain(value: object) -> str:
-    # A client's id must not begin a line of its own.
+    # A client's text, such as its id, must not contain a line end: it could forge a log line.
     text = str(value)
     return text if text.isprintable() and " " not in text else repr(text)

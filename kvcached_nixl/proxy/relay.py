@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leg whose answer is the client's: asked, looked at until it is known to be one, passed on. Once per leg."""
+"""The leg whose response goes to the client: sent, checked at its beginning, then passed on. Once per leg."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcached_nixl.proxy.request_body import Asked, Route
 __all__ = ["relay", "require_success"]
 
 FIRST_EVENTS = 2
-"""Of a chat: vLLM says the role with the first token, and only behind it that there is none."""
+"""Events of a chat that are held back: vLLM sends the role first, and only after it an error."""
 
 
 async def relay(
@@ -34,21 +34,23 @@ async def relay(
     options: Options,
     record: Record,
 ) -> None:
-    """Ask, and pass the answer on.
+    """Send the request to a server, and pass its response on to the client.
 
     Raises:
-        LegFailed: the server did not answer, or not to the end. ``out.has_begun`` says whether the client knows.
-        Answered: it says that the request is wrong.
-        ClientLeft: the client does not read.
+        LegFailed: the server did not answer, or not completely. ``out.has_begun`` tells whether the response had begun.
+        Answered: the server answered 4xx.
+        ClientLeft: the client did not read in time.
     """
     streams = bytes(asked.fields["stream"]) == b"true" if "stream" in asked.fields else False
     seconds = options.first_token_timeout_seconds if streams else options.response_timeout_seconds
-    late = LegFailed(RouterFailure.TIME, server.name, "the server has not answered in time", status=504)
+    late = LegFailed(RouterFailure.TIME, server.name, "the server did not answer in time", status=504)
     guard.limit(seconds, late)
     reply = await server.connections.ask("POST", asked.route.value, headers, body)
     try:
         if not reply.is_plain:
-            raise LegFailed(RouterFailure.ANSWER, server.name, "the server's answer is compressed", is_retriable=False)
+            raise LegFailed(
+                RouterFailure.ANSWER, server.name, "the server's response is compressed", is_retriable=False
+            )
         if reply.status == 200 and reply.is_stream:
             async with aclosing(reply.pieces()) as pieces:
                 await _stream(server, asked.route, reply, pieces, out, guard, options, record)
@@ -74,16 +76,16 @@ async def _stream(
     record: Record,
 ) -> None:
     events = Events()
-    pause = LegFailed(RouterFailure.TIME, server.name, "the server has stopped in the middle of its answer", status=504)
+    pause = LegFailed(RouterFailure.TIME, server.name, "the server stopped in the middle of its response", status=504)
     slow = ClientLeft()
     try:
         held = await _first(events, pieces, FIRST_EVENTS if route is Route.CHAT else 1)
         if events.has_ended and not events.is_complete:
-            raise LegFailed(RouterFailure.BROKEN, server.name, "the server's answer ended before it began")
+            raise LegFailed(RouterFailure.BROKEN, server.name, "the server's response ended before its first token")
         if events.has_error:
-            # No more of its text: it may be of the prompt.
+            # Only the tags of the error: its text may contain parts of the prompt.
             tags = hand_over_tags(held)
-            reason = f"the KV hand-over failed: {tags}" if tags else "the server's answer begins with an error"
+            reason = f"the KV hand-over failed: {tags}" if tags else "the server's response begins with an error"
             raise LegFailed(RouterFailure.HANDOVER, server.name, reason)
         _require_reason(events, server.name)
         guard.limit(options.client_timeout_seconds, slow)
@@ -99,18 +101,18 @@ async def _stream(
                 await out.piece(whole)
                 guard.limit(options.inter_token_timeout_seconds, pause)
     except ValueError as error:
-        raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sends {error}") from error
+        raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sent {error}") from error
     if not events.is_complete:
-        raise LegFailed(RouterFailure.BROKEN, server.name, "the server's answer ended before its end")
+        raise LegFailed(RouterFailure.BROKEN, server.name, "the server's response ended without [DONE]")
     guard.limit(options.client_timeout_seconds, slow)
     await out.end()
     if events.has_error:
         record.outcome = RouterFailure.SERVER.value
-        record.reason = "the server ended its answer with an error"
+        record.reason = "the server ended its response with an error"
 
 
 async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> bytes:
-    """The first events, held back until they say whether this is an answer."""
+    """Returns the first events, held back until they show whether this is a response or an error."""
     held = b""
     async for piece in pieces:
         held += events.cut(piece)
@@ -121,10 +123,13 @@ async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> by
 
 
 def _require_reason(events: Events, server: str) -> None:
-    """vLLM passes over a streamed output without tokens, also where it is the last one and says what has failed."""
+    """Check that a stream with ``[DONE]`` has a finish_reason.
+
+    vLLM skips an output without tokens in a stream, even if it is the last one and reports a failure.
+    """
     if events.is_complete and not (events.is_whole or events.has_error):
         raise LegFailed(
-            RouterFailure.HANDOVER, server, "the server says [DONE] of an answer that has not come to its end"
+            RouterFailure.HANDOVER, server, "the server sent [DONE], but no finish_reason of a complete response"
         )
 
 
@@ -140,35 +145,40 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 def _require_answer(said: bytes, server: str) -> None:
-    """A 200 that is no answer is not passed on as one; what it says is not looked at."""
+    """Check that a 200 response has choices that finished. The generated text is not checked."""
     try:
         choices = _answer.decode(said).choices
     except (msgspec.MsgspecError, RecursionError) as error:
         raise LegFailed(
-            RouterFailure.ANSWER, server, "the server answers 200 and no JSON with choices that ended"
+            RouterFailure.ANSWER, server, "the server answered 200 without JSON that has finished choices"
         ) from error
     if any(one.finish_reason in GIVEN_UP for one in choices):
-        raise LegFailed(RouterFailure.SERVER, server, "the server has given the request up")
+        raise LegFailed(RouterFailure.SERVER, server, "the server aborted the request")
 
 
 def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool) -> None:
-    """Check what a server has answered.
+    """Check the status of a server's response.
 
     Raises:
-        Answered: 4xx, which is the client's to hear.
-        LegFailed: anything else but 200.
+        Answered: 4xx, which is passed on to the client.
+        LegFailed: any other status than 200, and 4xx that another attempt or the operator can resolve.
     """
     status = reply.status
     if status == 200:
         return
     if status in (401, 403) and has_own_key:
-        raise LegFailed(RouterFailure.UPSTREAM_KEY, server, "the server refuses the router's key", is_retriable=False)
+        raise LegFailed(
+            RouterFailure.UPSTREAM_KEY,
+            server,
+            "the server refused the router's key (KVCACHED_NIXL_UPSTREAM_KEY)",
+            is_retriable=False,
+        )
     if status in (408, 425, 429, 503):
-        raise LegFailed(RouterFailure.UPSTREAM_BUSY, server, f"the server answers {status}", status=503)
+        raise LegFailed(RouterFailure.UPSTREAM_BUSY, server, f"the server answered {status}", status=503)
     if 400 <= status < 500:
         raise Answered(status, reply.content_type, said)
     if status >= 500:
         tags = hand_over_tags(said)
         cause = RouterFailure.HANDOVER if tags else RouterFailure.SERVER
-        raise LegFailed(cause, server, f"the server answers {status}{tags and f', the KV hand-over failed: {tags}'}")
-    raise LegFailed(RouterFailure.ANSWER, server, f"the server answers {status}", is_retriable=False)
+        raise LegFailed(cause, server, f"the server answered {status}{tags and f', the KV hand-over failed: {tags}'}")
+    raise LegFailed(RouterFailure.ANSWER, server, f"the server answered {status}", is_retriable=False)

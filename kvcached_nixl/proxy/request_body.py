@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client wants, and what prefill and decode are asked for it. Once per request; pure.
+"""Reads a client's body, and makes the bodies for prefill and decode. Once per request; without side effects.
 
-The body is taken apart once, at its top level: what nobody here has to know stays the bytes that it came as, and both
-servers get them so. Only what would change which tokens are right is looked into.
+The body is parsed once, at its top level only. Values that the router does not need stay the client's bytes, and both
+servers get them unchanged. Only fields are read that decide whether and how the prompt's KV can be handed over.
 """
 
 from __future__ import annotations
@@ -22,46 +22,48 @@ from kvcached_nixl.wire.params import KvTransferParams, Malformed, TokenId, pars
 __all__ = ["Alone", "Asked", "Route", "decode_body", "prefill_body", "read"]
 
 DEFAULT_MAX_TOKENS = 256
-"""What a request without a limit counts as, where outstanding tokens are compared."""
+"""Assumed for a request without a limit, when servers' outstanding tokens are compared."""
 BYTES_PER_TOKEN = 4
 _INT64 = 2**63
 
 
 class Route(str, Enum):
-    """What is routed: the path of a client's request, and of each leg."""
+    """The routed endpoints: path of a client's request, and of each leg."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
 
 
 class Alone(str, Enum):
-    """Why decode computes a prompt itself."""
+    """Why a request is served by one server, without a hand-over."""
 
     LOGPROBS = "prompt_logprobs"
-    """It has to: the log-probabilities of a prompt come from computing it."""
+    """Decode must compute the prompt to get its log-probabilities."""
     NOTHING_TO_DECODE = "max_tokens"
     SEVERAL = "several"
     TRUNCATION = "truncation"
     NO_PREFILL = "no_prefill"
     NO_PARAMETERS = "no_parameters"
-    """Prefill has answered without any."""
+    """Prefill answered without kv_transfer_params."""
     CLIENT = "client"
-    """The client has parameters of its own."""
+    """The client sent its own kv_transfer_params."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request.
+    """A client's request.
 
     Attributes:
-        fields: the body's top level, each value as it came; without ``kv_transfer_params`` and ``prefix_prompt_ids``.
-        params: the client's own, allowed and checked; ``None`` if there are none that name a role.
-        raw_params: the same as they came.
-        alone: why there is nothing to hand over, or None.
-        needs_leave: only if the router may let decode compute prompts; ``reason`` say what else to do.
+        fields: the body's top level, values unparsed; without ``kv_transfer_params`` and ``prefix_prompt_ids``.
+        params: the client's own kv_transfer_params, allowed and validated; None if there are none that name a role.
+        raw_params: the same, unparsed.
+        alone: why there is no hand-over, or None.
+        needs_leave: the request is served only with ``--decode-alone``. Otherwise the client gets ``reason``.
+        reason: error text that says what to send instead; "" if ``needs_leave`` is false.
+        param: the field that ``reason`` is about.
         namespace: of the prefix; requests of two namespaces share no computed blocks.
-        prefix: what the prompt begins with: its bytes, or those of the ids that the client has sent.
-        prompt_tokens, max_tokens: about how much work it is, for balancing only.
+        prefix: the prompt, for prefix affinity: its bytes, or those of the token ids that the client sent.
+        prompt_tokens, max_tokens: estimates of the work, for load balancing only.
     """
 
     route: Route
@@ -80,7 +82,7 @@ class Asked:
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
-# A tuple of pairs, not a dict: nothing at module level may be changed.
+# A tuple of pairs, not a dict, so that it is immutable.
 _KNOWN = tuple(
     (name, msgspec.json.Decoder(kind))
     for name, kind in (
@@ -99,7 +101,7 @@ _KNOWN = tuple(
         ("prefix_prompt_ids", list[TokenId] | None),
     )
 )
-# What needs more than one token, or makes the answer long; nothing of it changes what the KV follows from.
+# Removed for prefill, because they need more than one token or enlarge the response. None of them changes the KV.
 _NOT_FOR_PREFILL = frozenset(
     (
         *("stream", "stream_options", "stream_interval", "n", "best_of"),
@@ -112,13 +114,13 @@ _ODD_NUMBER = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}")
 
 
 def read(route: Route, body: bytes, *, allows_params: bool) -> Asked:
-    """Take a client's body apart.
+    """Parse a client's body.
 
     Args:
-        allows_params: whether a client may say ``kv_transfer_params`` that name a role or a server.
+        allows_params: whether a client may send ``kv_transfer_params`` that name a role or a server.
 
     Raises:
-        Refusal: 400, with what was found and expected; it names the field.
+        Refusal: 400, with what was found and expected, and the name of the field.
     """
     fields = _top_level(body)
     known = {name: _known(fields, name, decoder) for name, decoder in _KNOWN if name in fields}
@@ -129,7 +131,10 @@ def read(route: Route, body: bytes, *, allows_params: bool) -> Asked:
     ids = known.get("prefix_prompt_ids")
     if params is not None and params.prefix_prompt_ids is not None:
         if ids is not None and ids != params.prefix_prompt_ids:
-            raise _bad("prefix_prompt_ids", "found two that differ, in the body and in kv_transfer_params")
+            raise _bad(
+                "prefix_prompt_ids",
+                "prefix_prompt_ids: found two that differ, in the body and in kv_transfer_params; expected one of them",
+            )
         ids = params.prefix_prompt_ids
     text = bytes(fields.get("prompt" if route is Route.COMPLETIONS else "messages", msgspec.Raw(b"")))
     alone, reason, param = _alone(route, fields, known, text)
@@ -157,7 +162,7 @@ def read(route: Route, body: bytes, *, allows_params: bool) -> Asked:
 
 
 def prefill_body(asked: Asked, transfer_id: str | None, leg_id: str) -> bytes:
-    """The request as prefill gets it: one token, not streamed, and what is needed is how to hand its KV over."""
+    """Returns the body for prefill: one token, not streamed, with the kv_transfer_params that ask for a hand-over."""
     fields: dict[str, Any] = {key: value for key, value in asked.fields.items() if key not in _NOT_FOR_PREFILL}
     fields |= {
         "max_tokens": 1,
@@ -171,7 +176,7 @@ def prefill_body(asked: Asked, transfer_id: str | None, leg_id: str) -> bytes:
 
 
 def decode_body(asked: Asked, params: KvTransferParams | msgspec.Raw | None, leg_id: str) -> bytes:
-    """The request as decode gets it: as it came, with what says where its KV is."""
+    """Returns the body for decode: the client's body, with the kv_transfer_params that locate its KV."""
     fields: dict[str, Any] = dict(asked.fields)
     if params is not None:
         fields["kv_transfer_params"] = params
@@ -179,7 +184,7 @@ def decode_body(asked: Asked, params: KvTransferParams | msgspec.Raw | None, leg
 
 
 def _encode(fields: dict[str, Any], leg_id: str) -> bytes:
-    # An id of the client's would name a request at a server.
+    # The client's own request_id must not reach a server: both legs and other clients could share it.
     if "request_id" in fields:
         fields["request_id"] = leg_id
     return msgspec.json.encode(fields)
@@ -193,18 +198,18 @@ def _top_level(body: bytes) -> dict[str, msgspec.Raw]:
         if _ODD_NUMBER.search(body):
             _refuse_odd_numbers(msgspec.json.decode(body))
     except UnicodeDecodeError as error:
-        raise _bad(None, f"the body is no UTF-8: {error.reason} at byte {error.start}") from error
+        raise _bad(None, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
-        raise _bad(None, "the body is nested too deep") from error
+        raise _bad(None, "the body is nested too deeply") from error
     except msgspec.MsgspecError as error:
-        # msgspec has no other word for half of a surrogate pair.
-        reason = str(error).replace("Input data was truncated", "it ends too soon, or has half of a surrogate pair")
-        raise _bad(None, f"the body is not the JSON object that is expected: {reason[:300]}") from error
+        # msgspec reports half of a surrogate pair with the same message.
+        reason = str(error).replace("Input data was truncated", "it is truncated, or has half of a surrogate pair")
+        raise _bad(None, f"the body is not the expected JSON object: {reason[:300]}") from error
     return fields
 
 
 def _refuse_odd_numbers(found: Any) -> None:
-    """No server of this kind answers an integer beyond 64 bits with anything but 500."""
+    """Refuse integers beyond 64 bits: vLLM would answer them with status 500."""
     rest = [found]
     while rest:
         one = rest.pop()
@@ -213,7 +218,7 @@ def _refuse_odd_numbers(found: Any) -> None:
         elif isinstance(one, list):
             rest.extend(one)
         elif isinstance(one, int) and not -_INT64 <= one < _INT64:
-            raise _bad(None, "found an integer beyond 64 bits")
+            raise _bad(None, "found an integer beyond 64 bits; expected at most 64 bits")
 
 
 def _known(fields: Mapping[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -226,9 +231,11 @@ def _known(fields: Mapping[str, msgspec.Raw], name: str, decoder: msgspec.json.D
 def _refuse_side_doors(fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], allows_params: bool) -> None:
     for name in known.get("vllm_xargs") or ():
         if name in ("kv_transfer_params", "ec_transfer_params"):
-            raise _bad("vllm_xargs", f"vllm_xargs has {name!r}, which is a router's to say", RouterFailure.PARAMETERS)
+            raise _bad(
+                "vllm_xargs", f"vllm_xargs has {name!r}, which only the router may set", RouterFailure.PARAMETERS
+            )
     if not allows_params and bytes(fields.get("ec_transfer_params", msgspec.Raw(b"null"))) != b"null":
-        raise _bad("ec_transfer_params", "ec_transfer_params are a router's to say", RouterFailure.PARAMETERS)
+        raise _bad("ec_transfer_params", "ec_transfer_params may be set by the router only", RouterFailure.PARAMETERS)
 
 
 def _own_params(
@@ -248,8 +255,8 @@ def _own_params(
     if not allows_params:
         raise _bad(
             "kv_transfer_params",
-            "kv_transfer_params of a client are not taken: which server a request is handed over from is the router's "
-            "to say. Leave them out (prefix_prompt_ids alone may be there)",
+            "kv_transfer_params of a client are not accepted: only the router chooses the server that a request is "
+            "handed over from. Leave them out (prefix_prompt_ids alone is allowed)",
             RouterFailure.PARAMETERS,
         )
     if not (params.do_remote_prefill or params.do_remote_decode):
@@ -264,7 +271,7 @@ def _own_params(
 def _alone(
     route: Route, fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], text: bytes
 ) -> tuple[Alone | None, str, str]:
-    """Why nothing is handed over, what the client is told where decode may not do it alone, and of which field."""
+    """Returns why there is no hand-over, the error text without ``--decode-alone``, and the field it is about."""
     n, several = known.get("n"), ""
     if n is not None and n < 1:
         raise _bad("n", f"n: found {n}, expected at least 1")
@@ -275,7 +282,7 @@ def _alone(
     elif route is Route.COMPLETIONS and (count := _prompts(fields)) > 1:
         several, name = f"prompt: found a list of {count}", "prompt"
     if several:
-        reason = f"{several}; expected one sequence. Each is a hand-over of its own: send them one by one"
+        reason = f"{several}; expected one sequence, because each needs its own hand-over. Send them one by one"
         return Alone.SEVERAL, reason, name
     if known.get("prompt_logprobs") is not None or (
         route is Route.COMPLETIONS and known.get("echo") and known.get("logprobs") is not None
@@ -286,28 +293,28 @@ def _alone(
     truncated = known.get("truncate_prompt_tokens")
     if truncated is not None and truncated < 0:
         reason = (
-            f"truncate_prompt_tokens: found {truncated}; expected a number of tokens. What is left of the prompt would "
-            "follow from max_tokens, which is another one for prefill"
+            f"truncate_prompt_tokens: found {truncated}; expected a number of tokens. A negative value makes the "
+            "truncation depend on max_tokens, which differs between prefill and decode"
         )
         return Alone.TRUNCATION, reason, "truncate_prompt_tokens"
     return None, "", ""
 
 
 def _prompts(fields: Mapping[str, msgspec.Raw]) -> int:
-    """How many prompts a completion has, as text, as ids and as embeddings."""
+    """Returns the number of prompts of a completion, as text, token ids and embeddings."""
     return sum(_length(bytes(fields[name])) for name in ("prompt", "prompt_embeds") if name in fields)
 
 
 def _length(value: bytes) -> int:
     if value == b"null":
         return 0
-    # Anything else is one, a list of ids as well; what is no prompt at all is for a server to say.
+    # Anything else counts as one prompt, a list of token ids too. The server reports an invalid prompt.
     is_list = value.startswith(b"[") and value[1:64].lstrip()[:1] in (b'"', b"[")
     return len(_raw_list.decode(value)) if is_list else 1
 
 
 def _about_tokens(text: bytes) -> int:
-    # Lists of ids have a comma each.
+    # A list of token ids has a comma between every two.
     return text.count(b",") if text.startswith(b"[") and text[1:2].isdigit() else len(text) // BYTES_PER_TOKEN
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request on its way: attempts, each of one or two legs, until the client has an answer or an error.
+"""Serves one request: attempts of one or two legs each, until the client has a response or an error.
 
-    pull     prefill is asked, its parameters go to decode as they came
-    push     both are asked at once, under a fresh name; prefill is found by what it has said of itself before, and
-             told which of its data-parallel ranks that was, if it has several
+    pull     prefill is asked first; its kv_transfer_params go to decode unchanged
+    push     both are asked at once, with a new transfer_id. Decode gets the coordinates that prefill reported before.
+             If prefill has several data-parallel ranks, it is told which one these belong to
     alone    decode computes the prompt itself
 
-Until the first piece has reached the client an attempt may be followed by another; after that nothing is tried again.
+A failed attempt may be followed by another until the response to the client has begun. After that nothing is retried.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ logger = logging.getLogger("kvcached_nixl.proxy")
 MOST_PREFILL_ANSWER_BYTES = 8 << 20
 PAUSE_SECONDS = 0.05
 LATE_PREFILL_SECONDS = 1.0
-"""How long a request that is answered waits for the end of prefill's leg, so that its connection can be kept."""
+"""How long a finished request waits for the end of prefill's leg, so that its connection can be reused."""
 
 
 class Journey:
     """See the module. Once per request.
 
     Args:
-        headers: for each leg, but for its id.
+        headers: for each leg, without its X-Request-Id.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Journey:
         self._wanted = Wanted(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens)
 
     async def run(self) -> None:
-        """Until the client has its answer.
+        """Serve the request until the client has the whole response.
 
         Raises:
-            Refusal: no server is up, or what is asked may not be done.
-            LegFailed: the last attempt's failure; the client may have had a part of the answer.
-            Answered: a server says that the request is wrong.
+            Refusal: no server is up, or the request is not allowed.
+            LegFailed: the last attempt failed; the client may have received a part of the response.
+            Answered: a server answered 4xx.
         """
         asked, options = self._asked, self._options
         if asked.needs_leave and not options.decode_alone:
@@ -99,10 +99,10 @@ class Journey:
                 self._fleet.metrics.retries.labels(failure.cause.value).inc()
                 self._tried.add(failure.server)
                 if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER):
-                    # Decode may have failed for what it got, or did not get, from prefill.
+                    # Decode may have failed because of prefill, so another prefill is preferred, too.
                     self._tried.add(self._record.prefill)
                 if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER, RouterFailure.RESTARTED):
-                    # Decode may have been told of a prefill that is gone; one that is asked first says where it is.
+                    # Decode may have been sent to a dead incarnation of prefill. In pull, prefill reports where it is.
                     self._may_push = False
                 self._record.reason = failure.reason
             await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
@@ -149,7 +149,7 @@ class Journey:
         offer = await self._prefill_leg(prefill, None)
         if offer.raw is None:
             return await self._alone(Alone.NO_PARAMETERS)
-        # Only now: prefill may have taken long.
+        # Chosen only now, by the present load: prefill may have taken long.
         decode = self._choose_decode()
         while True:
             try:
@@ -157,7 +157,7 @@ class Journey:
             except LegFailed as failure:
                 self._tried.add(decode.name)
                 other = self._fleet.choose(Role.DECODE, self._wanted, self._tried)
-                # If it was delivered, what prefill keeps may have been taken.
+                # If the request was delivered, decode may have fetched the KV, and prefill may have released it.
                 if failure.cause is not RouterFailure.UNREACHABLE or other is None or other.server.name in self._tried:
                     raise
                 self._fleet.metrics.retries.labels(failure.cause.value).inc()
@@ -175,7 +175,7 @@ class Journey:
         except NoParameters:
             await self._alone(Alone.NO_PARAMETERS)
         finally:
-            # A connection that is closed before its answer has its server stop.
+            # Cancelling closes the connection, which makes prefill abort the request.
             prefilling.cancel()
             await asyncio.gather(prefilling, return_exceptions=True)
 
@@ -184,7 +184,7 @@ class Journey:
     async def _prefill_leg(self, place: Place, transfer_id: str | None) -> Offer:
         asked, options, prefill = self._asked, self._options, place.server
         leg_id = self._leg_id()
-        late = LegFailed(RouterFailure.TIME, prefill.name, "prefill has not answered in time", status=504)
+        late = LegFailed(RouterFailure.TIME, prefill.name, "prefill did not answer in time", status=504)
         with self._leg(prefill, asked.prompt_tokens, place.rank) as guard:
             guard.limit(options.prefill_timeout_seconds, late)
             body = prefill_body(asked, transfer_id, leg_id)
@@ -195,7 +195,7 @@ class Journey:
             finally:
                 reply.close()
             if place.rank is not None and reply.status == 400 and range_of(said, place.rank) is not None:
-                reason = f"prefill was started again, and has no data-parallel rank {place.rank} any more"
+                reason = f"prefill was restarted, and no longer has data-parallel rank {place.rank}"
                 raise LegFailed(RouterFailure.RESTARTED, prefill.name, reason)
             require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
             offer = read_offer(prefill.name, said)
@@ -205,7 +205,7 @@ class Journey:
     async def _answer_leg(
         self, server: Instance, params: KvTransferParams | msgspec.Raw | None, beside: Beside | None = None
     ) -> None:
-        """The leg whose answer is the client's."""
+        """Run the leg whose response goes to the client."""
         asked = self._asked
         if server.role is Role.DECODE:
             self._record.decode = server.name
@@ -224,7 +224,7 @@ class Journey:
                 yield guard
         except LegFailed as failure:
             outcome = failure.cause.value
-            # In push, decode's leg is ended for what prefill has done.
+            # In push, decode's leg may be ended by a failure of prefill, which must not count against decode.
             if failure.server == server.name:
                 server.failed(failure)
             raise
@@ -240,7 +240,7 @@ class Journey:
                 metrics.legs.labels(server.role.value, server.name, outcome).inc()
 
     def _learn(self, place: Place, offer: Offer) -> None:
-        """What prefill's answer says of it counts from now on."""
+        """Update what the router knows about prefill from its response."""
         prefill = place.server
         if offer.found is not None:
             prefill.ranks.learn(place.rank, offer.found)
@@ -252,9 +252,9 @@ class Journey:
         if not prefill.is_warned:
             prefill.is_warned = True
             logger.warning(
-                "prefill server %s answers without kv_transfer_params, so decode computes what it has computed: found "
-                "no parameters, expected a NixlConnector. Start it with --kv-transfer-config. Said once until it hands "
-                "over again; the metric counts them.",
+                "prefill server %s answers without kv_transfer_params, expected them from a NixlConnector. Decode "
+                "computes those prompts again. Start prefill with --kv-transfer-config. Logged once until the server "
+                "hands over again; the metric kvcached_nixl_router_prefills_without_parameters_total counts them.",
                 prefill.name,
             )
 
@@ -263,7 +263,7 @@ class Journey:
         return headers if rank is None else [*headers, (RANK_HEADER, b"%d" % rank)]
 
     def _leg_id(self) -> str:
-        """No two legs share one: what a server has under an id of its own is this leg's alone."""
+        """Returns a new id for a leg. No two legs share one, so a server never confuses two legs."""
         self._legs += 1
         return f"{self._record.request_id}-leg{self._legs}"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activates kvcached_nixl without installing it: put this folder on PYTHONPATH.
 
-Python imports the first module named ``sitecustomize`` it finds, and there may be another one further on (coverage
-tools, tracers, distributions). It is run after this one and takes its place in ``sys.modules``.
+Python imports only the first module named ``sitecustomize`` on the path. If there is another one further on (coverage
+tools, tracers, distributions), this module runs it afterwards, and leaves it in ``sys.modules`` in its own place.
 """
 
 import importlib.machinery
@@ -11,11 +11,11 @@ import os
 import sys
 
 _RAN = "_kvcached_nixl_sitecustomize"
-"""Key in sys.modules: another chaining sitecustomize may find this one a second time, and must not start a circle."""
+"""Key in sys.modules. Prevents endless recursion if another sitecustomize runs the next one in the same way."""
 
 
 def _activate(here):
-    # At the end of the path: an installed kvcached_nixl comes first.
+    # Appended, so that an installed kvcached_nixl takes precedence.
     root = os.path.dirname(os.path.dirname(here))
     if root not in sys.path:
         sys.path.append(root)

@@ -146,12 +146,12 @@ def test_only_the_best_token_each_time_is_compared(body: bytes, is_determined: b
 
 
 def test_a_failure_is_the_server_s_own_only_if_it_is_the_same() -> None:
-    routed = Reply(502, JSON, b'{"error": {"message": "The request has failed: the server answers 500."}}')
+    routed = Reply(502, JSON, b'{"error": {"message": "The request failed: the server answered 500."}}')
     assert answers.is_same_failure(routed, Reply(500, JSON, b""))
     assert answers.is_same_failure(Reply(503, JSON, b""), Reply(503, JSON, b""))
     for status in (200, 400, 503):
         assert not answers.is_same_failure(routed, Reply(status, JSON, b""))
-    began = Reply(502, JSON, b"the server's answer begins with an error")
+    began = Reply(502, JSON, b"the server's response begins with an error")
     assert answers.is_same_failure(began, Reply(200, EVENTS, b'data: {"error": {}}'))
     assert not answers.is_same_failure(began, streamed(*PARTS))
     assert not answers.is_same_failure(Reply(504, JSON, b""), Reply(500, JSON, b""))
