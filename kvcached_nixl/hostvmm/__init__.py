@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcached on host memory: the same kvcached, no GPU.
+"""Host-memory emulation: runs the unmodified kvcached without a GPU.
 
-The unmodified kvcached, compiled over a small host-memory implementation of the runtime calls it uses (`native/`):
-reserved addresses, pages that come and go under them, the shared zero page and the limits are real. `build` compiles
-and installs it, `activate` makes vLLM's CPU worker accept it and is inert with any other kvcached, `device_info` shows
-what is in use, `is_hostvmm_build` tells it from a build for a GPU.
+kvcached is compiled over a small host-memory implementation of the runtime calls that it uses (`native/`). Reserved
+addresses, mapping and unmapping of pages, the shared zero page and the limits are real. `build` compiles and installs
+it. `activate` makes vLLM's CPU worker accept it, and does nothing with any other kvcached. `device_info` shows the
+memory in use. `is_hostvmm_build` distinguishes it from a build for a GPU.
 
-KVCACHED_HOSTVMM_GIB is the emulated device's size. Processes of one user share a device as they would a GPU, the ranks
-of a data-parallel server, too; KVCACHED_HOSTVMM_DEVICE names another one. What they share is its size: each process has
-an account of its own in it, by its id, so sharers must see each other's ids; others are refused.
-With KVCACHED_HOSTVMM_REGISTRATION=pinned, memory that is registered with NIXL does not follow its pages, as under a
-network card (`pinning`).
+KVCACHED_HOSTVMM_GIB is the size of the emulated device. Processes of one user share a device as they would share a GPU,
+including the ranks of a data-parallel server; KVCACHED_HOSTVMM_DEVICE selects another device. They share its size, not
+its memory: the device's file counts the memory of each process under its pid. So all of them must be in one pid
+namespace; a process in another one is refused.
+With KVCACHED_HOSTVMM_REGISTRATION=pinned, memory registered with NIXL does not follow its pages, as with a network card
+(`pinning`).
 
-Every process with ENABLE_KVCACHED imports this package to ask `recognition`. The rest is imported when it is used: on a
-GPU host nothing here may be able to fail.
+Every process with ENABLE_KVCACHED imports this package for `recognition`. The other modules are imported lazily, so
+that nothing in them can fail on a GPU host.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvcached_nixl.hostvmm`: build kvcached on host memory, and look at the emulated device."""
+"""`python -m kvcached_nixl.hostvmm`: build kvcached on host memory, and show the emulated device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pret
 @app.command()
 def build(
     sdist: Annotated[
-        Path, typer.Option(help="kvcached's source archive from the package index, or the folder it unpacks to.")
+        Path, typer.Option(help="kvcached's source archive from the package index, or the folder unpacked from it.")
     ],
-    python: Annotated[Path, typer.Option(help="Interpreter of the environment to build for and install into.")] = Path(
-        sys.executable
-    ),
+    python: Annotated[
+        Path, typer.Option(help="Python interpreter of the environment to build for and install into.")
+    ] = Path(sys.executable),
     wheel_dir: Annotated[Path | None, typer.Option(help="Keep the wheel in this folder and do not install it.")] = None,
 ) -> None:
-    """Build the unmodified kvcached over host memory (about half a minute) and install it.
+    """Build the unmodified kvcached on host memory (about half a minute) and install it.
 
     Needs a C++17 compiler, Python's headers, and torch 2.10 or newer (any build) and setuptools in the environment.
     Exit status 0: built and installed; 1: refused or failed, with the reason on standard error.
@@ -51,8 +51,8 @@ def build(
 
 
 @app.command()
-def info(index: Annotated[int, typer.Option(min=0, max=15, help="Which of the user's emulated devices.")] = 0) -> None:
-    """Show the emulated device's size and who uses how much of it."""
+def info(index: Annotated[int, typer.Option(min=0, max=15, help="Index of the emulated device.")] = 0) -> None:
+    """Show the size of the emulated device, and how much of it each process uses."""
     try:
         found = device_info(index)
     except HostvmmError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the hooks in place, once, and only where kvcached runs on host memory."""
+"""Installs the hooks, once per process, and only if kvcached is the build on host memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from . import hooks, pinning
 from .device import clear_abandoned
 from .recognition import is_hostvmm_build
 
-# With this prefix wrapt keeps the attribute on the wrapper, and finds it through wrappers put around ours.
+# wrapt stores attributes with the prefix _self_ on the wrapper itself. Other wrappers around ours still find it.
 _MARK = "_self_kvcached_nixl_hostvmm"
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One name that needs a host answer."""
+    """One attribute of kvcached, vLLM or NIXL that is replaced."""
 
     module: str
     attribute: str
     """Dotted path inside the module."""
     replace: Callable[[Any], Any]
-    """The present value to its replacement."""
+    """Takes the present value, returns its replacement."""
     why: str
     versions: str
 
@@ -54,14 +54,14 @@ HOOKS: tuple[Hook, ...] = (
         _INTERFACES,
         "init_kvcached",
         _wrapped_by(hooks.init_kvcached),
-        "the CPU worker's device is `cpu`; checks the host's memory",
+        "gets the device `cpu` from the CPU worker, for which it has no memory calls",
         "kvcached 0.1.6",
     ),
     Hook(
         _INTERFACES,
         "start_worker_listener_thread",
         _wrapped_by(hooks.start_worker_listener_thread),
-        "the listener thread selects a CUDA device and dies without one",
+        "starts a listener thread that selects a CUDA device and ends without one",
         "kvcached 0.1.6",
     ),
     Hook(
@@ -75,7 +75,7 @@ HOOKS: tuple[Hook, ...] = (
         _INTERFACES,
         "build_kv_views",
         _wrapped_by(hooks.build_kv_views),
-        "the same, for models with several KV-cache groups",
+        "refuses the same shape, for models with several KV-cache groups",
         "vLLM up to 0.22; passes later shapes on",
     ),
     Hook(
@@ -89,7 +89,7 @@ HOOKS: tuple[Hook, ...] = (
         _INTERFACES,
         "get_kv_cache_manager",
         _wrapped_by(hooks.get_kv_cache_manager),
-        "a pool below one page group waits for ever",
+        "waits for ever with a pool of less than one page group",
         "kvcached 0.1.6",
     ),
     Hook(
@@ -113,28 +113,28 @@ PINNING_HOOKS = tuple(
         module,
         f"nixl_agent.{name}",
         _wrapped_by(wrapper),
-        "registers what is mapped at that moment, as a network card does",
+        "would follow later mappings; a network card registers what is mapped at that moment",
         "NIXL 0.10 to 1.5",
     )
-    # `nixl` loads one of the two: that of the CUDA which torch was built for; with none, either.
+    # `nixl` loads one of the two: the one for torch's CUDA version, or either if torch has no CUDA.
     for module in ("nixl_cu12._api", "nixl_cu13._api")
     for name, wrapper in (("get_reg_descs", pinning.get_reg_descs), ("get_xfer_descs", pinning.get_xfer_descs))
 )
-"""Where KVCACHED_HOSTVMM_REGISTRATION is set; an unusable value of it is refused when something is registered."""
+"""Installed if KVCACHED_HOSTVMM_REGISTRATION is set. An unusable value is refused when memory is registered."""
 
 
 @dataclass
 class Activation:
-    """What became of each hook in this process; grows as modules are imported."""
+    """The result of each hook in this process. Hooks are added as their modules are imported."""
 
     reason: str
-    """Why the hooks are active, or why not."""
+    """Why the hooks are active or not."""
     active: bool
     applied: list[Hook] = field(default_factory=list)
     refused: list[tuple[Hook, str]] = field(default_factory=list)
 
     def refusals(self) -> tuple[tuple[str, Refused], ...]:
-        """Every hook that found another name than it was written for, as (name, refusal)."""
+        """Returns (name, refusal) for every hook whose attribute does not exist."""
         return tuple(
             (
                 f"hostvmm: {hook.attribute}",
@@ -150,18 +150,18 @@ class Activation:
 
 
 def activate(environment: Mapping[str, str] = os.environ) -> Activation:
-    """Prepares this process for kvcached on host memory.
+    """Prepares this process for kvcached on host memory. Idempotent.
 
-    Call it before vLLM is imported, in every process, any number of times. Does nothing, and imports nothing, unless
-    ENABLE_KVCACHED is on and the installed kvcached is the build on host memory. Hooks on modules imported later are
-    recorded in the result when they are.
+    Call it in every process, before vLLM is imported. Does nothing, and imports nothing, unless ENABLE_KVCACHED is on
+    and the installed kvcached is the build on host memory. Hooks for modules that are imported later are added to the
+    result at that time.
     """
     if environment.get("ENABLE_KVCACHED", "").lower() not in ("1", "true"):
         return Activation("ENABLE_KVCACHED is off", active=False)
     if not is_hostvmm_build():
         return Activation("the installed kvcached is not the build on host memory", active=False)
     activation = Activation("kvcached on host memory", active=True)
-    # vLLM's engines leave by os._exit, so nobody else takes away the account of the last one that this process started.
+    # vLLM's engines end with os._exit, without cleanup. So this process removes the device files that they left.
     atexit.register(clear_abandoned)
     pins = pinning.REGISTRATION_VARIABLE in environment
     for hook in (*HOOKS, *(PINNING_HOOKS if pins else ())):
@@ -170,7 +170,7 @@ def activate(environment: Mapping[str, str] = os.environ) -> Activation:
 
 
 def _apply(activation: Activation, hook: Hook, module: ModuleType) -> None:
-    """Never raises: an exception here would make the import hooks of others be skipped."""
+    """Install one hook. Never raises: an exception would make Python skip the import hooks of other packages."""
     *path, name = hook.attribute.split(".")
     owner: Any = module
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the unmodified kvcached over host memory and installs it in an environment."""
+"""Builds the unmodified kvcached on host memory, and installs it in an environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What the build uses of the machine."""
+    """Programs that the build calls."""
 
     compiler: str
     archiver: str
@@ -53,7 +53,7 @@ def find_toolchain() -> Toolchain:
         shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     )
     if compiler is None:
-        found = f"$CXX is {wanted!r}, which is no command" if wanted else "no c++, g++ or clang++ on PATH"
+        found = f"$CXX is {wanted!r}, which is not a command" if wanted else "no c++, g++ or clang++ on PATH"
         raise _cannot_build(found, "a C++17 compiler", "Install one (Debian, Ubuntu: apt-get install g++) or set CXX.")
     archiver = shutil.which(os.environ.get("AR", "ar"))
     if archiver is None:
@@ -62,7 +62,7 @@ def find_toolchain() -> Toolchain:
 
 
 def check_environment(python: Path) -> dict[str, str | bool | None]:
-    """What the interpreter at `python` offers the build. Raises HostvmmError naming what is missing."""
+    """Returns versions and headers of the environment of `python`. Raises HostvmmError naming what is missing."""
     try:
         probe = subprocess.run([python, "-c", _PROBE], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -102,9 +102,9 @@ def check_room(folder: Path) -> None:
 
 
 def build_runtime_archive(rocm_home: Path, toolchain: Toolchain) -> Path:
-    """Compiles the runtime into `rocm_home`/lib/libamdhip64.a beside its header and returns the archive.
+    """Compiles the runtime into `rocm_home`/lib/libamdhip64.a, copies its headers, and returns the archive.
 
-    Static and of hidden visibility: it becomes part of kvcached's extension and of nothing else in the process.
+    It is static, with hidden symbols, so that only kvcached's extension uses it and nothing else in the process.
     """
     shutil.copytree(_NATIVE / "include", rocm_home / "include")
     library = rocm_home / "lib" / "libamdhip64.a"
@@ -151,12 +151,12 @@ def build_wheel(sdist: Path, python: Path, wheel_dir: Path, progress: Progress) 
             )
     built = sorted(set(wheel_dir.glob("*.whl")) - before) or sorted(wheel_dir.glob(f"kvcached-*-{BUILD_TAG}-*.whl"))
     if not built:
-        raise _cannot_build(f"no wheel in {wheel_dir} after the build", "one", "Use the sources of kvcached 0.1.6.")
+        raise _cannot_build(f"no wheel in {wheel_dir} after the build", "a wheel", "Use the sources of kvcached 0.1.6.")
     return built[-1]
 
 
 def install_wheel(wheel: Path, python: Path) -> None:
-    """Installs `wheel` over any kvcached of the environment, without touching a package cache."""
+    """Installs `wheel` in place of any kvcached in the environment, without using a package cache."""
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv is not None:
         command = [uv, "pip", "install", "--python", str(python), "--no-cache", "--reinstall-package", "kvcached"]
@@ -166,9 +166,9 @@ def install_wheel(wheel: Path, python: Path) -> None:
     else:
         raise HostvmmError(
             found=f"no `uv` on PATH or in $UV, and no pip in {python}'s environment",
-            expected="either",
+            expected="uv or pip",
             consequence="kvcached was built but is not installed.",
-            remedy="Install either, or build with --wheel-dir and install the wheel yourself.",
+            remedy="Install one of them, or build with --wheel-dir and install the wheel yourself.",
         )
     _run([*command, str(wheel)], "installing kvcached")
 
@@ -197,7 +197,7 @@ def _run(command: Sequence[str], doing: str, *, cwd: Path | None = None, env: di
         sys.stderr.write(finished.stdout)
         raise HostvmmError(
             found=f"exit status {finished.returncode} from: {' '.join(command)}",
-            expected="0",
+            expected="exit status 0",
             consequence=f"{doing[0].upper()}{doing[1:]} failed; nothing is installed.",
             remedy="Its output is above.",
         )

@@ -3,9 +3,9 @@
 
     python build_backend.py ROCM_HOME WHEEL_DIR BUILD_TAG        (working directory: the unpacked kvcached)
 
-kvcached chooses its HIP branch by `torch.version.hip`, and torch's build helper takes its include and library folders
-from `ROCM_HOME`. A torch without ROCm reads neither from the environment, so they are set on the imported modules, in
-this process only.
+kvcached builds for HIP if `torch.version.hip` is set, and torch's build helper finds headers and libraries through
+`ROCM_HOME`. A torch without ROCm reads neither from the environment, so both are set on the imported modules, in this
+process only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(rocm_home: str, wheel_dir: str, build_tag: str) -> None:
     cpp_extension.HIP_HOME = rocm_home
     cpp_extension.IS_HIP_EXTENSION = True
 
-    # The build tag goes to the wheel's name and its WHEEL metadata: it is how the installed build is recognised.
+    # The build tag is written to the wheel's name and its WHEEL metadata, where `recognition` looks for it.
     config = Path(rocm_home, "build.cfg")
     config.write_text(f"[bdist_wheel]\nbuild_number = {build_tag}\n")
     os.environ["DIST_EXTRA_CONFIG"] = str(config)

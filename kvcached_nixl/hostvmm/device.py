@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated device: its size, and its account shared by all processes that use it."""
+"""The emulated device: its size, and the file in which all processes that use it account for their memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NAME_VARIABLE = "KVCACHED_HOSTVMM_DEVICE"
 _DEFAULT_GIB = 4.0
 _PAGE_BYTES = 2 << 20
 
-# The layout native/device.hpp defines.
+# Must equal the layout in native/device.hpp.
 _HEADER = struct.Struct("=Qqqq")
 _SLOT = struct.Struct("=9q")
 _NAMESPACE = struct.Struct("=q")
 _NAMESPACE_AT = 24
-"""In the header: the pid namespace whose ids the slots hold, 0 if nobody has said. Kept by this module alone."""
+"""Offset in the header of the pid namespace of the slots' pids, 0 if unknown. Only this module reads and writes it."""
 _SLOTS = 128
 _MAGIC = 0x314D4D5654534F48
 _VERSION = 1
@@ -34,18 +34,18 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """What one living process holds of the device, and what it did since it opened it."""
+    """Memory of the device that one running process holds, and its calls since it opened the device."""
 
     pid: int
     created_bytes: int
     mapped_bytes: int
-    """Address bytes with memory behind them; the zero page counts once per address it is mapped at."""
+    """Bytes of mapped addresses. The zero page counts once for each address that it is mapped at."""
     creates: int
     releases: int
     maps: int
     unmaps: int
     refused_creates: int
-    """Requests turned down because the device was full."""
+    """Allocations refused because the device was full."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DeviceInfo:
 
 
 def capacity_bytes(environment: Mapping[str, str] = os.environ) -> int:
-    """The emulated device's size: KVCACHED_HOSTVMM_GIB (decimals allowed, 4 by default), in whole 2 MiB pages."""
+    """Returns the emulated device's size: KVCACHED_HOSTVMM_GIB (default 4, decimals allowed), in whole 2 MiB pages."""
     text = environment.get(SIZE_VARIABLE) or str(_DEFAULT_GIB)
     try:
         gib = float(text)
@@ -73,7 +73,7 @@ def capacity_bytes(environment: Mapping[str, str] = os.environ) -> int:
         raise HostvmmError(
             found=f"{SIZE_VARIABLE}={text!r}",
             expected="a positive number of GiB such as 4 or 0.5",
-            consequence="The emulated device has no size.",
+            consequence="The size of the emulated device is not known.",
             remedy=f"Correct or unset {SIZE_VARIABLE}.",
         )
     pages = int(gib * 2**30) // _PAGE_BYTES
@@ -81,30 +81,32 @@ def capacity_bytes(environment: Mapping[str, str] = os.environ) -> int:
         raise HostvmmError(
             found=f"{SIZE_VARIABLE}={text!r}",
             expected="at least one page of 2 MiB (0.002 GiB)",
-            consequence="The emulated device would hold nothing.",
+            consequence="The emulated device would not hold a single page.",
             remedy=f"Raise {SIZE_VARIABLE}.",
         )
     return pages * _PAGE_BYTES
 
 
 def account_path(index: int = 0, environment: Mapping[str, str] = os.environ) -> Path:
-    """The device's shared account; it exists while a process uses the device. Processes of one user that name the same
-    KVCACHED_HOSTVMM_DEVICE ("0" by default) share one device per index."""
+    """Returns the path of the device's file, which exists while a process uses the device.
+
+    Processes of one user with the same KVCACHED_HOSTVMM_DEVICE (default "0") share one device per index.
+    """
     name = environment.get(NAME_VARIABLE) or "0"
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise HostvmmError(
             found=f"{NAME_VARIABLE}={name!r}",
             expected="up to 64 letters, digits, '_' or '-'",
-            consequence="The emulated device's account has no file name.",
+            consequence="The name cannot be used in a file name of the emulated device.",
             remedy=f"Correct or unset {NAME_VARIABLE}.",
         )
     return Path(f"/dev/shm/kvcached-hostvmm-{os.getuid()}-{name}-{index}")
 
 
 def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> DeviceInfo:
-    """The device's state as every process sees it. Any process of the same user may ask; nothing is changed.
+    """Returns the state of a device, without changing it. Any process of the same user may call it.
 
-    A device that nobody uses is empty. Processes that died are not listed: their memory is free.
+    A device that no process uses is empty. Dead processes are not listed, because their memory is free.
     """
     path = account_path(index, environment)
     try:
@@ -114,22 +116,22 @@ def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> 
     except FileNotFoundError:
         return DeviceInfo(capacity_bytes(environment), ())
     if len(content) < _HEADER.size + _SLOTS * _SLOT.size:
-        return DeviceInfo(capacity_bytes(environment), ())  # created this moment, not written yet
+        return DeviceInfo(capacity_bytes(environment), ())  # being created by another process
     magic, version, capacity, _ = _HEADER.unpack_from(content)
     if (magic, version) != (_MAGIC, _VERSION):
         raise HostvmmError(
-            found=f"{path} of version {version}",
-            expected=f"an account of version {_VERSION}",
+            found=f"{path}, which has version {version}",
+            expected=f"version {_VERSION}",
             consequence="Its numbers cannot be read.",
-            remedy="Stop the processes that use this device, or rebuild kvcached: both sides must be of one release.",
+            remedy="Stop the processes that use this device, or rebuild kvcached: both must be from one release.",
         )
     return DeviceInfo(capacity, tuple(ProcessUse(slot[0], *slot[2:]) for slot in _living(content)))
 
 
 def refuse_foreign_account(index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises HostvmmError if the device is accounted by the ids of another pid namespace.
+    """Raises HostvmmError if the device is used by processes of another pid namespace.
 
-    Call it before the device is opened: opening clears the slots of processes that cannot be seen.
+    Call it before the device is opened: opening it clears the slots of processes that this one cannot see.
     """
     path = account_path(index, environment)
     try:
@@ -140,10 +142,10 @@ def refuse_foreign_account(index: int = 0, environment: Mapping[str, str] = os.e
 
 
 def sign_account(index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
-    """Say in the account of a device that this process has opened whose ids it holds.
+    """Write the own pid namespace into the file of a device that this process has opened.
 
     Raises:
-        HostvmmError: those of another pid namespace.
+        HostvmmError: the file holds pids of another namespace.
     """
     path = account_path(index, environment)
     try:
@@ -158,11 +160,11 @@ def sign_account(index: int = 0, environment: Mapping[str, str] = os.environ) ->
 
 
 def clear_abandoned(folder: Path = Path("/dev/shm")) -> tuple[str, ...]:
-    """Remove the accounts of this user's devices that no living process uses: a process that was killed left its own.
+    """Remove the files of this user's devices that no running process uses; a killed process leaves its file behind.
 
-    Those of another pid namespace are left alone: whether their processes live cannot be seen.
+    Files of another pid namespace are kept: this process cannot see whether those processes still run.
 
-    Returns: their names.
+    Returns: the names of the removed files.
     """
     return tuple(path.name for path in folder.glob(f"kvcached-hostvmm-{os.getuid()}-*") if _clear(path))
 
@@ -197,13 +199,13 @@ def _own_namespace() -> int:
 
 
 def _refuse_foreign(path: Path, header: bytes) -> int:
-    """Returns: the namespace that the header names, 0 for none."""
+    """Returns the pid namespace in the header, 0 for none. Raises HostvmmError if it is not that of this process."""
     found = _HEADER.unpack(header)[3] if len(header) == _HEADER.size else 0
     if found not in (0, _own_namespace()):
         raise HostvmmError(
-            found=f"{path}, which is of processes in another pid namespace (another container)",
-            expected="a device of processes that see each other's ids",
-            consequence="Each side would take the other's memory for free, and its processes for dead.",
+            found=f"{path}, which is used by processes in another pid namespace (another container)",
+            expected="that all processes of a device are in one pid namespace",
+            consequence="Each side would treat the other's processes as dead, and their memory as free.",
             remedy=f"Name another device in {NAME_VARIABLE}, or delete that file if its processes have ended.",
         )
     return int(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvcached and vLLM's CPU worker need to be told on a machine without a GPU: one small function per name."""
+"""The hooks that let kvcached and vLLM's CPU worker run without a GPU: one function per replaced attribute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAPPINGS_FOR_OTHERS = 4096
 
 
 class HostCuda:
-    """`torch.cuda` as kvcached's vLLM interface uses it, answered for the emulated device."""
+    """The part of `torch.cuda` that kvcached's vLLM interface uses, for the emulated device."""
 
     def is_available(self) -> bool:
         return True
@@ -34,7 +34,7 @@ class HostCuda:
 
 
 class TorchWithHostCuda(wrapt.ObjectProxy):  # type: ignore[type-arg]  # old ones cannot be subscripted
-    """The torch module with `cuda` replaced, for one importing module only."""
+    """The torch module with `cuda` replaced. Only one module of kvcached sees it."""
 
     _self_cuda = HostCuda()
 
@@ -46,10 +46,10 @@ class TorchWithHostCuda(wrapt.ObjectProxy):  # type: ignore[type-arg]  # old one
 def init_kvcached(
     wrapped: Callable[..., None], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Checks the host, and names the emulated device.
+    """Checks the host's memory, and passes the emulated device to kvcached.
 
-    The CPU worker's device is `cpu`, which kvcached has no memory calls for. Each worker rank gets a device
-    of its own, as on GPUs; the engine core asks about the first.
+    The CPU worker passes the device `cpu`, for which kvcached has no memory calls. Each worker rank gets its own
+    emulated device, as on GPUs. The engine core gets device 0.
     """
     call = signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
@@ -64,7 +64,7 @@ def init_kvcached(
 
 
 def refuse_if_host_too_small(index: int) -> None:
-    """Raises HostvmmError if the machine cannot back the rest of emulated device `index`.
+    """Raises HostvmmError if the machine has less memory available than emulated device `index` has free.
 
     KVCACHED_HOSTVMM_OVERCOMMIT=1 skips the check, for pools that reserve much and use little.
     """
@@ -75,7 +75,7 @@ def refuse_if_host_too_small(index: int) -> None:
     if needed_bytes > found_bytes:
         raise HostvmmError(
             found=f"{found_bytes / 2**30:.2f} GiB of memory available on this machine",
-            expected=f"{needed_bytes / 2**30:.2f} GiB, what the emulated device (KVCACHED_HOSTVMM_GIB) has free",
+            expected=f"{needed_bytes / 2**30:.2f} GiB, the free memory of the emulated device (KVCACHED_HOSTVMM_GIB)",
             consequence="Filling the device would make the kernel kill processes, so the engine is stopped.",
             remedy=f"Lower KVCACHED_HOSTVMM_GIB, or set {_OVERCOMMIT_VARIABLE}=1 if the pool will stay mostly empty.",
         )
@@ -84,14 +84,14 @@ def refuse_if_host_too_small(index: int) -> None:
 def refuse_if_too_few_mappings(pool: Pool) -> None:
     """Raises HostvmmError if the kernel allows this process too few memory mappings for the pool's addresses.
 
-    At the limit nothing can be mapped or unmapped any more, by anyone in the process, so some are left for others.
+    At the limit no code in the process can map or unmap anything. So some mappings are left for other code.
     """
     spare, limit = spare_mappings()
     needed = pool.mappings + _MAPPINGS_FOR_OTHERS
     if needed > spare:
         raise HostvmmError(
             found=f"{spare} more memory mappings allowed in this process (vm.max_map_count is {limit})",
-            expected=f"{needed}: one per {pool.zero_page_bytes >> 20} MiB of the emulated device, and some for others",
+            expected=f"{needed}: one per {pool.zero_page_bytes >> 20} MiB of the emulated device, and a reserve",
             consequence="The KV pool's addresses cannot be mapped, so the engine is stopped.",
             remedy="Lower KVCACHED_HOSTVMM_GIB, set KVCACHED_CONTIGUOUS_LAYOUT=true (larger pages), or run: "
             f"sysctl -w vm.max_map_count={limit + needed - spare}",
@@ -101,9 +101,9 @@ def refuse_if_too_few_mappings(pool: Pool) -> None:
 def start_worker_listener_thread(
     wrapped: Callable[..., None], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Lets the listener thread select no CUDA device.
+    """Starts the listener thread without a CUDA device.
 
-    There is none, and a failing selection ends the thread silently, after which every map request waits for ever.
+    Selecting a device that does not exist would end the thread silently, and every map request would wait for ever.
     """
     call = signature(wrapped).bind(*args, **kwargs)
     call.arguments["device_index"] = None
@@ -111,7 +111,7 @@ def start_worker_listener_thread(
 
 
 def alloc_kv_cache(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Offers kvcached CPU attention's shape in kvcached's order, and gives attention the same bytes in its own."""
+    """Passes CPU attention's shape to kvcached in kvcached's order; returns views of the same bytes in attention's."""
     call = signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -133,16 +133,16 @@ def _in_attention_order(wrapped: Callable[..., Any], call: BoundArguments) -> An
 
 
 def build_kv_views(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same for the views of a second KV-cache group over the same memory."""
+    """Same as `alloc_kv_cache`, for the views of a second KV-cache group over the same memory."""
     return _in_attention_order(wrapped, signature(wrapped).bind(*args, **kwargs))
 
 
 def allocate_kv_cache(
     wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Answers for the emulated device while kvcached allocates for model runner V2: it asks torch itself, by its name.
+    """Replaces `torch.cuda.get_device_properties` while kvcached allocates for model runner V2 and calls it.
 
-    Once per worker, before it serves anything.
+    Called once per worker, before it serves requests. The replacement is visible to the whole process meanwhile.
     """
     import torch
     from kvcached.integration.vllm import model_runner_v2
@@ -160,7 +160,7 @@ def allocate_kv_cache(
 def get_kv_cache_manager(
     wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Refuses a pool in which no block could ever be backed; kvcached would log and wait for ever."""
+    """Refuses a pool in which no block could get memory; kvcached would log that and wait for ever."""
     call = signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -173,10 +173,10 @@ def get_kv_cache_manager(
 
 
 def worker_release_barrier(worker: object) -> bool:
-    """Stands for kvcached's wait for earlier GPU work before pages are retired.
+    """Replaces kvcached's wait for earlier GPU work before pages are retired.
 
-    Work on a CPU is over when its call returns, and the worker answers calls one at a time. Runs in the worker process;
-    sent there by name.
+    No wait is needed: work on a CPU is finished when its call returns, and the worker executes one call at a time. Runs
+    in the worker process, which looks it up by name.
     """
     return True
 
@@ -184,16 +184,16 @@ def worker_release_barrier(worker: object) -> bool:
 def determine_available_memory(
     wrapped: Callable[[], int], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
-    """Plans no more KV cache than the emulated device can back, in bytes.
+    """Limits the planned KV cache to what fits the emulated device. Returns bytes.
 
-    Without it, the plan is VLLM_CPU_KVCACHE_SPACE whatever the device's size, block ids exceed kvcached's addresses,
-    and vLLM's own check of --max-model-len is made against memory that does not exist.
+    Otherwise vLLM plans VLLM_CPU_KVCACHE_SPACE without regard to the device's size. Block ids would exceed kvcached's
+    addresses, and vLLM would check --max-model-len against memory that does not exist.
     """
     planned_bytes = wrapped(*args, **kwargs)
     layers = len(instance.model_runner.get_kv_cache_spec())
     if not layers:
         return planned_bytes
-    # Two buffers per layer is the larger of the two geometries; a packed pool's steps divide it.
+    # Assumes two buffers per layer, the larger of the two geometries. The page groups of a packed pool divide it.
     pool = _pool(layers, 2)
     pool.refuse_if_too_small()
     return min(planned_bytes, pool.usable_bytes)

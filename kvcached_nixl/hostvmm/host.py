@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host machine can give."""
+"""Limits of the host machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process can still get: the kernel's estimate, or what its control group leaves if that is less."""
+    """Returns the bytes this process can still allocate: the kernel's estimate, or its cgroup's rest if smaller."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     available_bytes = int(fields["MemAvailable"].split()[0]) * 1024
     limit_bytes, used_bytes = (_read_number(cgroup / name) for name in ("memory.max", "memory.current"))
@@ -17,7 +17,7 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path =
 
 
 def spare_mappings(proc: Path = Path("/proc")) -> tuple[int, int]:
-    """Memory mappings this process may still make, and the kernel's limit (vm.max_map_count) for all of them."""
+    """Returns how many memory mappings this process may still make, and the kernel's limit (vm.max_map_count)."""
     limit = int((proc / "sys/vm/max_map_count").read_text())
     with (proc / "self/maps").open() as lines:
         return limit - sum(1 for _ in lines), limit
@@ -27,5 +27,5 @@ def _read_number(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except OSError:
-        return None  # no control group, or one of the first version
+        return None  # no cgroup, or cgroup v1
     return int(text) if text.isdigit() else None

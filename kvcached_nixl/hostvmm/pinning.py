@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registered memory that does not follow its pages, on demand: what a network card does, without one.
+"""Optional emulation of a network card, whose registrations do not follow the pages of elastic memory.
 
-A card translates addresses by a table that it was given at registration: pages that are mapped later are not in it,
-and those that were unmapped still are (nixl#1126). With KVCACHED_HOSTVMM_REGISTRATION=pinned, registering elastic
-memory maps the pages of that moment a second time, `SHIFT` bytes higher, and every transfer names the second mapping,
-on both sides. NIXL, UCX and the bytes are real; wrong ones are wrong because the registration is out of date.
+A card translates addresses with a table that is made at registration. Pages that are mapped later are missing from it,
+and pages that are unmapped later are still in it (nixl#1126). With KVCACHED_HOSTVMM_REGISTRATION=pinned, registering
+elastic memory maps its present pages a second time, `SHIFT` bytes higher, and every transfer uses the second mapping,
+on both sides. NIXL, UCX and the bytes are real. Wrong bytes appear only where the registration is outdated.
 
-Elastic memory is told by its address (`WINDOW`), because a peer's is named in a transfer, too: as pinned, so that one
-side which pins and one which does not cannot reach each other's elastic memory.
+Elastic memory is recognized by its address (`WINDOW`), because a transfer also names the peer's addresses. Those are
+shifted, too. So both sides must have the same setting, or they cannot reach each other's elastic memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import HostvmmError
 
 REGISTRATION_VARIABLE = "KVCACHED_HOSTVMM_REGISTRATION"
 WINDOW = range(0x1F00_0000_0000, 0x2F00_0000_0000)
-"""Where kvcached 0.1.6 asks for its addresses, one pool after the other from the beginning on."""
+"""The addresses that kvcached 0.1.6 asks for, one pool after the other from the lowest on."""
 SHIFT = 0x2000_0000_0000
 _PAGE_BYTES = 2 << 20
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -29,29 +29,29 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def is_pinned(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether registrations pin.
+    """Whether registrations pin their pages.
 
     Raises:
-        HostvmmError: the variable has another word than ``follows`` (the default) and ``pinned``.
+        HostvmmError: the variable is neither ``follows`` (the default) nor ``pinned``.
     """
     word = environment.get(REGISTRATION_VARIABLE) or "follows"
     if word not in ("follows", "pinned"):
         raise HostvmmError(
             found=f"{REGISTRATION_VARIABLE}={word!r}",
             expected="follows or pinned",
-            consequence="It is not clear what a transfer would read.",
+            consequence="Without it, it is undefined which bytes a transfer would read.",
             remedy=f"Correct or unset {REGISTRATION_VARIABLE}.",
         )
     return word == "pinned"
 
 
 def get_reg_descs(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pins what is mapped now, and describes that."""
+    """Pins the pages that are mapped now, and returns descriptors of the second mapping."""
     return _shifted(wrapped, args, kwargs, pins=True)
 
 
 def get_xfer_descs(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Names what was pinned, here or at the peer's."""
+    """Returns descriptors of the second mapping, for local and remote addresses."""
     return _shifted(wrapped, args, kwargs, pins=False)
 
 
@@ -79,7 +79,7 @@ def _pin(address: int, length: int) -> None:
     libc.mremap.restype = ctypes.c_void_p
     begin = address // _PAGE_BYTES * _PAGE_BYTES
     for page in range(begin, address + length, _PAGE_BYTES):
-        # An old size of 0 maps the pages behind a shared mapping once more and leaves the first mapping as it is.
+        # An old size of 0 maps the pages of a shared mapping a second time and keeps the first mapping.
         found = libc.mremap(
             ctypes.c_void_p(page),
             ctypes.c_size_t(0),

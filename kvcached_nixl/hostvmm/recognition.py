@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells kvcached on host memory from a build for a GPU, without importing it."""
+"""Distinguishes kvcached on host memory from a build for a GPU, without importing it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import importlib.metadata
 from email.parser import HeaderParser
 
 BUILD_TAG = "1hostvmm"
-"""The wheel build tag (PEP 427) that `build` gives kvcached. It is part of the installed metadata, so replacing or
-removing that kvcached removes it too."""
+"""The wheel build tag (PEP 427) that `build` gives kvcached. It is part of the installed metadata, so it disappears
+when that kvcached is replaced or removed."""
 
 
 def is_hostvmm_build() -> bool:
-    """Whether the installed kvcached is the one on host memory. Reads one metadata file."""
+    """Whether the installed kvcached is the build on host memory. Reads one metadata file."""
     try:
         wheel = importlib.metadata.distribution("kvcached").read_text("WHEEL")
     except importlib.metadata.PackageNotFoundError:
