@@ -46,7 +46,7 @@ long kernel_mappings_in_use() {
 
 constexpr long kSpareMappings = 128;
 
-// Neighbours of unlike protection, so that each page is a mapping of its own.
+// Adjacent pages get different protections; otherwise the kernel would merge them into one mapping.
 void hold_spare_mappings() {
   const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   void *spare = mmap(nullptr, kSpareMappings * page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -59,7 +59,7 @@ void hold_spare_mappings() {
   process().spare = {spare, kSpareMappings * page_bytes};
 }
 
-// Without any mapping left the process could not even say so: allocating the text, or Python's exception, takes some.
+// Without a free mapping the process could not report the error: its text and Python's exception need some to allocate.
 void give_up_spare_mappings() {
   auto &[spare, size_bytes] = process().spare;
   if (spare != nullptr) {
@@ -68,7 +68,7 @@ void give_up_spare_mappings() {
   }
 }
 
-// Each page of a reserved range is a mapping of its own in the kernel, and the kernel allows a process only so many.
+// Each page of a reserved range is one kernel mapping, and the kernel limits their number per process.
 hipError_t fail_to_map(const char *what, size_t page_bytes, int error) {
   if (error != ENOMEM) {
     return fail(hipErrorOperatingSystem, std::string(what) + " failed: " + std::strerror(error));
@@ -94,7 +94,7 @@ hipError_t fail_to_map(const char *what, size_t page_bytes, int error) {
                   "(larger pages), or raise the limit: sysctl -w vm.max_map_count=" + std::to_string(needed + needed / 4));
 }
 
-// The mappings that tile [begin, begin + size) exactly, as a pair of iterators; first == second when they do not.
+// Returns the mappings that cover [begin, begin + size) exactly, as a pair of iterators; first == second if none do.
 auto tiles(uintptr_t begin, size_t size_bytes) {
   auto &mappings = process().mappings;
   auto first = mappings.find(begin);
@@ -169,7 +169,7 @@ hipError_t hipMemAddressFree(void *ptr, size_t size) {
   const auto begin = reinterpret_cast<uintptr_t>(ptr);
   const auto reservation = process().reservations.find(begin);
   if (reservation == process().reservations.end() || reservation->second != size) {
-    return fail(hipErrorInvalidValue, "the freed range is not a reserved one");
+    return fail(hipErrorInvalidValue, "the freed range is not a reserved range");
   }
   if (!is_vacant(begin, size)) {
     return fail(hipErrorInvalidValue, "the freed range still holds mappings");
@@ -187,11 +187,11 @@ hipError_t hipMemMap(void *ptr, size_t size, size_t offset, hipMemGenericAllocat
   const auto begin = reinterpret_cast<uintptr_t>(ptr);
   auto *allocation = reinterpret_cast<Allocation *>(handle);
   if (state.allocations.count(allocation) == 0 || allocation->released) {
-    return fail(hipErrorInvalidHandle, "the mapped handle is not of this process, or was released");
+    return fail(hipErrorInvalidHandle, "the mapped handle does not belong to this process, or was released");
   }
   if (size == 0 || flags != 0 || !is_aligned(begin) || !is_aligned(size) || !is_aligned(offset) ||
       offset > allocation->size_bytes || size > allocation->size_bytes - offset) {
-    return fail(hipErrorInvalidValue, "the mapped range does not fit the memory or its granularity");
+    return fail(hipErrorInvalidValue, "the mapped range exceeds the memory, or is not aligned to its granularity");
   }
   if (!is_reserved(begin, size) || !is_vacant(begin, size)) {
     return fail(hipErrorInvalidValue, "the mapped addresses are not reserved, or are mapped already");
@@ -216,7 +216,7 @@ hipError_t hipMemUnmap(void *ptr, size_t size) {
   Process &state = process();
   const auto [first, last] = tiles(reinterpret_cast<uintptr_t>(ptr), size);
   if (first == last) {
-    return fail(hipErrorInvalidValue, "the unmapped range is not made of whole mappings");
+    return fail(hipErrorInvalidValue, "the unmapped range does not consist of whole mappings");
   }
   if (mmap(ptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
     return fail_to_map("unmapping memory", first->second.size_bytes, errno);
@@ -236,7 +236,7 @@ hipError_t hipMemSetAccess(void *ptr, size_t size, const hipMemAccessDesc *descr
   std::lock_guard<std::mutex> lock(process().mutex);
   const auto [first, last] = tiles(reinterpret_cast<uintptr_t>(ptr), size);
   if (first == last || descriptions == nullptr || count != 1) {
-    return fail(hipErrorInvalidValue, "access is set for whole mappings and one device at a time");
+    return fail(hipErrorInvalidValue, "access can only be set for whole mappings, and for one device at a time");
   }
   int protection = PROT_NONE;
   if (descriptions->flags == hipMemAccessFlagsProtRead) {

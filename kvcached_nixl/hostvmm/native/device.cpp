@@ -29,7 +29,7 @@ std::string system_error(const char *what, const std::string &object) {
   return std::string(what) + " " + object + " failed: " + std::strerror(error);
 }
 
-// flock, not a mutex in the file: the kernel drops it with a process that dies holding it.
+// flock, not a mutex in the file: the kernel releases it when the process that holds it dies.
 class FileLock {
 public:
   explicit FileLock(int fd) : fd_(fd) {
@@ -44,7 +44,7 @@ private:
   int fd_;
 };
 
-// Start time in clock ticks since boot, or -1 for a process that is gone (a zombie holds no memory any more).
+// Returns the start time in clock ticks since boot, or -1 for a dead process (a zombie counts as dead: it has no memory).
 int64_t start_ticks(int64_t pid) {
   char path[64];
   std::snprintf(path, sizeof(path), "/proc/%lld/stat", static_cast<long long>(pid));
@@ -59,7 +59,7 @@ int64_t start_ticks(int64_t pid) {
     return -1;
   }
   text[length] = '\0';
-  const char *rest = std::strrchr(text, ')'); // the command name may hold spaces and parentheses
+  const char *rest = std::strrchr(text, ')'); // the command name may contain spaces and parentheses
   char state = 0;
   long long ticks = -1;
   if (rest == nullptr || std::sscanf(rest + 1,
@@ -78,14 +78,14 @@ hipError_t capacity_from_environment(int64_t *capacity_bytes) {
     stream.imbue(std::locale::classic());
     if (!(stream >> gib) || !(stream >> std::ws).eof() || !std::isfinite(gib) || gib <= 0 || gib > 1 << 20) {
       return fail(hipErrorInvalidValue, std::string(kSizeVariable) + "='" + text +
-                                            "' is not a size of a device; expected a positive number of GiB such as 4 or 0.5");
+                                            "' is not a device size; expected a positive number of GiB such as 4 or 0.5");
     }
   }
   *capacity_bytes = static_cast<int64_t>(gib * (1 << 30)) / static_cast<int64_t>(kGranularityBytes) *
                     static_cast<int64_t>(kGranularityBytes);
   if (*capacity_bytes == 0) {
     return fail(hipErrorInvalidValue,
-                std::string(kSizeVariable) + "='" + text + "' holds no page; the smallest page is 2 MiB (0.002 GiB)");
+                std::string(kSizeVariable) + "='" + text + "' is less than one page; expected at least 2 MiB (0.002 GiB)");
   }
   return hipSuccess;
 }
@@ -115,14 +115,14 @@ hipError_t Device::attach(int index) {
   for (;;) {
     fd_ = open(path_, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd_ < 0) {
-      return fail(hipErrorOperatingSystem, system_error("opening the emulated device's account", path_));
+      return fail(hipErrorOperatingSystem, system_error("opening the file of the emulated device", path_));
     }
     hipError_t opened = hipSuccess;
     struct stat state {};
     {
       FileLock lock(fd_);
       if (fstat(fd_, &state) != 0) {
-        opened = fail(hipErrorOperatingSystem, system_error("reading the emulated device's account", path_));
+        opened = fail(hipErrorOperatingSystem, system_error("reading the file of the emulated device", path_));
       } else if (state.st_nlink != 0) {
         opened = open_locked(capacity_bytes);
       }
@@ -139,19 +139,19 @@ hipError_t Device::attach(int index) {
     if (opened != hipSuccess) {
       return opened;
     }
-    // The last process removed the file between open and lock: take the new one.
+    // The last process removed the file between open and lock: open the new file.
   }
 }
 
 hipError_t Device::open_locked(int64_t capacity_bytes) {
-  // Allocated and not only sized: a full file system must fail here and not with a SIGBUS below.
+  // Allocates the space, too: with a full file system, writing to an unallocated file below would raise SIGBUS.
   errno = posix_fallocate(fd_, 0, static_cast<off_t>(sizeof(DeviceFile)));
   if (errno != 0) {
-    return fail(hipErrorOperatingSystem, system_error("sizing the emulated device's account", path_));
+    return fail(hipErrorOperatingSystem, system_error("sizing the file of the emulated device", path_));
   }
   void *address = mmap(nullptr, sizeof(DeviceFile), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
   if (address == MAP_FAILED) {
-    return fail(hipErrorOperatingSystem, system_error("mapping the emulated device's account", path_));
+    return fail(hipErrorOperatingSystem, system_error("mapping the file of the emulated device", path_));
   }
   file_ = static_cast<DeviceFile *>(address);
   if (file_->magic == 0) {
@@ -159,7 +159,7 @@ hipError_t Device::open_locked(int64_t capacity_bytes) {
     file_->version = kVersion;
   }
   if (file_->magic != kMagic || file_->version != kVersion) {
-    return fail(hipErrorInvalidValue, std::string(path_) + " is of another version of this emulation; stop its users and delete it");
+    return fail(hipErrorInvalidValue, std::string(path_) + " is from another version of this emulation; stop its users and delete it");
   }
   live_bytes_locked();
   bool in_use = false;
@@ -193,7 +193,7 @@ int64_t Device::live_bytes_locked() {
       continue;
     }
     if (&slot != slot_ && start_ticks(slot.pid) != slot.start_ticks) {
-      std::memset(&slot, 0, sizeof(Slot)); // its owner is gone, and its memory with it
+      std::memset(&slot, 0, sizeof(Slot)); // the process is dead, and its memory is free
       continue;
     }
     total_bytes += slot.created_bytes;
@@ -262,7 +262,7 @@ void Device::detach() {
 }
 
 void Device::abandon_in_forked_child() {
-  // The slot is the parent's. The descriptor must go: it shares the parent's lock.
+  // The slot belongs to the parent. The descriptor must be closed: it shares the parent's lock.
   if (file_ != nullptr) {
     munmap(file_, sizeof(DeviceFile));
     close(fd_);

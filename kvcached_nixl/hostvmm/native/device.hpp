@@ -12,13 +12,13 @@ constexpr size_t kGranularityBytes = 2u << 20;
 constexpr int kMaxDevices = 16;
 constexpr int kMaxProcesses = 128;
 
-// The shared file's layout; kvcached_nixl/hostvmm/device.py reads the same. Change the version with any field.
+// Layout of the shared file. kvcached_nixl/hostvmm/device.py reads it, too. Change kVersion with any change of a field.
 constexpr uint64_t kMagic = 0x314d4d5654534f48; // "HOSTVMM1", little endian
 constexpr int64_t kVersion = 1;
 
 struct Slot {
   int64_t pid;         // 0: free
-  int64_t start_ticks; // /proc/PID/stat field 22: tells a reused pid from the owner
+  int64_t start_ticks; // /proc/PID/stat field 22: detects a reused pid
   int64_t created_bytes;
   int64_t mapped_bytes;
   int64_t creates;
@@ -36,8 +36,8 @@ struct DeviceFile {
   Slot slots[kMaxProcesses];
 };
 
-// One emulated device as this process sees it. Its file is shared by every process of this user that names the same device,
-// so that free memory is one number for all, as on a GPU. Not thread-safe: the caller holds the process lock.
+// One emulated device. Its file is shared by all processes of this user that select the same device, so that they see the
+// same amount of free memory, as on a GPU. Not thread-safe: the caller must hold the process lock.
 class Device {
 public:
   hipError_t attach(int index); // idempotent

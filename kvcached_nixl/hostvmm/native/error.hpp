@@ -7,8 +7,8 @@
 
 namespace hostvmm {
 
-// Records why the calling thread's call failed and returns `code`. kvcached fetches the text with hipGetErrorString right
-// after the failing call, on the same thread, and puts it into the exception the engine reports.
+// Stores the error text of the calling thread and returns `code`. kvcached reads the text with hipGetErrorString right
+// after the failed call, on the same thread, and puts it into the exception that the engine reports.
 hipError_t fail(hipError_t code, const std::string &explanation);
 
 std::string mebibytes(long long bytes);

@@ -32,7 +32,7 @@ hipError_t ensure_file() {
   return hipSuccess;
 }
 
-// Backs the whole stretch now, so that a lack of host memory is an error here and not a SIGBUS at the first write.
+// Allocates the whole range now, so that a lack of host memory is an error here and not a SIGBUS at the first write.
 hipError_t back(off_t offset_bytes, size_t size_bytes) {
   int error = 0;
   do {
@@ -42,7 +42,7 @@ hipError_t back(off_t offset_bytes, size_t size_bytes) {
     return hipSuccess;
   }
   if (error == ENOMEM || error == ENOSPC) {
-    return fail(hipErrorOutOfMemory, "out of memory: the host cannot give " + mebibytes(static_cast<long long>(size_bytes)) +
+    return fail(hipErrorOutOfMemory, "out of memory: the host cannot provide " + mebibytes(static_cast<long long>(size_bytes)) +
                                          " more; lower KVCACHED_HOSTVMM_GIB or free memory on the machine");
   }
   return fail(hipErrorOperatingSystem, std::string("allocating host memory failed: ") + std::strerror(error));
@@ -121,12 +121,12 @@ hipError_t hipMemRelease(hipMemGenericAllocationHandle_t handle) {
   std::lock_guard<std::mutex> lock(process().mutex);
   auto *allocation = reinterpret_cast<Allocation *>(handle);
   if (process().allocations.count(allocation) == 0 || allocation->released) {
-    return fail(hipErrorInvalidHandle, "the released handle is not of this process, or was released before");
+    return fail(hipErrorInvalidHandle, "the released handle does not belong to this process, or was released before");
   }
   allocation->released = true;
   const hipError_t status = free_if_unused(allocation);
   if (status != hipSuccess) {
-    allocation->released = false; // the caller still owns it and may try again
+    allocation->released = false; // the caller still owns it and may release it again
   }
   return status;
 }

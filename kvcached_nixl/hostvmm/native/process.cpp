@@ -22,8 +22,8 @@ Process *&process_pointer() {
 void before_fork() { process_pointer()->mutex.lock(); }
 void after_fork_in_parent() { process_pointer()->mutex.unlock(); }
 void after_fork_in_child() {
-  // As with CUDA, nothing is inherited: the addresses are not mapped here (MADV_DONTFORK) and the old handles are unknown.
-  // The descriptor is closed so that a child that outlives its parent does not keep the parent's memory.
+  // As with CUDA, a child inherits nothing: the addresses are not mapped in it (MADV_DONTFORK), and it does not know the
+  // old handles. The descriptor is closed, or a child that outlives its parent would keep the parent's memory.
   Process *parent = process_pointer();
   process_pointer() = new Process;
   for (auto &device : parent->devices) {

@@ -12,8 +12,8 @@
 
 namespace hostvmm {
 
-// Physical memory is a stretch of one sparse file per process: one descriptor, however many pages. Offsets are never used
-// twice; releasing punches a hole, which returns the memory to the system.
+// Physical memory: a range of one sparse file per process, so that any number of pages needs one file descriptor. Offsets
+// are never reused. Releasing punches a hole, which returns the memory to the system.
 struct Allocation {
   int device;
   size_t size_bytes;
@@ -27,15 +27,15 @@ struct Mapping {
   Allocation *allocation;
 };
 
-// Everything this process holds. Never destroyed: kvcached releases its pages from static destructors, whose order against
-// ours is not defined. A forked child starts with a new one.
+// All state of this process. Never destroyed, because kvcached releases its pages in static destructors, which may run
+// after ours. A forked child starts with a new one.
 struct Process {
-  std::mutex mutex; // held by every entry point that touches anything below
+  std::mutex mutex; // every entry point must hold it to use any member below
   std::array<Device, kMaxDevices> devices;
   std::map<uintptr_t, size_t> reservations; // address to bytes
   std::map<uintptr_t, Mapping> mappings;
   std::unordered_set<Allocation *> allocations;
-  std::pair<void *, size_t> spare{}; // mappings for nothing but to be given up when there is no other
+  std::pair<void *, size_t> spare{}; // unused mappings, freed when the kernel allows no other
   int file = -1;
   off_t file_end_bytes = 0;
 };
@@ -44,7 +44,7 @@ Process &process();
 
 hipError_t check_device(int device);
 
-// Frees what was released and is no longer mapped. The caller holds the lock.
+// Frees an allocation that was released and is no longer mapped. The caller must hold the lock.
 hipError_t free_if_unused(Allocation *allocation);
 
 inline bool is_aligned(uintptr_t value) { return value % kGranularityBytes == 0; }
