@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvcached_nixl.version import __version__
 
-# As typing has it; importing typing would be most of what an interpreter start with the gate open costs.
+# Like typing.TYPE_CHECKING. Importing typing would be most of what this package adds to an interpreter start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from kvcached_nixl.activation.bootstrap import Installation
@@ -22,8 +22,8 @@ __all__ = ["__version__", "install", "status", "uninstall"]
 def install() -> Installation | None:
     """Register the patches of this process, if the environment says so.
 
-    Safe to call any number of times, from any thread, before or after ``import vllm``. Never raises: whatever goes
-    wrong is raised where vLLM constructs a NIXL connector.
+    Idempotent and thread-safe, before or after ``import vllm``. Never raises: a failure is raised later, where vLLM
+    constructs a NIXL connector.
 
     Returns: the installation of this process, or None if the gate is closed.
     """
@@ -33,9 +33,9 @@ def install() -> Installation | None:
 
 
 def uninstall() -> tuple[str, ...]:
-    """Put everything back as it was. For tests and for comparisons with the stock connector in one process.
+    """Remove all patches of this process. For tests and for comparisons with the stock connector in one process.
 
-    Returns: dotted names that somebody else has wrapped meanwhile and that were therefore left, disabled.
+    Returns: dotted names that other code has wrapped since. These stay in place, with our wrapper disabled.
     """
     from kvcached_nixl.activation import bootstrap
 
@@ -43,7 +43,7 @@ def uninstall() -> tuple[str, ...]:
 
 
 def status() -> Report:
-    """What is in place in this process now. Imports nothing that is not imported."""
+    """Report the state of this package in this process. Imports no library that is not imported yet."""
     from kvcached_nixl.activation import bootstrap
     from kvcached_nixl.cli import report
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m kvcached_nixl``: what would happen if a server started in this environment now."""
+"""``python -m kvcached_nixl``: report whether a server could start in this environment."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from kvcached_nixl.settings import SERVER_LOGGER, Gate, read_gate
 from kvcached_nixl.version import __version__
 
 _DESCRIPTION = """\
-Shows the versions of vLLM, kvcached, NIXL and torch in this environment, what each patch of
-kvcached_nixl came to, and for each capability whether this package, vLLM or nobody provides it.
+Shows the versions of vLLM, kvcached, NIXL and torch in this environment, the state of each patch of
+kvcached_nixl, and for each capability whether this package or vLLM provides it.
 
-It imports vLLM and applies the patches in its own process as a server with ENABLE_KVCACHED=true
-would, so the answer is the one that server would get. Nothing outside this process is changed.
+It imports vLLM and applies the patches in its own process, as a server with ENABLE_KVCACHED=true
+would, so the server would get the same result. Nothing outside this process is changed.
 
-kvcached does not accept every model runner with every vLLM, and newer vLLM choose it by the model. With --model, vLLM's
-own choice for that model is shown, with its other options left as they are.
+kvcached does not accept every model runner with every vLLM, and newer vLLM versions choose the runner by the model.
+With --model, the report shows vLLM's own choice for that model, with all other options at their defaults.
 """
 _DOCTOR = """\
-Finds out, over NIXL itself, whether what is registered follows kvcached's pages as they come and go: for
-each transport that UCX could choose on this host, alone, in processes of its own, with a few MiB. A
-server does the same before it offers a handshake; here it can be looked at before the first deployment.
+Tests through NIXL whether a memory registration stays correct when kvcached unmaps and maps pages. Each
+transport that UCX could choose on this host is tested alone, in separate processes, with a few MiB. A
+server runs the same test before it offers a handshake; this command runs it before the first deployment.
 """
 _DOCTOR_EPILOG = """\
 exit status:
   0  kvcached's pages may be registered: every transport that could be chosen follows them
-  1  they may not, and KV would be staged; or nothing could be found out. The output says why
+  1  they may not be registered and KV would be staged, or the test failed. The output says why
   2  wrong usage
 """
 _PROXY = """\
 A router for X prefill and Y decode servers: OpenAI's completions and chat completions, pull and push. It needs
-neither vLLM nor a GPU. Where prefill is found and in which direction it serves is learnt from its own answers.
+neither vLLM nor a GPU. It learns from prefill's own responses where prefill is reached, and whether it pulls or pushes.
 
-Keys come from the environment: KVCACHED_NIXL_API_KEY (asked of clients), KVCACHED_NIXL_ADMIN_KEY (asked for
-/instances, which answers on loopback only without it), KVCACHED_NIXL_UPSTREAM_KEY (sent to servers in place of
-the client's).
+Keys come from the environment: KVCACHED_NIXL_API_KEY (clients must send it), KVCACHED_NIXL_ADMIN_KEY (/instances
+requires it; without it /instances answers on loopback only), KVCACHED_NIXL_UPSTREAM_KEY (sent to servers in place of
+the client's key).
 """
 _PROXY_EPILOG = """\
 example:
   kvcached-nixl proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 
-exit status: 0 after SIGTERM or SIGINT, when what was in flight has ended; 1 it could not start; 2 wrong usage
+exit status: 0 after SIGTERM or SIGINT, when requests in flight have ended; 1 it could not start; 2 wrong usage
 """
 _EPILOG = """\
 exit status:
@@ -65,7 +65,7 @@ exit status:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report. Returns the exit status."""
+    """Print the report, or run doctor or proxy. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="kvcached-nixl",
         description=_DESCRIPTION,
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
-    parser.add_argument("--model", help="have vLLM say which model runner it gets: a folder, or a name; no download")
+    parser.add_argument("--model", help="show which model runner vLLM uses for it: a folder or a name; no download")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy}")
     _add_doctor(commands.add_parser)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "proxy":
         return _proxy(options)
 
-    # The report goes to standard output; in the log it would be there twice.
+    # The report goes to standard output. Without this it would be in the log as well.
     logging.getLogger(SERVER_LOGGER).disabled = True
     gate = _gate()
     os.environ["ENABLE_KVCACHED"] = "true"
@@ -106,20 +106,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add(
         "doctor",
-        help="what this host lets NIXL do with kvcached's pages",
+        help="test whether NIXL can use kvcached's pages on this host",
         description=_DOCTOR,
         epilog=_DOCTOR_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON, for programs")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     parser.add_argument(
         "--backend", action="append", help="NIXL backend, as in kv_connector_extra_config (default UCX)"
     )
     parser.add_argument(
-        "--peer", type=_address, metavar="HOST:PORT", help="a running engine's side channel: read from it"
+        "--peer", type=_address, metavar="HOST:PORT", help="side channel of a running engine to read from"
     )
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="which of its ranks (default 0)")
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="which device (default 0)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="rank of that engine (default 0)")
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="device index (default 0)")
 
 
 def _add_proxy(add: Callable[..., argparse.ArgumentParser], *, is_asked: bool) -> None:
@@ -131,19 +131,19 @@ def _add_proxy(add: Callable[..., argparse.ArgumentParser], *, is_asked: bool) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if is_asked:
-        # Its libraries are an extra: what does not need them must run without.
+        # The proxy's libraries are an optional extra: the other commands must run without them.
         from kvcached_nixl.proxy.options import add_arguments
 
         add_arguments(parser)
 
 
 def _proxy(options: argparse.Namespace) -> int:
-    """Be the router until a signal. Returns the exit status."""
+    """Run the router until SIGTERM or SIGINT. Returns the exit status."""
     try:
         from kvcached_nixl.proxy import command
         from kvcached_nixl.proxy.options import from_arguments
     except ImportError as error:
-        print(f"proxy: {error}. pip install '.[proxy]' in a clone brings what it needs.", file=sys.stderr)
+        print(f"proxy: {error}. Run pip install '.[proxy]' in a clone to install it.", file=sys.stderr)
         return 1
     try:
         return command.run(from_arguments(options, os.environ))
@@ -160,9 +160,9 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Examine this host. Returns the exit status."""
+    """Run the doctor on this host. Returns the exit status."""
     os.environ["ENABLE_KVCACHED"] = "true"
-    print("moving bytes over each lane, which takes some seconds ...", file=sys.stderr)
+    print("testing each transport, which takes some seconds ...", file=sys.stderr)
     try:
         with _only_ours_on_standard_output():
             install()
@@ -188,7 +188,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _only_ours_on_standard_output() -> Iterator[None]:
-    """What vLLM and NIXL say of themselves goes to standard error: a program reads the other one."""
+    """Redirect what vLLM and NIXL print to standard error: programs parse our report on standard output."""
     ours = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -207,9 +207,9 @@ def _gate() -> str:
 
 
 def _take_stock(model: str | None) -> Report:
-    """Install, import what a server would import, decide every patch, have vLLM say how it would run a model."""
+    """Install, import what a server would import, decide every patch, and ask vLLM for its runner of ``model``."""
     if model is not None:
-        # Read when vLLM is imported. Nothing is downloaded to answer a question.
+        # vLLM reads these at import. A report must not download a model.
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     installation = install()
     if installation is not None and found_version("vllm") is not None:

@@ -6,11 +6,11 @@
     ├── UnsupportedVersion  the installed vLLM or kvcached is outside the tested versions
     ├── MissingDependency   something that the connector cannot work without is not installed
     ├── SettingsError       an environment variable or a kv_connector_extra_config key has an unusable value
-    ├── LayoutRefused       the KV memory does not have a shape whose bytes can be described exactly
-    ├── MemoryRefused       a transport does not follow the pages of the KV memory, or that is not known
-    ├── Unproved            a MemoryRefused: what transports follow could not be found out
-    ├── NameRefused         an engine has no kvcached name of its own, or a worker not that of its engine
-    └── StartRefused        the sum of all of the above, raised where vLLM constructs the connector
+    ├── LayoutRefused       this package cannot describe the layout of the KV memory exactly
+    ├── MemoryRefused       a transport does not follow the pages of the KV memory, or it is not known whether it does
+    ├── Unproved            a MemoryRefused: the test of whether transports follow the pages could not be completed
+    ├── NameRefused         an engine has no unique kvcached name, or a worker does not use its engine's name
+    └── StartRefused        all refusals of a process, raised where vLLM constructs the connector
 
 Each carries four sentences: what was found, what was expected, what would have happened, what to do.
 """
@@ -38,9 +38,9 @@ class Refused(Exception):
     """Something was stopped on purpose.
 
     Args:
-        found: what is there, with numbers and names.
+        found: what was found, with numbers and names.
         expected: what would have been accepted.
-        consequence: what would have happened, or now does not happen.
+        consequence: what would have happened, or what does not happen because of the refusal.
         remedy: what the operator can do.
 
     The four are attributes, survive pickling (vLLM sends errors between its processes) and make up ``str(error)``.
@@ -67,7 +67,7 @@ class Refused(Exception):
 
     @property
     def line(self) -> str:
-        """The same in one line, for tables and logs."""
+        """The error text in one line, for tables and logs."""
         return f"found {self.found}; expected {self.expected}. {self.consequence} {self.remedy}"
 
 
@@ -94,19 +94,19 @@ class SettingsError(Refused):
 
 
 class LayoutRefused(Refused):
-    """The KV memory does not have a shape whose bytes can be described exactly."""
+    """This package cannot describe the layout of the KV memory exactly."""
 
 
 class MemoryRefused(Refused):
-    """A transport does not follow the pages of the KV memory, or that is not known."""
+    """A transport does not follow the pages of the KV memory, or it is not known whether it does."""
 
 
 class Unproved(MemoryRefused):
-    """Whether transports follow the pages of the KV memory could not be found out."""
+    """The test of whether transports follow the pages of the KV memory could not be completed."""
 
 
 class NameRefused(Refused):
-    """An engine has no kvcached name of its own, or a worker not that of its engine."""
+    """An engine has no unique kvcached name, or a worker does not use its engine's name."""
 
 
 class StartRefused(Refused):
@@ -114,7 +114,7 @@ class StartRefused(Refused):
 
     @classmethod
     def of(cls, connector: str, causes: Sequence[tuple[str, Refused]]) -> StartRefused:
-        """Sum up ``causes``, pairs of (name of what was refused, refusal), which must not be empty."""
+        """Combine ``causes``, pairs of (name of what was refused, refusal), which must not be empty."""
         if len(causes) == 1:
             name, cause = causes[0]
             return cls(
@@ -134,7 +134,7 @@ class StartRefused(Refused):
 
 
 def not_importable(found: str, cause: Exception) -> Refused:
-    """The refusal for a part of this package that cannot be loaded: its patches are not there, so nothing starts."""
+    """The refusal for a part of this package that cannot be loaded: without its patches no connector may start."""
     refusal = Refused(
         found=f"{found}: {type(cause).__name__}: {cause}",
         expected="the package and its dependencies (wrapt, packaging, msgspec) to be importable",

@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything an operator can set, read once, checked, frozen.
+"""Everything an operator can set. Read once, checked and frozen.
 
 Environment:
 
     ENABLE_KVCACHED      1 or true (any case): kvcached is on, and this package with it
-    KVCACHED_NIXL        0 or false (any case): this package stays off even so; 1, true or unset: on
+    KVCACHED_NIXL        0 or false (any case): this package stays off all the same; 1, true or unset: on
 
 kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM):
 
-    transfer_mode        "pull": decode reads from prefill, when prefill has ended. The default.
-                         "push": prefill writes into decode, while prefill still computes. Equal on both sides.
-    handover_timeout     seconds, 120 by default: after which decode's request fails or is computed anew, whatever its
-                         KV waits for; and how long a registration of decode's waits for prefill's request
-    push_registration_timeout    vLLM's name for the same
-    kv_lease_duration    seconds that prefill keeps a finished request's blocks without hearing of decode, 30 by
-                         default. Equal on both sides: decode's heartbeats come every sixth of it.
-    bidirectional_kv_xfer    vLLM's; must stay false: what decode computes is not handed back
-    memory_path          what memory NIXL touches. "auto", the default: kvcached's pages, if every transport that could
-                         be chosen is proved to follow them and not to be slow on them; else a slab of other memory of
-                         the device, through which KV is copied. "direct": kvcached's pages, or no start. "host" and
-                         "device": a slab there. The two sides may differ. vLLM's kv_buffer_device "cpu" on an
-                         accelerator is "host"
-    staging_gib          of that slab, per rank; by default four of the longest requests, at most the whole cache.
-                         More requests than it holds wait, longer ones go through range by range
-    verify_fraction      of decode's hand-overs, from 0 (the default) to 1, how many are verified: prefill says what the
-                         bytes that it sends come to, and decode compares before it uses them
+    transfer_mode        "pull" (the default): decode reads from prefill when prefill has finished.
+                         "push": prefill writes into decode while prefill still computes. Must be equal on both sides.
+    handover_timeout     seconds, 120 by default. How long a request of decode waits for its KV, for whatever reason,
+                         before it fails or is recomputed; and how long a registration of decode waits for prefill's
+                         request
+    push_registration_timeout    vLLM's name for the same setting
+    kv_lease_duration    seconds that prefill keeps a finished request's blocks without a heartbeat from decode, 30 by
+                         default. Must be equal on both sides: decode sends a heartbeat every sixth of it.
+    bidirectional_kv_xfer    vLLM's; must stay false: KV that decode computes is not sent back to prefill
+    memory_path          which memory NIXL uses. "auto", the default: kvcached's pages, if every transport that could be
+                         chosen is proved to follow them and is not slow on them; otherwise a slab in other memory of
+                         the device, through which KV is copied. "direct": kvcached's pages, or the start is refused.
+                         "host" and "device": a slab there. The two sides may differ. vLLM's kv_buffer_device "cpu" on
+                         an accelerator means "host"
+    staging_gib          size of that slab per rank, by default four of the longest requests, at most the whole cache.
+                         Requests that do not fit wait; one longer than the slab is transferred range by range
+    verify_fraction      fraction of decode's hand-overs that are verified, from 0 (the default) to 1: prefill sends
+                         checksums of the bytes, and decode compares them before it uses the bytes
     host_buffer_gib      refused
-    enforce_handshake_compat     vLLM's; must stay true: it is what tells peers apart
-    enable_cross_layers_blocks   vLLM's; must stay false: it allocates KV memory past kvcached
+    enforce_handshake_compat     vLLM's; must stay true: this check tells incompatible peers apart
+    enable_cross_layers_blocks   vLLM's; must stay false: vLLM would allocate KV memory without kvcached
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from kvcached_nixl.errors import SettingsError
 __all__ = ["SERVER_LOGGER", "Gate", "MemoryPath", "Server", "Settings", "TransferMode", "read_gate"]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
-"""A child of vLLM's logger, so that what we say once reaches the server's log without configuration of its own."""
+"""A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
 
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
 DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
 MOST_GIB = 65_536
 LONGEST_SECONDS = 86_400
-"""A manifest names a lease of a day at most."""
+"""One day: the longest lease that a manifest may carry."""
 
 
 class Gate(Enum):
-    """Whether this package may touch anything, and who says so."""
+    """Whether this package may patch anything, and which variable turned it off."""
 
     ON = "on"
     KVCACHED_OFF = "off: ENABLE_KVCACHED is not 1 or true"
@@ -63,7 +64,7 @@ def read_gate(environ: Mapping[str, str]) -> Gate:
     """Read the gate. ENABLE_KVCACHED is read exactly as kvcached itself reads it.
 
     Raises:
-        SettingsError: KVCACHED_NIXL is neither of the accepted words.
+        SettingsError: KVCACHED_NIXL has none of the accepted values.
     """
     if environ.get("ENABLE_KVCACHED", "").lower() not in ("1", "true"):
         return Gate.KVCACHED_OFF
@@ -74,21 +75,21 @@ def read_gate(environ: Mapping[str, str]) -> Gate:
         return Gate.PACKAGE_OFF
     raise SettingsError(
         found=f"KVCACHED_NIXL={word!r}",
-        expected="0 or false to turn this package off, 1, true or nothing to leave it on",
+        expected="0 or false to turn this package off; 1, true or unset to leave it on",
         consequence="It is not clear whether the NIXL connector may be patched.",
         remedy="Correct or unset KVCACHED_NIXL.",
     )
 
 
 class TransferMode(str, Enum):
-    """Who moves the bytes."""
+    """Which side starts a transfer: decode (pull) or prefill (push). Not always the side that moves the bytes."""
 
     PULL = "pull"
     PUSH = "push"
 
 
 class MemoryPath(str, Enum):
-    """What is asked for of the memory that NIXL touches."""
+    """Which memory NIXL is to use, as the operator configured it."""
 
     AUTO = "auto"
     DIRECT = "direct"
@@ -101,12 +102,12 @@ class Settings:
     """The extra configuration of one connector.
 
     Attributes:
-        transfer_mode: who moves the bytes.
-        kv_lease_duration_seconds: how long prefill keeps blocks without hearing from decode.
-        handover_timeout_seconds: after which a hand-over that has not ended fails.
-        memory_path: what is asked for of the memory that NIXL touches.
-        staging_gib: of the slab, if there is one; None for what the engine is made for.
-        verify_fraction: of the hand-overs that decode asks for, how many are verified.
+        transfer_mode: which side starts a transfer.
+        kv_lease_duration_seconds: how long prefill keeps blocks without a heartbeat from decode.
+        handover_timeout_seconds: a hand-over that has not ended after this fails.
+        memory_path: which memory NIXL is to use.
+        staging_gib: size of the slab, if one is used; None to derive it from the engine's limits.
+        verify_fraction: the fraction of decode's hand-overs that is verified.
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
@@ -121,20 +122,20 @@ class Settings:
         """Read ``kv_connector_extra_config``.
 
         Raises:
-            SettingsError: one of our keys has a value that cannot be used. Other keys are not looked at.
+            SettingsError: one of our keys has an unusable value. Other keys are ignored.
         """
         if "host_buffer_gib" in extra_config:
             raise _bad(
                 "host_buffer_gib",
                 extra_config["host_buffer_gib"],
                 "staging_gib, for the slab of memory_path",
-                "Blocks would move otherwise than was asked for.",
+                "KV would not move through the buffer that was asked for.",
             )
         _require(
             extra_config,
             "enforce_handshake_compat",
             True,
-            "Peers that lay their KV out differently would exchange blocks, and the tokens would be wrong.",
+            "Peers with different KV layouts would exchange blocks, and the tokens would be wrong.",
         )
         _require(
             extra_config,
@@ -147,7 +148,7 @@ class Settings:
             extra_config,
             "bidirectional_kv_xfer",
             False,
-            "A request would be both prefill's and decode's, and wait for KV that nobody sends.",
+            "A request would count as prefill's and as decode's at once, and wait for KV that no engine sends.",
         )
         return cls(
             transfer_mode=_transfer_mode(extra_config),
@@ -155,7 +156,7 @@ class Settings:
                 extra_config,
                 "kv_lease_duration",
                 DEFAULT_LEASE_DURATION_SECONDS,
-                "Blocks would be reused while decode still reads them, or never be given back.",
+                "Blocks would be reused while decode still reads them, or never be freed.",
             ),
             handover_timeout_seconds=_handover_timeout(extra_config),
             memory_path=_memory_path(extra_config),
@@ -166,12 +167,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Server:
-    """What else of a server's configuration decides whether its NIXL connector may start.
+    """Other parts of a server's configuration that decide whether its NIXL connector may start.
 
     Attributes:
         connector: name of its class; ``is_stock_push``: it is vLLM's own push connector.
         ids_may_repeat: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
-        wished_device: ``kv_buffer_device``; ``device``: where the model runs.
+        wished_device: ``kv_buffer_device``; ``device``: the device that the model runs on.
     """
 
     connector: str
@@ -182,11 +183,11 @@ class Server:
 
     @property
     def stages_on_host(self) -> bool:
-        """Whether vLLM is asked for a buffer on the host of an accelerator."""
+        """Whether the configuration asks for a host buffer (``kv_buffer_device="cpu"``) on an accelerator."""
         return self.wished_device == "cpu" != self.device
 
     def staged(self, extra_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The extra configuration, with a slab on the host.
+        """Return the extra configuration with ``memory_path`` set to a slab on the host.
 
         Raises:
             SettingsError: ``memory_path`` asks for something else.
@@ -196,19 +197,19 @@ class Server:
             raise _bad(
                 "memory_path",
                 path.value,
-                f'"host", or nothing, beside kv_buffer_device="cpu" on {self.device}',
-                "It is not known what memory NIXL may touch.",
+                f'"host" or unset, together with kv_buffer_device="cpu" on {self.device}',
+                "It is not known which memory NIXL may use.",
             )
         return {**extra_config, "memory_path": MemoryPath.HOST.value}
 
     def require_servable(self) -> None:
-        """Raises `SettingsError`: it may not."""
+        """Check that the connector may start. Raises `SettingsError` if it may not."""
         if self.is_stock_push:
             raise SettingsError(
                 found=f"kv_connector {self.connector}",
                 expected='NixlConnector with "transfer_mode": "push"',
                 consequence="vLLM's own push classes leave requests waiting for ever when prefill fails, and end "
-                "prefill's worker when a WRITE does (tests/contract/test_stock_push_defects.py).",
+                "prefill's worker when a WRITE fails (tests/contract/test_stock_push_defects.py).",
                 remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} '
                 "on both sides.",
             )
@@ -216,14 +217,14 @@ class Server:
             raise SettingsError(
                 found="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
                 expected="request ids that vLLM makes unique, as it does by default",
-                consequence="A request whose id comes again would be taken for its predecessor, and decode would use "
-                "KV whose blocks have been given to another.",
+                consequence="A request with a reused id would be taken for the earlier request, and decode would use "
+                "blocks that belong to another request by then.",
                 remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
             )
 
 
 def _require(extra_config: Mapping[str, Any], key: str, only: bool, consequence: str) -> None:
-    # vLLM accepts the words too, in any case.
+    # vLLM accepts the strings "true" and "false" too, in any case.
     value = extra_config.get(key, only)
     if str(value).lower() != str(only).lower():
         raise _bad(key, value, f"{str(only).lower()} while kvcached is on", consequence)
@@ -237,7 +238,7 @@ def _handover_timeout(extra_config: Mapping[str, Any]) -> float:
         return seconds
     theirs = _seconds(extra_config, stock, seconds, consequence)
     if own in extra_config and theirs != seconds:
-        raise _bad(stock, extra_config[stock], f"{seconds:g}, as {own}, or nothing", consequence)
+        raise _bad(stock, extra_config[stock], f"{seconds:g}, equal to {own}, or unset", consequence)
     return theirs
 
 
@@ -246,7 +247,7 @@ def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:
     try:
         return TransferMode(value)
     except ValueError:
-        raise _bad("transfer_mode", value, '"pull" or "push"', "It is not known who is to move the blocks.") from None
+        raise _bad("transfer_mode", value, '"pull" or "push"', "It is not known which side starts transfers.") from None
 
 
 def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
@@ -258,7 +259,7 @@ def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
             "memory_path",
             value,
             '"auto", "direct", "host" or "device"',
-            "It is not known what memory NIXL may touch.",
+            "It is not known which memory NIXL may use.",
         ) from None
 
 
@@ -274,7 +275,7 @@ def _staging_gib(extra_config: Mapping[str, Any]) -> float | None:
             "There would be no memory to stage through, or more than any host has.",
         )
     if _memory_path(extra_config) is MemoryPath.DIRECT:
-        raise _bad("staging_gib", value, 'nothing beside "memory_path": "direct"', "Nothing is staged there.")
+        raise _bad("staging_gib", value, 'unset with "memory_path": "direct"', "Nothing is staged with it.")
     return float(value)
 
 

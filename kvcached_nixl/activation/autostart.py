@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start of an interpreter calls when the gate is open: little, because most of them never import vLLM.
+"""Called at the start of every Python interpreter when the gate is open. Does little: most of them never import vLLM.
 
-pip, compile workers and shells start with ENABLE_KVCACHED as well. Until vLLM or kvcached's part for it is looked for,
-this module, `finders` and the names they need are all of this package that is imported.
+pip, compile workers and shells start with ENABLE_KVCACHED as well. Until vLLM, or kvcached's patch of vLLM's NIXL
+connector, is about to be imported, only this module, `import_hooks` and the names they need are imported.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ __all__ = ["watch"]
 
 
 def watch() -> None:
-    """Have this package installed before vLLM, or kvcached's part for it, is imported."""
+    """Install this package just before vLLM, or kvcached's patch of its NIXL connector, is imported."""
     set_watch(_install)
 
 
 def _install() -> bool:
-    """Returns: whether there is an installation now."""
+    """Returns whether this process has an installation now."""
     try:
         from kvcached_nixl.activation.bootstrap import install
     except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the first moment of an interpreter to patches in place.
+"""Steps from the start of the interpreter until the patches are applied.
 
-    interpreter start   start.watch(): one entry on sys.meta_path; nothing more of this package is imported
-    import vllm begins  (or kvcached's part for it) install(): hooks on both imports; no seam, no torch
-    import vllm ends    the seams are loaded and hook the modules they target, the gate first
+    interpreter start   autostart.watch(): one entry on sys.meta_path; nothing more of this package is imported
+    import vllm begins  (or kvcached's NIXL patch) install(): hooks on both imports; imports no seam and no torch
+    import vllm ends    the seams are loaded and hook the modules they target, the factory gate first
     import of a target  its patches are decided
-    construction        seams/factory.py decides what is left, and stops a NIXL connector if anything was refused
+    construction        seams/factory.py decides the rest, and stops a NIXL connector if anything was refused
 
-A script may call install() itself, and vLLM's plugin loader does so again; the order does not matter.
+A script may call install() itself, and vLLM's plugin loader calls it again. The order does not matter.
 
-Nothing here raises. A post-import hook that raises is dropped by wrapt, and vLLM would go on unpatched. Refusals are
-recorded and raised by the gate. If not even the gate can be loaded, a barrier stands in its place: the NIXL connector
-cannot be imported any more.
+Nothing here raises: wrapt drops a post-import hook that raises, and vLLM would continue unpatched. Refusals are
+recorded, and the gate in seams/factory.py raises them. If that gate cannot be loaded, a barrier takes its place: every
+import of the NIXL connector fails.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = ["Installation", "current", "install", "uninstall"]
 class Installation:
     """The patches of this process.
 
-    There is one, held by `_Holder`: patches change classes that exist once in a process, so two installations would
-    wrap each other. A forked child inherits it together with the patched classes; a spawned one makes its own.
+    A process has one, held by `_Holder`: patches change classes that exist once per process, so two installations
+    would wrap each other. A forked child inherits it with the patched classes; a spawned child makes a new one.
     """
 
     registry: Registry
@@ -50,12 +50,12 @@ class Installation:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def on_root_import(self, module: types.ModuleType) -> None:
-        """vLLM or kvcached's patch was just imported: load the seams and hook their targets."""
+        """Called when vLLM or kvcached's patch was just imported. Loads the seams and hooks their targets."""
         with self.lock:
             first, self.seams_loaded = not self.seams_loaded, True
         if first:
             self._load_seams()
-        # The import system still counts this module as half imported, so add() has left its patches pending.
+        # To the import system this module is still being imported, so add() has left its patches pending.
         self.registry.imported(module)
 
     def _load_seams(self) -> None:
@@ -70,7 +70,7 @@ class Installation:
 
 
 class _Holder:
-    """Holds the one installation. A class attribute, so that whoever imports this module twice by accident sees one."""
+    """Holds the one installation of this process, as a class attribute."""
 
     installation: Installation | None = None
     lock = threading.RLock()
@@ -116,8 +116,9 @@ def _start() -> Installation:
     from kvcached_nixl.patching import Registry
 
     installation = Installation(Registry(_judge, _announce))
-    # As early as this, so that it runs as late: after what ends the engines that this process starts. No finalizer of
-    # weakref's: the first one decides when all of them run, and multiprocessing waits before that for engines to end.
+    # atexit handlers run in reverse order. Registered this early, ours runs after those that end the engines that this
+    # process starts. Not weakref.finalize: its first use fixes when all finalizers run, and multiprocessing waits for
+    # engines to end before that.
     atexit.register(_clear_left)
     for root in ROOTS:
         wrapt.register_post_import_hook(installation.on_root_import, root)
@@ -129,7 +130,9 @@ def _start() -> Installation:
 
 
 def _host_memory() -> Activation | None:
-    """What kvcached on host memory needs. With any other kvcached nothing of it is imported, so it can stop no GPU."""
+    """Activate host-memory emulation if kvcached was built for it. With any other kvcached nothing of it is imported,
+    so it cannot stop a GPU server.
+    """
     from kvcached_nixl.hostvmm.recognition import is_hostvmm_build
 
     if not is_hostvmm_build():
@@ -152,7 +155,7 @@ def _judge(patch: Patch) -> str | None:
 
 
 def _announce(registry: Registry) -> None:
-    """Record what is wrong with the environment, and say once in the server's log what is in place."""
+    """Record refusals of the environment, and write the report to the server's log, once."""
     from kvcached_nixl.cli import report
     from kvcached_nixl.compat.versions import environment_refusals
 

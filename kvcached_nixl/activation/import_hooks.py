@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package puts on ``sys.meta_path``: a watch for vLLM, and a barrier where patches should be and are not.
+"""Finders for ``sys.meta_path``: a watch for the import of vLLM, and a barrier that blocks an unpatched NIXL connector.
 
-Part of every interpreter start with the gate open, so nothing is imported here that is not needed then.
+Imported at every interpreter start with the gate open, so this module imports as little as possible.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 from kvcached_nixl.compat.names import NIXL_PREFIX, ROOTS
 
-# As typing has it. Importing typing would take longer than all the rest of an interpreter start of ours.
+# Like typing.TYPE_CHECKING. Importing typing would take longer than everything else this package does at that time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import types
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Barrier", "Watch", "lift", "raise_barrier", "set_watch"]
 
-# The package one below kvcached's top: for the top itself kvcached's own .pth searches in every process.
+# One package below kvcached's top level: kvcached's own .pth file searches for the top level in every process.
 _AWAITED = frozenset(".".join(root.split(".")[:2]) for root in ROOTS)
 
 
 class Watch:
-    """Calls ``install`` when vLLM or kvcached's part for it is looked for, until it says that it has installed."""
+    """Calls ``install`` when Python searches for vLLM or kvcached's integration package, until it returns True."""
 
     def __init__(self, install: Callable[[], bool]) -> None:
         self._install = install
@@ -35,16 +35,16 @@ class Watch:
     ) -> ModuleSpec | None:
         if fullname not in _AWAITED or self._is_over or not self._install():
             return None
-        # It stays on sys.meta_path: taken off, a thread that walks that list now would miss the finder after it.
+        # Not removed from sys.meta_path: a thread that iterates over the list now would skip the next finder.
         self._is_over = True
         from importlib.util import find_spec
 
-        # This search began before there were hooks, so it would pass them by.
+        # This search began before install() added its hooks and would bypass them, so search again.
         return find_spec(fullname)
 
 
 class Barrier:
-    """Stands where the patches should be: the NIXL connector cannot be imported past it. Other modules can."""
+    """Makes every import of the NIXL connector fail, because its patches are missing. Other imports are unaffected."""
 
     def __init__(self, cause: Exception) -> None:
         self._cause = cause
@@ -58,7 +58,7 @@ class Barrier:
 
 
 def set_watch(install: Callable[[], bool]) -> None:
-    """Have ``install`` called in time: at once if that import has happened. A second watch is not set."""
+    """Call ``install`` before those imports, or at once if one has happened already. A second watch is not added."""
     if any(name in sys.modules for name in _AWAITED):
         install()
     elif not any(isinstance(finder, Watch) for finder in sys.meta_path):
@@ -66,7 +66,7 @@ def set_watch(install: Callable[[], bool]) -> None:
 
 
 def raise_barrier(cause: Exception) -> None:
-    """Let every import of the NIXL connector fail with the text of ``cause``; the first cause stays."""
+    """Make every import of the NIXL connector fail with the text of ``cause``. A second call changes nothing."""
     for name in [name for name in sys.modules if name.startswith(NIXL_PREFIX)]:
         # vLLM's factory imports the connector by name each time, so the next construction meets the barrier.
         del sys.modules[name]
@@ -75,5 +75,5 @@ def raise_barrier(cause: Exception) -> None:
 
 
 def lift() -> None:
-    """Take off whatever this module has put on."""
+    """Remove the watch and the barrier from ``sys.meta_path``."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, (Watch, Barrier))]

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LoRA adapters hold: an engine's own numbers of them -> their content. Once per engine, on its thread.
+"""The content of LoRA adapters, by vLLM's ``lora_int_id``. One `Adapters` per engine, used on the engine's thread.
 
-vLLM's workers read an adapter when it is added or first used, again after it had to make room, and whenever a request
-says ``load_inplace``; nobody says when. So what is known of an adapter counts as long as its files are those that were
-there when it was first seen, before any worker reads them. An adapter whose files have once been replaced since is like
-no other one, until it is loaded anew: what replaced them may have been read. Neither is one that could not be loaded,
-nor one that may have been loaded past vLLM's own calls.
+vLLM's workers read an adapter when it is added or first used, again after it was evicted, and whenever a request sets
+``load_inplace``. vLLM reports none of these reads. So the checksum that was taken when this package first saw the
+adapter, before any worker read it, is valid as long as the files are unchanged.
+
+In three cases the content is unknown until the adapter is loaded again, and then it matches no other adapter: its files
+were replaced since (a worker may have read the new ones), it could not be loaded, or it may have been loaded without
+vLLM's own calls.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ __all__ = ["Adapters", "files_of"]
 _CONFIGURATION = "adapter_config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 WHOLE_BYTES = 64 << 20
-"""An adapter is read on the engine's thread when it is first seen; larger ones are sampled."""
+"""Larger adapters are sampled, because an adapter is read on the engine's thread when it is first seen."""
 
 
 def files_of(folder: Path) -> list[Path]:
-    """An adapter's files, its configuration first.
+    """An adapter's files, its configuration first (which need not exist).
 
     Raises:
-        OSError: there is no configuration, or no weights.
+        OSError: the folder has no weights.
     """
     found = [path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
     if not found:
@@ -39,7 +41,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class _Replaced(Exception):
-    """What the workers have read cannot be known."""
+    """It cannot be known which files the workers have read."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Adapters:
     """See the module.
 
     Args:
-        resolve: a path as vLLM takes it (a folder, or a name in a hub), and whether it was never seen before -> the
-            folder that a worker would read now. A hub is asked only for what was never seen.
-        unknown: called with what is said of an adapter whose content is not known.
+        resolve: (path as vLLM takes it: a folder, or a name in a hub; whether the adapter is new) -> the folder that a
+            worker would read now. The hub is contacted only for a new adapter.
+        unknown: called with the reason when an adapter's content is unknown.
     """
 
     def __init__(self, resolve: Callable[[str, bool], str], unknown: Callable[[str], None]) -> None:
@@ -70,7 +72,7 @@ class Adapters:
         self._loaded: set[int] = set()
 
     def content(self, number: int, path: str) -> str | None:
-        """What an adapter holds; None where that is not known.
+        """Checksum of an adapter's content; None if it is unknown.
 
         Args:
             number: vLLM's ``lora_int_id``.
@@ -83,16 +85,16 @@ class Adapters:
             except _Replaced as error:
                 self.doubt(number, f"the adapter at {path}: {error}")
             except (OSError, ValueError) as error:
-                # A worker may read what cannot be read here, and be given something else to read later.
+                # A worker may be able to read files that this process cannot, and other files at a later read.
                 if number not in self._known:
                     self.doubt(number, f"the adapter at {path} cannot be read: {error}")
                 elif number not in self._unread:
                     self._unread.add(number)
-                    self._unknown(f"the adapter at {path} cannot be read: {error}. It is tried again with each request")
+                    self._unknown(f"the adapter at {path} cannot be read: {error}. Each request with it tries again")
         return None
 
     def _content(self, number: int, path: str) -> str:
-        """Raises OSError, ValueError: it cannot be read; _Replaced: nobody knows what was read. The words say why."""
+        """Raises OSError, ValueError: it cannot be read; _Replaced: what the workers read is unknown. Both say why."""
         known = self._known.get(number)
         if known is None and not self._are_seen and number not in self._seen_since:
             raise _Replaced("a collective RPC may have loaded or replaced it")
@@ -104,7 +106,7 @@ class Adapters:
         except FileNotFoundError:
             if known is None or known.path != path:
                 raise
-            # Nobody can read it again: it is what it was.
+            # No worker can read files that do not exist, so the adapter in memory is still the known one.
             return known.content
         if known is None:
             known = self._known[number] = _Known(path, folder, found, _read(files))
@@ -113,28 +115,28 @@ class Adapters:
         return known.content
 
     def doubt(self, number: int, reason: str) -> None:
-        """What was loaded under this number cannot be known until it is loaded anew."""
+        """Mark the content loaded under this number as unknown until it is loaded again."""
         if number not in self._doubted:
             self._doubted.add(number)
-            self._unknown(f"{reason}. Load it anew (load_inplace)")
+            self._unknown(f"{reason}. Load it again (load_inplace)")
 
     def loaded(self, number: int) -> None:
-        """It was loaded anew, by all workers."""
+        """All workers have loaded the adapter again."""
         self._loaded.add(number)
 
     def is_loaded(self, number: int, path: str) -> bool:
-        """Whether what lies there was loaded anew, so that nobody need load it again."""
+        """Whether all workers have loaded the files at ``path``, so that ``load_inplace`` is not needed."""
         return number in self._loaded and self.content(number, path) is not None
 
     def forget(self, number: int) -> None:
-        """It is about to be loaded anew, or gone."""
+        """The adapter is about to be loaded again, or was removed."""
         self._known.pop(number, None)
         self._doubted.discard(number)
         self._loaded.discard(number)
         self._seen_since.add(number)
 
     def forget_all(self) -> None:
-        """Any may have been loaded, and its files replaced since: none is known until it is loaded anew."""
+        """Any adapter may have been loaded and its files replaced since: all are unknown until loaded again."""
         self._known.clear()
         self._loaded.clear()
         self._seen_since.clear()
@@ -144,5 +146,5 @@ class Adapters:
 def _read(files: Sequence[Path]) -> str:
     configuration = json.loads(files[0].read_bytes())
     if not isinstance(configuration, dict):
-        raise ValueError(f"{files[0].name} holds a {type(configuration).__name__}; expected an object")
+        raise ValueError(f"{files[0].name} holds a {type(configuration).__name__}; expected a JSON object")
     return f"{checksum_of(configuration)} {checksum(files[1:], whole_bytes=WHOLE_BYTES)}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files a worker has loaded its weights from, and whether they are still what it computes with. Once per worker.
+"""The files that a worker loaded its weights from, and whether the weights still match them. One per worker.
 
-Files are read in the background, while vLLM loads them. What is known of them counts until they are replaced on the
-file system, or something else changes the weights.
+Files are read in the background while vLLM loads them. Their checksum is valid until they are replaced on the file
+system or something else changes the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Source:
     checksum: Future[str]
 
     def content(self) -> str:
-        """ "" where the files cannot be read, or are not those any more that were loaded."""
+        """Checksum of the files; "" if they cannot be read, or were replaced since they were loaded."""
         try:
             return self.checksum.result() if signature(self.files) == self.signature else ""
         except OSError:
@@ -34,7 +34,7 @@ class _Source:
 
 
 class Checkpoint:
-    """See the module. Threads: the worker's own."""
+    """See the module. Called on the worker's thread only."""
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(1, "kvcached-nixl-checkpoint")
@@ -45,17 +45,17 @@ class Checkpoint:
         self._is_changed = False
 
     def load(self, name: str, part: str, folder: Path, files: Sequence[Path]) -> None:
-        """vLLM begins to load these.
+        """Called when vLLM begins to load these files. Replaces the files known under the same name and part.
 
         Args:
-            name: what the model is called there.
-            part: of the model, "" where it is one; loaded again under the same names, they replace what was.
+            name: the model's name in vLLM.
+            part: a part of the model; "" if the model has only one.
         """
         self._loads += 1
         self._sources.pop((name, part), None)
         try:
             found = signature(files)
-            # What a link leads to now: it may lead elsewhere when it is read.
+            # Links are resolved now: they may point to other files by the time these are read.
             resolved = tuple(path.resolve(strict=True) for path in files)
         except OSError:
             return
@@ -63,19 +63,19 @@ class Checkpoint:
         self._sources[name, part] = _Source(folder, resolved, found, reading)
 
     def folder(self, name: str) -> Path | None:
-        """Where the files of this name lie."""
+        """The folder of the files that were loaded under this name; None if there are none."""
         source = self._sources.get((name, ""))
         return None if source is None else source.folder
 
     def content(self, primary: str, ignored: str, in_memory: str) -> tuple[str, str]:
-        """Of the files that the weights in memory come from: as long as nothing else has changed them, and in any case.
+        """Checksums (current, origin) of the files that the weights in memory were loaded from.
 
-        Either is "" if it is not known.
+        ``current`` becomes "" when something else changes the weights, ``origin`` does not. Either is "" if unknown.
 
         Args:
-            primary: what the model is called; what was called so before is not looked at.
-            ignored: what a draft model is called that computes no KV; "" for none.
-            in_memory: what the weights hold, "" where that cannot be read.
+            primary: the model's name. Files of an earlier primary model are dropped.
+            ignored: name of a draft model that computes no KV; "" for none.
+            in_memory: checksum of the weights in memory; "" if they cannot be read.
         """
         seen = self._loads, in_memory
         if self._seen is None or self._seen[0] != self._loads:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's configuration says, as 128 bits, without what it is called and where it lies."""
+"""128-bit checksums of a model's configuration, code and processor settings, without names and locations."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ NAMES = frozenset(
         "transformers_version",
         "auto_map",
         "auto_mapping",
-        # How it is computed, which the handshake compares by vLLM's own names; not what.
+        # How attention is computed, which the handshake compares by vLLM's own backend names.
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_attn_implementation_internal",
     }
 )
-"""Fields that name something, at any depth: two names of one thing are equal here."""
+"""Fields, at any depth, that only name something. They are left out, so that a renamed model compares equal."""
 
 
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 
 def checksum_of(values: Mapping[str, Any]) -> str:
-    """32 hexadecimal digits of plain values, as ``PretrainedConfig.to_dict`` makes them; their order does not count."""
+    """32 hexadecimal digits of plain values, as ``PretrainedConfig.to_dict`` returns them, in any key order."""
     text = json.dumps(_without_names(values), sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def code_checksum(folder: Path) -> str:
-    """Of the Python files in a model's folder, which vLLM runs with ``--trust-remote-code``; "" if there are none.
+    """Checksum of the Python files in a model's folder, which ``--trust-remote-code`` runs; "" if there are none.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     files = sorted(folder.glob("*.py"))
     if not files:
@@ -56,17 +56,18 @@ def code_checksum(folder: Path) -> str:
 
 
 def processor_checksum(folder: Path) -> str:
-    """Of what a model's folder says of how images, sounds, ... are prepared; "" if it says nothing. What names classes,
-    or makes text of a chat, is not compared: the prompt's tokens are.
+    """Checksum of a model's settings for processing images, sounds, ...; "" if it has none.
+
+    Class names and the chat template are left out: the tokens of the prompt are compared instead.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError, ValueError: a file cannot be read.
     """
     kept = {}
     for path in [path for name in _PROCESSORS if (path := folder / name).exists()]:
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
-            raise ValueError(f"{path.name} holds a {type(found).__name__}; expected an object")
+            raise ValueError(f"{path.name} holds a {type(found).__name__}; expected a JSON object")
         kept[path.name] = {key: one for key, one in found.items() if not _names_code(key)}
     return checksum_of(kept) if kept else ""
 
@@ -77,7 +78,7 @@ def _names_code(key: str) -> bool:
 
 def _without_names(value: Any) -> Any:
     if isinstance(value, Mapping):
-        # Keys may be numbers (labels): as text they can be sorted.
+        # Keys may be numbers (labels). Mixed keys can be sorted only as strings.
         return {str(key): _without_names(one) for key, one in value.items() if key not in NAMES}
     if isinstance(value, (list, tuple)):
         return [_without_names(one) for one in value]
@@ -87,6 +88,6 @@ def _without_names(value: Any) -> Any:
 
 
 def _plain(value: Any) -> str:
-    # What shows an address would differ between two processes.
+    # A repr that contains an address differs between two processes.
     text = str(value)
     return type(value).__qualname__ if " at 0x" in text else text

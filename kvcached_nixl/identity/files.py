@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files of weights hold, as 128 bits: equal wherever they lie, whatever they are called, however they are split.
+"""128-bit checksums of weight files, independent of their folder, their names and how a checkpoint is split into files.
 
-Tensors of safetensors files are taken by their names, types and shapes, so a checkpoint that was split into other files
-is the same. Up to ``WHOLE_BYTES`` everything is read; beyond that pieces of each tensor, at places that follow from its
-size: tens of MiB of a checkpoint of hundreds of GB. Files of another kind are taken as they are, byte for byte.
+Safetensors files are hashed tensor by tensor, with each tensor's name, type and shape, so a checkpoint that was split
+into other files has the same checksum. Up to ``WHOLE_BYTES`` everything is read. Beyond that, pieces of each tensor are
+read, at offsets that follow from its size: tens of MiB of a checkpoint of hundreds of GB. A file of another kind is
+hashed as one sequence of bytes.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ import xxhash
 __all__ = ["WHOLE_BYTES", "Signature", "checksum", "signature"]
 
 WHOLE_BYTES = 256 << 20
-"""Files that are larger together are sampled."""
+"""Files whose total size is larger are sampled."""
 PIECES, PIECE_BYTES = 8192, 4096
-"""Of what is sampled: about as many in all, at least one of each tensor."""
+"""How much is sampled: about this many pieces in total, at least one per tensor, and the size of a piece."""
 _READ_BYTES = 8 << 20
 _READERS = 8
 _LONGEST_HEADER_BYTES = 1 << 30
 
 Signature = tuple[tuple[str, int, int, int], ...]
-"""(resolved path, size, time of modification in ns, inode) of each file: equal as long as nobody has replaced one."""
+"""(resolved path, size, modification time in ns, inode) of each file: equal as long as no file was replaced."""
 
 
 class _Span(NamedTuple):
-    """Bytes of a file that are one thing. ``key``: what they are called, apart from their place."""
+    """The bytes of one tensor, or of a whole file. ``key``: the tensor's name, type and shape; empty for a file."""
 
     key: bytes
     path: Path
@@ -42,7 +43,7 @@ class _Span(NamedTuple):
 
 
 def signature(paths: Sequence[Path]) -> Signature:
-    """Raises OSError: a file is gone."""
+    """The `Signature` of these files. Raises OSError: a file does not exist."""
     found = []
     for path in paths:
         resolved = path.resolve(strict=True)
@@ -52,10 +53,10 @@ def signature(paths: Sequence[Path]) -> Signature:
 
 
 def checksum(paths: Sequence[Path], *, whole_bytes: int = WHOLE_BYTES) -> str:
-    """32 hexadecimal digits that follow from what is in the files.
+    """32 hexadecimal digits over the content of the files.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     spans = [span for path in paths for span in _spans(path)]
     pieces = 0 if sum(span.length for span in spans) <= whole_bytes else max(1, PIECES // max(1, len(spans)))
@@ -88,7 +89,7 @@ _tensor = msgspec.json.Decoder(_Tensor)
 
 
 def _tensors(path: Path, size: int) -> list[_Span] | None:
-    """What a safetensors file holds; None if it is none."""
+    """The tensors of a safetensors file; None if it is not a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size, _LONGEST_HEADER_BYTES):
@@ -110,7 +111,7 @@ def _tensors(path: Path, size: int) -> list[_Span] | None:
 
 
 def _digests(spans: Sequence[_Span], pieces: int) -> list[bytes]:
-    """Of each span, in no order that means anything. ``pieces``: of each; 0 for all of it."""
+    """One digest per span, in no particular order. ``pieces``: how many to read of each span; 0 for all of it."""
     found, opened, descriptor = [], None, -1
     try:
         for span in spans:
@@ -132,12 +133,14 @@ def _digests(spans: Sequence[_Span], pieces: int) -> list[bytes]:
 
 
 def _ranges(length: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of what is read of so many bytes: the first and the last of them always."""
+    """(offset, size) of each range to read of ``length`` bytes. Unless ``pieces`` is 1, the first and the last byte
+    are among them.
+    """
     if not pieces or length <= pieces * PIECE_BYTES:
         for begin in range(0, length, _READ_BYTES):
             yield begin, min(_READ_BYTES, length - begin)
         return
     last = length - PIECE_BYTES
     for number in range(pieces):
-        # One piece lies in the middle: what lies at both ends of a tensor is the likeliest to be equal in two of them.
+        # A single piece is taken from the middle: two different tensors are most likely to be equal at their ends.
         yield (last // 2 if pieces == 1 else last * number // (pieces - 1)), PIECE_BYTES

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the weights of a rank are in memory, as two checksums: what there is, and what it holds. Needs torch.
+"""Two checksums of a rank's weights in memory: of their layout and of their content. Needs torch.
 
-Two ranks whose weights lie alike are compared by what they hold, whoever has loaded it, whatever has changed it since.
+Two ranks whose weights have the same layout are compared by content, no matter what loaded or changed the weights.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import xxhash
 __all__ = ["InMemory", "in_memory"]
 
 WHOLE_BYTES = 256 << 20
-"""Weights that are larger together are sampled."""
+"""Weights whose total size is larger are sampled."""
 SAMPLED = 2048
-"""Elements of each tensor, evenly spread."""
+"""Elements that are sampled of each tensor, evenly spread."""
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 class InMemory(NamedTuple):
-    """What is known of weights.
+    """Checksums of weights.
 
     Attributes:
-        layout: names, types, shapes.
-        content: of what they hold; "" if that cannot be read.
-        is_whole: nothing of them is known to be kept elsewhere, as vLLM's kernels for CPUs keep linear layers.
+        layout: of names, types, shapes and place.
+        content: of the values; "" if they cannot be read.
+        is_whole: False if some weights are known to be kept elsewhere, as vLLM's CPU kernels keep linear layers.
     """
 
     layout: str
@@ -42,7 +42,7 @@ def in_memory(tensors: Iterable[tuple[str, torch.Tensor]], *, place: str) -> InM
 
     Args:
         tensors: (name, weights) in any order; none may be asleep (vLLM's sleep mode).
-        place: what else makes them lie as they do: rank, device.
+        place: rank and device, on which the layout depends as well.
     """
     named = sorted((name.replace(".base_layer.", "."), tensor.detach()) for name, tensor in tensors)
     shape = [(name, str(one.dtype), tuple(one.shape), one.device.type) for name, one in named]
@@ -51,12 +51,13 @@ def in_memory(tensors: Iterable[tuple[str, torch.Tensor]], *, place: str) -> InM
     hasher = xxhash.xxh3_128()
     try:
         for group in _by_device(one for _, one in named).values():
-            # In one copy where little of each is read, else one by one: there may be no room for all of it twice.
+            # Samples are small and go to the host in one copy. Whole tensors go one by one, because there may be no
+            # memory for a second copy of all of them.
             read = [_bytes_of(one, is_whole) for one in group]
             for part in read if is_whole else [torch.cat(read)]:
                 hasher.update(part.cpu().numpy().tobytes())
     except (NotImplementedError, RuntimeError, TypeError, KeyError):
-        # A kind of tensor whose elements cannot be picked out: the files it came from are compared instead.
+        # The elements of this kind of tensor cannot be read: the files that it came from are compared instead.
         return InMemory(layout, "", False)
     return InMemory(layout, hasher.hexdigest(), all(one.numel() for _, one in named))
 
@@ -74,5 +75,5 @@ def _bytes_of(tensor: torch.Tensor, is_whole: bool) -> torch.Tensor:
     if is_whole or count <= SAMPLED or reason.dim() == 0:
         return reason.reshape(-1).contiguous().view(torch.uint8)
     places = torch.arange(SAMPLED, dtype=torch.int64, device=reason.device) * (count - 1) // (SAMPLED - 1)
-    # Not flattened: that would copy all of a tensor that is a view.
+    # Not flattened: flattening a tensor that is a view would copy all of it.
     return reason[torch.unravel_index(places, reason.shape)].contiguous().view(torch.uint8)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose pages: one kvcached name for each engine, and proof of who owns what lies under it.
+"""One kvcached name per engine, and a lock that shows which engine owns the files under that name.
 
-kvcached calls its sockets, its shared-memory segment and its account by one name, which it takes from the environment
-(``KVCACHED_IPC_NAME``) or makes from the process group. Two engines with one name answer at one socket, and pages are
-mapped in the wrong worker. So that name is a wish here: `name` makes an engine's own from it, `claim` makes it that
-engine's for as long as one of its processes lives, and clears what dead engines have left. Knows nothing of vLLM.
+kvcached uses one name for its sockets, its shared-memory segment and its memory accounting. It takes the name from the
+environment (``KVCACHED_IPC_NAME``) or derives it from the process group. Two engines with the same name answer at the
+same socket, and pages are mapped in the wrong worker. So this package treats that name as a prefix: `name` makes a
+unique name per engine from it, and `claim` reserves that name while a process of the engine lives and removes what dead
+engines left behind. Knows nothing of vLLM.
 """

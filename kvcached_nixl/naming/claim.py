@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A name's owner: a folder that only one process could make, and in it a record that its engine holds locked for life.
+"""Ownership of a name: a folder that only one process can create, with a record that the engine keeps locked.
 
-    /tmp/kvcached-tp-NAME-HASH/    kvcached's folder for the sockets of NAME; here 0700, and made, never found
-        owner                      the record, JSON. Every process of the engine holds flock(2) on it, shared
-        w0.sock ...                kvcached's
-    /dev/shm/NAME, NAME_gN         kvcached's account of its pool
+    /tmp/kvcached-tp-NAME-HASH/    kvcached's folder for the sockets of NAME. Created here with mode 0700, never reused
+        owner                      the record, JSON. Every process of the engine holds a shared flock(2) on it
+        w0.sock ...                kvcached's sockets
+    /dev/shm/NAME, NAME_gN         kvcached's accounting of its pool
 
-Whoever gets that lock exclusively knows that no process of the engine is left, whatever its pid was and in whichever
-namespace, and may remove all of it. Nothing without a record, or of another user, is touched: it is not ours.
+A process that gets the lock exclusively knows that no process of the engine is left, independent of pids and pid
+namespaces, and may remove all of these files. Folders without a record, or of another user, are left alone.
 
-Every process of an engine has a lock of its own, so that what a worker uses outlives its engine core. A forked child
-has its parent's. The kernel gives a lock back with the last process that has it, however that ends.
+Every process of an engine holds its own lock, so the files that a worker uses outlive its engine core. A forked child
+shares its parent's lock. The kernel releases a lock when the last process that holds it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _LOOK_AGAIN_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Places:
-    """Where kvcached keeps what it calls by a name.
+    """Where kvcached keeps the files of a name.
 
     Attributes:
         sockets: name -> the folder of its sockets.
-        pattern: of the names of such folders.
-        segments: the folder of the segments.
+        pattern: glob pattern for the names of such folders.
+        segments: the folder of the shared-memory segments.
     """
 
     sockets: Callable[[str], Path]
@@ -52,16 +52,16 @@ class Places:
     segments: Path
 
     def of(self, name: str) -> list[Path]:
-        """The segments of a name."""
+        """The shared-memory segments of a name."""
         return [self.segments / name, *self.segments.glob(f"{name}_g[0-9]*")]
 
 
 @dataclass
 class Claim:
-    """A part in a name: its owner's, or that of another process of the same engine.
+    """A lock on a name, held by the engine core (the owner) or by another process of the same engine.
 
     Attributes:
-        pid: of the process that took it. A forked child has it, too, and is not the owner.
+        pid: the process that made the claim. A forked child inherits the claim but is not the owner.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Claim:
     _descriptor: int
 
     def release(self) -> None:
-        """Give the part back. The owner removes what lies under its name: its workers have ended. Again is harmless."""
+        """Release the lock. Idempotent. The owner also removes the files of the name: its workers have ended."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
@@ -82,10 +82,10 @@ class Claim:
 
 
 def take(wish: str, rank: int | None, places: Places, draw: Callable[[], str] = lambda: secrets.token_hex(4)) -> Claim:
-    """Make an engine's own name from a wish, and own it. Clears first what dead engines have left.
+    """Make a unique name from ``wish`` and own it. First removes what dead engines left behind.
 
     Raises:
-        NameRefused: there is no place for it.
+        NameRefused: the folder for its sockets cannot be created.
     """
     clear_abandoned(places)
     for _ in range(_DRAWS):
@@ -101,14 +101,14 @@ def take(wish: str, rank: int | None, places: Places, draw: Callable[[], str] = 
             folder.rmdir()
             continue
         return Claim(name, folder, places, os.getpid(), True, _publish(name, folder))
-    raise _no_place(places.sockets(own_name(wish, rank, draw())), "every name that was drawn is in use")
+    raise _no_place(places.sockets(own_name(wish, rank, draw())), "every name that was tried is in use")
 
 
 def join(name: str, places: Places) -> Claim:
-    """Take part in the name of an engine that lives.
+    """Claim the name of a living engine for another of its processes.
 
     Raises:
-        NameRefused: there is no such engine on this host, or not for this user.
+        NameRefused: there is no such engine on this host, or it belongs to another user.
     """
     folder = places.sockets(name)
     try:
@@ -118,7 +118,7 @@ def join(name: str, places: Places) -> Claim:
     if _lock(descriptor, fcntl.LOCK_EX):
         os.close(descriptor)
         raise _nobody(name, folder, "no process of the engine is left")
-    # Only whoever clears holds it otherwise, and nobody could while the engine lives.
+    # This fails only while another process clears the folder, which is impossible while the engine lives.
     if not _lock(descriptor, fcntl.LOCK_SH) or os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         raise _nobody(name, folder, "the engine has ended and is being cleared")
@@ -126,13 +126,13 @@ def join(name: str, places: Places) -> Claim:
 
 
 def clear_abandoned(places: Places, patience_seconds: float = 0.0) -> tuple[str, ...]:
-    """Remove what engines of this user have left of which no process lives.
+    """Remove the files of this user's engines that have no living process.
 
     Args:
-        patience_seconds: how long to wait for what still holds on to a name whose engine core is gone: it was killed,
-            and its workers are about to end.
+        patience_seconds: how long to wait for the workers of an engine whose core was killed. They are about to end and
+            still hold the lock.
 
-    Returns: the names.
+    Returns: the names whose files were removed.
     """
     deadline = time.monotonic() + patience_seconds
     cleared: list[str] = []
@@ -151,7 +151,7 @@ def _folders(places: Places) -> Iterator[Path]:
 
 
 def _clear(folder: Path, places: Places, cleared: list[str]) -> bool:
-    """Returns: whether there is nothing to wait for: it was cleared, is not ours, or its engine core lives."""
+    """Returns whether there is nothing to wait for: it was cleared, is not ours, or its engine core lives."""
     try:
         descriptor = _open(folder)
     except OSError:
@@ -175,9 +175,9 @@ def _remove(name: str, folder: Path, places: Places) -> None:
 
 
 def _publish(name: str, folder: Path) -> int:
-    """Write the record, locked before anybody can see it.
+    """Write the record. It is locked before another process can see it.
 
-    Returns: its descriptor. It does not pass to another program.
+    Returns: its file descriptor, which is closed on exec.
     """
     new = folder / f".{RECORD}"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -189,10 +189,10 @@ def _publish(name: str, folder: Path) -> int:
 
 
 def _open(folder: Path) -> int:
-    """The record's descriptor.
+    """Open the record and return its file descriptor.
 
     Raises:
-        OSError: there is none, or it is another user's.
+        OSError: there is no record, or it is another user's.
     """
     status = folder.lstat()
     descriptor = os.open(folder / RECORD, os.O_RDWR | os.O_NOFOLLOW)
@@ -219,7 +219,9 @@ def _record(descriptor: int) -> dict[str, object]:
 
 
 def _owner_lives(descriptor: int) -> bool:
-    """As far as its pid can be seen from here. Decides only how long to wait, never what to remove."""
+    """Whether the owner's pid is alive, as seen from this pid namespace. Decides only how long to wait, never what to
+    remove.
+    """
     record = _record(descriptor)
     pid = record.get("pid")
     return isinstance(pid, int) and start_ticks(pid) == record.get("start_ticks")
@@ -227,9 +229,9 @@ def _owner_lives(descriptor: int) -> bool:
 
 def _no_place(folder: Path, cause: object) -> NameRefused:
     return NameRefused(
-        found=f"{folder} cannot be made: {cause}",
+        found=f"{folder} cannot be created: {cause}",
         expected="a new folder for the sockets of this engine's workers",
-        consequence="Without a name of its own the engine's pages would be mapped in another engine's workers.",
+        consequence="Without a unique name the engine's pages would be mapped in another engine's workers.",
         remedy=f"Let this user create folders in {folder.parent}, or remove from it what belongs to no engine.",
     )
 
@@ -238,7 +240,7 @@ def _nobody(name: str, folder: Path, cause: str) -> NameRefused:
     return NameRefused(
         found=f"no engine that owns the kvcached name {name!r} here: {cause}",
         expected=f"{folder}/{RECORD}, held by this worker's engine core, on the same host",
-        consequence="The engine would map its pages in other workers than this one, and the tokens would be wrong.",
+        consequence="The engine would map its pages in workers of another engine, and the tokens would be wrong.",
         remedy=f"Run an engine core and its workers on one host, as one user, with one {folder.parent} (containers: a "
         "shared volume); spread over hosts by data parallelism or by more servers.",
     )

@@ -85,7 +85,7 @@ def test_another_fraction_is_refused(value: Any) -> None:
 
 
 def test_a_slab_beside_direct_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r'nothing beside "memory_path": "direct"'):
+    with pytest.raises(SettingsError, match=r'unset with "memory_path": "direct"'):
         Settings.from_extra_config({"memory_path": "direct", "staging_gib": 1})
 
 
@@ -129,7 +129,7 @@ def test_vllms_name_for_the_timeout_means_the_same() -> None:
     assert Settings.from_extra_config(both) == Settings(handover_timeout_seconds=60.0)
     with pytest.raises(SettingsError, match="push_registration_timeout=61") as refusal:
         Settings.from_extra_config(both | {"push_registration_timeout": 61})
-    assert refusal.value.expected == "60, as handover_timeout, or nothing"
+    assert refusal.value.expected == "60, equal to handover_timeout, or unset"
     with pytest.raises(SettingsError, match="handover_timeout=0"):
         Settings.from_extra_config({"handover_timeout": 0, "push_registration_timeout": 60})
 

@@ -110,7 +110,7 @@ def test_a_name_that_is_in_use_is_drawn_again(places: Places, taken: str) -> Non
 def test_names_that_are_all_in_use_are_refused(places: Places) -> None:
     """In words, with what is in the way."""
     places.sockets("decode-1").mkdir()
-    with pytest.raises(NameRefused, match=r"kvcached-tp-decode-1-x cannot be made: every name .* is in use"):
+    with pytest.raises(NameRefused, match=r"kvcached-tp-decode-1-x cannot be created: every name .* is in use"):
         take("decode", None, places, lambda: "1")
 
 
