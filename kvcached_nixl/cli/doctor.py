@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m kvcached_nixl doctor``: what this host lets NIXL do with kvcached's pages, before a server asks."""
+"""``python -m kvcached_nixl doctor``: test whether NIXL can use kvcached's pages on this host, without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Findings", "examine", "render", "to_json"]
 
 _UNLIMITED = "unlimited"
 _SHARED_BYTES = 1 << 30
-"""Less than that in /dev/shm, and UCX's shared memory may not come about in a container."""
+"""With less than this in /dev/shm, UCX may fail to create shared memory in a container."""
 _MAPPINGS = 65_530
 """Linux's default for vm.max_map_count."""
 
@@ -35,9 +35,9 @@ class Findings:
     """What was found on this host.
 
     Attributes:
-        limits: name -> value, as the kernel has them for this process.
-        advice: what to change, in words.
-        peer: a rank of a running engine, if one was asked for.
+        limits: name -> value, the kernel's limits for this process.
+        advice: what the operator should change, as sentences.
+        peer: a rank of a running engine, if the caller named one.
     """
 
     platform: Platform
@@ -53,14 +53,14 @@ class Findings:
 
 
 def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, int] | None = None) -> Findings:
-    """Find out, anew.
+    """Run the test again, without using a stored result.
 
     Args:
-        peer: (host, port, rank) of a running engine, by its side channel.
+        peer: (host, port, rank) of a running engine's side channel.
 
     Raises:
-        MemoryRefused: it cannot be found out.
-        ValueError: the peer cannot be met, or not be read from.
+        MemoryRefused: the test could not be completed.
+        ValueError: the peer cannot be reached, or cannot be read from.
     """
     here = platform()
     question = Question(here.device, device_index, here.memory_type, tuple(backends))
@@ -74,14 +74,14 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
         except (OSError, ValueError, TransportError) as error:
             host, port, _ = peer
             reason = str(error) or type(error).__name__
-            raise ValueError(f"{host}:{port} was not read from: {reason}") from error
+            raise ValueError(f"could not read from {host}:{port}: {reason}") from error
         finally:
             channel.close()
     return Findings(here, proof, limits, (*_of_lanes(proof), *_of_limits(proof, limits)), met)
 
 
 def render(findings: Findings, *, colour: bool = False) -> str:
-    """For people, over several lines, without a newline at the end."""
+    """The findings as text of several lines, without a newline at the end."""
     here, proof = findings.platform, findings.proof
     order = "contiguous" if here.is_contiguous else "non-contiguous"
     names = [name for name in proof.environment if not name.isupper()]
@@ -93,7 +93,7 @@ def render(findings: Findings, *, colour: bool = False) -> str:
         f"  {'kvcached':<16} pages of {here.page_bytes >> 20} MiB, {order} layout",
     ]
     lines += [f"  {name:<16} {value}" for name, value in proof.environment.items() if name.isupper()]
-    lines += ["", f"lanes that could be chosen to carry KV, each alone (proved in {proof.seconds:.1f} s)"]
+    lines += ["", f"lanes that could be chosen to carry KV, each tested alone ({proof.seconds:.1f} s)"]
     lines += [_row(("lane", "follows", "kvcached's pages, GB/s", "other memory, GB/s", "descriptors/s"))]
     lines += [_row(("", "", "READ / WRITE", "READ / WRITE", ""))]
     for lane in proof.lanes:
@@ -113,7 +113,7 @@ def render(findings: Findings, *, colour: bool = False) -> str:
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
-    """For programs."""
+    """The findings for programs."""
     return {
         "kvcached_nixl": __version__,
         "memory_path": findings.proof.memory_path.value,
@@ -184,7 +184,7 @@ def _of_lanes(proof: Proof) -> list[str]:
     if proof.why_not:
         found.append(proof.remedy)
     if proof.why_slow:
-        found.append(f"more than {SLOW:g} times as slow as other memory is a copy path: check the build of UCX")
+        found.append(f"more than {SLOW:g} times as slow as other memory means a copy path: check the build of UCX")
     return found
 
 
@@ -192,9 +192,9 @@ def _of_limits(proof: Proof, limits: dict[str, int | str]) -> list[str]:
     found = []
     locked, mappings, shared = (limits[name] for name in ("ulimit -l, bytes", "max_map_count", "/dev/shm, bytes"))
     if Path("/sys/class/infiniband").is_dir() and locked != _UNLIMITED:
-        found.append("ulimit -l unlimited: network cards pin what they register")
+        found.append("ulimit -l unlimited: network cards pin registered memory")
     if isinstance(mappings, int) and mappings < _MAPPINGS:
-        found.append(f"sysctl -w vm.max_map_count={_MAPPINGS}: each page of kvcached's is a mapping")
+        found.append(f"sysctl -w vm.max_map_count={_MAPPINGS}: each of kvcached's pages is a mapping")
     if isinstance(shared, int) and shared < _SHARED_BYTES:
         found.append("give the container more shared memory (--shm-size=1g, or an emptyDir of medium Memory)")
     return found

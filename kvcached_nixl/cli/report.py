@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed, what each patch came to, and who provides each capability."""
+"""The status report: what is installed, the state of each patch, and who provides each capability."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Report:
     """The state of this package in one process.
 
     Attributes:
-        gate: "on", or what turned the package off.
-        versions: what is importable, by library; None if it is not.
+        gate: "on", or the variable that turned the package off.
+        versions: library -> version; None if it cannot be imported.
         outcomes: one per patch, in order; empty if nothing was installed or vLLM is not imported yet.
-        capabilities: who provides what with the installed vLLM; empty if that is not supported.
+        capabilities: who provides which capability with the installed vLLM; empty if that vLLM is not supported.
         refusals: everything that stops a start, by name.
-        runners: the model runner that vLLM has; of a model, once on each kind of device that was asked for.
+        runners: vLLM's model runner; for a given model, one per kind of device that was asked about.
     """
 
     gate: str
@@ -51,7 +51,7 @@ class Report:
 
 
 def make(registry: Registry | None) -> Report:
-    """Take stock; ``registry`` is None if nothing is installed. Imports none of the libraries it reports on."""
+    """Make the report; ``registry`` is None if nothing is installed. Imports none of the libraries it reports on."""
     try:
         gate = read_gate(os.environ).value
     except Refused as error:
@@ -70,9 +70,9 @@ def make(registry: Registry | None) -> Report:
 
 
 def asked(report: Report, model: str) -> Report:
-    """The report with vLLM's own answer for a model, a folder or a name. Imports vLLM.
+    """The report with vLLM's own choice of model runner for ``model``, a folder or a name. Imports vLLM.
 
-    What keeps it from being given is a refusal.
+    If vLLM cannot answer, the reason is added as a refusal.
     """
     version = report.versions["vllm"]
     return _with_runners(report, lambda: () if version is None else ask(model, version))
@@ -86,13 +86,13 @@ def _with_runners(report: Report, find: Callable[[], tuple[RunnerFound, ...]]) -
         return replace(report, refusals=(*refusals.items(), (_RUNNER, error)))
     except Refused as error:
         return replace(report, refusals=(*report.refusals, ("model", error)))
-    # Only a server that starts here is stopped by it.
+    # A refusal for another kind of device does not stop a server on this host.
     new = [(_RUNNER, one.refusal) for one in runners if one.is_here and one.refusal is not None]
     return replace(report, runners=runners, refusals=(*refusals.items(), *new))
 
 
 def render(report: Report, *, colour: bool = False) -> str:
-    """The report for people, over several lines, without a newline at the end."""
+    """The report as text of several lines, without a newline at the end."""
     lines = [f"kvcached_nixl {__version__} ({report.gate})"]
     lines += ["", "versions"]
     lines += [f"  {library:<12} {version or 'not installed'}" for library, version in report.versions.items()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to patch. Knows nothing of vLLM.
+"""Applies and removes patches. Knows nothing of vLLM.
 
-Each builds on those before it: `call` is what a wrapper sees, `record` says what a patch is, `contract` compares it
-with the live callable, `attach` puts the wrapper in and takes it out, `registry` does so in order and keeps the
-outcomes.
+Each module uses the ones before it. `call` is the argument of a wrapper. `record` describes a patch as data. `contract`
+compares a patch with the live callable. `attach` inserts the wrapper and removes it. `registry` applies patches in
+order and keeps their outcomes.
 """
 
 from __future__ import annotations

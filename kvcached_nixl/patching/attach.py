@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a wrapper in a seat, and put the very same entry back."""
+"""Insert a wrapper at a `Seat`, and restore the original object later."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Attachment", "attach"]
 
 @dataclass
 class Attachment:
-    """A wrapper that is in place.
+    """An inserted wrapper.
 
-    ``replaced`` lists (owner, attribute, original entry, our entry) in the order they were set; the first is the seat.
+    ``replaced`` lists (owner, attribute, original entry, our entry) in the order of replacement; the first is the seat.
     """
 
     seat: Seat
@@ -35,7 +35,7 @@ class Attachment:
         return self.enabled
 
     def displaced(self) -> tuple[str, ...]:
-        """Dotted names that now hold something else which does not say that it leads to our wrapper."""
+        """Dotted names that were replaced since by something that does not declare our wrapper as wrapped."""
         return tuple(
             f"{owner.__name__}.{attribute}"
             for owner, attribute, _, ours in self.replaced
@@ -43,9 +43,9 @@ class Attachment:
         )
 
     def restore(self) -> list[str]:
-        """Undo, newest first. An entry that somebody else replaced is left alone, with our wrapper disabled.
+        """Restore the originals, newest first. An entry that other code replaced is left, with our wrapper disabled.
 
-        Returns: the dotted names that could not be put back.
+        Returns: the dotted names that could not be restored.
         """
         self.enabled = False
         left: list[str] = []
@@ -59,10 +59,10 @@ class Attachment:
 
 
 def attach(seam: Seam, seat: Seat, make_call: Callable[..., Call]) -> Attachment:
-    """Replace the seat's entry, and every retained binding of it, by a wrapper around it.
+    """Replace the seat's entry, and every retained binding of it, with a wrapper around it.
 
     Raises:
-        ContractChanged: a module named in ``also_bound_in`` is imported and holds something else under that name.
+        ContractChanged: a module named in ``also_bound_in`` is imported and binds another object to that name.
             Nothing is changed then.
     """
     attachment = Attachment(seat)
@@ -72,7 +72,7 @@ def attach(seam: Seam, seat: Seat, make_call: Callable[..., Call]) -> Attachment
         return seam.wrapper(make_call(wrapped, instance, args, kwargs))
 
     def getter_wrapper(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A property hands its getter the instance as a plain argument.
+        # A property passes the instance to its getter as a plain argument.
         return seam.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs))
 
     ours: Any
@@ -97,14 +97,14 @@ def _retained(seam: Seam, seat: Seat) -> list[tuple[types.ModuleType, str]]:
         module_name, _, name = binding.partition(":")
         name = name or seat.attribute
         module = sys.modules.get(module_name)
-        # A module imported later takes the wrapper from the source, and one half imported has no binding yet.
+        # A module imported later gets the wrapper from the source. One that is being imported has no binding yet.
         if module is None or name not in vars(module):
             continue
         if vars(module)[name] is not seat.entry:
             raise ContractChanged(
                 found=f"{module_name}.{name} is not {seat.where}",
-                expected="the same function, taken over by an import",
-                consequence=f"Callers in {module_name} would go on unpatched. {seam.patch.why}",
+                expected="the same function, bound by an import",
+                consequence=f"Callers in {module_name} would not be patched. {seam.patch.why}",
                 remedy="Use a supported version (python -m kvcached_nixl lists them), or remove what replaced it.",
             )
         found.append((module, name))
@@ -112,12 +112,12 @@ def _retained(seam: Seam, seat: Seat) -> list[tuple[types.ModuleType, str]]:
 
 
 def _leads_to(entry: Any, ours: Any) -> bool:
-    """Whether ``entry`` is ``ours`` or a wrapper that declares (by ``__wrapped__``) that it leads there."""
+    """Whether ``entry`` is ``ours``, or wraps it according to ``__wrapped__``."""
     seen = 0
     while entry is not None and seen < 32:
         if entry is ours:
             return True
-        # A bound wrapt wrapper keeps the unbound one, which is what sits in the class, as its parent.
+        # A bound wrapt wrapper has the unbound wrapper, which is the class attribute, as its parent.
         if getattr(entry, "_self_parent", None) is ours:
             return True
         # classmethod and staticmethod objects have it as well.

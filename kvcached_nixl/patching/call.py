@@ -13,7 +13,7 @@ __all__ = ["Call", "Decisions"]
 
 
 class Decisions(Protocol):
-    """What a wrapper may ask of the registry that applied it."""
+    """The part of the registry that a wrapper may use."""
 
     def complete(self) -> None:
         """Decide every patch. Never raises."""
@@ -23,9 +23,9 @@ class Decisions(Protocol):
 
 
 class Call:
-    """What vLLM asked for, and the original to ask.
+    """One call that vLLM made, with its arguments and the original callable.
 
-    A wrapper gets one of these per call. It lives as long as the call and belongs to the calling thread.
+    A wrapper gets one per call. It lives as long as the call and is used on the calling thread only.
 
     Attributes:
         instance: ``self`` of a method or property, the class of a classmethod, None otherwise.
@@ -56,10 +56,10 @@ class Call:
         self._note = note
 
     def argument(self, name: str) -> Any:
-        """The value of a parameter, however it was passed, its default if it was not.
+        """The value of a parameter, passed by position or by keyword; its default if it was not passed.
 
         Raises:
-            TypeError: the original has no such parameter, or the caller left a required one out.
+            TypeError: the original has no such parameter, or the caller omitted a required one.
         """
         bound = self._bind()
         bound.apply_defaults()
@@ -69,7 +69,7 @@ class Call:
             raise TypeError(self._no_such(name)) from None
 
     def proceed(self, **overrides: Any) -> Any:
-        """Call the original, exactly as the caller did except for ``overrides``, and return what it returns.
+        """Call the original with the caller's arguments, changed by ``overrides``. Returns its result.
 
         Raises:
             TypeError: the original has no parameter of that name.
@@ -84,7 +84,7 @@ class Call:
         return self._wrapped(*bound.args, **bound.kwargs)
 
     def note(self, text: str) -> None:
-        """Add a line to this patch's outcome in the report. The same line is kept once."""
+        """Add a line to this patch's outcome in the report. Equal lines are kept once."""
         if self._note is not None:
             self._note(text)
 
@@ -93,7 +93,7 @@ class Call:
         """The registry that applied the patch.
 
         Raises:
-            LookupError: the call was made by hand, outside a registry.
+            LookupError: the `Call` was constructed outside a registry.
         """
         if self._registry is None:
             raise LookupError(f"the call of {self._name or self._wrapped!r} does not come from a registry")

@@ -17,15 +17,15 @@ __all__ = ["Seat", "find_seat", "locate"]
 
 @dataclass(frozen=True)
 class Seat:
-    """The exact dictionary entry a patch replaces.
+    """The exact ``__dict__`` entry that a patch replaces.
 
     Attributes:
-        owner: the class or module whose ``__dict__`` holds the attribute. Wrapping anywhere else would pin an
-            inherited method on a subclass and leave its siblings unpatched.
-        entry: the object in that ``__dict__``: a ``classmethod`` object stays one, where ``getattr`` would return a
-            bound method that cannot be put back.
+        owner: the class or module whose ``__dict__`` has the attribute. Wrapping it anywhere else would pin an
+            inherited method on one subclass and leave its siblings unpatched.
+        entry: the object in that ``__dict__``, such as a ``classmethod`` object. ``getattr`` would return a bound
+            method, which cannot be restored later.
         function: the plain function behind ``entry``.
-        signature: parameters a caller passes, without ``self`` or ``cls``; None when the patch accepts any.
+        signature: the parameters that a caller passes, without ``self`` or ``cls``; None if the patch accepts any.
     """
 
     owner: type | types.ModuleType
@@ -59,7 +59,8 @@ def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
     """Find and check the entry to replace.
 
     Raises:
-        ContractChanged: the attribute is gone, is defined outside the target, or has another kind or parameter list.
+        ContractChanged: the attribute does not exist, is defined outside the target, or has another kind or parameter
+            list.
     """
     owner = _owner(patch, container)
     entry = vars(owner)[patch.attribute]
@@ -94,7 +95,7 @@ def _owner(patch: Patch, container: type | types.ModuleType) -> type | types.Mod
 
 
 def _kind(patch: Patch, owner: type | types.ModuleType, entry: Any) -> tuple[Kind, Callable[..., Any]]:
-    # isinstance sees through another tool's wrapt proxy, so an already traced method keeps its kind.
+    # isinstance looks through another tool's wrapt proxy, so a method that is already traced keeps its kind.
     if isinstance(entry, classmethod):
         return "classmethod", entry.__func__
     if isinstance(entry, staticmethod):

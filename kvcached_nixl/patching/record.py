@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a patch is: data, not the side effect of an import.
+"""A patch described as data, instead of as the side effect of an import.
 
-A seam file reads
+A seam file has
 
     REGISTER_KV_CACHES = Patch(target=WORKER, attribute="register_kv_caches", process="worker", ...)
 
@@ -28,12 +28,12 @@ Kind = Literal["method", "classmethod", "staticmethod", "property", "function"]
 Process = Literal["scheduler", "worker", "frontend", "every"]
 
 ANY_PARAMETERS: tuple[str, ...] = ("...",)
-"""For a wrapper that neither reads nor overrides arguments by name: no parameter list is refused."""
+"""For a wrapper that neither reads nor overrides arguments by name: every parameter list is accepted."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One place a target may live: a module, and a class in it (empty for the module itself)."""
+    """A place where a target may be defined: a module, and a class in it (empty for the module itself)."""
 
     module: str
     qualname: str = ""
@@ -44,13 +44,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Target:
-    """A class or module by the name we give it, wherever the installed version keeps it.
+    """A class or module to patch, under our name for it, wherever the installed version defines it.
 
     Args:
-        name: our word for it, used in reports.
-        places: where to look, best first. A class that a module merely re-exports does not count as found there.
-        scope: the attribute must be defined in a module whose dotted name starts with this, so that a patch can never
-            land on a base class shared with others. Empty: only the modules in ``places``.
+        name: our name for it in reports.
+        places: where to look, in order of preference. A class that a module only re-exports is not found there.
+        scope: the attribute must be defined in a module whose dotted name starts with this, so that a patch never
+            changes a base class that other classes share. Empty: only the modules in ``places``.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if not self.places:
-            raise ValueError(f"target {self.name!r} has no place to look at")
+            raise ValueError(f"target {self.name!r} has no places")
 
     def contains(self, module: str) -> bool:
         """Whether code defined in ``module`` may be patched under this target."""
@@ -80,14 +80,14 @@ class Patch:
         parameters: the exact parameter names, ``self`` or ``cls`` included. Another list is refused before wrapping.
         why: what would go wrong without it.
         upstream: the issue, pull request or file that explains it.
-        remove_when: the event after which this patch can go.
+        remove_when: the event after which this patch can be removed.
         kind: what the attribute is.
         also_accepts: further exact parameter lists, for other supported versions.
-        versions: version specifier of the patched library; empty for every supported one. Compared only by `Judge`.
-        needs: the capability this is part of; skipped where somebody else provides it. Compared only by `Judge`.
-        when_unsupported: apply even if the library's version is not supported. For the gate, which must stand there.
-        when_absent: what it means if the target is nowhere to be found.
-        also_bound_in: modules that keep a binding of their own from ``from x import f``, as "module" or "module:name".
+        versions: version specifier of the patched library; empty for every supported one. Read only by `Judge`.
+        needs: the capability that this patch is part of; skipped if vLLM provides it. Read only by `Judge`.
+        when_unsupported: apply even if the library's version is not supported. For the gate, which raises the refusal.
+        when_absent: whether to refuse or to skip if the target does not exist.
+        also_bound_in: modules that bind the attribute by ``from x import f``, as "module" or "module:name".
         prepare: runs before the contract is checked; returns notes for the report, may raise `Refused`.
     """
 
@@ -110,7 +110,7 @@ class Patch:
     def __post_init__(self) -> None:
         for name in ("attribute", "why", "upstream", "remove_when"):
             if not getattr(self, name).strip():
-                raise ValueError(f"patch {self.name!r} says nothing in {name!r}")
+                raise ValueError(f"patch {self.name!r} has an empty {name!r}")
         if not self.parameters and self.kind in ("method", "classmethod", "property"):
             raise ValueError(f"patch {self.name!r}: a {self.kind} has at least one parameter")
 
@@ -119,13 +119,13 @@ class Patch:
         return f"{self.target.name}.{self.attribute}"
 
     def around(self, wrapper: Callable[[Call], Any]) -> Seam:
-        """Decorator: bind the function that runs in place of the attribute. It decides whether and how to proceed."""
+        """Decorator for the function that runs in place of the attribute. It decides whether to call the original."""
         return Seam(patch=self, wrapper=wrapper)
 
 
 @dataclass(frozen=True)
 class Seam:
-    """A `Patch` and the function that runs around it. Calling a seam calls that function: so do tests."""
+    """A `Patch` and its wrapper function. Calling a seam calls that function, as tests do."""
 
     patch: Patch
     wrapper: Callable[[Call], Any]
@@ -135,7 +135,7 @@ class Seam:
 
 
 class State(Enum):
-    """How a patch ended. `PENDING` is only possible before the registry was completed."""
+    """The state of a patch. `PENDING` is only possible before `Registry.complete`."""
 
     PENDING = "pending"
     APPLIED = "applied"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordered installation, three outcomes, exact restore.
+"""Applies patches in order, keeps one of three outcomes for each, and restores the originals.
 
-A patch is decided when its target module has just been imported, or at once if it already was, or at the latest in
-`Registry.complete`. Deciding never raises: a post-import hook that raises is dropped by wrapt and the next import of
-the module goes through unpatched, so whatever goes wrong is recorded and it is for the caller to act on the outcome.
+A patch is decided when its target module was just imported, at once if the module is imported already, and at the
+latest in `Registry.complete`. Deciding never raises: wrapt drops a post-import hook that raises, and the next import of
+the module would succeed unpatched. Every error is recorded, and the caller acts on the outcome.
 
-Locks: one re-entrant lock guards the bookkeeping. It is never held while a module is imported, because the import lock
-of that module may be held by a thread that waits here.
+Locks: one re-entrant lock guards the state. It is never held while a module is imported, because a thread that waits
+for it may hold the import lock of that module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from kvcached_nixl.patching.record import Outcome, Patch, Seam, State
 __all__ = ["Judge", "Registry"]
 
 Judge = Callable[[Patch], "str | None"]
-"""Says why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions and needs."""
+"""Returns why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions and needs.
+"""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class _Entry:
 
 
 class Registry:
-    """The patches of one process. Safe to use from any thread."""
+    """The patches of one process. Thread-safe."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Registry:
         self._lock = threading.RLock()
 
     def add(self, seams: Iterable[Seam]) -> None:
-        """Register patches in order; those whose module is already imported are decided at once. Never raises."""
+        """Register patches in order; those whose module is imported already are decided at once. Never raises."""
         for seam in seams:
             with self._lock:
                 if any(entry.seam == seam for entry in self._entries):
@@ -78,7 +79,7 @@ class Registry:
                 self._watch(place.module)
 
     def imported(self, module: types.ModuleType) -> None:
-        """Decide every pending patch that targets ``module``, which has just been executed. Never raises."""
+        """Called when ``module`` was just imported. Decides every pending patch of it. Never raises."""
         with self._lock:
             if not self._active:
                 return
@@ -87,7 +88,7 @@ class Registry:
                     self._decide(entry, module)
 
     def complete(self) -> None:
-        """Decide everything: import the targets that nobody has imported yet. Never raises; read `refusals` then."""
+        """Decide every patch; imports targets that are not imported yet. Never raises; read `refusals` afterwards."""
         for entry in tuple(self._entries):
             if entry.state is State.PENDING:
                 self._seek(entry)
@@ -99,7 +100,7 @@ class Registry:
             first(self)
 
     def refuse(self, name: str, cause: Refused) -> None:
-        """Record a refusal that is not a patch's: a version, a dependency, a setting. The same name counts once."""
+        """Record a refusal that is not of a patch: a version, a dependency, a setting. The first per name is kept."""
         with self._lock:
             if all(name != known for known, _ in self._refusals):
                 self._refusals.append((name, cause))
@@ -126,9 +127,9 @@ class Registry:
             return (*self._refusals, *patches)
 
     def uninstall(self) -> tuple[str, ...]:
-        """Restore every entry in reverse order. Hooks that have not fired yet do nothing from now on.
+        """Restore every entry in reverse order. Import hooks that have not run yet do nothing from now on.
 
-        Returns: dotted names that somebody else replaced meanwhile; they keep that, and our wrapper there is disabled.
+        Returns: dotted names that other code replaced since. These are left as they are, with our wrapper disabled.
         """
         left: list[str] = []
         with self._lock:
@@ -143,7 +144,7 @@ class Registry:
     def _watch(self, name: str) -> None:
         module = sys.modules.get(name)
         if module is not None:
-            # Half imported: the class may not be there yet. Whoever imports it now, complete() decides it.
+            # A module that is still being imported may not have the class yet: complete() decides that patch.
             if not getattr(module.__spec__, "_initializing", False):
                 self.imported(module)
             return
@@ -176,7 +177,7 @@ class Registry:
             entry.refuse(_unforeseen(patch, error))
 
     def _seek(self, entry: _Entry) -> None:
-        """Import the places of a pending patch, best first, until it is decided."""
+        """Import the places of a pending patch, in order of preference, until it is decided."""
         patch = entry.seam.patch
         missing: list[str] = []
         for place in patch.target.places:
@@ -228,7 +229,7 @@ class Registry:
             entry.refuse(
                 ContractChanged(
                     found=f"{', '.join(displaced)} was replaced after this package had wrapped it",
-                    expected="the wrapper, or one around it that declares so by __wrapped__",
+                    expected="this package's wrapper, or another one around it with __wrapped__ set",
                     consequence=f"The patch may no longer run. {entry.seam.patch.why}",
                     remedy="Remove what replaced it, or let it run before this package is installed.",
                 )
@@ -240,7 +241,7 @@ def _unforeseen(patch: Patch, cause: Exception) -> Refused:
         found=f"{type(cause).__name__}: {cause}",
         expected=f"{patch.name} to be patched",
         consequence=f"Without this patch: {patch.why}",
-        remedy="Read the first sentence; if it does not help, report it with the output of python -m kvcached_nixl.",
+        remedy="Fix the error above if you can; otherwise report it with the output of python -m kvcached_nixl.",
     )
     refusal.__cause__ = cause
     return refusal

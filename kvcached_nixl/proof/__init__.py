@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a registration follow kvcached's pages? Found out before anything is served, over what would carry it.
+"""Does a memory registration follow kvcached's pages? Tested before serving, over each transport that could carry KV.
 
-find      asked by a worker or a person: an answer of before, or a prover
+find      called by a worker or the doctor command: returns a stored proof, or starts a prover
   │
-__main__  the prover, a process of its own: nothing of a server's is touched, and what it loads is loaded once
+__main__  the prover, a separate process: it does not touch the server's state, and loads libraries once for its forks
   │ forks
-member    two a lane: one with kvcached's pages, one with ordinary memory, each with a NIXL agent of its own
+member    two per lane: one with kvcached's pages, one with ordinary memory, each with its own NIXL agent
   │
-lanes     what UCX could choose on this host, and how to have it choose one of them alone
+lanes     which transports UCX could choose on this host, and how to make it use one of them alone
   │
 result    what was found of each lane
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prover, which `find.find` starts. For people there is ``python -m kvcached_nixl doctor``.
+"""The prover process, which `find.find` starts. Operators use ``python -m kvcached_nixl doctor`` instead.
 
-Standard input: a `Question` as JSON. Last line of standard output: what was found (`Said`), as JSON. Exit status 1: it
-cannot be told what could be chosen; why is on standard error.
+Standard input: a `Question` as JSON. Last line of standard output: the result (`Said`) as JSON. Exit status 1: the
+transports that could be chosen are unknown; the reason is on standard error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcached_nixl.proof.result import Question
 def main() -> int:
     question = msgspec.json.decode(sys.stdin.read(), type=Question)
     activate()
-    # Once, for all that are forked; none of these touches a device when it is imported.
+    # Imported once for all forked members. The import touches no device.
     import nixl._api  # noqa: F401
 
     try:

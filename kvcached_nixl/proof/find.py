@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to a `Question`: of before, as long as nothing has changed that it follows from, or a prover's.
+"""Answer a `Question` with a stored proof, as long as nothing that it depends on has changed, or with a prover's.
 
-An answer is kept per boot of the host, versions, settings, and what UCX could choose from, also where lanes could not
-be used: with kvcached's pages on a GPU some never can. As a busy host makes a lane unusable, too, such an answer is
-asked for again after UNUSABLE_SECONDS, or where a start would end for it. Several workers that start at once ask one
-prover.
+A proof is stored per boot of the host, versions, settings, and the transports that UCX could choose from. It is stored
+even if some lanes were unusable: with kvcached's pages on a GPU some lanes never work. A busy host can make a lane
+unusable, too, so such a proof is renewed after UNUSABLE_SECONDS, or when it would stop a start. Workers that start at
+the same time share one prover.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "tor
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _START = "import sys; sys.path[0] or sys.path.pop(0); from kvcached_nixl.proof.__main__ import main; sys.exit(main())"
-"""``python -m`` looks for kvcached in the folder that a server was started in, where the server itself does not."""
+"""Not ``python -m``: it would search for kvcached in the current folder, which the server itself does not do."""
 
 
 def find(
@@ -55,25 +55,25 @@ def find(
     is_fresh: bool = False,
     is_needed: bool = False,
 ) -> Proof:
-    """What holds for this process.
+    """Return the proof that holds for this process.
 
     Args:
-        here: what UCX could choose from in this process, where that is known: nothing else may have been proved.
-        is_fresh: ask a prover, whatever was found before.
-        is_needed: every lane has to be usable: ask a prover again if one was not.
+        here: what UCX can choose from in this process, if known: a stored proof must be for exactly that.
+        is_fresh: start a prover even if there is a stored proof.
+        is_needed: every lane has to be usable: start a prover again if a lane of the stored proof was unusable.
 
     Raises:
-        Unproved: the prover cannot tell.
+        Unproved: the prover found no answer.
     """
     environment = environment_of(environ)
     known = msgspec.json.encode((question, environment), order="sorted")
-    # What other backends could choose from is not known, so an answer of before may be of something else.
+    # It is not known what other backends could choose from, so a stored proof may not match them.
     is_fresh = is_fresh or question.backends != ("UCX",)
     try:
         kept = _folder(environ) / f"proof-{hashlib.sha256(known).hexdigest()[:32]}.json"
         kept.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:
-        logger.info("What is proved of NIXL and kvcached's pages is not kept: %s", error)
+        logger.info("The proof of NIXL with kvcached's pages is not stored: %s", error)
         return _seen(_ask(question, environment, environ), here)
 
     def read() -> Proof | None:
@@ -91,13 +91,13 @@ def find(
 
 
 def find_here(question: Question, *, is_needed: bool = False) -> Proof:
-    """What holds for this process, in which a NIXL agent was made.
+    """Return the proof that holds for this process, which must have a NIXL agent already.
 
     Args:
-        is_needed: as `find`.
+        is_needed: see `find`.
 
     Raises:
-        Unproved: it cannot be told.
+        Unproved: the prover found no answer, or UCX does not say what it could choose from.
     """
     here = None
     if "UCX" in question.backends:
@@ -109,7 +109,7 @@ def find_here(question: Question, *, is_needed: bool = False) -> Proof:
 
 
 def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Whatever an answer follows from beside the question, and beside what UCX could choose from."""
+    """Everything that a proof depends on besides the question and the transports that UCX could choose from."""
     found = {name: _version(name) for name in _PACKAGES}
     found |= {
         "prover": _own_digest(),
@@ -123,10 +123,10 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, str]) -> Proof:
-    """Have a prover find out."""
+    """Start a prover and return its proof."""
     own = f"proof-{uuid.uuid4().hex[:16]}"
     private = {"KVCACHED_HOSTVMM_DEVICE": own, "KVCACHED_HOSTVMM_GIB": "0.125", "KVCACHED_IPC_NAME": own}
-    # Where UCX writes what it has chosen is the prover's to say.
+    # The prover reads UCX's choices from its log output, so the operator's settings must not redirect it.
     inherited = {name: value for name, value in environ.items() if name not in ("UCX_LOG_FILE", "UCX_LOG_LEVEL")}
     begun = time.monotonic()
     try:
@@ -147,14 +147,14 @@ def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, 
     try:
         said = msgspec.json.decode(lines[-1], type=Said)
     except msgspec.MsgspecError as error:
-        raise _unknown(f"the prover said {lines[-1]:.500}") from error
+        raise _unknown(f"the prover printed {lines[-1]:.500}") from error
     if not said.lanes:
         raise _unknown("no lane between two processes of this host")
     return Proof(question, environment, said.lanes, said.ucx, time.monotonic() - begun)
 
 
 def _run(command: list[str], said: bytes, environ: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
-    """As `subprocess.run`; whatever it has started ends with it."""
+    """Like `subprocess.run`, but after a timeout or an exception all processes that the command started are killed."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(environ), start_new_session=True
@@ -168,7 +168,7 @@ def _run(command: list[str], said: bytes, environ: Mapping[str, str]) -> subproc
 
 
 def _seen(found: Proof, here: Ucx | None) -> Proof:
-    """With what this process could choose, and the prover could not."""
+    """Add the lanes that this process could choose and the prover could not."""
     if here is None:
         return found
     proved = {lane.name for lane in found.lanes}
@@ -179,28 +179,30 @@ def _seen(found: Proof, here: Ucx | None) -> Proof:
 def _unknown(reason: str) -> Unproved:
     return Unproved(
         found=f"no proof that NIXL follows kvcached's pages: {reason}",
-        expected="a prover that finds out on this host, in some seconds",
-        consequence="Decode might be handed bytes of pages that were unmapped, with HTTP 200; the engine stops.",
-        remedy="Repair what is said above (python -m kvcached_nixl doctor asks again), or stage KV, which needs no "
+        expected="a prover that completes its test on this host within some seconds",
+        consequence="Decode might receive bytes of unmapped pages, with HTTP 200; the engine stops.",
+        remedy="Fix the problem above (python -m kvcached_nixl doctor tests again), or stage KV, which needs no "
         'proof: "kv_connector_extra_config": {"memory_path": "device"} or "host".',
     )
 
 
 def _folder(environ: Mapping[str, str]) -> Path:
-    """As the XDG base directory specification says."""
+    """The cache folder, by the XDG base directory specification."""
     base = environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "kvcached_nixl"
 
 
 def _ucx_files(environ: Mapping[str, str]) -> list[Path]:
-    """Where UCX looks for settings beside the environment."""
+    """The files that UCX reads settings from, besides the environment."""
     folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", "."]
     return [Path(folder) / "ucx.conf" for folder in folders if folder]
 
 
 @contextlib.contextmanager
 def _one_at_a_time(kept: Path) -> Iterator[None]:
-    """Whoever comes first asks; but not even somebody who has it and stands still holds up a start for ever."""
+    """Hold a file lock, so that one process runs the prover. Continues without the lock after PROVER_SECONDS, so that a
+    hanging holder cannot block a start for ever.
+    """
     with contextlib.ExitStack() as stack:
         try:
             lock = stack.enter_context(kept.with_suffix(".lock").open("w"))
@@ -208,7 +210,7 @@ def _one_at_a_time(kept: Path) -> Iterator[None]:
             while not _is_locked(lock) and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
         except OSError as error:
-            logger.info("Others may be asking for the same proof: %s", error)
+            logger.info("Other workers may run the same proof at the same time: %s", error)
         yield
 
 
@@ -250,7 +252,7 @@ def _version(package: str) -> str:
 
 
 def _own_digest() -> str:
-    """An answer is the prover's that gave it; one that is installed in place changes without a version."""
+    """Digest of the prover's source. An editable installation changes without a new version."""
     return _digest(map(_text, sorted(Path(__file__).parent.glob("*.py"))))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What UCX could choose on this host, and what it did choose, both in UCX's own words."""
+"""Which transports UCX could choose on this host, and which it chose, both parsed from UCX's own output."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["carriers", "is_never_chosen", "only_copies", "transports_of", "ucx_o
 _FEATURES = 1 << 0
 """UCP_PARAM_FIELD_FEATURES: the only parameter that is given."""
 _RMA, _AM = 1 << 1, 1 << 6
-"""What NIXL asks UCX for: remote memory access, and active messages for notifications."""
+"""The features that NIXL asks UCX for: remote memory access, and active messages for notifications."""
 
 _NEEDS = MappingProxyType(
     {
-        # They move bytes only; something else has to connect the two processes.
+        # These only move bytes; another transport has to connect the two processes.
         "cma": "tcp",
         "knem": "tcp",
         "xpmem": "tcp",
-        # The same; and memory of the device is told from the host's by the one that copies it.
+        # The same. Device memory is told from host memory by the transport that copies it.
         "cuda_copy": "tcp",
         "cuda_ipc": "cuda_copy,tcp",
         "gdr_copy": "cuda_copy,tcp",
@@ -37,22 +37,22 @@ _NEEDS = MappingProxyType(
         "gga_*": "rc_mlx5,ud_mlx5:aux",
     }
 )
-"""Transport -> what it cannot be used without, as far as UCX's documentation says it."""
+"""Transport -> the transports that it needs beside it, as far as UCX's documentation names them."""
 
 _COPIES = frozenset({"cuda_copy", "gdr_copy", "rocm_copy", "ze_copy"})
-"""They copy between an accelerator and the host, in front of and behind another one that goes between processes."""
+"""These copy between an accelerator and its host, before and after a transport that connects processes."""
 
 
 class _Params(ctypes.Structure):
-    # ucp_params_t; what follows the features is not looked at.
+    # ucp_params_t. With this field_mask UCX reads nothing behind the features.
     _fields_ = (("field_mask", ctypes.c_uint64), ("features", ctypes.c_uint64), ("rest", ctypes.c_char * 512))
 
 
 def ucx_of_this_process() -> Ucx:
-    """What the UCX that NIXL has loaded could choose from now; a NIXL agent was made before. It opens devices.
+    """What the UCX library that NIXL has loaded could choose from now. Needs an existing NIXL agent. Opens devices.
 
     Raises:
-        OSError, RuntimeError: UCX is not loaded, or does not answer.
+        OSError, RuntimeError: UCX is not loaded, or a call fails.
     """
     library = _loaded("libucp")
     ucp = ctypes.CDLL(library)
@@ -79,7 +79,7 @@ def ucx_of_this_process() -> Ucx:
 
 
 def carriers(said: str) -> frozenset[str]:
-    """Transports that UCX has chosen to write or read another process's memory by (``UCX_PROTO_INFO``)."""
+    """The transports that UCX chose to read or write another process's memory, from its ``UCX_PROTO_INFO`` output."""
     found: set[str] = set()
     is_of_a_peer = is_of_memory = False
     for line in said.splitlines():
@@ -95,20 +95,20 @@ def carriers(said: str) -> frozenset[str]:
 
 
 def is_never_chosen(lane: str, said: str) -> bool:
-    """Whether UCX has said that a transport does not notice the end of a peer, for which NIXL asks of all it uses."""
+    """Whether UCX reports that a transport does not detect peer failure. NIXL requires that of every transport."""
     return re.search(rf"\b{re.escape(lane)}/\S+ - no peer failure handler", said) is not None
 
 
 def only_copies(lane: str) -> bool:
-    """Whether a transport goes between no two processes."""
+    """Whether a transport only copies and does not connect two processes."""
     return lane in _COPIES
 
 
 def transports_of(lane: str, device: str) -> tuple[str, str]:
-    """``UCX_TLS`` with which UCX has no other way than this one to move bytes; and the same with TCP.
+    """``UCX_TLS`` values with which UCX can move bytes only over this lane: without TCP, and with TCP beside it.
 
-    The second is for what UCX does not use alone: NIXL asks for lanes that notice the end of a peer, and those that do
-    not are at most chosen beside another one.
+    The second is for lanes that UCX does not use alone: NIXL requires peer failure detection, and a transport without
+    it is chosen at most beside another one.
     """
     needs = next((needs for pattern, needs in _NEEDS.items() if fnmatch.fnmatch(lane, pattern)), "")
     names = [lane, *filter(None, needs.split(","))]
@@ -132,4 +132,4 @@ def _loaded(library: str) -> str:
 
 def _require(status: int, what: str) -> None:
     if status:
-        raise RuntimeError(f"UCX's {what} answered {ctypes.c_int8(status).value}")
+        raise RuntimeError(f"UCX's {what} returned {ctypes.c_int8(status).value}")

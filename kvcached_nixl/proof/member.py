@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of the two processes of a lane: memory, a NIXL agent, and a pipe by which it is told what to do.
+"""One of the two processes of a lane, with memory, a NIXL agent, and a pipe over which the prover sends it commands.
 
-It does what a server does, in the same order, on the same kinds of threads: the first one, as the engine's, selects the
-device, makes the agent, has memory and registers it; another one, as the transfer thread, selects the device, meets the
-peer and moves bytes. What UCX chooses follows from both.
+It takes the same steps as a server, in the same order and on the same kinds of threads. The main thread stands for the
+engine's thread: it selects the device, makes the agent, allocates memory and registers it. A second thread stands for
+the transfer thread: it selects the device, connects to the peer and moves bytes. UCX's choice depends on both.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ PAGE_BYTES = 2 << 20
 PAGES = 4
 SMALL_BYTES = 4096
 BEGIN_SECONDS = 60.0
-"""Until a member has memory and an agent: the first use of a device or of UCX may take most of a minute."""
+"""Timeout until a member has memory and an agent: the first use of a device or of UCX may take most of a minute."""
 ANSWER_SECONDS = 10.0
 
 MIXED = ((1 << 20, 1), (64 << 10, 8), (4096, 64), (512, 128), (192 << 10, 1))
-"""(bytes, how many) of the descriptors of a page when its bytes are compared: UCX moves long and short ones otherwise,
-and KV comes in both."""
+"""(bytes, count) of a page's descriptors when bytes are compared: UCX moves long and short descriptors in different
+ways, and KV has both."""
 
 _PR_SET_PDEATHSIG = 1
 
 Place = str
-"""``elastic``: kvcached's pages, backed or not; ``ordinary``: other memory of the device; ``host``: the host's."""
+"""``elastic``: kvcached's pages, mapped or not; ``ordinary``: other memory of the device; ``host``: host memory."""
 
 
 class Answered(Exception):
-    """A member has answered that it failed, or not at all; in words."""
+    """A member reported a failure, or did not answer. The message gives the reason."""
 
 
 class Member:
-    """What a member does when it is told. All of it in the forked process."""
+    """The commands of a member. All of them run in the forked process."""
 
     def __init__(self, question: Question, transports: str) -> None:
         if transports:
             os.environ["UCX_TLS"] = transports
-        # Else it is not known what has carried the bytes.
+        # Without this it is not known which transport carried the bytes.
         os.environ["UCX_PROTO_INFO"] = "y"
         import torch
 
-        # A fork has none of torch's threads, and two members and their agents are more than two cores already.
+        # A fork has none of torch's threads, and two members with their agents already use more than two cores.
         torch.set_num_threads(1)
         self._torch = torch
         self._question = question
@@ -74,15 +74,15 @@ class Member:
         self._peer = ""
 
     def ucx(self) -> Ucx:
-        """What UCX could choose from."""
+        """What UCX could choose from in this process."""
         return ucx_of_this_process()
 
     def open(self, *, elastic: bool) -> dict[Place, int]:
-        """Get memory; where each place begins."""
+        """Allocate memory. Returns the address of each place."""
         if elastic:
             from kvcached import vmm_ops
 
-            # kvcached's own word for a device, on host memory, too.
+            # kvcached calls its device cuda:N on host memory, too.
             device = f"cuda:{self._question.device_index}"
             vmm_ops.init_kvcached(device, PAGE_BYTES, False)
             (pool,) = vmm_ops.create_kv_tensors(2 * PAGES * PAGE_BYTES, 1, device, 1)
@@ -102,7 +102,7 @@ class Member:
         vmm_ops.unmap_from_kv_tensors([page * PAGE_BYTES for page in pages])
 
     def register(self) -> bytes:
-        """Register everything, whatever is mapped; what the other one needs to know."""
+        """Register all memory, mapped or not. Returns the agent's metadata for the other member."""
         for place, memory in self._memory.items():
             kind = "DRAM" if place == "host" else self._question.memory_type
             index = 0 if place == "host" else self._question.device_index
@@ -125,12 +125,12 @@ class Member:
     def move(
         self, operation: Operation, here: Place, there: int, pages: list[int], sizes: Sequence[tuple[int, int]] = ()
     ) -> float:
-        """Between the same pages of one's own memory and of the other's, which begins at ``there``.
+        """Transfer between the same pages of this member's memory and the other member's, which begins at ``there``.
 
         Args:
-            sizes: (bytes, how many) of the descriptors of a page; one of all of it by default.
+            sizes: (bytes, count) of a page's descriptors; by default one descriptor per page.
 
-        Returns: the seconds that it took.
+        Returns: the duration in seconds.
         """
         lengths = np.repeat(*np.array(sizes).T) if sizes else np.array([PAGE_BYTES])
         rows = np.stack((np.cumsum(lengths) - lengths, lengths), axis=1)
@@ -158,12 +158,12 @@ class Member:
 
 
 class Remote:
-    """A member, from the prover's side."""
+    """The prover's handle of a member."""
 
     def __init__(self, question: Question, transports: str) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        # Not a pipe: nobody reads while it writes.
+        # Not a pipe: it would fill up and block the member, because nothing reads it meanwhile.
         self._said = os.memfd_create("said")
         self._process = context.Process(
             target=_serve, args=(theirs, self._pipe, self._said, question, transports), daemon=True
@@ -173,7 +173,7 @@ class Remote:
         self._seconds = BEGIN_SECONDS
 
     def end(self) -> None:
-        """Nothing of it is wanted any more; a hanging one does not hold anybody up."""
+        """Kill the process, so that a hanging member does not block the prover."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
@@ -181,20 +181,20 @@ class Remote:
 
     @property
     def said(self) -> str:
-        """What it, and the libraries in it, have written to standard output and error."""
+        """What the member and its libraries have written to standard output and error."""
         return os.pread(self._said, os.fstat(self._said).st_size, 0).decode(errors="replace")
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Have it do one thing, and wait.
+        """Send a command and wait for the result.
 
         Raises:
-            Answered: it failed, ended, or did not answer in time.
+            Answered: the member failed, ended, or did not answer in time.
         """
         self.tell(name, *arguments, **options)
         return self.answer()
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Have it begin one thing."""
+        """Send a command without waiting for the result."""
         self._told = name
         try:
             self._pipe.send((name, arguments, options))
@@ -202,7 +202,7 @@ class Remote:
             raise Answered(f"the process ended before {name}") from error
 
     def answer(self) -> Any:
-        """Of what it was told last; raises as `call`."""
+        """Wait for the result of the last command; raises as `call` does."""
         try:
             if not self._pipe.poll(self._seconds):
                 raise Answered(f"{self._told} did not end within {self._seconds:g} s")
@@ -216,7 +216,7 @@ class Remote:
 
 
 def _serve(pipe: Connection, theirs: Connection, said: int, question: Question, transports: str) -> None:
-    # Whoever forked this one may be killed, and nobody else ends it.
+    # If the prover is killed, nothing else ends this process.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     theirs.close()
     os.dup2(said, 1)

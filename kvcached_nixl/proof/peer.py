@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a running engine's KV memory lies, and how fast it is read from here. Nothing is written to it."""
+"""The layout of a running engine's KV memory, and how fast it can be read from this host. Nothing is written to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRIES = 3
 
 
 class Channel(Protocol):
-    """The side channel, as far as it is needed here."""
+    """The part of the side channel that is used here."""
 
     def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]: ...
 
@@ -37,10 +37,10 @@ class PeerFound(msgspec.Struct, frozen=True):
     """A rank of a running engine.
 
     Attributes:
-        compatibility: in what a peer of it has to be equal.
+        compatibility: the tag that a peer of this rank must match.
         memory: its planes.
-        read: bytes a second, in descriptors of a block of a plane.
-        descriptors: a second, of 4 KiB at most each.
+        read: bytes per second, with one descriptor per block of a plane.
+        descriptors: descriptors per second, of at most 4 KiB each.
     """
 
     compatibility: str
@@ -53,14 +53,14 @@ class PeerFound(msgspec.Struct, frozen=True):
 
 
 def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
-    """Meet a rank as decode does, and read some of its blocks, whatever is in them.
+    """Handshake with a rank as decode does, and read some of its blocks, whatever they contain.
 
     Args:
-        question: what this side's memory is, and by which backends it is reached.
+        question: the device, memory type and NIXL backends of this side.
 
     Raises:
-        OSError, TimeoutError, ValueError, TransportError: it does not answer, answers with something else, or cannot be
-            read from.
+        OSError, TimeoutError, ValueError, TransportError: the rank does not answer, its answer is invalid, or it cannot
+            be read from.
     """
     compatibility, metadata = channel.ask(host, port, tp_rank).result()
     if not metadata:
@@ -77,7 +77,7 @@ def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Qu
         agent.register_memory(agent.get_reg_descs(extent, question.memory_type), backends=list(question.backends))
     except Exception as error:
         # NIXL's exceptions have no common base.
-        raise TransportError(f"no memory was registered here: {type(error).__name__}: {error}") from error
+        raise TransportError(f"memory could not be registered here: {type(error).__name__}: {error}") from error
     transport = NixlTransport(agent, question.memory_type, question.device_index)
     peer = transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
     long = _ranges(rank)
@@ -98,14 +98,14 @@ def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Qu
 
 
 def _ranges(rank: RankHandshake) -> Ranges:
-    """Blocks of the first plane of each kind, as far as its cells lie side by side."""
+    """(address, bytes) of blocks of the first plane of each kind; of a block, the part whose cells are contiguous."""
     rows: list[tuple[int, int]] = []
     for planes in rank.memory:
         dense = planes.cell_bytes * planes.num_heads * planes.block_size
         length = min(dense, planes.block_stride_bytes, BYTES // len(rank.memory))
         if length <= 0:
             raise ValueError(
-                f"found blocks {planes.block_stride_bytes} bytes apart; expected blocks that hold something"
+                f"found blocks {planes.block_stride_bytes} bytes apart; expected blocks that are not empty"
             )
         count = min(planes.num_blocks, BYTES // len(rank.memory) // length, MOST_ROWS // len(rank.memory))
         rows += [(planes.bases[0] + block * planes.block_stride_bytes, length) for block in range(count)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lane by lane: whose bytes arrive, before and after a page is replaced under a registration, and how fast.
+"""Test each lane: do the right bytes arrive before and after a page is replaced under a registration, and how fast.
 
-Runs in the prover, which touches no device itself, so that it can fork. One lane after the other: each NIXL agent keeps
-a core busy.
+Runs in the prover process, which uses no device itself, so that it can fork. Lanes are tested one after the other,
+because each NIXL agent keeps a core busy.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvcached_nixl.transport.base import Operation
 __all__ = ["prove_lanes", "prove_one"]
 
 LANES_SECONDS = 150.0
-"""In which lanes are begun: who asks does not wait for ever, and would hear of none."""
+"""No lane is begun after this time. The caller's timeout would discard the results of all lanes."""
 TRIES = 8
-"""Where kvcached's pages look slow: a busy host is no slow lane."""
+"""Most measurements of a lane that looks slow: a busy host does not make a slow lane."""
 
 
 def prove_lanes(question: Question) -> Said:
-    """What was found of every lane that could be chosen, and of what is chosen as it is configured.
+    """Test every lane that could be chosen, and UCX's choice as it is configured.
 
     Raises:
-        Answered: it cannot be told what could be chosen.
+        Answered: the lanes that could be chosen are unknown.
     """
     lanes: list[tuple[str, str, tuple[str, ...]]] = [(name, name, ("",)) for name in question.backends if name != "UCX"]
     ucx: Ucx | None = None
@@ -52,9 +52,9 @@ def prove_lanes(question: Question) -> Said:
 
 
 def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneFound:
-    """What is found of one lane, where UCX may choose ``transports`` only; the first of them counts that it chose.
+    """Test one lane. ``transports`` are values of ``UCX_TLS`` to try; the first with which UCX used this lane counts.
 
-    Bytes that something else has carried say nothing of this lane.
+    Bytes that another transport carried prove nothing about this lane.
     """
     unusable: list[str] = []
     for one in dict.fromkeys(transports):
@@ -66,30 +66,30 @@ def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneF
             is_behind_another = only_copies(name) and question.device != "cpu"
             if question.backends != ("UCX",) or name == AS_CONFIGURED or is_behind_another or name in carried:
                 return pair.found
-            unusable.append(f"UCX moves bytes over {', '.join(sorted(carried)) or 'nothing'} where it has {one}")
+            unusable.append(f"UCX moves bytes over {', '.join(sorted(carried)) or 'nothing'} with UCX_TLS={one}")
         except Answered as error:
             if is_never_chosen(name, pair.said):
-                return LaneFound(name, one, never="it does not notice the end of a peer, so NIXL does not use it")
-            unusable.append(f"{error}, where it has {one}" if one else str(error))
+                return LaneFound(name, one, never="it does not detect peer failure, so NIXL does not use it")
+            unusable.append(f"{error}, with UCX_TLS={one}" if one else str(error))
         finally:
             pair.end()
     return LaneFound(name, transports[-1], "; ".join(unusable))
 
 
 class _Pair:
-    """One with kvcached's pages, as a server has them, and one that reads and writes them, and is read and written.
+    """Two members: one with kvcached's pages, as in a server, and a peer. Each reads and writes the other's memory.
 
-    Both of its methods raise `Answered` if nothing can be moved.
+    `check` and `measure` raise `Answered` if nothing can be moved.
     """
 
     def __init__(self, question: Question, found: LaneFound) -> None:
         self.found = found
         self._question = question
         self._holder, self._peer = (Remote(question, found.transports) for _ in range(2))
-        # Side by side; what they answer is looked at when it is needed.
+        # In parallel. Their results are read in `check`.
         self._holder.tell("open", elastic=True)
         self._peer.tell("open", elastic=False)
-        # No byte is ever what was there before, or zero, which is what unbacked pages hold.
+        # Each test writes a new value. It is never zero, which is what unbacked pages contain.
         self._values = itertools.count(1)
 
     def end(self) -> None:
@@ -98,21 +98,21 @@ class _Pair:
 
     @property
     def said(self) -> str:
-        """What both have written."""
+        """The output of both members."""
         return self._holder.said + self._peer.said
 
     @property
     def carried(self) -> frozenset[str]:
-        """UCX's transports by which bytes were moved between the two."""
+        """UCX's transports that moved bytes between the two members."""
         return carriers(self.said)
 
     def check(self) -> None:
-        """Whether a registration follows, in every way that bytes are moved."""
+        """Test whether a registration follows the pages, for each way in which a hand-over moves bytes."""
         self._holder_at, self._peer_at = self._holder.answer(), self._peer.answer()
         self.found = msgspec.structs.replace(self.found, wrong=tuple(self._wrong()))
 
     def measure(self) -> None:
-        """The peer's READs and WRITEs."""
+        """Measure the peer's READs and WRITEs."""
         places: list[Place] = ["elastic", "ordinary"]
         if self._question.memory_type != "DRAM":
             places.append("host")
@@ -138,7 +138,7 @@ class _Pair:
         yield from self._compare(0, "mapped again")
 
     def _compare(self, page: int, what: str) -> Iterator[str]:
-        """All four ways in which a hand-over moves bytes; what was wrong, in words."""
+        """Test all four ways in which a hand-over moves bytes. Yields a description of those that were wrong."""
         holder, peer = (self._holder, "elastic"), (self._peer, "ordinary")
         wrong = []
         ways: tuple[tuple[Remote, Operation, tuple[Remote, Place], tuple[Remote, Place]], ...] = (

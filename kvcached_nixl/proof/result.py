@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked, and what was found. Pure data; it travels between processes and is kept on disk."""
+"""Questions and results of a proof. Pure data, sent between processes and stored on disk."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from kvcached_nixl.settings import MemoryPath
 __all__ = ["AS_CONFIGURED", "SLOW", "LaneFound", "Proof", "Question", "Rates", "Said", "Ucx"]
 
 AS_CONFIGURED = "as configured"
-"""All transports that UCX may choose from, together: what it chooses of them on this host."""
+"""The lane with all transports that UCX may choose from: tests what UCX chooses on this host."""
 SLOW = 4.0
-"""A staged hand-over is one copy on the device longer; how many times as long a direct one may take."""
+"""kvcached's pages may be this many times slower than other memory. Beyond that staging is better: it costs one more
+copy on the device."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What would carry KV in the process that asks.
+    """How the asking process would transfer KV.
 
     Attributes:
         device: ``cpu`` or torch's name of an accelerator.
-        device_index: which one.
-        memory_type: NIXL's word for where the KV cache is.
-        backends: NIXL's, as the connector is configured.
+        device_index: index of the device.
+        memory_type: NIXL's memory type of the KV cache.
+        backends: the NIXL backends that the connector is configured with.
     """
 
     device: str
@@ -32,7 +33,7 @@ class Question(msgspec.Struct, frozen=True):
 
     @property
     def staged(self) -> MemoryPath:
-        """Where a slab is, unless it is said: where KV stays longest on the device."""
+        """Default place of a slab: on the device, or on the host for a CPU."""
         return MemoryPath.HOST if self.device == "cpu" else MemoryPath.DEVICE
 
 
@@ -40,8 +41,8 @@ class Ucx(msgspec.Struct, frozen=True):
     """What UCX could choose from.
 
     Attributes:
-        library: its version, and which build of it.
-        resources: ``TRANSPORT/DEVICE``.
+        library: version and build of the UCX library.
+        resources: ``TRANSPORT/DEVICE`` names.
     """
 
     library: str
@@ -49,18 +50,18 @@ class Ucx(msgspec.Struct, frozen=True):
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Its transports between two processes, each once."""
+        """The transports that connect two processes, without duplicates."""
         names = (resource.partition("/")[0] for resource in self.resources)
-        # Both ends of `self` are one endpoint; two engines never are.
+        # The transport `self` connects an endpoint with itself, never two engines.
         return tuple(name for name in dict.fromkeys(names) if name != "self")
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Of one kind of memory on the side that prefill's KV is on; in bytes a second, and descriptors a second.
+    """Transfer rates of one kind of memory on prefill's side.
 
     Attributes:
-        read, write: by the peer, a few MiB in one descriptor a page.
-        descriptors: of 4 KiB each, read.
+        read, write: bytes per second, by the peer: a few MiB with one descriptor per page.
+        descriptors: descriptors of 4 KiB that the peer reads per second.
     """
 
     read: float
@@ -68,7 +69,7 @@ class Rates(msgspec.Struct, frozen=True):
     descriptors: float
 
     def best_of(self, other: Rates | None) -> Rates:
-        """The higher ones of two takings."""
+        """The higher rates of two measurements."""
         if other is None:
             return self
         return Rates(
@@ -77,16 +78,16 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class LaneFound(msgspec.Struct, frozen=True):
-    """What was found of one lane.
+    """The result of one lane.
 
     Attributes:
-        name: UCX's word for a transport, or a NIXL backend's.
-        transports: ``UCX_TLS`` that it was proved under; "" for a backend.
+        name: name of a UCX transport, or of a NIXL backend.
+        transports: the ``UCX_TLS`` that it was tested with; "" for a backend.
         unusable: why nothing could be moved over it alone; "" if it could.
-        never: why it is never chosen, so that nothing has to be known of it; "" if it may be.
-        wrong: what arrived as something else than it is, in words.
-        rates: ``elastic`` for kvcached's pages, ``ordinary`` for other memory of the device, ``host`` where that is
-            another one.
+        never: why it is never chosen, so that no test is needed; "" if it may be chosen.
+        wrong: descriptions of the transfers whose bytes arrived wrong.
+        rates: ``elastic`` for kvcached's pages, ``ordinary`` for other memory of the device, ``host`` for host memory
+            where the device has its own.
     """
 
     name: str
@@ -98,7 +99,7 @@ class LaneFound(msgspec.Struct, frozen=True):
 
     @property
     def is_slow(self) -> bool:
-        """Whether kvcached's pages are moved at less than a `SLOW`-th of what other memory is."""
+        """Whether transfers of kvcached's pages are more than `SLOW` times slower than those of other memory."""
         if self.never:
             return False
         elastic, ordinary = self.rates["elastic"], self.rates["ordinary"]
@@ -106,16 +107,16 @@ class LaneFound(msgspec.Struct, frozen=True):
 
     @property
     def why_not(self) -> str:
-        """Why kvcached's pages must not be registered where this may be chosen, in words; "" if they may."""
+        """Why kvcached's pages must not be registered if this lane may be chosen; "" if they may."""
         if self.unusable:
-            return f"nothing is known of {self.name}: {self.unusable}"
+            return f"{self.name} could not be tested: {self.unusable}"
         if self.wrong:
             return f"{self.name} does not move the bytes of a page that was {', or '.join(self.wrong)}"
         return ""
 
     @property
     def why_slow(self) -> str:
-        """The same of what is right, and not worth to be used so."""
+        """Why kvcached's pages should not be registered although the bytes are right; "" if they are fast enough."""
         if self.why_not or not self.is_slow:
             return ""
         rates = {place: f"{min(one.read, one.write) / 1e9:.3g} GB/s" for place, one in self.rates.items()}
@@ -123,7 +124,7 @@ class LaneFound(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What a prover says. ``ucx``: None where UCX is not among the backends."""
+    """The result of a prover. ``ucx``: None if UCX is not among the backends."""
 
     lanes: tuple[LaneFound, ...]
     ucx: Ucx | None
@@ -133,9 +134,9 @@ class Proof(msgspec.Struct, frozen=True):
     """The answer to a `Question`.
 
     Attributes:
-        environment: versions and settings that it holds for; another one is another question.
+        environment: versions and settings that the proof is valid for.
         ucx: what the prover's UCX could choose from.
-        seconds: that it took.
+        seconds: how long the prover took.
     """
 
     question: Question
@@ -146,37 +147,37 @@ class Proof(msgspec.Struct, frozen=True):
 
     @property
     def why_not(self) -> tuple[str, ...]:
-        """Of every lane that could be chosen, and must not be used with kvcached's pages."""
+        """One reason per lane that could be chosen and must not be used with kvcached's pages."""
         return tuple(filter(None, (lane.why_not for lane in self.lanes)))
 
     @property
     def unusable(self) -> tuple[str, ...]:
-        """The names of the lanes over which nothing could be moved; some other time it may be."""
+        """The names of the lanes over which nothing could be moved. A later test may succeed."""
         return tuple(lane.name for lane in self.lanes if lane.unusable)
 
     @property
     def is_direct(self) -> bool:
-        """Whether kvcached's pages may be registered, and are worth it."""
+        """Whether kvcached's pages may be registered and are fast enough."""
         return not (self.why_not or self.why_slow)
 
     @property
     def memory_path(self) -> MemoryPath:
-        """What ``auto`` comes to: kvcached's pages, or a slab."""
+        """What ``memory_path: auto`` selects: kvcached's pages, or a slab."""
         return MemoryPath.DIRECT if self.is_direct else self.question.staged
 
     @property
     def remedy(self) -> str:
-        """How to have UCX choose from the lanes that follow only, in words; where that changes something."""
+        """How to limit UCX to the lanes that follow kvcached's pages, if there are both kinds of lanes."""
         good = [lane.name for lane in self.lanes if lane.transports and not (lane.why_not or lane.never)]
         bad = [lane.name for lane in self.lanes if lane.transports and lane.why_not]
         if not (good and bad):
-            return "python -m kvcached_nixl doctor shows what was found of each transport."
+            return "python -m kvcached_nixl doctor shows the result of each transport."
         return (
-            f"Have UCX choose from what follows, with UCX_TLS={','.join(good)} in the environment of every server "
-            f"(without {', '.join(bad)}; python -m kvcached_nixl doctor shows what was found)."
+            f"Limit UCX to the lanes that follow, with UCX_TLS={','.join(good)} in the environment of every server "
+            f"(without {', '.join(bad)}; python -m kvcached_nixl doctor shows the results)."
         )
 
     @property
     def why_slow(self) -> tuple[str, ...]:
-        """Of every lane that is a copy path for kvcached's pages, and for them only."""
+        """One reason per lane that is a copy path for kvcached's pages and not for other memory."""
         return tuple(filter(None, (lane.why_slow for lane in self.lanes)))

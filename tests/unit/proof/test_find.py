@@ -92,7 +92,7 @@ def test_what_ucx_could_choose_from_here_is_what_was_proved(prover: Prover) -> N
         assert find(QUESTION, prover.environ, here=other).why_not == ()
     assert len(prover.questions) == 3
     found = find(QUESTION, prover.environ, here=Ucx("1.19.0", ("tcp/lo", "rc_mlx5/mlx5_0:1")))
-    assert found.why_not == ("nothing is known of rc_mlx5: the prover could not choose it",)
+    assert found.why_not == ("rc_mlx5 could not be tested: the prover could not choose it",)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_nothing_has_to_be_kept(prover: Prover, tmp_path: Path) -> None:
     [
         ("echo no device >&2; exit 1", "status 1: no device"),
         ("exit 0", "status 0"),
-        ("echo nonsense", "the prover said nonsense"),
+        ("echo nonsense", "the prover printed nonsense"),
         ("""echo '{"lanes": [], "ucx": null}'""", "no lane"),
         ("exec sleep 60", "timed out"),
     ],
