@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM lets into its engine beside requests: stand-ins for requests that it has rejected, and later input of some.
+"""What enters vLLM's engine besides new requests: stand-ins for rejected requests, and more input of sessions.
 
 Sources: ``entrypoints/generate/base/serving.py`` (``_with_kv_transfer_rejection_cleanup``), ``v1/engine/core.py``,
 ``Scheduler.add_request``, ``v1/sample/logits_processor/builtin.py``, ``lora/worker_manager.py``.
@@ -22,7 +22,7 @@ _FLAG = "abort_immediately"
 
 
 class Arrival(Enum):
-    """What a request is to the scheduler that it is added to."""
+    """How a request relates to those that the scheduler knows already."""
 
     FIRST = "nothing has its id"
     MORE = "the next input of a streaming session, or its end"
@@ -30,7 +30,7 @@ class Arrival(Enum):
 
 
 def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
-    """What this request is. One that has ended counts while its blocks are kept: vLLM still knows it by its id."""
+    """Classify ``request``. A finished request counts as known while its blocks are held: vLLM still has its id."""
     existing = private(engine_scheduler, "requests").get(request.request_id)
     if existing is None:
         return Arrival.FIRST
@@ -40,18 +40,18 @@ def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
 
 
 def is_stand_in(request: Any) -> bool:
-    """Whether it stands for a request that vLLM has rejected, so that a connector gives back what is kept for that one.
+    """Whether ``request`` stands for one that vLLM rejected, so that connectors free what is held for that one.
 
-    vLLM adds it from 0.22 on and aborts it at once. It has one token that is not the prompt's.
+    vLLM 0.22 and later adds it and aborts it at once. Its only token is not the prompt's.
     """
     return bool(vars(request).get(_FLAG, False))
 
 
 def give_own_id(core_request: Any) -> None:
-    """Call a stand-in as nothing else is called.
+    """Give a stand-in a unique request id.
 
-    It comes under the ``request_id`` of a client's body, which may be that of any request that this engine runs, keeps
-    or has in a session: vLLM would take the one for the other, abort that one, or end the engine.
+    It arrives with the ``request_id`` of a client's body, which may be the id of any request that this engine runs,
+    holds or has in a session. vLLM would confuse the two, abort the other request, or end the engine.
 
     Args:
         core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
@@ -61,14 +61,14 @@ def give_own_id(core_request: Any) -> None:
 
 
 def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
-    """Take out stop tokens that the model does not have: no sequence ends with them.
+    """Remove stop tokens outside the model's vocabulary. No sequence can end with them.
 
-    vLLM checks that they are integers. With ``min_tokens`` it masks their logits, and the engine ends where there are
-    none.
+    vLLM only checks that they are integers. With ``min_tokens`` it masks their logits, and an index outside the
+    vocabulary ends the engine.
 
     Args:
-        core_request: as above.
-        vocab_size: of the model; 0 if nobody knows it.
+        core_request: as in `give_own_id`.
+        vocab_size: of the model; 0 if unknown.
     """
     sampling = private(core_request, "sampling_params")
     if sampling is None or not vocab_size:
@@ -80,14 +80,14 @@ def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
 
 
 def load_once(core_request: Any, is_loaded: Callable[[Any], bool]) -> None:
-    """Have an adapter that was loaded anew not be loaded anew by each step of each of its requests.
+    """Clear ``load_inplace`` of a request whose adapter was reloaded already.
 
-    vLLM's API server sends ``load_inplace`` with all requests from then on, so that its workers read the adapter's
-    files again at every step: files that are being replaced would end the engine, or change what it computes.
+    After a reload vLLM's API server sets ``load_inplace`` in all later requests, so workers read the adapter's files
+    again at every step. Files that are being replaced would end the engine, or change what it computes.
 
     Args:
-        core_request: as above.
-        is_loaded: whether what an adapter's files hold was loaded anew, with no request.
+        core_request: as in `give_own_id`.
+        is_loaded: whether the current files of an adapter were loaded in place already, by a call and not by a request.
     """
     lora = private(core_request, "lora_request")
     if lora is not None and lora.load_inplace and is_loaded(lora):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of ours rides on vLLM's objects, under names of its own: our side of a connector, and what a step carries.
+"""State of this package that is attached to vLLM's objects: the facade of a connector, and our `Step` of a step.
 
-It lives as long as what it is attached to.
+It lives as long as the object that it is attached to.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _STEP = "kvcached_nixl_step"
 
 
 def attach(connector: Any, side: Any) -> None:
-    """Keep our side of a hand-over on vLLM's NIXL connector: the engine's or a worker's, whichever it is."""
+    """Attach our scheduler facade or worker facade to vLLM's NIXL connector."""
     setattr(connector, _SIDE, side)
 
 
 def side_of(connector: Any) -> Any:
-    """What was attached; None to another connector."""
+    """The facade that was attached; None for any other connector."""
     return None if connector is None else vars(connector).get(_SIDE)
 
 
 def sides(connector: Any) -> Iterator[Any]:
-    """Our side of each NIXL connector in a connector, which may hold others (``MultiConnector``)."""
+    """Our facade of each NIXL connector in ``connector``, which may contain others (``MultiConnector``)."""
     waiting = [connector]
     while waiting:
         one = waiting.pop()
@@ -39,18 +39,18 @@ def sides(connector: Any) -> Iterator[Any]:
 
 
 def attach_step(metadata: Any, step: Any) -> Any:
-    """Let our step ride on the metadata that vLLM hands to every worker."""
+    """Attach our `Step` to the connector metadata that vLLM sends to every worker."""
     setattr(metadata, _STEP, step)
     return metadata
 
 
 def begin_step(connector: Any, metadata: Any) -> None:
-    """Begin, on a worker, the step that rides on this metadata; of another connector nothing."""
+    """On a worker, begin the `Step` that is attached to this metadata. Does nothing for any other connector."""
     side = side_of(connector)
     if side is not None:
         side.begin_step(private(metadata, _STEP))
 
 
 def step_of(connector: Any) -> Any:
-    """The step that is bound to a worker's connector."""
+    """The `Step` on the metadata that is bound to a worker's connector."""
     return private(private(connector, "_connector_metadata"), _STEP)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's ways of drafting tokens leave in the KV cache. Imports nothing.
+"""Which of vLLM's speculative methods keep KV of a draft model in the KV cache. Imports nothing of vLLM.
 
-Sources: ``SpeculativeMethod`` in ``config/speculative.py``; who drafts for which method: in runner V1
+Sources: ``SpeculativeMethod`` in ``config/speculative.py``; the drafter of each method: in model runner V1
 ``v1/worker/gpu_model_runner.py``, in V2 ``v1/worker/gpu/spec_decode/__init__.py``.
-``tests/contract/test_drafts.py`` holds this to both.
+``tests/contract/test_drafts.py`` checks this module against both.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 __all__ = ["WITHOUT_KV", "keeps_draft_kv"]
 
 WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Drafts from tokens alone, or heads on the hidden states of the last token: no attention, so no KV."""
+"""Methods that draft from tokens alone, or with heads on the last token's hidden states: no attention, so no KV."""
 
 _SHARES_KV = "gemma4_mtp"
 """The draft model's type whose layers read the KV of the model itself and write none (vLLM 0.22 and later)."""
 
 
 def keeps_draft_kv(speculative_config: Any) -> bool:
-    """Whether drafts are made by a model that computes KV of its own for the prompt, in layers of the KV cache.
+    """Whether a draft model computes additional KV for the prompt, in layers of the KV cache.
 
     True for eagle, eagle3, every kind of mtp but Gemma 4's, dflash, dspark and draft_model; for extract_hidden_states,
-    which has no weights and keeps the model's hidden states there; and for what is not known: a class of the user's
-    (custom_class), a method of a later vLLM.
+    which has no weights and keeps the model's hidden states there; and for unknown methods: a user's class
+    (custom_class), or a method of a later vLLM.
 
     Args:
         speculative_config: vLLM's, or None.

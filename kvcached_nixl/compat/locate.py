@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each supported vLLM keeps what we patch.
+"""Where each supported vLLM defines the classes and functions that we patch.
 
     0.17 - 0.19   one file, v1/nixl_connector.py
     0.20 - 0.23   the package v1/nixl/, one connector, one scheduler and one worker class
     0.24 -        the same package, each class split into a base, a pull and a push class
 
-Nothing here imports vLLM. A class that moved is found by its new place; one that is only re-exported under its old name
-is patched where it is defined.
+Nothing here imports vLLM. A class that moved is found in its new module. A class that is only re-exported under its old
+name is patched where it is defined.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FILE = f"{KV_TRANSFER}.v1.nixl_connector"
 _PACKAGE = f"{KV_TRANSFER}.v1.nixl"
 
 CONNECTOR_BASE = Target(name="connector base", places=(Place(f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1"),))
-"""What every connector inherits, others than NIXL's, too."""
+"""The base class of every KV connector, not only NIXL's."""
 
 FACADE = Target(
     name="connector",
@@ -56,7 +56,7 @@ FACADE = Target(
     ),
     scope=NIXL_PREFIX,
 )
-"""The class vLLM constructs. Since 0.24 the base of the pull and the push connector."""
+"""The connector class that vLLM constructs. Since 0.24 the base of the pull and the push connector."""
 
 PULL_FACADE = Target(
     name="pull connector",
@@ -67,7 +67,7 @@ PULL_FACADE = Target(
     ),
     scope=NIXL_PREFIX,
 )
-"""The class behind the name ``NixlConnector``, where it is not the base of all."""
+"""The class that the name ``NixlConnector`` refers to. Since 0.24 this is not the base class."""
 
 FACADE_CLASS_NAMES = frozenset({"NixlBaseConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"})
 PUSH_CLASS_NAMES = frozenset({"NixlPushConnector"})
@@ -81,16 +81,16 @@ WORKER = Target(
     ),
     scope=NIXL_PREFIX,
 )
-"""Its worker half, which kvcached's own patch changes."""
+"""The worker half of the connector, which kvcached's own patch changes."""
 
 METADATA_MODULES = (f"{_PACKAGE}.metadata", _FILE)
-"""Where the envelope of its handshake is."""
+"""Where the message class of the connector's handshake is."""
 
 ERROR_MODULES = ("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol")
-"""Where the errors of its API server are, since 0.29 and before."""
+"""Where the errors of vLLM's API server are: since 0.29, and before."""
 
 STATS_MODULES = (f"{_PACKAGE}.stats", _FILE)
-"""Where the classes of its metrics are."""
+"""Where the classes of the connector's metrics are."""
 
 ENGINE_SCHEDULER = Target(name="engine scheduler", places=(Place("vllm.v1.core.sched.scheduler", "Scheduler"),))
 """vLLM's own scheduler."""
@@ -98,43 +98,43 @@ ENGINE_SCHEDULER = Target(name="engine scheduler", places=(Place("vllm.v1.core.s
 ENGINE_SCHEDULER_INTERFACE = Target(
     name="engine scheduler interface", places=(Place("vllm.v1.core.sched.interface", "SchedulerInterface"),)
 )
-"""Its base, which asked nobody else whether there is work up to 0.23."""
+"""The base class of vLLM's scheduler. Up to 0.23 it did not ask the connector whether there is work."""
 
 ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
-"""The loop around the scheduler."""
+"""The engine core process with the loop around the scheduler."""
 
 ENGINE_CORE_BASE = Target(name="engine core base", places=(Place("vllm.v1.engine.core", "EngineCore"),))
-"""What is asked of an engine from outside, in whatever process it runs."""
+"""The engine core's interface to clients, in any process."""
 
 INPUT_PROCESSOR = Target(name="input processor", places=(Place("vllm.v1.engine.input_processor", "InputProcessor"),))
-"""What the API server makes the engine's requests with."""
+"""Builds the engine's requests in the API server."""
 
 WORKER_PROCESS = Target(name="worker process", places=(Place("vllm.v1.worker.gpu_worker", "Worker"),))
-"""One rank of an engine, on whatever kind of device."""
+"""One rank of an engine, on any kind of device."""
 
 MODEL_LOADER = Target(
     name="model loader", places=(Place("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader"),)
 )
-"""What loads weights from files on a file system."""
+"""Loads weights from files on a file system."""
 
 RENDERER = Target(name="renderer", places=(Place("vllm.renderers.base", "BaseRenderer"),))
-"""What the API server prepares prompts with."""
+"""Prepares prompts in the API server."""
 
 MEDIA_PROCESSING = Target(
     name="media processing", places=(Place("vllm.multimodal.processing.context", "BaseProcessingInfo"),)
 )
-"""What images, sounds, ... are identified by."""
+"""Computes the identifiers of images, sounds, ..."""
 
 OUTPUT_PROCESSOR = Target(
     name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)
 )
-"""What the API server makes clients' outputs with."""
+"""Builds the outputs for clients in the API server."""
 
 EXECUTOR = Target(name="executor", places=(Place("vllm.v1.executor.abstract", "Executor"),))
-"""What an engine core starts its workers with, whatever they run in."""
+"""Starts the workers of an engine core, in any kind of process."""
 
 WORKER_BASE = Target(name="worker base", places=(Place("vllm.v1.worker.worker_base", "WorkerBase"),))
-"""What every worker inherits, on every device and under every executor."""
+"""The base class of every worker, on every device and under every executor."""
 
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
 
@@ -144,4 +144,4 @@ KVCACHED_PATCH = Target(
 )
 
 KVCACHED_INTERFACES = Target(name="kvcached's engine", places=(Place("kvcached.integration.vllm.interfaces"),))
-"""What kvcached's patches of vLLM call."""
+"""The functions that kvcached's patches of vLLM call."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support matrix, as Markdown, of the tables in `series` and `compared`.
+"""The support matrix as Markdown, made from the tables in `series` and `compared`.
 
 ``python -m kvcached_nixl.compat.matrix`` prints it.
 """
@@ -22,7 +22,7 @@ _REFUSED = "refused"
 _NOT_STREAMED = "both layouts; pushed when the prompt is computed"
 _MULTIPLES = "one a multiple of the other"
 
-# What the geometry serves, by era of the KV tensors; every "refused" is an error at start or at the handshake.
+# Supported geometry by era of the KV tensors. Each "refused" is an error at start or at the handshake.
 _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
     {
         "multi-head, grouped-query, multi-query attention": dict.fromkeys(Era, _BOTH),
@@ -31,9 +31,9 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "sliding window, alone or beside full attention": dict.fromkeys(Era, _NOT_STREAMED),
         "kernel block smaller than block": {
             Era.KV_APART: "non-contiguous; contiguous is refused",
-            Era.PACKED: "both layouts; contiguous MLA is refused, and from 0.29 on all that is contiguous",
+            Era.PACKED: "both layouts; contiguous MLA is refused, and from 0.29 on every contiguous layout",
         },
-        "cells that are no token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": dict.fromkeys(
+        "cells that are not one token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": dict.fromkeys(
             Era, _REFUSED
         ),
         "state-space or linear-attention layers": dict.fromkeys(Era, _REFUSED),
@@ -44,13 +44,13 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "peer without this package": dict.fromkeys(Era, _REFUSED),
         "pipeline and context parallelism": dict.fromkeys(Era, _REFUSED),
         "fp8 scales that an engine computes": dict.fromkeys(Era, _REFUSED),
-        "pruned videos where tokens stand in space (M-RoPE)": dict.fromkeys(Era, _REFUSED),
+        "pruned videos with spatial token positions (M-RoPE)": dict.fromkeys(Era, _REFUSED),
     }
 )
 
 
 def markdown() -> str:
-    """Tables: what was run with each series, what it provides, what geometry, what is compared, what changed when."""
+    """Tables: tests run with each series, capabilities, geometry, what is compared, and changes of vLLM."""
     return "\n\n".join(
         [
             f"With kvcached {KVCACHED_SUPPORTED.removeprefix('==')}. Anything else is refused at start.",
@@ -70,7 +70,7 @@ def markdown() -> str:
 
 
 def _band(rows: Sequence[Row]) -> Sequence[str]:
-    """Series that follow each other and were tested alike."""
+    """One row for consecutive series with the same evidence."""
     return _span(rows), _tested(rows[0]), ", ".join(row.tested for row in rows)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our figures among vLLM's: from a worker, with its step's output, to the metrics of the API server.
+"""Our metrics beside vLLM's. Workers send them with a step's output to the API server, which exports them.
 
     kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
-    kvcached_nixl:quarantined_blocks               blocks held for what may still be in flight
+    kvcached_nixl:quarantined_blocks               blocks held for transfers that may still be in flight
 
-Both classes are vLLM's own (``NixlKVConnectorStats``, ``NixlPromMetrics``) with more in them; they are made when vLLM
-is there, once per process.
+Both classes are subclasses of vLLM's (``NixlKVConnectorStats``, ``NixlPromMetrics``). They are created once per
+process, when vLLM can be imported.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MAX_REASON = 1000
 
 
 def stats(data: dict[str, Any] | None = None) -> Any:
-    """An empty account, or one of what another process has sent."""
+    """An empty stats object, or one with the data that another process sent."""
     kind = _stats_class()
     return kind() if data is None else kind(data=data)
 
 
 def prom_metrics(*args: Any) -> Any:
-    """What shows them; takes what vLLM's takes."""
+    """The Prometheus exporter; takes the arguments of vLLM's."""
     return _prom_class()(*args)
 
 
 def record(account: Any, counted: Any) -> None:
-    """Add what a worker has counted (``worker.facade.WorkerCounters``)."""
+    """Add a worker's counts (``worker.facade.WorkerCounters``) to ``account``, a stats object."""
     for num_bytes, descriptors, seconds in counted.moved:
         account.record_transfer(
             SimpleNamespace(xferDuration=seconds * 1e6, postDuration=0, totalBytes=num_bytes, descCount=descriptors)
@@ -54,10 +54,10 @@ def record(account: Any, counted: Any) -> None:
 
 
 def take_reasons(account: Any) -> dict[int, str]:
-    """Why attempts have failed, taken out of what the workers of an engine have counted: for its log, not for metrics.
+    """Remove the reasons of failed attempts from an engine's stats and return them, for its log instead of its metrics.
 
     Args:
-        account: ``KVConnectorOutput.kv_connector_stats``; of a ``MultiConnector``, one for each of its connectors.
+        account: ``KVConnectorOutput.kv_connector_stats``; a ``MultiConnector`` has one for each of its connectors.
     """
     found: dict[int, str] = {}
     for one in () if account is None else (account, *account.data.values()):
@@ -73,7 +73,7 @@ def _stats_class() -> Any:
 
     class HandOverStats(stock):  # type: ignore[misc, valid-type]
         def __reduce__(self) -> tuple[Any, ...]:
-            # A worker sends it to its engine, where this class is another one.
+            # A worker sends it to its engine, where this class is a different object.
             return stats, (self.data,)
 
         def reset(self) -> None:
@@ -104,7 +104,7 @@ def _prom_class() -> Any:
             )
             self._quarantined = self._gauge_cls(
                 name="kvcached_nixl:quarantined_blocks",
-                documentation="Blocks that are held for what a peer may still have in flight.",
+                documentation="Blocks that are held because a peer may still have transfers in flight.",
                 multiprocess_mode="mostrecent",
                 labelnames=labelnames,
             )

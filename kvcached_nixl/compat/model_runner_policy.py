@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model runner vLLM has, and whether kvcached accepts it.
+"""Which model runner vLLM uses, and whether kvcached accepts it.
 
 Sources: kvcached 0.1.6, ``integration/vllm/patches.py`` (``EngineCorePatch``) and ``autopatch.py``; vLLM's ``envs.py``.
-Nothing here imports either: ``tests/contract/test_runner.py`` holds it to both.
+Nothing here imports either. ``tests/contract/test_runner.py`` checks this module against both.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ _ACCEPTED = (
     (Version("0.29"), ("V1", "V2")),
     (Version("0.31"), ("V2",)),
 )
-"""Below which vLLM kvcached accepts which runners; none from the last one on."""
+"""(vLLM version, the runners that kvcached accepts below it). From the last version on it accepts none."""
 
 _SWITCH_ALONE = Version("0.22")
-"""Below it vLLM asks its switch and nothing else."""
+"""Below this version only the environment variable decides."""
 
 _OUTLOOK = (
     (Version("0.25"), "V2 on a GPU for some architectures, else V1"),
     (Version("0.29"), "V2 on a GPU for nearly every model without experts, else V1"),
     (Version("0.31"), "V2 wherever there is Triton, for nearly every model"),
 )
-"""Below which vLLM it decides how by the model, in words; only vLLM itself knows for a model."""
+"""(vLLM version, how vLLM below it chooses the runner). Only vLLM itself knows the choice for a given model."""
 
 
 @dataclass(frozen=True)
 class RunnerFound:
-    """The runner that vLLM has on one kind of device.
+    """The model runner that vLLM uses on one kind of device.
 
     Attributes:
-        device: vLLM's word for it; empty if the device does not matter or is not known.
-        is_here: a server that is started in this environment has it.
+        device: vLLM's name of the device; empty if the device does not matter or is not known.
+        is_here: whether a server that is started in this environment runs on that device.
         runner: "V1" or "V2"; empty if it depends on the model.
-        why: who decides so, in words.
+        why: what decides this, as text.
         accepted: the runners that kvcached accepts with this vLLM.
-        refusal: what kvcached says of ``runner``; None if it accepts it, or if it depends on the model.
+        refusal: kvcached's refusal of ``runner``; None if it accepts it, or if the runner depends on the model.
     """
 
     device: str
@@ -70,14 +70,14 @@ class RunnerFound:
 
     @property
     def verdict(self) -> str:
-        """What kvcached makes of it, and what to set, in one line."""
+        """Whether kvcached accepts the runner, and what to set, in one line."""
         if not self.accepted:
             return f"kvcached {KVCACHED} accepts none"
         if self.refusal is not None:
             return f"kvcached {KVCACHED} refuses it: {self.refusal.remedy}"
         if self.runner:
             tested = f"; all tests of this package but byte equivalence run V1, which {SWITCH}=0 chooses"
-            limits = f" with attention layers only, none of which shares another's KV{tested}"
+            limits = f" for attention layers only, without layers that share KV{tested}"
             return f"kvcached {KVCACHED} accepts it{limits if self.runner == 'V2' and 'V1' in self.accepted else ''}"
         if len(self.accepted) > 1:
             return f"kvcached {KVCACHED} accepts both"
@@ -86,12 +86,12 @@ class RunnerFound:
 
 
 def named(wish: bool | None) -> str:
-    """What vLLM's switch says, as a runner."""
+    """The runner that vLLM's environment variable selects."""
     return "as vLLM decides by the model" if wish is None else "V2" if wish else "V1"
 
 
 def accepted(vllm: str | None) -> tuple[str, ...]:
-    """The runners that kvcached accepts with a vLLM; none of one whose version says nothing."""
+    """The runners that kvcached accepts with this vLLM version; none if the version is unknown."""
     version = _version(vllm)
     if version is None:
         return ()
@@ -99,10 +99,10 @@ def accepted(vllm: str | None) -> tuple[str, ...]:
 
 
 def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
-    """The refusal of a vLLM that kvcached has no adapter for any more; None of an older one.
+    """The refusal of a vLLM that is too new for kvcached; None for an older one.
 
     Args:
-        supported: the supported versions, in words.
+        supported: the supported versions, as text.
     """
     if _version(vllm) is None or accepted(vllm):
         return None
@@ -111,15 +111,15 @@ def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
         expected=f"vLLM {supported}",
         consequence="kvcached itself ends the engine at its start, with this package or without it.",
         remedy="Install a vLLM below 0.31, such as 0.30; or unset ENABLE_KVCACHED to run vLLM alone; or wait for a "
-        "kvcached that follows, and for a release of this package that supports both.",
+        "kvcached that supports this vLLM, and for a release of this package that supports both.",
     )
 
 
 def stated(environ: Mapping[str, str], vllm: str | None) -> bool | None:
-    """What vLLM's switch says: V2, V1, or None if it decides by the model.
+    """What vLLM's environment variable says: True for V2, False for V1, None if vLLM decides by the model.
 
     Raises:
-        SettingsError: vLLM could not read it either.
+        SettingsError: the value is not a number, so vLLM could not read it either.
     """
     text = environ.get(SWITCH)
     if text is None:
@@ -131,13 +131,13 @@ def stated(environ: Mapping[str, str], vllm: str | None) -> bool | None:
         raise SettingsError(
             found=f"{SWITCH}={text!r}",
             expected="0 or 1",
-            consequence="vLLM reads a number there, and does not start.",
+            consequence="vLLM expects a number there, and does not start.",
             remedy=f"Set {SWITCH} to 0 or 1, or unset it.",
         ) from error
 
 
 def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, ...]:
-    """What can be said without a model and without vLLM; nothing of a vLLM whose version says nothing.
+    """What is known without a model and without importing vLLM; empty if the version is unknown.
 
     Raises:
         SettingsError: see `stated`.
@@ -155,7 +155,7 @@ def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, 
 
 
 def judged(vllm: str, device: str, runner: str, why: str, *, is_here: bool = True) -> RunnerFound:
-    """A runner, as `RunnerFound` has it, and what kvcached says of it with this vLLM."""
+    """Make a `RunnerFound`, with kvcached's refusal of that runner with this vLLM, if any."""
     runners = accepted(vllm)
     refusal = None
     if runner and runners and runner not in runners:
@@ -169,9 +169,9 @@ def judged(vllm: str, device: str, runner: str, why: str, *, is_here: bool = Tru
 
 
 def by_switch(environ: Mapping[str, str]) -> str:
-    """Who decides, where it is not the model."""
+    """The reason for a choice that does not depend on the model."""
     return (
-        f"{SWITCH}={environ[SWITCH]}" if SWITCH in environ else f"{SWITCH} is not set, and this vLLM asks nothing else"
+        f"{SWITCH}={environ[SWITCH]}" if SWITCH in environ else f"{SWITCH} is not set, and this vLLM uses nothing else"
     )
 
 

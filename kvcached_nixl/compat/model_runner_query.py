@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own answer to which model runner it has for a model.
+"""Ask vLLM which model runner it uses for a model.
 
 Sources: vLLM's ``engine/arg_utils.py`` and, since 0.22, ``config/vllm.py`` (``VllmConfig.use_v2_model_runner``).
 """
@@ -32,18 +32,18 @@ _TRITON = "HAS_TRITON"
 
 
 def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
-    """Ask vLLM which runner it has for a model, all other options left as they are. Imports vLLM and starts nothing.
+    """Ask vLLM which runner it uses for a model, all other options at their defaults. Imports vLLM, starts nothing.
 
-    On a CPU it is asked twice, the second time as if there were a GPU: whether there is Triton is all that its choice
-    itself asks of the device, but for ROCm.
+    On a CPU it is asked twice, the second time as if there were a GPU. Apart from ROCm, the choice depends on the
+    device only by whether Triton is available.
 
     Args:
         model: a folder, or a name. With ``HF_HUB_OFFLINE`` set before vLLM is imported, nothing is downloaded.
-        vllm: its version.
+        vllm: the version of vLLM.
 
     Raises:
         SettingsError: see `stated`.
-        Refused: vLLM makes no configuration of this model.
+        Refused: vLLM cannot make a configuration for this model.
     """
     wish = stated(os.environ, vllm)
     if not accepted(vllm):
@@ -76,32 +76,32 @@ def _by_model(config: Any, said: list[str]) -> str:
 
 
 def _config_of(model: str) -> Any:
-    """vLLM's configuration of a model, as ``vllm serve MODEL`` makes it."""
+    """vLLM's configuration for a model, as ``vllm serve MODEL`` makes it."""
     try:
         from vllm.engine.arg_utils import EngineArgs
 
         if "://" in model:
-            # vLLM fetches these even if the hub is offline.
+            # vLLM downloads from these even if the hub is offline.
             raise ValueError("this is an address")
         return EngineArgs(model=model).create_engine_config()
     except Exception as error:
         reason = " ".join(str(error).split())
         raise Refused(
-            found=f"vLLM makes no configuration of {model!r}: {type(error).__name__}: {reason}",
+            found=f"vLLM cannot make a configuration for {model!r}: {type(error).__name__}: {reason}",
             expected="a model whose config.json is on this machine, as a folder or by a name in Hugging Face's cache, "
-            "and settings that vLLM takes for it",
-            consequence="Which model runner it gets cannot be said.",
-            remedy="Mend what vLLM says, or give the folder of a model that it serves.",
+            "and settings that vLLM accepts for it",
+            consequence="The model runner for this model is unknown.",
+            remedy="Fix what vLLM reports, or give the folder of a model that it serves.",
         ) from error
 
 
 def runner_of(config: Any) -> str:
-    """The model runner of vLLM's configuration, "V1" or "V2": its own answer, which its workers take, too.
+    """The model runner of a vLLM configuration, "V1" or "V2": vLLM's own answer, which its workers use as well.
 
-    Up to 0.21 there is nothing to ask but the switch.
+    Up to 0.21 only the environment variable decides.
 
     Raises:
-        ContractChanged: this vLLM decides by the model, and its configuration has no answer.
+        ContractChanged: this vLLM decides by the model, and its configuration does not say how.
     """
     from vllm import envs
 
@@ -111,8 +111,8 @@ def runner_of(config: Any) -> str:
     if wish is None:
         raise ContractChanged(
             found="a vLLM that decides by the model, and a VllmConfig without use_v2_model_runner",
-            expected="vLLM's own answer there",
-            consequence="Which model runner a model gets cannot be said.",
+            expected="that attribute, with vLLM's own answer",
+            consequence="The model runner for a model is unknown.",
             remedy=f"Set {SWITCH}, which decides for every model.",
         )
     return named(wish)
@@ -120,7 +120,7 @@ def runner_of(config: Any) -> str:
 
 @contextlib.contextmanager
 def _listening() -> Iterator[list[str]]:
-    """What vLLM says meanwhile of its choice; it says each sentence once in a process."""
+    """Collect what vLLM logs about its choice inside the ``with``. vLLM logs each sentence once per process."""
     said: list[str] = []
 
     class Ear(logging.Handler):
@@ -139,7 +139,7 @@ def _listening() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _with_triton() -> Iterator[None]:
-    """vLLM's configuration takes it meanwhile that there is Triton. Changes a module: for a process of its own."""
+    """Make vLLM's configuration assume Triton inside the ``with``. Changes a module: only for a separate process."""
     names = vars(importlib.import_module(_CONFIG))
     before = names[_TRITON]
     names[_TRITON] = True

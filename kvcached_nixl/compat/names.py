@@ -8,9 +8,9 @@ __all__ = ["KVCACHED_NIXL_COMPAT", "KV_TRANSFER", "NIXL_PREFIX", "ROOTS"]
 KV_TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
 
 NIXL_PREFIX = f"{KV_TRANSFER}.v1.nixl"
-"""Starts the dotted name of every module of the NIXL connector, in each packaging."""
+"""Prefix of the dotted name of every module of the NIXL connector, in each vLLM version."""
 
 KVCACHED_NIXL_COMPAT = "kvcached.integration.vllm.nixl_compat"
 
 ROOTS = ("vllm", KVCACHED_NIXL_COMPAT)
-"""The import of either is the moment to load the seams; until then this package costs a start nothing but its hooks."""
+"""The seams are loaded when either is imported. Until then an interpreter start only pays for the import hooks."""

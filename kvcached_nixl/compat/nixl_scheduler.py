@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to what the engine's half of vLLM's NIXL connector is constructed with.
+"""Named access to the arguments that the scheduler half of vLLM's NIXL connector is constructed with.
 
 Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_scheduler.py`` (0.24 to 0.30).
 """
@@ -19,7 +19,7 @@ __all__ = ["SchedulerView"]
 
 @dataclass(frozen=True)
 class SchedulerView:
-    """What the engine's half of a NIXL connector is constructed with."""
+    """The constructor arguments of the scheduler half of a NIXL connector."""
 
     config: Any
     kv_cache_config: Any
@@ -30,12 +30,12 @@ class SchedulerView:
 
     @property
     def host(self) -> str:
-        """Of the side channel; vLLM's setting."""
+        """Host of the side channel; vLLM's setting."""
         return str(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
 
     @property
     def port(self) -> int:
-        """Of the side channel; each data-parallel engine has its own."""
+        """Port of the side channel; each data-parallel engine has its own."""
         index = private(self.config.parallel_config, "data_parallel_index")
         return int(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
 
@@ -45,12 +45,12 @@ class SchedulerView:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block of the scheduler."""
+        """Tokens in a logical block."""
         return int(self.config.cache_config.block_size)
 
     @property
     def dropping_groups(self) -> list[str]:
-        """KV-cache groups that let go of blocks while they compute, by the name of their kind."""
+        """KV-cache groups that free blocks while a request is computed, by the class names of their specs."""
         return [
             type(spec).__name__
             for group in self.kv_cache_config.kv_cache_groups
@@ -60,12 +60,12 @@ class SchedulerView:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a request whose KV has not come is computed anew, and does not fail."""
+        """Whether a request that received no KV is recomputed instead of failing."""
         return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")
 
     @property
     def reader(self) -> RequestReader:
-        """How its requests are read; another one each time."""
+        """A new reader for the engine's requests, at each access."""
         return RequestReader(self.config)
 
     @property

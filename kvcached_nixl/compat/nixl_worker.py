@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to the private state of a worker's half of vLLM's NIXL connector.
+"""Named access to the private state of the worker half of vLLM's NIXL connector.
 
-Every name here is checked when it is used: a name that is gone is a refusal, not a default.
+Every name is checked when it is used: a missing name is a refusal and never replaced by a default.
 Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.30).
 """
 
@@ -28,12 +28,12 @@ from kvcached_nixl.wire.handshake import MemoryType
 __all__ = ["WorkerView", "transfer_results"]
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
-"""Numbers that no other dimension of a cache has, so that their places in a shape tell what it counts."""
+"""Sizes that no other dimension of a cache has, so that each dimension of a shape can be identified by its size."""
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A worker's half of a NIXL connector."""
+    """The worker half of a NIXL connector."""
 
     connector: Any
 
@@ -67,7 +67,7 @@ class WorkerView:
 
     @property
     def unserved(self) -> Sequence[tuple[str, str]]:
-        """What of this engine's configuration no peer could make sense of: (what it is, what it should be)."""
+        """Settings of this engine with which no hand-over is possible: (found, expected)."""
         parallel = self._config.parallel_config
         found = [
             (name, getattr(parallel, name.replace("-", "_")))
@@ -82,13 +82,13 @@ class WorkerView:
         shuffles = is_rocm() and getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in private(self.worker, "attn_backends")}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
-            refused.append((f"{what}, which keeps tokens of a block one inside the other", "another attention backend"))
+            refused.append((f"{what}, which interleaves the tokens of a block", "another attention backend"))
         model = private(self.worker, "model_config")
         pruned = getattr(model.multimodal_config, "video_pruning_rate", None)
         if pruned and private(model, "uses_mrope"):
-            # The encoder, which decode does not run for what prefill has computed, finds out where tokens stand.
-            refused.append((f"--video-pruning-rate {pruned} of a model whose tokens stand in space", "no pruning"))
-        # Scales of an fp8 cache that each engine computes for itself; vLLM 0.28 does not have them any more.
+            # The encoder computes the token positions, and decode does not run it for what prefill has computed.
+            refused.append((f"--video-pruning-rate {pruned} of a model with spatial token positions", "no pruning"))
+        # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
         if getattr(self._config.cache_config, "calculate_kv_scales", False):
             refused.append(("--calculate-kv-scales", "scales that come with the model"))
         return refused
@@ -99,7 +99,7 @@ class WorkerView:
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What the bytes of KV follow from beside the weights; equal on both sides, or they mean something else."""
+        """Everything besides the weights that determines the bytes of KV. Must be equal on both sides."""
         model, cache = private(self.worker, "model_config"), self._config.cache_config
         facts = {
             "vLLM": found_version("vllm"),
@@ -115,16 +115,16 @@ class WorkerView:
     @property
     def _attention(self) -> str:
         name = str(private(self.worker, "backend_name"))
-        # It keeps a block's keys, and on some processors its values, in an order in which no part is a token's.
+        # It stores a block's keys, and on some processors its values, in an order in which no part is one token's.
         whole = name == "CPU_ATTN"
         return f"{name}, whole blocks of {self._config.cache_config.block_size} tokens" if whole else name
 
     @property
     def answers_before_drafts(self) -> bool:
-        """Whether prefill may have answered when its device has not computed the draft model's part of the prompt.
+        """Whether prefill may answer before its device has computed the draft model's KV of the prompt.
 
-        Model runner V2 copies a step's tokens to the host before the draft model runs; V1 behind it, or, where the
-        drafter needs them on the host (disable_padded_drafter_batch), before. Sources: ``sample_tokens`` of
+        Model runner V2 copies a step's tokens to the host before the draft model runs. V1 does so after it, or before
+        it if the drafter needs them on the host (disable_padded_drafter_batch). Sources: ``sample_tokens`` of
         ``v1/worker/gpu/model_runner.py`` and ``v1/worker/gpu_model_runner.py``.
         """
         speculative = self._config.speculative_config
@@ -136,12 +136,12 @@ class WorkerView:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks vLLM planned, at the granularity of the attention kernel."""
+        """The number of blocks that vLLM planned, in kernel blocks."""
         return int(private(self.worker, "num_blocks"))
 
     @property
     def num_pools(self) -> int:
-        """Pools of layers that back the KV cache; layers of different groups may share one."""
+        """The number of memory pools behind the KV cache. Layers of different groups may share a pool."""
         tensors = private(self.worker, "kv_cache_config").kv_cache_tensors
         if not installed_row().shape.logical_views:
             return len(tensors)
@@ -153,12 +153,12 @@ class WorkerView:
 
     @property
     def kernel_blocks_per_block(self) -> int:
-        """Blocks of the attention kernel in a block of the scheduler."""
+        """Kernel blocks per logical block."""
         return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
 
     @property
     def load(self) -> tuple[int, int, int]:
-        """Tokens of the longest request, requests at a time, and KV-cache groups."""
+        """Tokens of the longest request, most requests that run at a time, and number of KV-cache groups."""
         config = self._config
         longest, running = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
         return int(longest), int(running), len(self._groups)
@@ -170,13 +170,13 @@ class WorkerView:
 
     @property
     def memory_type(self) -> MemoryType:
-        """NIXL's word for where the KV cache is."""
+        """NIXL's memory type of the KV cache."""
         return msgspec.convert(private(self.worker, "nixl_memory_type"), MemoryType)
 
     def question(self, caches: Mapping[str, Any]) -> Question:
-        """What has to be known before these tensors are registered."""
+        """The question that a proof has to answer before these tensors are registered."""
         cache = next(iter(caches.values()))
-        # Torch has -1 for the device of host memory.
+        # Torch returns -1 as the device index of host memory.
         index = max(int(cache.get_device()), 0)
         return Question(str(cache.device.type), index, self.memory_type, tuple(self.backends))
 
@@ -185,7 +185,11 @@ class WorkerView:
         return int(private(self.worker, "device_id"))
 
     def pages(self) -> dict[str, tuple[int, int, int]]:
-        """Layer name -> bytes (K and V, or the latent), tokens and heads of one kernel block in that layer."""
+        """Layer name -> bytes (K and V, or the latent), tokens and heads of one kernel block in that layer.
+
+        Raises:
+            LayoutRefused: a layer has a state instead of KV, or cells that are not one token of one head.
+        """
         ratio = self.kernel_blocks_per_block
         pages: dict[str, tuple[int, int, int]] = {}
         for layer, spec in private(self.worker, "_layer_specs").items():
@@ -194,21 +198,21 @@ class WorkerView:
                 raise LayoutRefused(
                     found=f"layer {layer!r} keeps a state (MambaSpec) beside attention layers",
                     expected="attention layers only; linear attention and state-space layers are not supported yet",
-                    consequence="state and attention share pools in a way not described yet; the engine stops",
+                    consequence="state and attention share pools in a way that is not supported yet; the engine stops",
                     remedy="serve this model without ENABLE_KVCACHED, or without a KV connector",
                 )
             if reason := odd_cells(own):
                 raise LayoutRefused(
                     found=f"layer {layer!r} with {reason}",
-                    expected="cells of one token and one head, K and V in the same or apart",
-                    consequence="peers with other blocks or heads would take one for the other; the engine stops",
+                    expected="cells of one token and one head, with K and V together or apart",
+                    consequence="peers with other block sizes or heads would mix cells up; the engine stops",
                     remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
                 )
             pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, int(private(own, "num_kv_heads"))
         return pages
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
-        """The shape of a layer's cache for telling numbers of blocks, tokens and heads, and those numbers."""
+        """The shape of a layer's cache for distinctive numbers of blocks, tokens and heads, and those numbers."""
         if installed_row().shape.logical_views:
             heads = 1 if self.use_mla else _PROBED["num_heads"]
             return (_PROBED["num_blocks"], heads, _PROBED["block_size"], 1), _PROBED
@@ -230,13 +234,13 @@ class WorkerView:
 
     @property
     def backends(self) -> list[str]:
-        """In whose memory the agent registers."""
+        """The NIXL backends that the agent registers memory with."""
         return list(private(self.worker, "nixl_backends"))
 
     def register_memory(
         self, extents: Sequence[tuple[int, int]], device_id: int, memory_type: MemoryType | None = None
     ) -> None:
-        """Register KV memory, (address, bytes) each, with the agent; of the cache's kind by default."""
+        """Register KV memory, (address, bytes) each, with the agent; by default with the cache's memory type."""
         self.worker.device_id = device_id
         rows = [(address, length, device_id, "") for address, length in extents]
         descriptors = self.agent.get_reg_descs(rows, memory_type or self.memory_type)
@@ -244,11 +248,11 @@ class WorkerView:
         self.keep_registered(descriptors)
 
     def keep_registered(self, descriptors: Any) -> None:
-        """The stock worker deregisters them when it shuts down."""
+        """Have the stock worker deregister these when it shuts down."""
         private(self.worker, "_registered_descs").append(descriptors)
 
     def offer_handshake(self, compatibility: str, metadata: bytes) -> None:
-        """What this rank tells peers that ask, in vLLM's own envelope."""
+        """Set this rank's handshake answer, in vLLM's own message class."""
         envelope = private(first_module(METADATA_MODULES), "NixlHandshakePayload")
         private(self.worker, "xfer_handshake_metadata")
         self.worker.xfer_handshake_metadata = envelope(compatibility_hash=compatibility, agent_metadata_bytes=metadata)
@@ -256,7 +260,7 @@ class WorkerView:
     # --------------------------------------------------------------------------------------------------- its metrics
 
     def use_stats(self, stats: Any) -> None:
-        """Count in these from now on; vLLM takes them with each step."""
+        """Use ``stats`` as the worker's stats object; vLLM takes its data with each step."""
         private(self.worker, "xfer_stats")
         self.worker.xfer_stats = stats
 
@@ -266,7 +270,7 @@ class WorkerView:
 
 
 def transfer_results(sent: set[str], received: set[str]) -> Any:
-    """What the runner of vLLM 0.30 asks for. A receive that has failed is told among the invalid blocks, as before."""
+    """The results that the runner of vLLM 0.30 asks for. A failed receive is reported as invalid blocks, as before."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM and kvcached make of this host: device, memory, pages. Imports both; starts nothing."""
+"""What vLLM and kvcached detect on this host: device, memory, pages. Imports both; starts nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Platform", "platform"]
 @dataclass(frozen=True)
 class Platform:
     """Attributes:
-    device: vLLM's word for the kind of device.
-    memory_type: NIXL's word for where the KV cache is then.
+    device: vLLM's name of the kind of device.
+    memory_type: NIXL's memory type of the KV cache on that device.
     runner: vLLM's model runner, V1 or V2.
-    page_bytes: kvcached's page of physical memory.
+    page_bytes: size of kvcached's pages of physical memory.
     is_contiguous: kvcached keeps all layers of a block side by side.
     """
 
@@ -34,7 +34,7 @@ def platform() -> Platform:
     from kvcached import utils
     from vllm import envs
 
-    # It gives UCX settings, which a proof is of.
+    # This import sets environment variables of UCX, on which a proof depends.
     first_module(METADATA_MODULES)
     from vllm.platforms import current_platform
 

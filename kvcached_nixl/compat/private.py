@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading what vLLM keeps to itself: a name that is gone is a refusal, not a default."""
+"""Read vLLM's private attributes: a missing name is a refusal, never a default."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["envs", "first_bound", "first_module", "is_rocm", "private"]
 
 
 def first_module(names: Sequence[str]) -> Any:
-    """The first of these modules that there is.
+    """Import the first of these modules that exists.
 
     Raises:
-        ImportError: there is none.
+        ImportError: none exists.
     """
     for name in filter(_exists, names):
         return importlib.import_module(name)
@@ -25,10 +25,10 @@ def first_module(names: Sequence[str]) -> Any:
 
 
 def first_bound(modules: Sequence[str], name: str) -> Any:
-    """What the first of these modules that has the name binds to it.
+    """The attribute ``name`` of the first of these modules that has it.
 
     Raises:
-        ContractChanged: none has it.
+        ContractChanged: no module has it.
     """
     found: Any = None
     for module in filter(_exists, modules):
@@ -44,7 +44,7 @@ def _exists(module: str) -> bool:
 
 
 def envs() -> Any:
-    """vLLM's settings from the environment, which it reads as they are asked for."""
+    """vLLM's module of environment settings, which reads each one when it is accessed."""
     from vllm import envs as module
 
     return module
@@ -58,13 +58,13 @@ def is_rocm() -> bool:
 
 
 def private(owner: Any, name: str) -> Any:
-    """Read a private attribute of vLLM's, or refuse by its name."""
+    """Read a private attribute of vLLM. Raises ContractChanged with its name if it is missing."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
         raise ContractChanged(
             found=f"{type(owner).__module__}.{type(owner).__qualname__} without {name!r}",
             expected=f"the attribute {name!r} that this package reads",
-            consequence="its geometry cannot be known; the engine stops before any transfer",
+            consequence="vLLM's state cannot be read; the engine stops before any transfer",
             remedy="use a vLLM version that `python -m kvcached_nixl` lists as supported",
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to vLLM's requests, and to all that the KV of their prompts follows from.
+"""Named access to vLLM's requests, and to everything that determines the KV of their prompts.
 
 Sources: ``v1/request.py``, ``lora/request.py``, ``lora/utils.py``, ``multimodal/inputs.py``.
 """
@@ -30,14 +30,14 @@ _PLACEHOLDERS = tuple(
     for kind in ("image", "video", "audio", "speech", "media", "vision", "multimodal")
     for name in ("token_id", "token_index", "pad_token_id", "placeholder_token_id", "soft_token_id")
 )
-"""What models' configurations call the tokens in whose places images, sounds, ... are computed."""
+"""Names in model configurations of the placeholder tokens of images, sounds, ..."""
 
 
 class RequestReader:
-    """How an engine's requests are read. Once per engine, on its thread.
+    """Reads an engine's requests. One per engine, used on the engine's thread.
 
     Attributes:
-        placeholders: token ids in whose places images, sounds, ... are computed; none of a model that knows text only.
+        placeholders: ids of the placeholder tokens of images, sounds, ...; empty for a text-only model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -54,14 +54,14 @@ class RequestReader:
 
     @property
     def are_placeholders_unknown(self) -> bool:
-        """The model knows more than text, and not by a name of ours what stands for it."""
+        """Whether the model is multimodal, and its configuration has none of the known placeholder names."""
         return self._is_unknown
 
     def __call__(self, request: Any) -> RequestView:
         return RequestView(request, self)
 
     def adapter_of(self, lora_request: Any) -> str:
-        """What a request's adapter does; "" of one that has none; never equal to another one where it is not known."""
+        """Identity of a request's adapter, for the digest: "" without an adapter, a unique value if it is unknown."""
         if lora_request is None:
             return ""
         content = self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
@@ -70,40 +70,40 @@ class RequestReader:
         self._contents[name] = content
         if content is None:
             return f"unknown {secrets.token_hex(8)}"
-        # Whether the weights of experts come as one tensor.
+        # Whether the experts' weights are one 3D tensor.
         is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
         return f"{content} {self._lora_settings} {is_fused}"
 
     def loaded(self, adapter: int) -> None:
-        """All workers have loaded it anew, with no request."""
+        """All workers have loaded the adapter again, by a call and not for a request."""
         self._adapters.loaded(adapter)
 
     def is_loaded(self, lora_request: Any) -> bool:
-        """Whether what its files hold was loaded anew, so that its requests need not load it again."""
+        """Whether the adapter's files were loaded in place already, so that its requests need not load them again."""
         return self._adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
     def doubt(self, adapter: int) -> None:
-        """It could not be loaded, on one worker at least."""
-        self._adapters.doubt(adapter, f"the adapter of number {adapter} could not be loaded")
+        """At least one worker could not load the adapter."""
+        self._adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
 
     def take_renamed(self) -> bool:
-        """Whether a name stands for another adapter than at the last call. vLLM's prefix cache is keyed by the name."""
+        """Whether a name got another adapter since the last call. vLLM's prefix cache uses the names as keys."""
         found, self._is_renamed = self._is_renamed, False
         return found
 
     def forget(self, adapter: int | None) -> None:
-        """An adapter is loaded anew, or gone; None: that may be so of any, and nobody says of which."""
+        """An adapter is being loaded again or removed. None: this may be any adapter."""
         if adapter is None:
             self._adapters.forget_all()
         else:
             self._adapters.forget(adapter)
 
     def _unknown(self, reason: str) -> None:
-        logger.warning("Nothing that is computed with an adapter is handed over: %s.", reason)
+        logger.warning("KV computed with a LoRA adapter is not handed over: %s.", reason)
 
 
 def _placeholders_in(values: Mapping[str, Any]) -> set[int]:
-    """Also in the parts of a configuration (``thinker_config``, ``text_config``)."""
+    """Placeholder token ids in a configuration and in its parts (``thinker_config``, ``text_config``)."""
     found = {value for name, value in values.items() if name in _PLACEHOLDERS and isinstance(value, int)}
     for value in values.values():
         if isinstance(value, Mapping):
@@ -121,14 +121,14 @@ def _folder(path: str, is_new: bool) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # A worker that reads it again has the hub's newest, which is then what lies here.
+        # A worker that reads the adapter again downloads the hub's newest version into this cache.
         return str(snapshot_download(path, local_files_only=True))
     except LocalEntryNotFoundError as error:
-        raise OSError(f"{path} is not in the hub's cache any more") from error
+        raise OSError(f"{path} is no longer in the hub's cache") from error
 
 
 def _lora_settings(config: Any) -> str:
-    """What of an engine's configuration decides how adapters are applied."""
+    """Checksum of the engine's settings that decide how adapters are applied."""
     names = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
     found = {name: getattr(config, name, None) for name in names}
     found["target_modules"] = sorted(found["target_modules"] or ())
@@ -152,13 +152,13 @@ class RequestView:
 
     @property
     def params(self) -> Mapping[str, Any] | None:
-        """``kv_transfer_params``; what is no mapping is none, and was refused by the API server or passed on by it."""
+        """``kv_transfer_params``; None if it is not a mapping, which the API server refuses or passes on unchecked."""
         found = self.request.kv_transfer_params
         return found if isinstance(found, Mapping) else None
 
     @property
     def is_session(self) -> bool:
-        """Whether more input may come for it (``resumable``)."""
+        """Whether the request may receive more input (``resumable``)."""
         return bool(private(self.request, "resumable"))
 
     @property
@@ -168,7 +168,9 @@ class RequestView:
 
     @property
     def computes_prompt(self) -> bool:
-        """Log-probabilities of its prompt, or a pooled prompt: vLLM reads no prefix cache for it either."""
+        """Whether the whole prompt must be computed, for prompt log-probabilities or pooling. vLLM reads no prefix
+        cache for such requests either.
+        """
         return bool(private(self.request, "skip_reading_prefix_cache"))
 
     @property
@@ -179,12 +181,12 @@ class RequestView:
 
     @property
     def num_media(self) -> int:
-        """Images, sounds, ... of its prompt."""
+        """Number of images, sounds, ... in the prompt."""
         return len(self.request.mm_features)
 
     @property
     def lacks_media(self) -> bool:
-        """Whether its prompt has a placeholder that is in no image, sound, ... of it."""
+        """Whether the prompt has a placeholder token that belongs to none of its images, sounds, ..."""
         token_ids = self.request.prompt_token_ids
         if self._reader.are_placeholders_unknown:
             return not self.request.mm_features
@@ -197,23 +199,23 @@ class RequestView:
         return bool(found.any())
 
     def digest(self, num_tokens: int) -> str:
-        """Of its first tokens, and of all that their KV follows from."""
+        """Digest of the first ``num_tokens`` tokens and of everything that their KV depends on."""
         request = self.request
         embeddings = b""
         if request.prompt_embeds is not None:
             import torch
 
-            # numpy knows no bfloat16.
+            # numpy has no bfloat16.
             embeds = request.prompt_embeds[:num_tokens].detach().contiguous().cpu()
             embeddings = f"{embeds.dtype} ".encode() + embeds.view(torch.uint8).numpy().tobytes()
         return digest_of(
             request.prompt_token_ids,
             num_tokens,
             embeddings=embeddings,
-            # Not in every version.
+            # Not in every vLLM version.
             are_tokens=vars(request).get("prompt_is_token_ids"),
             features=[
-                # The identifier may have an adapter's name in front.
+                # The identifier may be prefixed with an adapter's name.
                 (str(one.mm_hash or one.identifier), int(one.mm_position.offset), int(one.mm_position.length))
                 for one in request.mm_features
             ],

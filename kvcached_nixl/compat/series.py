@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed when in vLLM, and how each of its series was tested. The rows of the support matrix follow from both.
+"""Changes of vLLM per series, and how each series was tested. The rows of the support matrix are made from both.
 
-A new series is a line in ``TESTED``; what it does in another way is a `Change`. `versions` holds versions to them.
+To add a series, add a line to ``TESTED``, and a `Change` for each difference. `versions` checks installed versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Capability(str, Enum):
-    """What a start needs, in the words of the report."""
+    """What the connector needs to start. The values are the names in the report."""
 
     LAYOUT = "layout"
     BLOCK_COUNT = "block count"
@@ -62,9 +62,9 @@ PROVIDES: Mapping[Capability, Provision] = MappingProxyType(
     {
         capability: Provision(Origin.OURS, note)
         for capability, note in {
-            Capability.LAYOUT: "kvcached's memory is described to NIXL as it lies",
-            Capability.BLOCK_COUNT: "views are narrowed to the blocks vLLM planned",
-            Capability.PULL: "decode READs what a manifest names, and a word that attests it",
+            Capability.LAYOUT: "NIXL gets the actual layout of kvcached's memory",
+            Capability.BLOCK_COUNT: "views are narrowed to the blocks that vLLM planned",
+            Capability.PULL: "decode READs the blocks that a manifest names, and their ownership token",
             Capability.PUSH: 'streamed WRITEs, "transfer_mode": "push" on NixlConnector',
             Capability.LEASE: "renewed by heartbeats, kv_lease_duration seconds",
             Capability.STAGING: 'a slab on the device or the host, "memory_path"',
@@ -84,14 +84,14 @@ class Era(Enum):
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between series and is asked for.
+    """Differences between series that the code asks for.
 
     Attributes:
-        era: how a layer's KV tensor is shaped on GPUs.
-        side_channel_names_stage: a rank is asked for by its pipeline stage, too.
+        era: shape of a layer's KV tensor on GPUs.
+        side_channel_names_stage: requests on the side channel name the pipeline stage, too.
         serves_on_cpu: servers with kvcached run on a machine without a GPU.
-        logical_views: every layer's view is (N, H, bs, D), whatever its backend, with one head for a latent; vLLM says
-            at which bytes it lies.
+        logical_views: every layer's view is (N, H, bs, D) with any backend, with one head for a latent; vLLM states its
+            byte offset.
     """
 
     era: Era = Era.KV_APART
@@ -102,12 +102,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that vLLM does in another way from a series on.
+    """A change of vLLM, from one series on.
 
     Attributes:
-        since: the first such series, as in "0.22".
-        what: for people, in a line.
-        sets: fields of `Shape` -> their values from then on.
+        since: the first series with it, as in "0.22".
+        what: one line of text for the support matrix.
+        sets: fields of `Shape` -> their values from that series on.
     """
 
     since: str
@@ -116,7 +116,7 @@ class Change:
 
     @property
     def later(self) -> str:
-        """The version specifier of the series that have it."""
+        """The version specifier of the series with this change."""
         return f">={self.since}"
 
     @property
@@ -127,17 +127,17 @@ class Change:
 
 TELLS_NEW_REQUESTS = Change("0.22", "the engine tells its connector of new requests (on_new_request); vLLM's own lease")
 ASKS_FOR_WORK = Change(
-    "0.24", "base, pull and push classes; the engine asks its connector for work that is left (has_pending_push_work)"
+    "0.24", "base, pull and push classes; the engine asks its connector for pending work (has_pending_push_work)"
 )
 ASKS_FOR_STAGES = Change(
     "0.26",
-    "packed KV tensors; the side channel is asked by pipeline stage (set_xfer_handshake_metadata_pp_aware)",
+    "packed KV tensors; side-channel requests name a pipeline stage (set_xfer_handshake_metadata_pp_aware)",
     {"era": Era.PACKED, "side_channel_names_stage": True, "serves_on_cpu": True},
 )
 LOADS_BEHIND = Change(
     "0.29",
-    "a connector's loads begin behind the forward pass, what is preempted is told before it (handle_preemptions); one "
-    "logical view of every cache; kvcached 0.1.6 accepts model runner V2 alone",
+    "a connector's loads begin after the forward pass, and it is told of preemptions before it (handle_preemptions); "
+    "one logical view of every cache; kvcached 0.1.6 accepts model runner V2 only",
     {"logical_views": True},
 )
 ASKS_FOR_RESULTS = Change("0.30", "the runner asks its connector for the results of transfers (get_transfer_results)")
@@ -147,18 +147,18 @@ CHANGES = (
     TELLS_NEW_REQUESTS,
     Change(
         "0.23",
-        "blocks first, (N, 2, bs, H, D), on GPUs; the CPU's attention packs, which kvcached 0.1.6 expects from 0.26 on",
+        "block dimension first, (N, 2, bs, H, D), on GPUs; CPU attention packs, which kvcached 0.1.6 expects from 0.26",
         {"serves_on_cpu": False},
     ),
     ASKS_FOR_WORK,
-    Change("0.25", "a request that finishes names the blocks that were computed, no others"),
+    Change("0.25", "a request that finishes reports the computed blocks only"),
     ASKS_FOR_STAGES,
     Change("0.27", "torch 2.13"),
     Change("0.28", "kvcached 0.1.6 accepts model runner V2"),
     LOADS_BEHIND,
     ASKS_FOR_RESULTS,
 )
-"""In their order. Those with a name of their own are what patches depend on."""
+"""All changes, oldest first. Patches depend on those that have a variable."""
 
 
 class Evidence(Enum):
@@ -177,9 +177,9 @@ class Row:
     Attributes:
         series: as in "0.22".
         tested: the release that the tests run against.
-        evidence: how.
-        shape: what differs between series.
-        provides: who provides what.
+        evidence: how it was tested.
+        shape: the differences between series.
+        provides: who provides each capability.
     """
 
     series: str
@@ -213,7 +213,7 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.30.0": _COMPARED,
     }
 )
-"""One release of each series, the oldest first, and what was run with it."""
+"""One release of each series, the oldest first, and the kinds of tests that were run with it."""
 
 
 def _row(tested: str, evidence: tuple[Evidence, ...]) -> Row:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's specs say of a layer's KV cache; told by the names of their classes, so that nothing is imported.
+"""Read vLLM's KV-cache specs of a layer. Classes are recognised by name, so that nothing is imported.
 
 Source: ``v1/kv_cache_interface.py``.
 """
@@ -19,12 +19,12 @@ def specs_of(kv_cache_spec: Any) -> list[Any]:
 
 
 def keeps_all_tokens(spec: Any) -> bool:
-    """Whether vLLM's manager of such layers keeps every block until the request ends."""
+    """Whether vLLM's manager for such layers keeps every block until the request ends."""
     return any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__) and type(spec).__name__ != "RSWASpec"
 
 
 def odd_cells(spec: Any) -> str:
-    """Why cells of such layers are not one token of one head each, in vLLM's words; "" if they are."""
+    """Why cells of such layers are not one token of one head each, in vLLM's terms; "" if they are."""
     known = vars(spec)
     if known.get("num_head_slots") is not None:
         return f"num_head_slots {known['num_head_slots']} for {spec.num_kv_heads} heads"

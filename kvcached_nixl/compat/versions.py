@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds what is installed to the rows of `series`; what kvcached accepts is in `runner`.
+"""Compare the installed versions with the rows of `series`. What kvcached accepts is in `model_runner_policy`.
 
-Supported means tested: every row names the release the tests run against. Another release of the same series is taken
-to have the same shape, and the signature checks of the patches refuse it if it does not. Everything else is refused.
+Supported means tested: every row names the release that the tests run against. Another release of the same series is
+assumed to have the same shape, and the signature checks of the patches refuse it if it does not. Everything else is
+refused.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _IMPORTABLE = MappingProxyType({"nixl": ("nixl", "nixl_rocm", "rixl")})
 
 
 def found_version(library: str) -> str | None:
-    """The version of an importable library as it states it: the imported module's word, else its distribution's.
+    """The version of an importable library: of the imported module, otherwise of its distribution. Imports nothing.
 
-    Returns: None if the library cannot be imported. "unknown" if it can be but says no version. Imports nothing.
+    Returns: None if the library cannot be imported, "unknown" if it can be imported but states no version.
     """
     names = _IMPORTABLE.get(library, (library,))
     if not any(name in sys.modules or importlib.util.find_spec(name) is not None for name in names):
@@ -66,16 +67,16 @@ def found_version(library: str) -> str | None:
 
 
 def import_vllm() -> None:
-    """Import vLLM, which takes seconds. For the status report; a server imports it by itself.
+    """Import vLLM, which takes seconds. For the status report; a server imports vLLM itself.
 
     Raises:
-        Exception: whatever vLLM raises at import.
+        Exception: any error of vLLM's import.
     """
     importlib.import_module("vllm")
 
 
 def row_of(vllm_version: str | None) -> Row | None:
-    """The row of the table for a vLLM version, None if it is not supported."""
+    """The row of a vLLM version; None if that version is not supported."""
     return next((row for row in ROWS if _matches(row.vllm, vllm_version)), None)
 
 
@@ -83,7 +84,8 @@ def installed_row() -> Row:
     """The row of the installed vLLM.
 
     Raises:
-        UnsupportedVersion: it has none.
+        MissingDependency: vLLM is not installed.
+        UnsupportedVersion: the installed vLLM has no row.
     """
     version = found_version("vllm")
     row = row_of(version)
@@ -93,7 +95,7 @@ def installed_row() -> Row:
 
 
 def reason_to_skip(patch: Patch) -> str | None:
-    """The `Judge` of the patches: why ``patch`` is not for the vLLM that is installed, or None."""
+    """The `Judge` of the patches: why ``patch`` does not apply to the installed vLLM, or None if it does."""
     if patch.when_unsupported:
         return None
     version = found_version("vllm")
@@ -104,7 +106,7 @@ def reason_to_skip(patch: Patch) -> str | None:
 
 
 def reason_on(patch: Patch, version: str | None, row: Row) -> str | None:
-    """Why ``patch`` is not for this vLLM, taken as one that ``row`` describes, or None."""
+    """Why ``patch`` does not apply to this vLLM version, which ``row`` describes, or None if it does."""
     if patch.versions and not _matches(patch.versions, version):
         return f"for vLLM {patch.versions}, this is {version}"
     if patch.needs:
@@ -115,7 +117,7 @@ def reason_on(patch: Patch, version: str | None, row: Row) -> str | None:
 
 
 def environment_refusals() -> tuple[tuple[str, Refused], ...]:
-    """What is wrong with the installed vLLM, kvcached and NIXL, as (name, refusal)."""
+    """The refusals of the installed vLLM, kvcached and NIXL, as (name, refusal)."""
     found: list[tuple[str, Refused]] = []
     vllm = found_version("vllm")
     if row_of(vllm) is None:
@@ -156,7 +158,7 @@ def _unsupported(library: str, version: str | None, supported: str, doubt: str) 
     return UnsupportedVersion(
         found=f"{library} {version}",
         expected=f"{library} {supported}",
-        consequence=f"No transfer is attempted: {doubt}, and the tokens would be wrong without an error.",
+        consequence=f"No transfer is attempted: {doubt}, and tokens could be wrong without an error.",
         remedy=f"Install a supported {library}, or unset ENABLE_KVCACHED to run vLLM alone.",
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to what a vLLM worker computes with: its models in memory, the files they come from, their settings.
+"""Named access to a vLLM worker's weights: its models in memory, the files they come from, and their settings.
 
 Sources: ``v1/worker/gpu_worker.py``, ``v1/worker/gpu_model_runner.py``, ``v1/worker/gpu/model_runner.py``,
 ``model_executor/model_loader/default_loader.py``, ``config/model.py``.
@@ -24,10 +24,10 @@ _CHECKPOINT = "_kvcached_nixl_checkpoint"
 
 
 def note_files(loader: Any, name: str, subfolder: str | None, folder: str, files: list[str]) -> None:
-    """vLLM loads weights from these files, for the engine whose loader it is.
+    """Called when vLLM loads weights from these files. They are kept with the loader's configuration.
 
     Args:
-        subfolder: of the model, where it has weights of several parts.
+        subfolder: the model's subfolder, if its weights have several parts.
     """
     load_config = private(loader, "load_config")
     if _CHECKPOINT not in vars(load_config):
@@ -36,16 +36,16 @@ def note_files(loader: Any, name: str, subfolder: str | None, folder: str, files
 
 
 def weights_of(worker: Any) -> Weights:
-    """What a worker computes with now, draft models that compute KV among it. Reads it; on the worker's own thread."""
+    """A worker's current weights, including draft models that compute KV. Reads memory, on the worker's own thread."""
     config = private(worker, "vllm_config")
     found = in_memory(_parameters(worker), place=_place(config))
     checkpoint = vars(config.load_config).get(_CHECKPOINT)
     if checkpoint is None:
-        # What is kept elsewhere could be anything.
+        # Nothing is known of weights that are kept elsewhere.
         return Weights(found.layout, found.content if found.is_whole else "", "")
     draft = _draft_of(config)
     ignored = "" if draft is None or keeps_draft_kv(config.speculative_config) else str(draft.model)
-    # An engine may draft with the very model that it serves.
+    # The draft model may be the served model itself.
     present, origin = checkpoint.content(str(config.model_config.model), ignored, found.content)
     if found.is_whole:
         return Weights(found.layout, found.content, present, present)
@@ -53,7 +53,7 @@ def weights_of(worker: Any) -> Weights:
 
 
 def model_facts(config: Any) -> dict[str, object]:
-    """What of a model's configuration the bytes of its KV follow from, by name."""
+    """The parts of a model's configuration that determine the bytes of its KV, by name."""
     model = private(config, "model_config")
     facts: dict[str, object] = {
         "configuration": checksum_of(model.hf_config.to_dict()),
@@ -79,13 +79,13 @@ def model_facts(config: Any) -> dict[str, object]:
 
 def _parameters(worker: Any) -> Iterator[tuple[str, Any]]:
     runner, config = private(worker, "model_runner"), private(worker, "vllm_config")
-    # Experts of a balanced engine move from place to place; nobody says when.
+    # Expert load balancing moves experts without notice, so their weights are not compared.
     moves = getattr(config.parallel_config, "enable_eplb", False)
     for prefix, model in _models(runner, config):
         for name, parameter in model.named_parameters():
             if not (moves and ".experts." in name):
                 yield f"{prefix}{name}", parameter
-        # By which the bytes of an 8-bit cache are read.
+        # Scales with which an 8-bit KV cache is read.
         for name, buffer in model.named_buffers():
             if name.endswith("_scale"):
                 yield f"{prefix}{name}", buffer
@@ -94,7 +94,7 @@ def _parameters(worker: Any) -> Iterator[tuple[str, Any]]:
 def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:
     yield "", private(runner, "get_model")()
     if keeps_draft_kv(config.speculative_config):
-        # Model runners V1 and V2.
+        # The draft model's attribute in model runners V1 and V2.
         for name in ("drafter", "speculator"):
             model = getattr(vars(runner).get(name), "model", None)
             if model is not None:
@@ -118,14 +118,16 @@ def _draft_of(config: Any) -> Any:
 
 
 def _quantization(model: Any) -> str:
-    """Later vLLMs take settings of it beside those that come with the model."""
+    """Name and settings of the quantization. Later vLLM versions have settings besides those of the model."""
     settings = getattr(model, "quantization_config", None)
     name = model.quantization or "-"
     return name if settings is None else f"{name} {checksum_of({'settings': settings})}"
 
 
 def _long_rope(model: Any) -> str:
-    """Some models turn by other angles where the engine takes longer prompts than the model was made for."""
+    """Which rotary angles a longrope model uses: it has others if the engine allows prompts longer than the original
+    maximum.
+    """
     text = model.hf_text_config
     turns = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if "longrope" not in str(turns) and "'su'" not in str(turns):
@@ -137,7 +139,7 @@ def _long_rope(model: Any) -> str:
 
 
 def _code(config: Any) -> str:
-    """Of what a model brings along in Python, where vLLM is allowed to run it."""
+    """Checksum of the model's own Python code, if vLLM may run it."""
     folder = _folder(config) if config.model_config.trust_remote_code else None
     try:
         return "" if folder is None else code_checksum(folder)
@@ -146,7 +148,7 @@ def _code(config: Any) -> str:
 
 
 def _processor(config: Any) -> str:
-    """Of what a model brings along of how images, sounds, ... become what it computes with."""
+    """Checksum of the model's own settings for processing images, sounds, ..."""
     folder = _folder(config)
     try:
         return "" if folder is None else processor_checksum(folder)

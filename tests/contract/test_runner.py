@@ -141,5 +141,5 @@ def test_the_command_gives_vllms_own_answer(tmp_path: Path) -> None:
 
 def test_a_model_without_a_configuration_is_refused(tmp_path: Path) -> None:
     """By vLLM, in our four lines."""
-    with pytest.raises(Refused, match="vLLM makes no configuration of"):
+    with pytest.raises(Refused, match="vLLM cannot make a configuration for"):
         ask(str(tmp_path), VLLM)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change in a running engine, and what its workers then tell peers of them.
+"""Weights that change in a running engine, and how its workers then update what they tell peers.
 
 Sources: ``v1/engine/core.py``, ``v1/engine/async_llm.py`` (``update_weights`` and its like are collective RPCs),
 ``v1/worker/gpu_worker.py``, ``distributed/kv_transfer/kv_transfer_state.py``.
@@ -29,12 +29,12 @@ _CHANGING = frozenset(
         "finish_weight_update",
     }
 )
-"""Collective RPCs of vLLM's after which weights are other ones, even where a sample of them would not show it."""
+"""vLLM's collective RPCs that change weights, even if a sample of the weights stays the same."""
 _LOOKING = frozenset({"list_loras", "pin_lora"})
 
 
 def changes_weights(method: object) -> bool:
-    """Whether a collective RPC is known to change weights. What others have changed is found out (`identify_again`)."""
+    """Whether a collective RPC is known to change weights. `identify_again` finds changes by other methods."""
     return method in _CHANGING if isinstance(method, str) else False
 
 
@@ -44,11 +44,11 @@ def changes_adapters(method: object) -> bool:
 
 
 def identify_again(core: Any, *, has_changed: bool) -> None:
-    """Have the workers look what they compute with now, and revoke what was computed with anything else.
+    """Make the workers read their weights again, and revoke KV that was computed with others.
 
     Args:
         core: vLLM's ``EngineCore``, between two steps.
-        has_changed: it is other weights, whatever is found.
+        has_changed: treat the weights as changed whatever the workers find.
     """
     scheduler = core.scheduler
     found = list(sides(private(scheduler, "connector")))
@@ -59,14 +59,14 @@ def identify_again(core: Any, *, has_changed: bool) -> None:
         if has_changed or is_asleep:
             side.weights_changed()
     if is_asleep:
-        # What sleeps cannot be read; it is when everything is awake.
+        # Sleeping weights cannot be read. They are read when everything is awake.
         return
     content: dict[Any, Any] = {}
     try:
         for one in core.model_executor.get_kv_connector_handshake_metadata() or ():
             content.update(one or {})
     except Exception:
-        logger.exception("What the workers compute with cannot be found out, so nothing is handed over until it can.")
+        logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
         for side in found:
             side.hide()
         return
@@ -79,7 +79,7 @@ def identify_again(core: Any, *, has_changed: bool) -> None:
 
 
 def worker_sides() -> Iterator[Any]:
-    """Our side of each NIXL connector of this worker."""
+    """Our facade of each NIXL connector of this worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():

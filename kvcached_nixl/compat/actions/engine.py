@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to vLLM's scheduler and its loop.
+"""Named access to the private state of vLLM's scheduler and of the engine core around it.
 
 Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/single_type_kv_cache_manager.py``,
 ``v1/engine/core.py``.
@@ -41,7 +41,7 @@ __all__ = [
 
 _CORE = "_kvcached_nixl_core"
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
-"""How a request ends that has computed its prompt to the end."""
+"""Final statuses of a request that has computed its whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ class EngineBlocks:
 
     @property
     def are_shared(self) -> bool:
-        """Whether another connector may load KV into them, which may turn out to be no good (``MultiConnector``)."""
+        """Whether another connector may load KV into them, which may fail (``MultiConnector``)."""
         return side_of(private(self.engine_scheduler, "connector")) is None
 
     @property
     def stalled(self) -> str | None:
-        """The request that is next, if none runs: it waits for blocks, and no other one will free any."""
+        """The next request, if none runs: it waits for blocks, and no running request will free any."""
         scheduler = self.engine_scheduler
-        # A scheduler that is paused begins nothing, whatever is free.
+        # A paused scheduler starts no request, however many blocks are free.
         if private(scheduler, "running") or private(scheduler, "pause_state"):
             return None
         return next((str(one.request_id) for one in queued(scheduler) if wants_blocks(one)), None)
 
     def take(self, request_id: str) -> list[Any]:
-        """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request.
+        """Take a request's blocks away without freeing them, so that vLLM finds none when it frees the request.
 
-        vLLM's own reference count does not serve: kvcached counts none without prefix caching.
+        vLLM's reference count cannot be used: kvcached counts no references without prefix caching.
         """
         taken: list[Any] = []
         for manager in self._managers():
@@ -76,19 +76,22 @@ class EngineBlocks:
         return [block for block in taken if not block.is_null]
 
     def give_back(self, blocks: list[Any]) -> None:
-        """Free what was taken."""
+        """Free blocks that `take` returned."""
         private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool").free_blocks(blocks)
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
-        """A request whose KV has come, and of which nothing is computed yet, loses it and its blocks between two steps.
+        """Between two steps, drop the received KV and the blocks of a request that has computed nothing since.
 
-        vLLM may have found already that it has come, and not have scheduled it since (other adapters run, or there is
-        no room): it counts those tokens as computed then, whatever blocks it has.
+        vLLM may have noticed the KV already without scheduling the request since (other adapters run, or there are no
+        free blocks). It then counts those tokens as computed, whatever blocks the request has.
+
+        Returns: the index of the client, if the request was ended with an error; None if it is recomputed, or if it
+        runs, has finished or is unknown.
         """
         request = private(self.engine_scheduler, "requests").get(request_id)
         if request is None or request.is_finished() or request in private(self.engine_scheduler, "running"):
             return None
-        # Nothing is in flight into them any more. Those that vLLM has cached would be found again.
+        # Nothing is in flight into these blocks any more. Those in vLLM's prefix cache would be found again.
         taken = self.take(request_id)
         if not _waits(request):
             manager = private(self.engine_scheduler, "kv_cache_manager")
@@ -106,14 +109,14 @@ class EngineBlocks:
         return int(request.client_index)
 
     def forget_prefixes(self) -> bool:
-        """Let no request begin with what others have computed. Returns whether nothing is left of it."""
-        # Whoever has blocks goes on caching them. kvcached says that all is clear whatever is in use, below vLLM 0.26.
+        """Clear the prefix cache, so that no request begins with earlier KV. Returns whether it is empty now."""
+        # A request that has blocks goes on caching them. Below vLLM 0.26 kvcached reports success whatever is in use.
         if any(private(manager, "req_to_blocks") for manager in self._managers()):
             return False
         return bool(private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache())
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """Per KV-cache group, the first token whose block is kept when so many are computed; it starts a block."""
+        """Per KV-cache group, the first token of the first block that is kept when ``num_tokens`` are computed."""
         return tuple(
             manager.get_num_skipped_tokens(num_tokens) // manager.block_size * manager.block_size
             for manager in self._managers()
@@ -125,43 +128,44 @@ class EngineBlocks:
 
 def queued(engine_scheduler: Any) -> Iterator[Any]:
     """The requests that do not run, in vLLM's order."""
-    # vLLM 0.28 keeps those that it has passed over in a queue of their own.
+    # vLLM 0.28 moves requests that it skipped to a second queue.
     for queue in (private(engine_scheduler, "waiting"), vars(engine_scheduler).get("skipped_waiting", ())):
         yield from queue
 
 
 def wants_blocks(request: Any) -> bool:
-    """Whether a request that does not run waits for its turn and for blocks, and for nothing else."""
+    """Whether a request that does not run waits only for its turn and for blocks."""
     return request.status.name in ("WAITING", "PREEMPTED")
 
 
 def bound_sides(engine_scheduler: Any) -> Iterator[Any]:
-    """Our side of each NIXL connector of an engine; each knows whose blocks these are."""
+    """Our scheduler facade of each NIXL connector of an engine, bound to the engine's blocks."""
     for side in sides(private(engine_scheduler, "connector")):
         side.bind(EngineBlocks(engine_scheduler))
         yield side
 
 
 def tell_finished(engine_scheduler: Any, request: Any) -> Any:
-    """Tell the connector that a request has ended; blocks that have left its window are still its own."""
+    """Tell the connector that a request has finished, with all its block ids, including blocks outside its window."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
     connector = private(engine_scheduler, "connector")
     block_ids = private(engine_scheduler, "kv_cache_manager").get_block_ids(request.request_id)
-    # vLLM 0.19's MultiConnector knows one KV-cache group.
+    # vLLM 0.19's MultiConnector supports one KV-cache group only.
     if isinstance(connector, SupportsHMA):
         return connector.request_finished_all_groups(request, block_ids)
     return connector.request_finished(request, block_ids[0])
 
 
 def is_whole(request: Any) -> bool:
-    """Whether a request that ended has computed its prompt to the end."""
+    """Whether a finished request has computed its whole prompt."""
     return request.status.name in _WHOLE and request.num_computed_tokens >= request.num_prompt_tokens
 
 
 def scheduled(scheduler_output: Any) -> Iterator[tuple[str, BlockIds, bool, int, int]]:
-    """Each request of a step: id, block ids per group, whether they replace the earlier ones, tokens at the end, and at
-    its begin."""
+    """Each request of a step: id, block ids per group, whether these replace the earlier ones, computed tokens after
+    the step, and before it.
+    """
     tokens = scheduler_output.num_scheduled_tokens
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, new.block_ids, True, new.num_computed_tokens + tokens[new.req_id], new.num_computed_tokens
@@ -180,7 +184,7 @@ def blocks_of(blocks: Any) -> BlockIds:
 
 
 def reports_of(model_runner_output: Any) -> Reports:
-    """The reports of a step."""
+    """The connector's reports in a step's output."""
     found = model_runner_output.kv_connector_output
     if found is None:
         return Reports(set(), set(), set())
@@ -189,7 +193,7 @@ def reports_of(model_runner_output: Any) -> Reports:
 
 
 def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Reports) -> Any:
-    """The output of a step with these reports in place of its own; vLLM shares one output among all empty steps."""
+    """A copy of a step's output with these reports in place of its own. vLLM shares one output among empty steps."""
     from vllm.v1.outputs import KVConnectorOutput
 
     before = model_runner_output.kv_connector_output
@@ -197,8 +201,8 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
         return model_runner_output
     requests = private(engine_scheduler, "requests")
     found = KVConnectorOutput() if before is None else copy.copy(before)
-    # vLLM ends at an id that it does not know, at a request that neither waits nor has ended, and where one that has
-    # ended is named twice: whoever is named first frees it (vllm#46240, vllm#51786).
+    # vLLM's engine ends if a report names an unknown id, a request that neither waits nor has finished, or a finished
+    # request twice: the first report frees it (vllm#46240, vllm#51786).
     ended = {one for one in (reports.sent | reports.received) if one in requests and requests[one].is_finished()}
     waiting = {one for one in reports.received - ended if one in requests and _waits(requests[one])}
     found.finished_sending = reports.sent & ended
@@ -214,17 +218,17 @@ def _waits(request: Any) -> bool:
 
 
 def _count_cached(request: Any) -> None:
-    """vLLM <= 0.19 counts cached tokens, -1 until a request is scheduled, and its metrics raise on that."""
+    """In vLLM <= 0.19 ``num_cached_tokens`` is -1 until a request is scheduled, and its metrics raise on that value."""
     if vars(request).get("num_cached_tokens", 0) < 0:
         request.num_cached_tokens = 0
 
 
 def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Have requests whose KV has not come fail or be computed anew, as ``kv_load_failure_policy`` says.
+    """Fail or recompute requests that received no KV, as ``kv_load_failure_policy`` says.
 
-    They have no token that counts as computed, so vLLM frees what blocks they still have and starts them again.
+    None of their tokens counts as computed, so vLLM frees the blocks that they still have and starts them again.
 
-    Returns: those that vLLM has to end with an error.
+    Returns: the requests that vLLM has to end with an error.
     """
     requests = private(engine_scheduler, "requests")
     ours = {request_id for request_id in request_ids if request_id in requests}
@@ -239,7 +243,7 @@ def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
 
 
 def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> Any:
-    """End requests with an error, and tell it with what a step has brought for clients."""
+    """End requests with an error, and add that to a step's outputs for clients."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 
@@ -253,7 +257,9 @@ def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> An
 
 
 def with_refused(outputs: Any, refused: Iterable[tuple[str, int]]) -> Any:
-    """Tell clients, each by its index, that a request of theirs was not taken in; no other one's end is told."""
+    """Add to a step's outputs that requests, (request id, client index) each, were rejected before they entered the
+    engine. This reports the end of no other request.
+    """
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
     for request_id, client_index in refused:
@@ -263,7 +269,7 @@ def with_refused(outputs: Any, refused: Iterable[tuple[str, int]]) -> Any:
 
 
 def with_told(outputs: Any, told: dict[str, str]) -> Any:
-    """Say with the ends of failed requests what their clients are told of it, where vLLM says nothing."""
+    """Add the reason for clients to the outputs of failed requests that have none from vLLM."""
     for of_client in outputs.values() if told else ():
         for output in of_client.outputs:
             if output.stop_reason is None and output.finish_reason is not None and output.finish_reason.name == "ERROR":
@@ -272,22 +278,22 @@ def with_told(outputs: Any, told: dict[str, str]) -> Any:
 
 
 def remember(core: Any) -> None:
-    """The loop around a scheduler is this one."""
+    """Remember the engine core of its scheduler, for `core_of`."""
     vars(core.scheduler)[_CORE] = core
 
 
 def core_of(engine_scheduler: Any) -> Any:
-    """The loop around a scheduler; None where there is none (an engine in its client's own process)."""
+    """The engine core around a scheduler; None if there is no core process (an engine in its client's own process)."""
     return vars(engine_scheduler).get(_CORE)
 
 
 def due_in_seconds(found: Iterable[Any]) -> float:
-    """How long until these sides of an engine have something to do by themselves; infinite if they never have."""
+    """Seconds until one of these facades has something to do by the clock; infinite if none has."""
     return min((due for side in found if (due := side.due_in_seconds) is not None), default=math.inf)
 
 
 def wait_for_input(core: Any, seconds: float) -> bool:
-    """Wait, on the engine's thread, for whatever enters the engine, a word of a worker among it.
+    """On the engine's thread, wait until something enters the engine's input queue, such as a worker's wake-up.
 
     Returns: whether something has.
     """
@@ -299,7 +305,7 @@ def wait_for_input(core: Any, seconds: float) -> bool:
 
 
 def wake_of(core: Any) -> Any:
-    """What ends `wait_for_input`, and vLLM's own wait for requests; any thread may call it."""
+    """A function that ends `wait_for_input` and vLLM's own wait for requests. Any thread may call it."""
     from vllm.v1.engine import EngineCoreRequestType
 
     return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcached's name in this process: nobody's until an engine has its own.
+"""Set kvcached's name in this process. Until an engine owns a name, it is a placeholder that no engine uses.
 
-kvcached 0.1.6 reads the name at import (``utils.DEFAULT_IPC_NAME``, ``tp_ipc_util.SOCKET_DIR``, copies of the first in
-``kv_cache_manager`` and ``mem_info_tracker``), in every process for itself, and uses it when a worker listens, when the
-engine core maps pages, and when it makes the account. All of that is after vLLM has made the executor and the worker,
-which is where `own_engine` and `join_engine` set it. The environment is left as it is: what is started from here wishes
-for the same name, and gets another one.
+kvcached 0.1.6 reads the name at import in every process (``utils.DEFAULT_IPC_NAME``, ``tp_ipc_util.SOCKET_DIR``, copies
+of the first in ``kv_cache_manager`` and ``mem_info_tracker``). It uses the name when a worker listens, when the engine
+core maps pages, and when it creates the memory accounting. All of that happens after vLLM has constructed the executor
+and the worker, where `own_engine` and `join_engine` set the name. The environment is not changed: an engine that is
+started from this process asks for the same name and gets another one.
 
-One name a process, because kvcached's state is one a process.
+One name per process, because kvcached's state exists once per process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvcached_nixl.naming.claim import Claim, Places, clear_abandoned, join, tak
 __all__ = ["clear_left", "give_up_name", "join_engine", "own_engine", "withdraw_name"]
 
 _RIDES = "kvcached_nixl_name"
-"""What an engine's own name is called on vLLM's configuration, which vLLM hands to every worker, wherever that runs."""
+"""Attribute for the engine's name on vLLM's configuration, which vLLM sends to every worker, wherever it runs."""
 
 _NAME = "DEFAULT_IPC_NAME"
 _FOLDER = "SOCKET_DIR"
 _READERS = ("kv_cache_manager", "mem_info_tracker")
 DYING_SECONDS = 2.0
-"""How long the end of a process waits for workers whose engine core was killed."""
+"""How long a process that ends waits for workers whose engine core was killed."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class _Holder:
 
 
 def withdraw_name() -> tuple[str, ...]:
-    """Let this process have no kvcached name that another one could have, until an engine has its own.
+    """Give this process a placeholder name that no other process has, until an engine owns a name.
 
-    Else a process that never gets one would take the wish for it: kvcached's client removes, at its end, the account
-    that lies under its name.
+    Otherwise a process without an engine would use the configured name, and kvcached's client removes the accounting
+    under its name when it ends.
 
-    Returns: a note.
+    Returns: a note for the report.
     """
     if _Holder.held is not None:
         return ()
@@ -63,18 +63,18 @@ def withdraw_name() -> tuple[str, ...]:
         return ("kvcached is not installed",)
     wish = _read(utils, "_obtain_default_ipc_name")()
     _set(f"{wish[:40]}-none-{os.getpid()}")
-    return (f"every engine makes a kvcached name of its own from {wish!r}",)
+    return (f"every engine makes a unique kvcached name from {wish!r}",)
 
 
 def own_engine(executor: Any, config: Any, logger: logging.Logger) -> None:
-    """Give the engine of this process a kvcached name of its own, before its workers start.
+    """Give the engine of this process a unique kvcached name, before its workers start.
 
     Args:
-        executor: vLLM's, which is being constructed.
-        config: vLLM's; from now on it says the name.
+        executor: vLLM's executor, which is being constructed.
+        config: vLLM's configuration. The name is added to it.
 
     Raises:
-        NameRefused: no name can be agreed.
+        NameRefused: there can be no such name.
     """
     _refuse_spread(config.parallel_config)
     _refuse_second()
@@ -88,21 +88,21 @@ def own_engine(executor: Any, config: Any, logger: logging.Logger) -> None:
         raise
     _Holder.held = _Held(claim, weakref.ref(executor))
     setattr(config, _RIDES, claim.name)
-    logger.info("kvcached's name of this engine is %s (kvctl shows it; asked for: %s).", claim.name, wish)
+    logger.info("kvcached's name of this engine is %s (as shown by kvctl; requested: %s).", claim.name, wish)
 
 
 def join_engine(config: Any) -> None:
-    """Have the worker that is being constructed in this process answer under the name of its engine.
+    """Set kvcached's name of the worker that is being constructed in this process to its engine's name.
 
     Raises:
-        NameRefused: it was told of none, or its engine is not here.
+        NameRefused: the configuration has no name, or the engine is not on this host.
     """
     name = vars(config).get(_RIDES)
     if name is None:
         raise NameRefused(
-            found="a worker whose configuration says no kvcached name",
+            found="a worker whose configuration has no kvcached name",
             expected="the name that its engine core has made, on the configuration that vLLM gives its workers",
-            consequence="The engine would map its pages in the workers of another one, and the tokens would be wrong.",
+            consequence="The engine would map its pages in another engine's workers, and the tokens would be wrong.",
             remedy="Use one of vLLM's own executors (mp, ray, uni), or one that calls the constructor of Executor and "
             "passes vllm_config on; with kvcached and this package in the environment of every process.",
         )
@@ -113,7 +113,7 @@ def join_engine(config: Any) -> None:
 
 
 def give_up_name() -> None:
-    """The engine of this process has ended, and kvcached with it: remove what lies under its name."""
+    """Called when the engine of this process has ended, and kvcached with it. Removes the files under its name."""
     held, _Holder.held = _Holder.held, None
     if held is not None:
         held.claim.release()
@@ -121,7 +121,7 @@ def give_up_name() -> None:
 
 
 def clear_left() -> None:
-    """Remove what engines that this process started, and others, have left; for the end of a process."""
+    """Called at the end of a process. Removes what ended engines, of this process or others, left behind."""
     utils = sys.modules.get("kvcached.utils")
     if utils is not None:
         clear_abandoned(_places(utils), DYING_SECONDS)
@@ -134,35 +134,35 @@ def _refuse_second() -> None:
     if held.executor is not None and held.executor() is not None:
         raise NameRefused(
             found=f"an engine in this process already, {held.claim.name}",
-            expected="one engine a process: kvcached has one set of pages, and one name, in each",
+            expected="one engine per process: kvcached has one set of pages and one name per process",
             consequence="The pages of the first engine would be mapped in the workers of the second.",
-            remedy="End the first one (its engine core's shutdown()), or let engines have processes of their own "
+            remedy="End the first one (its engine core's shutdown()), or run each engine in a separate process "
             "(VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default).",
         )
     give_up_name()
 
 
 def _refuse_spread(parallel: Any) -> None:
-    """Raises NameRefused if ranks whose pages kvcached maps cannot be reached, or have engine cores of their own."""
+    """Raises NameRefused if kvcached cannot reach all ranks from this engine core, or each rank has an engine core."""
     if private(parallel, "distributed_executor_backend") == "external_launcher" and private(parallel, "world_size") > 1:
         raise NameRefused(
             found=f"the executor external_launcher with {private(parallel, 'world_size')} ranks",
             expected="one engine core that maps the pages of all its ranks",
-            consequence="Each rank has an engine core, and each of them would map and unmap pages in all the ranks, "
-            "whatever those compute.",
+            consequence="Each rank has an engine core, and each of them would map and unmap pages in all ranks, even "
+            "pages that those ranks use.",
             remedy="Use --distributed-executor-backend mp, or set ENABLE_KVCACHED=false.",
         )
     if private(parallel, "nnodes_within_dp") > 1:
         raise NameRefused(
             found=f"an engine over {private(parallel, 'nnodes_within_dp')} hosts",
             expected="the ranks of an engine on one host: kvcached reaches them through sockets in a folder",
-            consequence="The pages of the ranks elsewhere would never be mapped.",
+            consequence="The pages of ranks on other hosts would never be mapped.",
             remedy="Spread over hosts by data parallelism or by more servers, or set ENABLE_KVCACHED=false.",
         )
 
 
 def _rank(parallel: Any) -> int | None:
-    """The engine's data-parallel rank; None if it has none. A dense model's ranks look else like engines alone."""
+    """The data-parallel rank; None if there is none. vLLM runs each rank of a dense model as an engine of size 1."""
     if private(parallel, "data_parallel_rank_local") is None and private(parallel, "data_parallel_size") == 1:
         return None
     return int(private(parallel, "data_parallel_index"))
@@ -178,7 +178,7 @@ def _set(name: str) -> None:
     _read(utils, _NAME)
     setattr(utils, _NAME, name)
     for reader in _READERS:
-        # One that is imported later takes it from there.
+        # A module that is imported later copies the name from utils.
         module = sys.modules.get(f"kvcached.{reader}")
         if module is not None:
             _read(module, _NAME)
@@ -195,8 +195,8 @@ def _read(module: Any, name: str) -> Any:
     except KeyError:
         raise ContractChanged(
             found=f"{module.__name__} without {name}",
-            expected=f"{name}, as kvcached 0.1.6 has it",
-            consequence="The engine cannot have a name of its own, and might share the pages of another one.",
+            expected=f"{name}, as in kvcached 0.1.6",
+            consequence="The engine cannot get a unique name, and might share the pages of another engine.",
             remedy="Install kvcached 0.1.6.",
         ) from None
 

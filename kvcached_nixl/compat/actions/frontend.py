@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named access to what vLLM's API server sends to its engine, and keeps of a request.
+"""Named access to requests in vLLM's API server: what it sends to the engine, and what it keeps of them.
 
 Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``,
 ``renderers/base.py``.
@@ -27,44 +27,44 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
         "priority": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
     }
 )
-"""What comes from a body or a header, and is not checked behind every endpoint."""
+"""Fields from a body or a header that not every endpoint checks, and their types."""
 
 
 def numbers_media(renderer: Any) -> bool:
-    """Whether vLLM numbers images, sounds, ... instead of looking at their content: where nothing of them is cached."""
+    """Whether vLLM identifies images, sounds, ... by a number instead of their content: if none of it is cached."""
     media = private(renderer, "model_config").multimodal_config
     caches = bool(renderer.config.cache_config.enable_prefix_caching)
     return media is not None and media.mm_processor_cache_gb == 0 and not caches
 
 
 def require_readable(core_request: Any) -> None:
-    """Refuse a request that the engine's process could not read, or that cannot be sent to it.
+    """Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
 
-    The thread that reads there ends at the first, and all requests wait for ever: ``/v1/chat/completions/batch`` hands
-    on any ``priority`` up to vLLM 0.24. Of the second, numbers above 64 bits and text that is no Unicode, vLLM keeps
-    the state for ever.
+    A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. For example,
+    ``/v1/chat/completions/batch`` passes on any ``priority`` up to vLLM 0.24. Of a request that cannot be encoded
+    (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
 
     Args:
         core_request: an ``EngineCoreRequest`` that is about to be sent.
 
     Raises:
-        VLLMValidationError: which an endpoint answers with 400; the message names the field.
+        VLLMValidationError: answered with HTTP 400; the message names the field.
     """
     for name, kind in _READABLE.items():
         try:
             msgspec.convert(private(core_request, name), kind)
         except msgspec.ValidationError as error:
-            raise _refusal(f"{name}: {error}. Send a value of that kind, or leave it out.") from error
+            raise _refusal(f"{name}: {error}. Send a value of that type, or omit the field.") from error
     sampling = private(core_request, "sampling_params")
     if sampling is None:
         return
     try:
         msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
     except (OverflowError, UnicodeError, RecursionError) as error:
-        reason = "expected numbers of 64 bits, Unicode text, and nothing nested hundreds deep"
+        reason = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
         raise _refusal(f"request_id, cache_salt, kv_transfer_params or another field: {error}; {reason}.") from error
     except TypeError:
-        # A program of one's own may hand on what vLLM's own encoder knows, as tensors.
+        # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, such as tensors.
         return
 
 
@@ -74,46 +74,47 @@ def _refusal(reason: str) -> Exception:
 
 
 def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:
-    """Have whoever waits for a request that ends with an error get that error, as an exception.
+    """Raise an exception in the endpoint that waits for a request which ended with an error.
 
-    Each of vLLM's endpoints looks by itself, or does not look, at why a request has ended. What is streamed passes over
+    Each of vLLM's endpoints checks by itself, or does not check, why a request has ended. Streaming endpoints skip
     outputs without tokens first (``completion_stream_generator``, ``chat_completion_stream_generator``, 0.19 to 0.30):
-    status 200, ``[DONE]`` and nothing between. ``/inference/v1/generate`` and ``/v1/responses`` with Harmony answer
-    200 with no token. An exception passes nobody by: 500 where nothing was sent yet, else an error event or a stream
-    that breaks off. Of ``n`` choices one that fails fails all, as vLLM has it where it looks.
+    the client gets status 200 and ``[DONE]`` with nothing between. ``/inference/v1/generate`` and ``/v1/responses``
+    with Harmony answer 200 with no token. No endpoint ignores an exception: the client gets 500 if nothing was sent
+    yet, otherwise an error event or a stream that breaks off. If one of ``n`` choices fails, all fail, as in the
+    endpoints of vLLM that do check.
 
-    An engine in its client's own process (``LLM``) has no queue: its outputs say ``finish_reason`` "error" themselves.
+    An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
 
     Args:
-        request_state: a ``RequestState`` whose last output was just put on its queue; nobody has taken it yet.
+        request_state: a ``RequestState`` whose last output was just put on its queue and not taken yet.
         finish_reason: a ``FinishReason``, or None.
-        logger: is told what goes wrong here; nothing is raised.
+        logger: logs errors of this function; nothing is raised.
     """
     if finish_reason is None or finish_reason.name != "ERROR":
         return
     try:
         _fail(request_state)
     except Exception:
-        # Whatever is raised here ends vLLM's output handler, and with it every request of this server.
-        logger.exception("A request has failed, and its client cannot be told: vLLM may answer it as if it had not.")
+        # An exception raised here would end vLLM's output handler, and with it every request of this server.
+        logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
 
 
 def _fail(request_state: Any) -> None:
     queue = private(request_state, "queue")
-    # A pooling model's request has no text, and its waiter other exceptions.
+    # A pooling model's request has no text, and its caller expects other exceptions.
     if queue is None or private(request_state, "detokenizer") is None:
         return
     from vllm.v1.engine.async_llm import InputStreamError
 
-    # What is wrapped so reaches the endpoint as it is: the error that vLLM says of any other request. It takes the
-    # place of what nobody has fetched yet, tokens among it: they are of a request that has failed.
+    # InputStreamError delivers the wrapped error to the endpoint unchanged: the error that vLLM raises for any other
+    # request. It replaces outputs that were not fetched yet, including tokens, since the request has failed.
     told = _told(private(queue, "output"))
     error = first_bound(ERROR_MODULES, "GenerationError")
     queue.put(InputStreamError(error(told) if told else error()))
 
 
 def _told(output: Any) -> str:
-    """What the engine says of a failure, with the end of a request; "" if it says nothing."""
+    """The reason that the engine sent with the end of a failed request; "" if there is none."""
     from vllm.outputs import RequestOutput
 
     said = [private(one, "stop_reason") for one in output.outputs] if isinstance(output, RequestOutput) else []

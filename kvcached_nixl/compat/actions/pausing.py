@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pausing an engine, clearing its prefix cache and shutting it down; errors are returned to the caller.
+"""Pausing an engine, clearing its prefix cache, and shutting it down. Errors are returned to the caller.
 
 Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``, ``v1/core/sched/interface.py``.
 """
@@ -21,16 +21,16 @@ from kvcached_nixl.compat.private import private
 __all__ = ["cleared", "drains", "ends_at_once", "go_on_unless_paused", "held_back", "tell_who_waits", "wait_until_due"]
 
 _LOOK_SECONDS = 0.01
-"""While requests wait in the queue, words of workers are found behind them."""
+"""Longest wait for input: while requests wait in the input queue, messages of workers are queued behind them."""
 
 
 def ends_at_once(core: Any) -> bool:
-    """Whether an engine is asked to shut down now, and has no time to let others fetch what it keeps."""
+    """Whether an engine has to shut down now, without time for peers to fetch the blocks that it holds."""
     return bool(private(core, "shutdown_state").name == "REQUESTED" and not core.vllm_config.shutdown_timeout)
 
 
 def drains(engine_scheduler: Any) -> bool:
-    """Whether an engine shuts down, and has time to let others fetch what it keeps."""
+    """Whether an engine is shutting down with time for peers to fetch the blocks that it holds."""
     core = core_of(engine_scheduler)
     if core is None or not core.vllm_config.shutdown_timeout:
         return False
@@ -38,20 +38,20 @@ def drains(engine_scheduler: Any) -> bool:
 
 
 def go_on_unless_paused(core: Any) -> None:
-    """A pause that vLLM refuses, as one in no mode that it knows, pauses nothing."""
+    """Resume if vLLM refused the pause, for example because it does not know the mode."""
     if not private(core.scheduler, "pause_state"):
         for side in bound_sides(core.scheduler):
             side.resumed()
 
 
 def wait_until_due(core: Any) -> None:
-    """Wait, on the engine's thread, until something enters an engine that is idle, or the next thing is due in it.
+    """On the engine's thread, wait until input arrives for an idle engine, or until its next deadline.
 
-    vLLM is about to block on the input queue without a timeout. A paused engine counts as idle there, though hand-overs
-    with deadlines may be waiting in it.
+    vLLM is about to block on the input queue without a timeout. It treats a paused engine as idle, although hand-overs
+    with deadlines may be waiting.
     """
     if not private(core, "process_input_queue_block"):
-        # Elastic expert parallelism: it does not wait while ranks come or go.
+        # Elastic expert parallelism: vLLM does not block here while ranks are added or removed.
         return
     due = due_in_seconds(sides(private(core.scheduler, "connector")))
     if math.isfinite(due) and not wait_for_input(core, due):
@@ -59,9 +59,9 @@ def wait_until_due(core: Any) -> None:
 
 
 def held_back(core: Any) -> bool:
-    """Wait, on the engine's thread, for what may still be in flight when a pause is all but complete.
+    """On the engine's thread, before a pause completes, wait for transfers that may still be in flight.
 
-    Returns: whether there is something else to do first, after which this is asked again.
+    Returns: whether the engine has to do something else first. It then calls this again.
     """
     if not private(core, "_idle_state_callbacks"):
         return False
@@ -73,21 +73,23 @@ def held_back(core: Any) -> bool:
         return True
     if _quiet_in_seconds(core) <= 0:
         return False
-    # vLLM is about to wait for whatever enters the engine, without an end.
+    # Wake vLLM: it is about to wait for input without a timeout.
     wake_of(core)()
     return True
 
 
 def cleared(engine_scheduler: Any, reset: Callable[[], bool], *, is_forced: bool) -> bool:
-    """Clear the prefix cache: no block is kept for others meanwhile, and none is filled by them later.
+    """Clear the prefix cache, with no block held for peers meanwhile, and none written by them later.
 
     Args:
-        reset: vLLM's own way; with ``is_forced`` it raises where blocks are held, and may be called again.
-        is_forced: running requests start over.
+        reset: vLLM's own reset. With ``is_forced`` it raises if blocks are held, and may be called again.
+        is_forced: running requests are restarted.
+
+    Returns: whether the cache was cleared.
     """
     found = list(bound_sides(engine_scheduler))
     if not is_forced:
-        # kvcached says that everything was cleared, whatever is held.
+        # kvcached reports success even if blocks are held.
         return not any(side.has_blocks for side in found) and reset()
     for side in found:
         side.clear()
@@ -104,7 +106,7 @@ def cleared(engine_scheduler: Any, reset: Callable[[], bool], *, is_forced: bool
 
 
 def _drained(core: Any) -> bool:
-    """Step, computing nothing, until nothing is in flight of what was revoked. Returns whether that is so."""
+    """Step without computing until no revoked transfer is in flight. Returns whether no blocks are held any more."""
     scheduler = core.scheduler
     before = scheduler.pause_state
     scheduler.set_pause_state(type(before).PAUSED_ALL)
@@ -125,9 +127,10 @@ def _quiet_in_seconds(core: Any) -> float:
 
 
 def tell_who_waits(core: Any, logger: logging.Logger) -> None:
-    """Let what fails when the engine is idle fail for whoever has asked for it.
+    """Make errors of vLLM's idle-state callbacks reach their callers instead of ending the engine.
 
-    A pause clears the cache then, which fails while blocks are held. The engine goes on, paused; it can be asked again.
+    A pause clears the cache in such a callback, which fails while blocks are held. The engine stays paused, and the
+    caller can try again.
     """
     callbacks = private(core, "_idle_state_callbacks")
     callbacks[:] = [one if isinstance(one, _Guarded) else _Guarded(one, logger) for one in callbacks]
@@ -145,5 +148,5 @@ class _Guarded:
             future = self.callback.keywords.get("future") if isinstance(self.callback, functools.partial) else None
             if not isinstance(future, Future) or future.done():
                 raise
-            self.logger.warning("An engine that was paused goes on, and whoever paused it is told: %s", error)
+            self.logger.warning("The engine goes on after a pause failed; the caller gets the error: %s", error)
             future.set_exception(error)

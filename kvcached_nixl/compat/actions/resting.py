@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that has nothing to do but to wait rests: vLLM would step a thousand times a second.
+"""Let an engine rest if it can only wait. vLLM would step a thousand times a second.
 
-After a step that has changed nothing the next one changes nothing either, until something enters the engine (a request,
-an abort, a call, a word of a worker), something is due by the clock, or blocks have become free elsewhere: kvcached's
-memory is shared by engines. What else vLLM looks after in its steps, and says nothing of, keeps an engine stepping.
+After a step that changed nothing, the next step changes nothing either, until something enters the engine (a request,
+an abort, a call, a worker's wake-up), a deadline is due, or another engine frees blocks: engines share kvcached's
+memory. If the engine has other work that vLLM polls for in its steps, it keeps stepping.
 
 Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``.
 """
@@ -23,17 +23,17 @@ __all__ = ["note_step", "rest"]
 
 _STOOD_STILL = "_kvcached_nixl_stood_still"
 _LOOK_SECONDS = 0.05
-"""Between two looks at how many blocks are free, while a request waits for some; no step is needed for that."""
+"""Interval for polling the number of free blocks while a request waits for blocks. Polling needs no step."""
 _SHARED_SECONDS = 1.0
-"""Beside another connector, whose ends are found in steps only, an engine rests no longer."""
+"""Longest rest beside another connector, because the end of its transfers is found in steps only."""
 
 
 def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:
     """Remember whether a step has changed anything.
 
     Args:
-        reports: what its output has brought, and what our side has made of it.
-        outputs: what it has brought for clients.
+        reports: the reports in its output, after our facades have handled them.
+        outputs: the outputs for clients.
     """
     has_moved = (
         scheduler_output.total_num_scheduled_tokens
@@ -48,9 +48,9 @@ def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, ou
 
 
 def rest(core: Any, longest_seconds: float) -> None:
-    """Wait, on the engine's thread, while nothing that this engine does would change anything."""
+    """On the engine's thread, wait while a step would change nothing, at most ``longest_seconds``."""
     found = list(sides(private(core.scheduler, "connector")))
-    # With nothing to do at all vLLM waits by itself, and whoever has paused it is told first.
+    # Without any work vLLM waits by itself, and first notifies the callers that paused it.
     if not found or not private(core, "has_work")() or not _stands_still(core, found):
         return
     seconds = min(longest_seconds, due_in_seconds(found))
@@ -74,13 +74,13 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     scheduler = core.scheduler
     if not vars(scheduler).get(_STOOD_STILL) or any(side.pending for side in found):
         return False
-    # Ranks of a data-parallel group step together, and encoders of other hosts are looked after in every step.
+    # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
     if private(core, "engines_running") or vars(scheduler).get("ec_connector") is not None:
         return False
     if scheduler.finished_req_ids or vars(scheduler).get("deferred_frees"):
         return False
     statuses = [one.status.name for one in queued(scheduler)]
-    # A grammar that is compiled, and what another connector loads, tell nobody when they are there.
+    # A compiled grammar and the loads of another connector are found by polling only.
     if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses or "WAITING_FOR_FSM" in statuses:
         return False
     if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.num_waiting for side in found):
@@ -89,17 +89,17 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
 
 
 def _waits_for_blocks(scheduler: Any) -> bool:
-    # A scheduler that is paused begins nothing, whatever is free.
+    # A paused scheduler starts no request, however many blocks are free.
     if private(scheduler, "pause_state"):
         return False
     return any(map(wants_blocks, queued(scheduler)))
 
 
 def _bring_nothing(batches: Collection[Any]) -> bool:
-    """Whether batches that the workers were given compute nothing, and nothing is reported with them.
+    """Whether the batches in flight on the workers compute no tokens and return no reports.
 
-    With asynchronous scheduling vLLM always has one. Its next step waits for the oldest, as this does, and would raise
-    what is raised here.
+    With asynchronous scheduling vLLM always has one batch in flight. This waits for it, as vLLM's next step would, and
+    raises what that step would raise.
     """
     if any(scheduler_output.total_num_scheduled_tokens for _, scheduler_output, *_ in batches):
         return False

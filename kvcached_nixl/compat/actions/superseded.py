@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcached's own ``NixlConnectorPatch`` (0.1.6), and how to take it off vLLM again.
+"""Undo kvcached's own ``NixlConnectorPatch`` (0.1.6).
 
-It is superseded by the patches of this package. If it is loaded later, its ``patch_connector`` does nothing; if it was
-applied already (ENABLE_KVCACHED set in a script, this package loaded by vLLM's plugin loader), the three places it
-changed are put back:
+The patches of this package supersede it. If it is loaded later, its ``patch_connector`` does nothing. If it was applied
+already (ENABLE_KVCACHED set in a script, this package loaded by vLLM's plugin loader), its three changes are undone:
 
-* ``get_required_kvcache_layout``, replaced on whatever ``NixlConnector`` names. From vLLM 0.24 on that is the pull
-  connector, which never had the method of its own, so there it is deleted;
+* ``get_required_kvcache_layout``, replaced on the class that the name ``NixlConnector`` refers to. From vLLM 0.24 on
+  that is the pull connector, which only inherits the method, so there it is deleted;
 * ``register_kv_caches`` on the class that defines it;
-* ``__init__`` of ``TransferTopology``, whose original lives in the closure of the replacement only.
+* ``__init__`` of ``TransferTopology``, whose original is only in the closure of the replacement.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _TOPOLOGY_CELL = "_orig_init"
 def take_off() -> tuple[str, ...]:
     """Undo kvcached's patch wherever it was applied in this process.
 
-    Looks only at modules that are imported already: kvcached imports what it patches.
+    Checks only modules that are imported already: kvcached imports what it patches.
 
     Returns: one note per restored attribute; empty if kvcached had changed nothing.
 
@@ -96,7 +95,7 @@ def _closure(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _classes(target: Target, alias: str) -> list[type]:
-    """The classes of ``target`` and the one its alias names, as far as they are imported."""
+    """The classes of ``target``, and those that ``alias`` refers to in its modules, if they are imported."""
     names = [(place.module, place.qualname) for place in target.places] + [
         (place.module, alias) for place in target.places
     ]
@@ -113,7 +112,7 @@ def _cannot_undo(owner: type, attribute: str, found: str) -> ContractChanged:
     return ContractChanged(
         found=f"kvcached has patched {owner.__module__}.{owner.__qualname__}.{attribute} in an unknown way: {found}",
         expected="the patch of kvcached 0.1.6",
-        consequence="Two patches of one method would contradict each other about where a block lies.",
-        remedy="Set ENABLE_KVCACHED in the environment before Python starts, so that this package is there first, "
+        consequence="Two patches of one method would contradict each other about the address of a block.",
+        remedy="Set ENABLE_KVCACHED in the environment before Python starts, so that this package is loaded first, "
         "or install kvcached 0.1.6.",
     )

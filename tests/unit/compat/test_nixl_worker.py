@@ -201,11 +201,11 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
         ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
         (
             {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5), "uses_mrope": True},
-            "--video-pruning-rate 0.5 of a model whose tokens stand in space",
+            "--video-pruning-rate 0.5 of a model with spatial token positions",
         ),
         (
             {"attn_backends": [backend("FLASH_ATTN"), backend("ROCM_ATTN")]},
-            "the attention backend ROCM_ATTN, which keeps tokens of a block one inside the other",
+            "the attention backend ROCM_ATTN, which interleaves the tokens of a block",
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monke
     assert worker().unserved == []
     monkeypatch.setattr(module, "is_rocm", lambda: True)
     assert [found for found, _ in worker().unserved] == [
-        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which keeps tokens of a block one inside the other"
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which interleaves the tokens of a block"
     ]
 
 

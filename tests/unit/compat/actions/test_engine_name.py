@@ -161,7 +161,7 @@ def test_where_the_ranks_cannot_agree_the_start_is_refused(
 
 def test_a_worker_that_was_told_no_name_is_refused(kvcached: dict[str, Any]) -> None:
     """Its executor did not hand the configuration on, or never called Executor's constructor."""
-    with pytest.raises(NameRefused, match="whose configuration says no kvcached name"):
+    with pytest.raises(NameRefused, match="whose configuration has no kvcached name"):
         engine_name.join_engine(config())
 
 
