@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests share: engines, peers, servers, and programs that tests run. Nothing here is collected as a test."""
+"""Helpers of the tests: engines, peers, servers, and programs that tests run. pytest collects nothing here."""
 
 from pathlib import Path
 

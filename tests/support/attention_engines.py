@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of which nothing but memory, registration and the handshake is real: of every era of attention backends."""
+"""Engines with real memory, registration and handshake and nothing else, for every era of attention backends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def patched() -> Iterator[Registry]:
 
 
 def backend_of(geometry: Geometry) -> type:
-    """A backend whose caches have the geometry's shape, as GPU backends of this vLLM have."""
+    """Returns a backend whose caches have the geometry's shape, like the GPU backends of this vLLM."""
 
     class Backend(CPUAttentionBackend):
         @staticmethod
@@ -61,7 +61,7 @@ def backend_of(geometry: Geometry) -> type:
         def get_kv_cache_shape(
             num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
         ) -> tuple[int, ...]:
-            # Backends of latents ask for no number of heads.
+            # Backends of latent attention take no number of heads.
             heads = 1 if geometry.is_latent else num_kv_heads
             one = dataclasses.replace(geometry, block_size=block_size, num_kv_heads=heads, head_size=head_size)
             return one.shape(num_blocks)
@@ -70,7 +70,7 @@ def backend_of(geometry: Geometry) -> type:
 
 
 def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window: int | None = None) -> Any:
-    """Of a group; all but the first have a window."""
+    """Returns the KV-cache spec of a group. All groups but the first have a sliding window."""
     common: dict[str, Any] = {
         "block_size": geometry.block_size * kernel_blocks_per_block,
         "num_kv_heads": geometry.num_kv_heads,
@@ -123,7 +123,7 @@ def _engine_of(geometry: Geometry, folder: Path, kernel_blocks_per_block: int) -
 
 @pytest.fixture
 def engine_over(tmp_path: Path) -> Iterator[EngineOver]:
-    """Makes an engine and its filled caches, and ends it after the test."""
+    """Creates engines with filled caches, and shuts them down after the test."""
     with ExitStack() as ends:
 
         def make(geometry: Geometry, kernel_blocks_per_block: int = 1) -> tuple[Engine, dict[str, torch.Tensor]]:
@@ -131,7 +131,7 @@ def engine_over(tmp_path: Path) -> Iterator[EngineOver]:
             ends.callback(engine.shutdown)
             caches, memory = geometry.allocate()
             for index, pool in enumerate(memory):
-                # Bytes below 64 are finite numbers in every dtype, so equality of values is equality of bytes.
+                # Bytes below 64 are finite numbers in every dtype, so equal values mean equal bytes.
                 generator = torch.Generator().manual_seed(index + geometry.reserved_blocks)
                 pool.view(torch.uint8).copy_(
                     torch.randint(0, 64, (pool.numel() * pool.element_size(),), generator=generator, dtype=torch.uint8)
@@ -147,7 +147,7 @@ def tag_of(engine: Engine) -> str:
 
 
 class vllm_log_to:
-    """vLLM's loggers do not propagate; hand their records to pytest for the length of a block."""
+    """Passes records of vLLM's loggers, which do not propagate, to pytest while the ``with`` block runs."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         import logging

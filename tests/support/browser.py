@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real browser, driven through chromedriver (WebDriver over HTTP): no library of its own is needed."""
+"""A real browser, driven through chromedriver (WebDriver over HTTP), so no library is needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ARGUMENTS = (
 
 
 class Browser:
-    """One window."""
+    """One browser window."""
 
     def __init__(self, http: httpx.AsyncClient, session: str) -> None:
         self._http = http
@@ -37,11 +37,11 @@ class Browser:
         await self._say("url", {"url": url})
 
     async def run(self, script: str, *arguments: Any) -> Any:
-        """What the page's script returns."""
+        """Returns what ``script`` returns in the page."""
         return await self._say("execute/sync", {"script": script, "args": list(arguments)})
 
     async def until(self, script: str, words: str, seconds: float = 20.0) -> None:
-        """Wait until the page says so; it looks by itself at every change, at least twice a second."""
+        """Waits until the condition holds in the page, which checks it at every change and at least twice a second."""
         waits = (
             "const [look, done] = [new Function(arguments[0]), arguments[1]];"
             "const again = () => { if (look()) done(true); else setTimeout(again, 50); }; again();"
@@ -62,7 +62,7 @@ class Browser:
         await self._cdp("Emulation.setDeviceMetricsOverride", metrics)
 
     async def errors(self) -> list[str]:
-        """What the page's console has said of errors since the last call."""
+        """Returns the errors in the page's console since the last call."""
         return [one["message"] for one in await self._say("se/log", {"type": "browser"}) if one["level"] == "SEVERE"]
 
     async def picture(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Browser:
 
 @contextlib.asynccontextmanager
 async def browser(profile: Path) -> AsyncIterator[Browser]:
-    """Chromium with an empty profile; it ends with the block."""
+    """Starts Chromium with an empty profile, and stops it when the ``with`` block ends."""
     async with (
         _driver() as url,
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=2 * START_SECONDS) as http,
@@ -100,9 +100,9 @@ async def browser(profile: Path) -> AsyncIterator[Browser]:
 @contextlib.asynccontextmanager
 async def _driver() -> AsyncIterator[str]:
     assert DRIVER is not None
-    # Nothing of it may ask a proxy for loopback.
+    # No part of it may use a proxy for loopback addresses.
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    # The port that it draws has to be free for IPv4 and for IPv6; if it is not, it ends.
+    # chromedriver exits if the port that it draws is not free for both IPv4 and IPv6.
     for _ in range(STARTS):
         process = await asyncio.create_subprocess_exec(
             DRIVER, "--port=0", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment

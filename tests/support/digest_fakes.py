@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of memory that a test lays out, found when the test says so."""
+"""Checksums of memory that a test lays out, computed when the test says so."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvcached_nixl.worker.transfer.checksums import Checksums
 
 @dataclass
 class InTurn:
-    """Does what it is asked for in the next turn or, where it is ``held``, when it is told to.
+    """Stands in for `Background`: does the submitted work in the next turn, or if ``held``, when `run` is called.
 
     Attributes:
-        fails: how many of the next ones fail.
+        fails: how many of the next pieces of work fail.
     """
 
     held: bool = False
@@ -32,7 +32,7 @@ class InTurn:
         self.asked.append(work)
 
     def run(self) -> None:
-        """Do the oldest one."""
+        """Does the oldest piece of work."""
         work = self.asked.popleft()
         failed = f"{work.what} failed" if self.fails else ""
         self.ended.append((work, None if failed else work.do(), failed))
@@ -46,12 +46,14 @@ class InTurn:
             work.ended(found, failed)
 
     def close(self, *, is_dropping: bool) -> None:
-        """Nothing runs."""
+        """There is no thread to stop."""
 
 
 def content_of(planes: Planes, memory: torch.Tensor) -> Content:
-    """Args:
-    memory: all of it, one dimension of bytes.
+    """Returns the `Content` of ``planes``.
+
+    Args:
+        memory: all memory of the planes, as one dimension of bytes.
     """
     span = (
         (planes.block_size - 1) * planes.token_stride_bytes
@@ -64,11 +66,11 @@ def content_of(planes: Planes, memory: torch.Tensor) -> Content:
 
 
 def as_bytes(array: Any) -> torch.Tensor:
-    """A C-contiguous numpy array's memory."""
+    """Returns the memory of a C-contiguous numpy array."""
     return torch.from_numpy(array.reshape(-1).view("uint8"))
 
 
 def digests_over(planes: Planes, memory: torch.Tensor, fraction: float = 0.0, runs: InTurn | None = None) -> Checksums:
-    """Of a rank that stages nothing."""
+    """Returns the `Checksums` of a rank without staging."""
     content = content_of(planes, memory)
     return Checksums(content, content, runs or InTurn(), fraction)

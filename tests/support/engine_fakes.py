@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side is asked about by vLLM: requests and blocks that a test makes up."""
+"""Requests and blocks that a test makes up, in place of vLLM's, for the scheduler's half of the package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt(seed: int = 0, num_tokens: int = TOKENS) -> list[int]:
 
 @dataclass
 class Asked:
-    """vLLM's request. ``digested``: how often its digest was made, which takes long."""
+    """Stands in for vLLM's request. ``digested`` counts computations of its digest, which are slow."""
 
     request_id: str
     params: dict[str, Any] | None
@@ -52,7 +52,7 @@ class Asked:
 
 
 class Reads:
-    """How requests are read: they are ours already."""
+    """Stands in for the reader of vLLM's requests: returns each request unchanged."""
 
     def __init__(self) -> None:
         self.forgotten: list[int | None] = []
@@ -81,7 +81,11 @@ class Reads:
 
 
 class Pool:
-    """vLLM's blocks. A block is with a request, taken from it, or free; ``windows``: first tokens kept, per group."""
+    """Stands in for vLLM's block pool. A block is with a request, taken from it, or free.
+
+    Args:
+        windows: first token that is kept, per group.
+    """
 
     def __init__(self, *windows: int, are_shared: bool = False) -> None:
         self.are_shared = are_shared
@@ -127,7 +131,7 @@ def terms(**changed: Any) -> Terms:
 def manifest_of(
     tokens: list[int], request_id: str = "cmpl-p-0-0123abcd", first_tokens: tuple[int, ...] = (0,), **changed: Any
 ) -> Manifest:
-    """As prefill makes it; its blocks count from 50 on."""
+    """Returns the manifest that prefill makes for these tokens; its block ids begin at 50."""
     end = -(-len(tokens) // BLOCK_SIZE)
     groups = tuple(BlockRange(first, tuple(range(50 + first // BLOCK_SIZE, 50 + end))) for first in first_tokens)
     fields: dict[str, Any] = {
@@ -152,13 +156,13 @@ def answer_of(manifest: Manifest, transfer_id: str | None = None) -> dict[str, A
 def of_decode(
     name: str = "d1", tokens: list[int] | None = None, manifest: Manifest | None = None, **more: Any
 ) -> Asked:
-    """Decode's request with prefill's answer to the same prompt."""
+    """Returns decode's request, with the parameters that prefill returned for the same prompt."""
     tokens = prompt() if tokens is None else tokens
     return Asked(name, answer_of(manifest_of(tokens) if manifest is None else manifest) | more, tokens)
 
 
 def at_once(name: str = "d1", tokens: list[int] | None = None, **more: Any) -> Asked:
-    """Decode's request of a router that asks both at once."""
+    """Returns decode's request of a router that sends to prefill and decode at once."""
     params = {"do_remote_prefill": True, "transfer_id": "t", **COORDINATES, **more}
     return Asked(name, params, prompt() if tokens is None else tokens)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine without a model: vLLM's real scheduler and its NIXL connector in both roles, stepped by hand.
+"""One engine without a model: vLLM's real scheduler and NIXL connector, with both connector roles, stepped by the test.
 
-Real: the scheduler, the connector, its side channel, NIXL over CPU memory. Left out: the model (every step samples the
-same token) and HTTP. What differs between the supported versions of vLLM is dealt with here.
+Real: the scheduler, the connector, its side channel, NIXL over CPU memory. Missing: the model (every step samples the
+same token) and HTTP. This module handles the differences between the supported versions of vLLM.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ GEOMETRY = Geometry(
     num_blocks=11,
     reserved_blocks=11,
 )
-"""As attention on a GPU has it with this vLLM."""
-# One block is the scheduler's null block.
+"""The layout of a GPU attention backend of this vLLM."""
+# The scheduler keeps one block as its null block.
 USABLE = GEOMETRY.num_blocks - 1
 BLOCKS = 3
 PROMPT = BLOCKS * GEOMETRY.block_size
-# What vLLM makes of one client request id: the same on both sides, then eight random digits on each.
+# vLLM derives both ids from one client request id: the same on both sides, then eight random digits.
 PREFILL_ID, DECODE_ID = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-dddddddd"
 SAMPLED = 7
 
 
 @dataclasses.dataclass
 class Node:
-    """One engine. ``ended``: how each request ended that the engine itself ended; an abort is not among them."""
+    """One engine. ``ended`` maps each request that the engine finished to its finish reason; aborts are not in it."""
 
     engine: Engine
     scheduler: Scheduler
@@ -69,7 +69,7 @@ class Node:
     kernel_blocks_per_block: int = 1
     is_over: bool = False
     runner: Any = None
-    """vLLM's own glue of model runner V2, where every model has that one; stepped by hand elsewhere."""
+    """vLLM's own connector glue, if every model of this vLLM uses model runner V2. Else the node does its work."""
     taken_stats: list[Any] = dataclasses.field(default_factory=list)
 
     connector: ClassVar[str] = "NixlConnector"
@@ -79,7 +79,7 @@ class Node:
         freed = self.scheduler._update_from_kv_xfer_finished
 
         def noted(output: KVConnectorOutput) -> None:
-            # What vLLM is given to read in the end.
+            # The sets that vLLM's scheduler reads, after all wrappers.
             self.sent |= output.finished_sending or set()
             self.received |= output.finished_recving or set()
             freed(output)
@@ -96,7 +96,7 @@ class Node:
 
     @property
     def account(self) -> dict[str, list[Any]]:
-        """What the worker has counted for the metrics, since the start."""
+        """Returns everything that the worker has counted for the metrics since the node was created."""
         account: dict[str, list[Any]] = collections.defaultdict(list)
         for stats in (*self.taken_stats, self.worker.xfer_stats):
             for name, values in stats.data.items():
@@ -108,7 +108,7 @@ class Node:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def address(self, request_id: str) -> dict[str, Any]:
-        """What a proxy that hands a request to both sides at once tells decode of this prefill engine."""
+        """Returns the parameters that decode gets from a proxy that sends to this prefill engine and decode at once."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -145,16 +145,16 @@ class Node:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def compute(self, output: Any) -> None:
-        """What the model does with a step."""
+        """Called in the place of the model's forward pass."""
 
     def step(self) -> Any:
-        """What EngineCore.step does, with one token for whatever has all its tokens computed; returns the metadata."""
+        """Steps as EngineCore.step does; each request with all tokens computed samples one. Returns the metadata."""
         output = self.scheduler.schedule()
         self.take(output, self.run(output))
         return output.kv_connector_metadata
 
     def run(self, output: Any) -> ModelRunnerOutput:
-        """What a worker does with a step."""
+        """Runs a scheduled step as a worker does."""
         assert output.kv_connector_metadata is not None
         if self.runner is None:
             told = self._run_by_hand(output)
@@ -188,7 +188,7 @@ class Node:
         )
 
     def take(self, output: Any, result: ModelRunnerOutput) -> None:
-        """What EngineCore does with what a step has brought."""
+        """Handles the output of a step as EngineCore does."""
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 if one.kv_transfer_params:
@@ -197,14 +197,14 @@ class Node:
                     self.ended[one.request_id] = str(one.finish_reason)
 
     def register(self) -> None:
-        """Hand the connector its memory, as the model runner does."""
+        """Registers the KV caches with the connector, as the model runner does."""
         if not installed_row().shape.logical_views:
             self.engine.worker.register_kv_caches(dict(self.caches))
             return
         from vllm.distributed.kv_transfer import kv_transfer_state
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-        # The runner asks for the one of its process.
+        # The runner uses the connector of its process, and this process has several.
         with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.engine.worker):
             self.runner = ActiveKVConnector(self.engine.config, dict(self.caches))
 
@@ -212,7 +212,7 @@ class Node:
         until(lambda: self.step() and found())
 
     def waits(self, request_id: str) -> bool:
-        """The request waits for KV that has not come, and holds its blocks."""
+        """Whether the request waits for remote KV and has blocks."""
         request = self.scheduler.requests[request_id]
         return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and len(self.blocks(request_id)) > 0
 
@@ -222,14 +222,14 @@ class Node:
         ]
 
     def shutdown(self) -> None:
-        """The engine ends. Again is harmless."""
+        """Shuts the engine down. Idempotent."""
         if not self.is_over:
             self.is_over = True
             self.engine.worker.shutdown()
             self.scheduler.shutdown()
 
     def listen(self) -> None:
-        """Answer handshakes from now on."""
+        """Starts to answer handshakes."""
         self.engine.listen()
 
 
@@ -246,7 +246,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., AnyNode]]:
-    """Makes nodes, all of whose pages are filled with the given byte, and shuts them down."""
+    """Creates nodes whose pages are all filled with the given byte, and shuts them down."""
     made: list[AnyNode] = []
 
     def make(
@@ -261,7 +261,12 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         replaces: AnyNode | None = None,
         **extra_config: Any,
     ) -> AnyNode:
-        """``windows``: of each group, None where it keeps all tokens. ``replaces``: it had this one's id and port."""
+        """Creates a node.
+
+        Args:
+            windows: sliding window of each group; None for a group that keeps all tokens.
+            replaces: an earlier node whose engine id and port the new one uses.
+        """
         model = write_model(folder, num_key_value_heads=geometry.num_kv_heads)
         engine = _engine(model, geometry, kernel_blocks_per_block, windows, replaces, extra_config)
         one = _node(kind, engine, log, geometry, tokens_a_step, prefix_caching, policy)
@@ -276,7 +281,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
             one.listen()
         return one
 
-    # How long a listener may take to see that it is to end.
+    # How long a listener may take to notice that it shall stop.
     with mock.patch.object(side_channel, "_STOP_SECONDS", 0.02):
         try:
             yield make
@@ -335,7 +340,7 @@ def _node(
     scheduler = kind.scheduler_class(
         config, engine.kv_cache_config, StructuredOutputManager(config), block_size=config.cache_config.block_size
     )
-    # The scheduler makes its connector itself.
+    # The scheduler creates its connector itself, so the one of the engine is replaced.
     engine.scheduler = scheduler.connector
     return kind(engine, scheduler, geometry, {}, log)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments of their own, and what runs in them."""
+"""Separate virtual environments, and the programs that run in them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Environment:
     site_packages: Path
 
     def run(self, *arguments: str, path: tuple[Path, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
-        """Run this environment's Python. ``environ`` is added to an environment that has nothing of ours."""
+        """Runs this environment's Python. ``environ`` is added to variables that have none of this package's."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "KVCACHED", "ENABLE_KVCACHED"))}
         clean |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1", **environ}
         return subprocess.run([str(self.python), *arguments], env=clean, capture_output=True, text=True, check=False)
 
     def probe(self, *actions: str, path: tuple[Path, ...] = (), **environ: str) -> dict[str, Any]:
-        """The state that ``probe.py`` ends in, see there for the actions."""
+        """Runs ``probe.py`` with these actions (listed there) and returns the state that it prints."""
         done = self.run(str(PROBE), *actions, path=path, **environ)
         assert done.returncode == 0, done.stderr
         state: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -58,6 +58,6 @@ def make_environment(folder: Path, without: str = "") -> Environment:
 
 
 def install_wheel(environment: Environment, wheel: Path) -> Environment:
-    """Unpack a wheel where an installer would."""
+    """Unpacks a wheel where an installer would."""
     zipfile.ZipFile(wheel).extractall(environment.site_packages)
     return environment

@@ -6,7 +6,7 @@ target are added from the `Patch` records, so a new patch needs no change here. 
 
     python fake_trees.py FOLDER VLLM_VERSION [--kvcached VERSION] [--no-nixl] [--change CLASS.METHOD=PARAMETERS]
 
-writes a tree. It runs in an interpreter of its own because importing the records imports torch and zmq, which are stubs
+writes a tree. It runs in a separate interpreter because importing the records imports torch and zmq, which are stubs
 there.
 """
 
@@ -40,7 +40,7 @@ def __getattr__(name):
 """
 
 STUBS = {"torch": STUB_TORCH, "zmq": ""}
-"""What the seams import and a vLLM brings along. Nothing of it is used before a connector is at work."""
+"""Dependencies of vLLM that the seams import. Nothing in them is used before a connector works."""
 
 SKELETON = {
     f"{KV}.v1.base": """
@@ -138,7 +138,7 @@ SKELETON = {
             if os.getenv("ENABLE_KVCACHED", "").lower() in ("true", "1"):
                 NixlConnectorPatch().patch_connector()
     """,
-    # Leaves the traces that kvcached 0.1.6 leaves; what its wrappers do does not matter here.
+    # Leaves the same traces as kvcached 0.1.6. What its wrappers do does not matter here.
     "kvcached.integration.vllm.nixl_compat": """
         import importlib
         V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -236,7 +236,7 @@ def base_pull_push() -> tuple[Classes, dict[str, str], str, Sequence[str]]:
 
 
 def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
-    """Give every class what a patch expects of it, or what ``changes`` ("Class.method" -> parameters) says instead."""
+    """Adds the members that patches expect to every class. ``changes``: "Class.method" -> other parameters."""
     from kvcached_nixl.seams import PATCHES
 
     for patch in (seam.patch for seam in PATCHES):
@@ -301,7 +301,7 @@ def _parents(name: str) -> list[str]:
 
 
 def make(root: Path, version: str, *options: str) -> Path:
-    """Write a tree in a fresh interpreter, see the module docstring, and return its folder."""
+    """Writes a tree in a fresh interpreter (see the module docstring) and returns its folder."""
     root.mkdir(parents=True)
     _write_sources(root, STUBS)
     subprocess.run(

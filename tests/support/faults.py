@@ -61,7 +61,7 @@ def always(value: Any) -> Callable[..., Any]:
 
 
 def then(patch: Patcher, owner: Any, name: str, action: Callable[..., None]) -> None:
-    """``action``, with the same arguments, behind a method."""
+    """Calls ``action`` with the same arguments after each call of a method."""
     method = getattr(owner, name)
 
     def both(*arguments: Any, **named: Any) -> Any:
@@ -72,7 +72,7 @@ def then(patch: Patcher, owner: Any, name: str, action: Callable[..., None]) -> 
     patch.setattr(owner, name, both)
 
 
-# -------------------------------------------------------------------------------------- what a hand-over says of itself
+# ------------------------------------------------------------------------------- manifests, digests, ownership tokens
 
 
 def decode_compares_no_digest(patch: Patcher) -> None:
@@ -103,7 +103,7 @@ def the_word_stands_for_the_request_alone(patch: Patcher) -> None:
 
 
 def the_word_is_published_with_the_lease_only(patch: Patcher) -> None:
-    """Late: when the transfer thread hears that the request has ended."""
+    """The ownership token is published too late: when the transfer thread is told that the request has finished."""
     patch.setattr(WorkerFacade, "_publish", nothing)
 
 
@@ -132,7 +132,7 @@ def the_start_is_not_compared(patch: Patcher) -> None:
     patch.setattr(Peers, "need", need)
 
 
-# -------------------------------------------------------------------------------------------------------- the devices
+# ------------------------------------------------------------------------------------------------------ device streams
 
 
 def decode_s_blocks_are_not_fenced(patch: Patcher) -> None:
@@ -145,7 +145,7 @@ def prefill_offers_what_its_device_has_not_ended(patch: Patcher) -> None:
     patch.setattr(facade, "Computed", lambda update, _: computed(update, always(True)))
 
 
-# ------------------------------------------------------------------------------------------------ blocks and their ends
+# --------------------------------------------------------------------------------------------- when blocks become free
 
 
 def blocks_are_given_back_at_the_failure(patch: Patcher) -> None:
@@ -174,7 +174,7 @@ def a_failed_transfer_is_taken_for_quiet(patch: Patcher) -> None:
 
 
 def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
-    """What is in flight would count as one of an earlier connection."""
+    """Transfers in flight would count as those of an earlier connection."""
 
     def know(self: Any, link: Any, known: Any) -> None:
         self._connections.pop(known.agent, None)
@@ -264,7 +264,7 @@ def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
 
 
 def a_withdrawal_is_forgotten(patch: Patcher) -> None:
-    """So that the registration that it has overtaken is taken in."""
+    """Prefill then accepts the registration that the withdrawal has overtaken."""
     patch.setattr(RecentSet, "add", nothing)
 
 
@@ -314,7 +314,7 @@ def a_token_too_few(patch: Patcher) -> None:
 
 
 def blocks_are_paired_from_the_first(patch: Patcher) -> None:
-    """Not by the positions of their tokens."""
+    """Blocks are not paired by the positions of their tokens."""
 
     def descriptors(self: Any, here: Any, there: Any, first: int, end: int) -> Any:
         moved = type(there)(there.ids, here.first_token) if not there.first_token else there
@@ -333,7 +333,7 @@ def decode_s_prefix_is_fetched_again(patch: Patcher) -> None:
 
 
 def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
-    """A block ahead."""
+    """Prefill offers one block more than it has computed."""
 
     def advance(self: Any, writing: Any) -> None:
         offer = writing.offer
@@ -372,7 +372,7 @@ def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
 
 
 def heads_are_not_told_apart(patch: Patcher) -> None:
-    """Every rank writes the first heads of its peer."""
+    """Every rank writes the first heads of its peer, whichever heads it has."""
 
     def init(self: Any, local: Any, remote: Any) -> None:
         first = max(local.first_head, remote.first_head)
@@ -398,7 +398,7 @@ def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
 
 
 def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
-    """One that is told twice stands for two."""
+    """A `Written` message that arrives twice counts as two WRITEs."""
 
     def take(self: Any, message: Any) -> None:
         if isinstance(message, Written) and message.index in self._arrived:
@@ -458,7 +458,7 @@ def a_peer_is_asked_once(patch: Patcher) -> None:
 
 
 def a_renewal_outlives_its_request(patch: Patcher) -> None:
-    """Arrival and end in one step: the end is taken in first."""
+    """A request that arrives and ends in one step: the end is handled first, so its lease is renewed for ever."""
 
     def begin_step(self: Any, step: Any) -> None:
         for request_id in step.unrenewed:
@@ -475,11 +475,11 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
 
 
 def a_sleeping_engine_is_not_woken(patch: Patcher) -> None:
-    """vllm#45168."""
+    """vllm#45168: nothing wakes an idle engine when the blocks that it keeps become free."""
     patch.setattr(SchedulerFacade, "woken", nothing)
 
 
-# --------------------------------------------------------------------------------------------------------------- a slab
+# ------------------------------------------------------------------------------------------------------------- staging
 
 
 def blocks_are_free_while_they_are_copied(patch: Patcher) -> None:
@@ -526,7 +526,7 @@ def slots_are_free_while_they_are_written_from(patch: Patcher) -> None:
 
 
 def slots_are_free_while_they_may_be_written(patch: Patcher) -> None:
-    """Those of a request that was withdrawn."""
+    """Slots of a withdrawn request are free while prefill may still write them."""
 
     def stop(self: Any) -> None:
         if self._staging_window is not None:
@@ -563,7 +563,7 @@ def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
     patch.setattr(Slots, "available", available)
 
 
-# ------------------------------------------------------------------------------------------------- what is verified
+# ------------------------------------------------------------------------------------------- verified hand-overs
 
 
 def what_has_come_is_not_compared(patch: Patcher) -> None:

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of an engine as a process: the worker's half of a push over real NIXL, without vLLM.
 
+Usage:
+
     python fencing_rank.py prefill FOLDER
     python fencing_rank.py decode FOLDER ENDING FAULT
 
-Prefill writes into decode's memory, decode stops it in the middle (SIGSTOP) and, from then on, hears nothing of it: its
-side channel accepts everything and says nothing. Decode's request fails; when its blocks are free they are given to
-others, who write OTHERS into them, and prefill goes on (SIGCONT) or is ended (SIGKILL). What decode has found is
-printed as JSON, behind "FOUND ".
+Prefill writes into decode's memory. Decode stops prefill in the middle (SIGSTOP) and gets no answer from it afterwards:
+prefill's side channel accepts connections and sends nothing. Decode's request fails. When its blocks are free, other
+requests get them and write OTHERS into them, and prefill continues (SIGCONT) or is killed (SIGKILL). Decode prints what
+it found as JSON, after "FOUND ".
 
-ENDING: "fenced" (the blocks are free while it stands still), "goes on" or "killed" (they are free afterwards).
-FAULT: "none"; "reused" (the blocks are given to others when the request has failed); "left open" (what is written
-through counts as closed, and is not).
+ENDING: "fenced" (the blocks become free while prefill is stopped), "goes on" or "killed" (they become free after that).
+FAULT: "none"; "reused" (other requests get the blocks as soon as the request has failed); "left open" (the write gate
+counts as closed, but is open).
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ ARRIVING_SECONDS, FREE_SECONDS, HELD_SECONDS, LATE_SECONDS = 60.0, 30.0, 4.0, 4.
 
 
 class Channel:
-    """What the other rank has left in a folder."""
+    """Stands in for the side channel: answers are files that the other rank has written to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,14 +83,14 @@ class Channel:
         return future
 
     def wake(self, host: str, port: int, key: str) -> None:
-        """Nobody sleeps."""
+        """No engine sleeps here."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No socket is open."""
 
 
 class Rank:
-    """See the module."""
+    """One rank: agent, memory, write gates and transfer thread. See the module docstring."""
 
     def __init__(self, role: str, folder: Path) -> None:
         self.role = role
@@ -153,7 +155,7 @@ def until(found: Callable[[], Any], seconds: float) -> bool:
 def prefill(folder: Path) -> None:
     rank = Rank("prefill", folder)
     manifest = Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, BLOCK_SIZE, (1, 1), (), 300.0, 0)
-    # Backwards, so that each block is a descriptor of its own.
+    # Reversed, so that each block is a separate descriptor.
     blocks = list(reversed(range(NUM_BLOCKS)))
     rank.thread.submit(
         commands.Computed(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on one network and one clock, with a watch on every byte that crosses it.
+"""Engines on one network and one clock, with a check of every byte that crosses the network.
 
-Nothing runs by itself: the test steps engines, turns transfer threads, answers handshakes and delivers messages.
+Nothing runs by itself: the test steps engines and transfer threads, answers handshakes and delivers messages.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from support.flow_memory import Shape
 
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
 FORGOTTEN_SECONDS = 700.0
-"""Longer than anything of a peer that has vanished is kept."""
+"""Longer than any state about a vanished peer is kept."""
 
 
 class Agent(MemoryTransport):
-    """One whose failed WRITEs have not ended: what is left of them may arrive until their peer is removed."""
+    """An agent whose failed WRITEs are still in flight: their remaining bytes may arrive until the peer is removed."""
 
     network: Wire
 
@@ -48,13 +48,13 @@ class Meant(NamedTuple):
 
 @dataclass
 class Wire(Network):
-    """See `Network`; it asks the cluster whether bytes may go where they go.
+    """A `Network` that asks the cluster whether each transfer may write to its target.
 
     Attributes:
-        rests: what is left of transfers that have failed.
-        said: what was handed over lately, to be handed over again.
-        meant: of each transfer the requests that own the blocks it writes, and those that own the blocks it reads; and
-            of those that go to slots, or come from some, who has them.
+        rests: the bytes that failed transfers have not moved yet.
+        said: notifications delivered recently, so that a test can deliver them again.
+        meant: per transfer, the requests that owned the blocks it writes and those that owned the blocks it reads when
+            it was posted; for staging slots, the number of the taking of each.
     """
 
     cluster: Cluster | None = None
@@ -78,7 +78,7 @@ class Wire(Network):
         super().post(posted)
 
     def fail(self, posted: Posted, moved: float = 0.0, rest: bool = False) -> None:
-        """``rest``: what was not moved is on its way all the same."""
+        """Fails a transfer. ``rest``: the bytes that it has not moved are still in flight."""
         if rest and posted.local is not None and posted.remote is not None:
             count = int(len(posted.local) * moved)
             late = Posted(
@@ -89,7 +89,7 @@ class Wire(Network):
         super().fail(posted, moved)
 
     def land(self, rest: Posted) -> None:
-        """What was left of a failed transfer arrives."""
+        """Delivers the remaining bytes of a failed transfer."""
         self.rests.remove(rest)
         self.pending[rest] = None
         self._end(rest, State.DONE, 1.0)
@@ -121,13 +121,13 @@ class Question:
 
 
 class Cluster:
-    """See the module.
+    """Engines, their network and their clock. See the module docstring.
 
     Attributes:
-        listening: by (host, port), whose side channel answers there.
-        alive: engines that run; ``frozen`` ones of them stand still and say nothing.
-        sharing: hosts that are one.
-        questions: handshakes under way.
+        listening: (host, port) -> the engine whose side channel answers there.
+        alive: engines that run. Those in ``frozen`` are stopped and send nothing.
+        sharing: host names that stand for one host.
+        questions: handshakes in flight.
     """
 
     def __init__(self, mode: TransferMode, verify_fraction: float = 0.0) -> None:
@@ -153,7 +153,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------- engines
 
     def engine(self, name: str, kind: Kind | None = None, **shape: Any) -> Engine:
-        """Start an engine; one of a name that was there before has its address."""
+        """Starts an engine. It has the address of an earlier engine with the same name."""
         kind = Kind(shape=Shape(**shape)) if kind is None else kind
         number = sum(engine.own.engine_id == name for engine in self.engines)
         own = RemotePrefill(name, f"host-{name}", 5600, kind.shape.tp_size)
@@ -166,12 +166,12 @@ class Cluster:
         return engine
 
     def restart(self, engine: Engine) -> Engine:
-        """Under the same id, at the same address."""
+        """Kills an engine and starts another one with the same id and address."""
         self.kill(engine)
         return self.engine(engine.own.engine_id, engine.kind)
 
     def stop_listening(self, engine: Engine) -> None:
-        """The engine's process ends; its workers have not noticed yet."""
+        """Ends the engine core's process. Its workers have not noticed yet."""
         if self.listening.get((engine.own.host, engine.own.port)) is engine:
             del self.listening[engine.own.host, engine.own.port]
         if engine in self.alive:
@@ -186,7 +186,7 @@ class Cluster:
                 self.wire.kill(worker.agent_name)
 
     def vanish(self, engine: Engine) -> None:
-        """The host is gone without a word."""
+        """The host disappears without closing a connection."""
         self.frozen.add(engine)
         for worker in engine.workers:
             self.wire.vanish(worker.agent_name)
@@ -198,7 +198,7 @@ class Cluster:
 
     @property
     def processes(self) -> set[Process]:
-        """Those that have not ended."""
+        """Worker processes that have not ended."""
         return {worker.host.own for worker in self._owners.values() if worker.agent_name in self.wire.agents}
 
     @property
@@ -223,10 +223,10 @@ class Cluster:
         else:
             question.future.set_result(engine.answers[question.tp_rank])
 
-    # ----------------------------------------------------------------------------------------------------- the watch
+    # ---------------------------------------------------------------------------------------- checks of every byte
 
     def meant_by(self, posted: Posted) -> Meant:
-        """Whose blocks a transfer that is posted now writes, and whose it reads; and who has its slots."""
+        """Returns whose blocks a transfer that is posted now writes and reads, and the takings of its slots."""
         sides = self._sides(posted)
         if sides is None:
             return Meant()
@@ -239,14 +239,14 @@ class Cluster:
             assert sources or source.copier is not None, "a WRITE reads blocks that are not one request's"
         else:
             assert target.copier is source.copier is None, "a READ of what is staged"
-            # What a READ finds is prefill's business, until the word says that it was right.
+            # A READ may read any bytes of prefill: decode uses them only if the ownership token matches afterwards.
             targets, sources = self._holders(target, into), set()
         if target.copier is None:
             self.allow(target, target.memory.blocks_at(into), targets)
         return Meant(targets, sources, (_takings(target, into), _takings(source, out_of)))
 
     def watch(self, posted: Posted, count: int) -> None:
-        """Bytes are about to be moved."""
+        """Called just before the first ``count`` descriptors of a transfer are moved; checks that they may be."""
         sides = self._sides(posted)
         if not count or sides is None:
             return
@@ -261,7 +261,7 @@ class Cluster:
             assert sources & self._holders(source, out_of[:count]), "a WRITE reads blocks that were given away"
 
     def allow(self, worker: Worker, blocks: set[int], requests: set[Request]) -> None:
-        """Bytes may go there: the blocks are those of a request that waits for them, or held for what may arrive."""
+        """Checks that bytes may be written: the blocks belong to a request that waits for KV, or are held for it."""
         pool = worker.engine.pool
         for block in blocks:
             assert pool.holders[block], "bytes go into a block that is free"
@@ -272,7 +272,7 @@ class Cluster:
                 assert is_held or request.status is Status.REMOTE, "bytes go into a block that is computed on"
 
     def _sides(self, posted: Posted) -> tuple[tuple[Worker, Ranges], tuple[Worker, Ranges]] | None:
-        """Where bytes go and where from; None if they are not KV."""
+        """Returns the target and the source of a transfer, or None if it does not move KV."""
         assert posted.local is not None and posted.remote is not None
         here, there = (self._owners[one.partition(GATE)[0]] for one in (posted.sender, posted.receiver))
         first = int(posted.local[0, 0])
@@ -284,18 +284,18 @@ class Cluster:
         return (remote, local) if posted.operation == "WRITE" else (local, remote)
 
     def _holders(self, worker: Worker, ranges: Ranges) -> set[Request]:
-        """Requests that have all of the blocks."""
+        """Returns the requests that have all blocks of these ranges."""
         holders = worker.engine.pool.holders
         return set.intersection(*(set(holders[block]) for block in worker.memory.blocks_at(ranges)))
 
-    # ------------------------------------------------------------------------------------------------- letting it run
+    # ------------------------------------------------------------------------------------------------------- progress
 
     def turn(self) -> float:
-        """Every transfer thread once; returns for how long nothing else is due."""
+        """Runs one turn of every transfer thread. Returns the seconds until one of them has work again."""
         return min((worker.turn() for engine in self.running for worker in engine.workers), default=1.0)
 
     def settle(self, rounds: int = 300) -> None:
-        """Deliver, answer, turn and step until nothing changes; no time passes."""
+        """Delivers, answers, turns and steps until nothing changes. No time passes."""
         quiet = 0
         for _ in range(rounds):
             self.wire.deliver_all()
@@ -317,7 +317,7 @@ class Cluster:
         return on_wire or engines or bool(self.questions)
 
     def pass_time(self, seconds: float, slice_seconds: float = 2.5) -> None:
-        """As much as that, with everything that can happen meanwhile."""
+        """Advances the clock in slices, and settles after each."""
         until = self.clock.now_seconds() + seconds
         self.settle()
         while (left := until - self.clock.now_seconds()) > 0:
@@ -325,18 +325,18 @@ class Cluster:
             self.settle()
 
     def left(self) -> Iterator[str]:
-        """What is left on engines that run; nothing should be once all requests have ended and time has passed."""
+        """Yields leftover state of running engines: none may exist once all requests have ended and time has passed."""
         for engine in self.running:
             yield from (f"{engine.own.engine_id}: {found}" for found in left_on(engine))
 
 
 def _takings(worker: Worker, ranges: Ranges) -> dict[int, int]:
-    """Who has the slots; nothing where blocks are moved."""
+    """Returns the taking of each staging slot in these ranges; empty for a worker that does not stage."""
     return {} if worker.copier is None else worker.copier.slots.takings(worker.moved.blocks_at(ranges))
 
 
 def left_on(engine: Engine) -> Iterator[str]:
-    """Everything an engine still holds."""
+    """Yields everything that an engine still holds."""
     pool, handover = engine.pool, engine.handover
     yield from _left("engine", engine, "answers", "attempts", "workers", "failures", "_reported")
     yield from (f"engine: {counts}" for counts in engine._reported if counts)
@@ -366,7 +366,7 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
     yield from _left("renewals", thread._renewals)
     yield from _left("side", side)
     yield from _left("transfer_queue", side.transfer_queue)
-    # What was moved is told with the next step, which may never come.
+    # Transferred bytes are reported with the next step, which may never come.
     yield from _left("reported", thread._outcomes._outcome, "moved", "expired")
     if registry._writer.num_final or side.transfer_queue._all_bytes:
         yield f"posting counts {registry._writer.num_final} {side.transfer_queue._all_bytes}"
@@ -393,9 +393,9 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
 
 
 def _left(what: str, thing: object, *but: str) -> Iterator[str]:
-    """Containers of an object that are not empty."""
+    """Yields the containers of an object that are not empty, except those named in ``but``."""
     for name, value in vars(thing).items():
-        # What was dropped is counted, and what is over is remembered up to a limit.
+        # Dropped messages are counted for ever. A `RecentSet` of finished requests is not a container: it is bounded.
         if not isinstance(value, CONTAINERS) or name in but or name in ("dropped", "counts"):
             continue
         if value:

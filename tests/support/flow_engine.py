@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model of a vLLM engine around real halves of the hand-over, with devices that lag behind.
+"""A small model of a vLLM engine around this package's real scheduler and worker halves, with devices that lag behind.
 
 Modelled on ``v1/core/sched/scheduler.py`` and ``async_scheduler.py`` (0.19.1 and 0.28): chunked prefill, prefix hits,
-preemption, steps that are scheduled before the output of earlier ones is known, and a KV connector's words in between.
+preemption, steps that are scheduled before the output of earlier ones is known, and the calls of a KV connector.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
 
 
 class Reads:
-    """How requests are read: they are what is asked for already."""
+    """Stands in for the reader of vLLM's requests: returns each request unchanged."""
 
     def __call__(self, request: Any) -> Any:
         return request
@@ -88,13 +88,13 @@ class Reads:
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """One request; what a client hears of it is in ``status`` and ``answer``.
+    """One request. ``status`` and ``answer`` are what its client gets.
 
     Attributes:
-        max_tokens: tokens that it may generate.
-        stops_at: it generates its end as the token of this number; no scheduler knows that before.
-        num_external: tokens that were taken from prefill.
-        epoch: counts the times at which it lost its blocks.
+        max_tokens: limit of generated tokens.
+        stops_at: number of the generated token that ends the request. The scheduler does not know it in advance.
+        num_external: tokens whose KV came from prefill.
+        epoch: how often the request was preempted.
     """
 
     request_id: str
@@ -144,14 +144,14 @@ class Request:
 
 
 class Names(set[str]):
-    """In one order, so that a seed is the same schedule in every process."""
+    """A set that iterates in sorted order, so that a seed gives the same schedule in every process."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__()))
 
 
 class Device:
-    """Does what it was given, in order, and not before it is told to."""
+    """A device stream: does the queued work in order, and only when the test calls `run`."""
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None]] = deque()
@@ -179,15 +179,15 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Kind:
-    """What an engine is, beside its memory.
+    """How an engine is configured.
 
     Attributes:
         budget: tokens in a step.
-        posting: what may be in flight.
-        drops_blocks: as a model with windows: decode computes the last token again.
-        slots: of its slab, and how many of them are kept for what moves; 0 for an engine that stages nothing.
-        depth: steps that are scheduled before the output of the first of them is looked at.
-        keeps_stale_output: a preempted request takes the token of a step that was under way (vLLM 0.19).
+        transfer_queue: limits of what may be in flight.
+        drops_blocks: as a model with sliding windows: decode computes the last token again.
+        slots: slots of the slab, and how many are reserved for sending and as many for receiving; (0, 0): no staging.
+        depth: steps that are scheduled before the output of the first of them is handled.
+        keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM 0.19).
     """
 
     shape: Shape = Shape()
@@ -206,7 +206,7 @@ class Kind:
 
 
 class Channel:
-    """The side channel of one worker: what it asks is answered by the test."""
+    """The side channel of one worker. The test answers what the worker asks."""
 
     def __init__(self, cluster: Cluster, engine: Engine) -> None:
         self._cluster, self._engine = cluster, engine
@@ -225,7 +225,7 @@ class Channel:
 
 
 class FlowHost(Host):
-    """Engines are on hosts of their own but for those of ``cluster.sharing``, whose processes see each other."""
+    """Each engine has a separate host, except that processes of the hosts in ``cluster.sharing`` see each other."""
 
     def __init__(self, cluster: Cluster, engine: Engine, tp_rank: int) -> None:
         own = Process(engine.own.host, "", 1 + engine.incarnation, tp_rank)
@@ -247,7 +247,7 @@ class FlowHost(Host):
 
 
 class Worker:
-    """One rank: real transfer thread and engine side, on a device of its own."""
+    """One rank: a real `WorkerFacade` and transfer thread, with a separate device."""
 
     def __init__(self, engine: Engine, tp_rank: int) -> None:
         shape, cluster = engine.kind.shape, engine.cluster
@@ -315,7 +315,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something has come, or ended, that it has not looked at."""
+        """Whether there are messages or finished copies and checksums that it has not handled, or any still to do."""
         return bool(
             self.agent.inbox
             or any(gate.inner.inbox for gate in self.gates)
@@ -326,7 +326,7 @@ class Worker:
         )
 
     def copy(self) -> None:
-        """Do all copies and digests that are asked for."""
+        """Does all submitted copies and checksums."""
         while self.copier is not None and self.copier.asked:
             self.copier.run()
         while self.awaiting_checksum.asked:
@@ -335,7 +335,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A request in a step: the tokens from ``begin`` to ``end`` in these blocks."""
+    """One request's part of a step: the tokens from ``begin`` to ``end``, in these blocks."""
 
     request: Request
     epoch: int
@@ -347,7 +347,7 @@ class Scheduled:
 
 @dataclass
 class Output:
-    """A step that was given to the workers, with what they have said."""
+    """A step that was given to the workers, with what they have reported."""
 
     scheduled: list[Scheduled]
     marks: list[int]
@@ -358,12 +358,12 @@ class Output:
 
     @property
     def tells(self) -> bool:
-        """Whether it changes anything."""
+        """Whether handling this output changes any state."""
         return bool(self.scheduled or self.invalid or any(self.sent) or any(self.received))
 
 
 class Listening:
-    """The side channel of an engine: what it answers is asked of the engine."""
+    """The side-channel listener of an engine: its answers are stored in the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -372,11 +372,11 @@ class Listening:
         self.engine.answers = answers
 
     def close(self) -> None:
-        """Nobody listens in one process."""
+        """There is no socket in one process."""
 
 
 class Engine:
-    """One engine. ``requests`` are those that vLLM has not let go of."""
+    """One engine. ``requests`` are those that vLLM has not freed."""
 
     def __init__(self, cluster: Cluster, own: RemotePrefill, kind: Kind, incarnation: int) -> None:
         self.cluster, self.own, self.kind, self.incarnation = cluster, own, kind, incarnation
@@ -412,7 +412,7 @@ class Engine:
         self._failed_receiving: set[str] = set()
         self._reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
-    # --------------------------------------------------------------------------------- what the API server asks
+    # ------------------------------------------------------------------------------- called by the API server
 
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
@@ -435,12 +435,12 @@ class Engine:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a step now would do more than the last one."""
+        """Whether a step now could change any state."""
         is_told = any(output.tells for output in self.outputs) or (self.outputs and not self.has_requests)
         return bool(is_told) or self.handover.pending or self._has_scheduled or self._finished_ids
 
     def step(self) -> bool:
-        """Give a step to the workers, if there is one, and take the oldest output. Returns whether there was any."""
+        """Dispatches a step if one is possible, and handles the oldest output. Returns whether it did either."""
         did = self.dispatch()
         return self.complete() or did
 
@@ -459,7 +459,7 @@ class Engine:
         return True
 
     def complete(self) -> bool:
-        """Wait for the devices to have done the oldest step, and take its output."""
+        """Waits until the devices have done the oldest step, and handles its output."""
         if not self.outputs:
             return False
         output = self.outputs.popleft()
@@ -526,7 +526,7 @@ class Engine:
                 num_computed = num_local + num_external
                 assert num_computed <= request.num_tokens
             count = 0 if is_async else min(request.num_tokens - num_computed, left)
-            # As with vLLM's scheduler_reserve_full_isl: nobody begins who cannot end, and is preempted for ever.
+            # As vLLM's scheduler_reserve_full_isl: a request that cannot finish would be preempted for ever.
             if not self.pool.fits(request, hits, request.num_tokens):
                 break
             self.pool.allocate(request, hits, num_computed + count)
@@ -567,7 +567,7 @@ class Engine:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Called with a request that is not in ``running`` any more."""
+        """Preempts a request that the caller has removed from ``running``."""
         self.handover.preempted(request.request_id)
         self.pool.release(request)
         request.status, request.num_computed, request.placeholders = Status.PREEMPTED, 0, 0
@@ -609,7 +609,7 @@ class Engine:
         return work
 
     def _sum_up(self, counts: Counter[str], said: list[set[str]]) -> set[str]:
-        """What every rank has said by now."""
+        """Returns the names that every rank has reported by now, and counts the others."""
         for names in said:
             counts.update(names)
         found = Names(name for name, count in counts.items() if count == len(self.workers))
@@ -618,10 +618,11 @@ class Engine:
         return found
 
     def update(self, weights: Weights, *, is_known: bool = True) -> None:
-        """The engine's weights are changed between two steps.
+        """Changes the engine's weights between two steps.
 
         Args:
-            is_known: by a call that is known to change them; else it is seen in what the workers have.
+            is_known: the call that changes them is one the package knows. Otherwise only the workers' new identities
+                show the change.
         """
         if is_known:
             self.handover.weights_changed()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's KV memory that tells tales, and the pool of an engine's blocks, as vLLM's block pool keeps it.
+"""A rank's KV memory in which wrong bytes show, and an engine's block pool that behaves like vLLM's.
 
-Every cell is known from the tokens up to its own, its plane and its head, so wrong bytes are seen wherever they come
-from. Blocks that nobody has are poisoned at once.
+Every cell has a value that follows from the tokens up to its own, its plane and its head, so wrong bytes show wherever
+they come from. Free blocks are poisoned at once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Cells = npt.NDArray[np.uint64]
 
 
 class Sequence64:
-    """A prompt and all that is ever generated behind it, as numbers that stand for each token and all before it."""
+    """A prompt and every token generated after it; a 64-bit number per token stands for it and all before it."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.tokens = list(prompt)
         self._sums: list[int] = []
 
     def sums(self, end: int) -> Cells:
-        """Of the first ``end`` tokens, those that are not drawn yet included."""
+        """Returns the numbers of the first ``end`` tokens. Draws tokens that do not exist yet."""
         while len(self._sums) < end:
             place = len(self._sums)
             before = self._sums[-1] if self._sums else 1
@@ -52,7 +52,7 @@ class Sequence64:
 
 
 def kv(sums: Cells, heads: range) -> Cells:
-    """(planes, tokens, heads)."""
+    """Returns the cells of tokens, as (planes, tokens, heads)."""
     planes = np.arange(1, NUM_PLANES + 1, dtype=np.uint64)[:, None, None]
     numbers = np.arange(heads.start + 1, heads.stop + 1, dtype=np.uint64)[None, None, :]
     with np.errstate(over="ignore"):
@@ -64,9 +64,9 @@ class Shape:
     """How an engine lays its KV out.
 
     Attributes:
-        block_size: tokens in a block of the scheduler.
-        ratio: blocks of the attention kernel in one of those.
-        total_heads: of the model.
+        block_size: tokens in a logical block.
+        ratio: kernel blocks in a logical block.
+        total_heads: KV heads of the model.
     """
 
     tp_size: int = 1
@@ -119,7 +119,7 @@ class RankMemory:
         self.cells[:, kernel, token] = kv(sums[begin:end], self.heads)
 
     def wrong(self, blocks: Sequence[int], sums: Cells, end: int) -> list[int]:
-        """Tokens before ``end`` whose cells are not theirs."""
+        """Returns the tokens before ``end`` whose cells are wrong."""
         kernel, token = self._places(blocks, 0, end)
         same = self.cells[:, kernel, token] == kv(sums[:end], self.heads)
         return np.flatnonzero(~same.all(axis=(0, 2))).tolist()
@@ -129,7 +129,7 @@ class RankMemory:
         self.cells[:, block * ratio : (block + 1) * ratio] = POISON
 
     def blocks_at(self, ranges: npt.NDArray[np.int64]) -> set[int]:
-        """Blocks of the scheduler in which ranges of addresses lie."""
+        """Returns the logical blocks in which ranges of addresses lie."""
         size = self._memory[0].nbytes
         block_bytes = self._memory[0, 0].nbytes * self.shape.ratio
         found = set()
@@ -141,15 +141,15 @@ class RankMemory:
 
 @dataclass
 class Pool:
-    """An engine's blocks: whose they are, which are free, and which full ones may be hit by a prefix.
+    """An engine's blocks: who holds each, which are free, and which full blocks are in the prefix cache.
 
-    As vLLM's, a free block that may be hit keeps its bytes until it is used.
+    As in vLLM, a free block in the prefix cache keeps its bytes until it is allocated.
 
     Attributes:
-        newest_first: use the block again that was freed last (kvcached), not the one that was freed first (vLLM).
-        are_shared: another connector may load KV into them, which may turn out to be no good.
-        next_up: the request that its engine would begin next, if it runs none.
-        lose: called with a request that has received its KV and lost it, and whether it recomputes.
+        newest_first: allocate the block that was freed last (kvcached), not the one that was freed first (vLLM).
+        are_shared: another connector may load KV into the blocks, and that load may fail.
+        next_up: returns the request that the engine would start next, if it runs none.
+        lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
 
     shape: Shape
@@ -171,11 +171,11 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.holders = [[] for _ in range(self.shape.num_blocks)]
-        # Block 0 is vLLM's placeholder.
+        # Block 0 is vLLM's null block.
         self.free = dict.fromkeys(range(1, self.shape.num_blocks))
 
     def hits(self, request: Request) -> list[int]:
-        """Blocks that hold a prefix of a request; its last token is always computed."""
+        """Returns cached blocks with a prefix of the request. The last token is always computed."""
         size, found = self.shape.block_size, []
         if self.caches_prefixes:
             sums = request.sums(request.num_tokens)
@@ -191,11 +191,11 @@ class Pool:
         return max(0, -(-num_tokens // self.shape.block_size) - len(table) - len(hits))
 
     def fits(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
-        """Whether there are blocks for so many tokens of a request."""
+        """Whether there are enough free blocks for ``num_tokens`` of a request."""
         return self._missing(request, hits, num_tokens) <= len(self.free) - sum(block in self.free for block in hits)
 
     def allocate(self, request: Request, hits: Sequence[int], num_tokens: int) -> list[int] | None:
-        """Blocks up to ``num_tokens``; returns those that are new, None if there are too few."""
+        """Allocates blocks for ``num_tokens``. Returns the new ones, or None if there are too few."""
         if not self.fits(request, hits, num_tokens):
             return None
         missing = self._missing(request, hits, num_tokens)
@@ -213,7 +213,7 @@ class Pool:
         return new
 
     def cache(self, request: Request, num_tokens: int) -> None:
-        """The full blocks of a request's first tokens may be hit from now on."""
+        """Adds the full blocks of a request's first tokens to the prefix cache."""
         if not self.caches_prefixes:
             return
         size, table = self.shape.block_size, self.tables.get(request.request_id, [])
@@ -224,7 +224,7 @@ class Pool:
                 self.sum_of[block], self.cached[key] = key, block
 
     def release(self, request: Request) -> None:
-        """A request's blocks are not its own any more."""
+        """Frees a request's blocks."""
         self._give([(block, request) for block in reversed(self.tables.pop(request.request_id, []))])
 
     def _give(self, blocks: list[tuple[int, Request]]) -> None:
@@ -244,7 +244,7 @@ class Pool:
         for memory in self.memories:
             memory.poison(block)
 
-    # -------------------------------------------------------------------------- kvcached_nixl's view of them
+    # ----------------------------------------------------------------------------- called by kvcached_nixl
 
     def take(self, request_id: str) -> list[Any]:
         taken = []

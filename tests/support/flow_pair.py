@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One prefill and one decode engine, and a router's two requests; for cases that are told step by step."""
+"""One prefill and one decode engine, and a router's two requests, for tests that are written step by step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kind(**changed: Any) -> Kind:
 
 
 class Pair:
-    """See the module. ``address``: of prefill's first rank, as decode names it."""
+    """One prefill and one decode engine in a `Cluster`."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Pair:
         return found
 
     def meet(self, **changed: Any) -> dict[str, Any]:
-        """What a router that asks both at once says to decode."""
+        """Returns the parameters that decode gets from a router that sends to both engines at once."""
         own = self.prefill.own
         found = {"do_remote_prefill": True, "remote_engine_id": own.engine_id, "remote_host": own.host}
         return {**found, "remote_port": own.port, "tp_size": own.tp_size, **changed}
 
     def hand_over(self, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
-        """All of one, prefill first."""
+        """Runs a complete hand-over, prefill first. Returns decode's request."""
         upstream = self.ask_prefill(prompt)
         self.settle()
         assert upstream.answer is not None
@@ -76,13 +76,13 @@ class Pair:
         return found
 
     def acquaint(self) -> None:
-        """Every rank has met every other one: one hand-over that nobody looks at."""
+        """Runs one hand-over, so that all ranks have done their handshakes."""
         assert self.hand_over((49, 48, 47, 46, 45)).status is Status.STOPPED
 
     def _id(self, name: str) -> str:
         return f"{name}-{next(self._numbers):08x}"
 
-    # ------------------------------------------------------------------------------------------------ letting it run
+    # ------------------------------------------------------------------------------------------------------ progress
 
     def settle(self) -> None:
         self.cluster.settle()
@@ -94,7 +94,7 @@ class Pair:
         self.cluster.turn()
 
     def round(self, *, engines: bool = True) -> None:
-        """Everything but transfers goes on: messages, handshakes, threads and steps."""
+        """Runs one round of everything but transfers: messages, handshakes, threads and steps."""
         self.deliver_messages()
         for question in list(self.cluster.questions):
             self.cluster.answer(question)
@@ -104,7 +104,7 @@ class Pair:
                 engine.step()
 
     def settle_wire(self) -> None:
-        """Everything but the engines goes on, until nothing is under way."""
+        """Runs everything but the engines' steps for a few rounds, until nothing is in flight."""
         for _ in range(8):
             self.wire.deliver_all()
             for question in list(self.cluster.questions):
@@ -112,7 +112,7 @@ class Pair:
             self.turn()
 
     def until_posted(self, count: int = 1, rounds: int = 30) -> list[Posted]:
-        """As far as it gets before transfers move; there are ``count`` of them."""
+        """Runs rounds until ``count`` transfers are posted. No transfer moves."""
         for _ in range(rounds):
             if len(self.transfers) >= count:
                 return self.transfers
@@ -120,7 +120,7 @@ class Pair:
         raise AssertionError(f"found {len(self.transfers)} transfers under way; expected {count}")
 
     def until(self, request: Request, *statuses: Status, rounds: int = 30) -> None:
-        """No transfer moves, no time passes."""
+        """Runs rounds until the request has one of these statuses. No transfer moves, no time passes."""
         for _ in range(rounds):
             if request.status in statuses:
                 return
@@ -134,7 +134,7 @@ class Pair:
         return [one for one in self.wire.pending if one.is_transfer]
 
     def messages(self, *types: type[Message]) -> list[Posted]:
-        """Those under way, of these kinds."""
+        """Returns the messages in flight of these types (all types if none is given), without heartbeats."""
         plain = [one for one in self.wire.pending if not one.is_transfer and not is_beat(one.notification)]
         return [one for one in plain if not types or isinstance(decode(one.notification), types)]
 
@@ -146,10 +146,10 @@ class Pair:
         own = engine.own
         return Peer(engine.workers[0].side._local.engine_id, own.host, own.port, own.tp_size, tp_rank)
 
-    # --------------------------------------------------------------------------------------- what has become
+    # ----------------------------------------------------------------------------------------------- results
 
     def causes(self, engine: Engine | None = None) -> dict[str, int]:
-        """Hand-overs that brought no KV, by cause."""
+        """Returns the number of hand-overs without KV, by cause."""
         failures = (self.decode if engine is None else engine).failures
         return {FailureCause(cause).label: count for cause, count in failures.items()}
 
@@ -168,7 +168,7 @@ class Pair:
         return next(self.cluster.left(), None) is None
 
     def nothing_is_left(self, within: float = FORGOTTEN_SECONDS) -> None:
-        """Now or soon: every block is accounted for, and no table holds anything."""
+        """Checks that within ``within`` seconds every block is accounted for and every table is empty."""
         with Defects() as defects:
             passed = 0.0
             self.settle()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule in which anything may happen next, drawn by seed; the same seed is the same schedule.
+"""A random schedule of events, drawn from a seed; the same seed gives the same schedule.
 
-A router gives each task to a prefill and a decode engine, in either order, sometimes wrongly. Engines step, devices
-lag, handshakes and messages come late, twice, in another order or never, engines die, vanish and come back. In the end
-everybody is alive or known to be dead, time passes, and nothing may be left.
+A router gives each task to a prefill and a decode engine, in either order, sometimes with wrong parameters. Engines
+step, devices lag, handshakes and messages arrive late, twice, in another order or never, engines die, vanish and come
+back. At the end every engine is alive or known to be dead, time passes, and no state may be left.
 
-The other half is what must not happen: see `Schedule.finish`, and the watch in `flow_cluster`.
+`Schedule.finish` and the checks in `flow_cluster` say what must not happen.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SHAPES = (
 )
 SLICE_SECONDS = 4.0
 DYING_SECONDS = 1.5
-"""An engine's workers live on for so long after it; less than `receiver.DEAD_SECONDS`."""
+"""How long an engine's workers outlive its core. Less than `receiver.DEAD_SECONDS`."""
 
 
 class Defects(logging.Handler):
-    """Exceptions that were contained and logged; none is expected. Nobody else reads the log meanwhile."""
+    """Collects exceptions that were caught and logged; none is expected. Other handlers get no records meanwhile."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -69,9 +69,10 @@ class Defects(logging.Handler):
 
 @dataclass(eq=False)
 class Task:
-    """What a router does for one client.
+    """One client's request at the router.
 
     Attributes:
+        upstream: prefill's request.
         children: decode's requests; more than one for ``n`` > 1.
     """
 
@@ -87,20 +88,21 @@ class Task:
 
 
 class Schedule:
-    """See the module.
+    """Runs the events of one seed. See the module docstring.
 
     Args:
-        calm: nothing is lost, fails, dies, is wrong or takes too long: every hand-over has to succeed.
+        calm: no message is lost, nothing fails or dies, parameters are right, and nothing times out: every hand-over
+            must succeed.
     """
 
     def __init__(self, seed: int, *, calm: bool | None = None) -> None:
         self.dice = dice = random.Random(seed)
         self.calm = seed % 4 == 0 if calm is None else calm
-        # In these some engines stage.
+        # With these seeds some engines stage.
         self.stages = seed % 3 == 2
-        # In these the model is one of windows.
+        # With these seeds the model has sliding windows.
         self.has_windows = seed % 11 == 6
-        # In these some hand-overs are verified.
+        # With these seeds some hand-overs are verified.
         self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]), (seed % 5 == 3) * 0.6)
         shapes = dice.choice(SHAPES)
         self.prefills = [self._start(f"p{number}", shapes[0]) for number in range(dice.choice([1, 1, 1, 2]))]
@@ -108,7 +110,7 @@ class Schedule:
         self.bases = [tuple(dice.randrange(50) for _ in range(40)) for _ in range(2)]
         self.tasks: list[Task] = []
         self.dying: list[tuple[float, Engine]] = []
-        # Transfers that take longer than everything else.
+        # Transfers take longer than everything else.
         self.slow = dice.random() < 0.5
         self._frequent: list[Callable[[], None]] = [
             *[self._network] * 8,
@@ -130,7 +132,7 @@ class Schedule:
 
     def _start(self, name: str, shape: Shape) -> Engine:
         dice = self.dice
-        # Few blocks are soon somebody else's; too few, and each side waits for the other until the deadline.
+        # With few blocks each is soon reused. With too few, each side waits for the other until the deadline.
         num_blocks = (100 if self.calm else dice.choice([12, 16, 24, 40])) * 4 // shape.block_size + 1
         kind = Kind(
             shape=dataclasses.replace(shape, num_blocks=num_blocks),
@@ -149,14 +151,14 @@ class Schedule:
         return self.cluster.engine(name, kind)
 
     def _slots(self) -> tuple[int, int]:
-        """Most engines that stage do so through fewer slots than a request has blocks."""
+        """Draws (slots, reserved slots). Most engines that stage have fewer slots than a request has blocks."""
         if not self.stages or self.dice.random() < 0.3:
             return 0, 0
         kept = self.dice.choice([4, 4, 8])
         return (4 * kept if self.dice.random() < 0.7 else 100), kept
 
     def run(self, num_events: int | None = None) -> None:
-        """All of it; raises AssertionError where something is not as it must be."""
+        """Runs the schedule and the final checks. Raises AssertionError if one fails."""
         numbers = patch.object(fetching, "draw_attempt", self.cluster.next_number)
         with Defects() as defects, numbers:
             for _ in range(self.dice.randint(1, 3)):
@@ -194,7 +196,7 @@ class Schedule:
                 wire.deliver(posted)
 
     def _flow(self) -> None:
-        """A round in which nobody is late."""
+        """Runs a round in which nothing is late (except transfers, if they are slow)."""
         cluster = self.cluster
         for posted in list(cluster.wire.pending):
             if not (posted.is_transfer and self.slow):
@@ -208,7 +210,7 @@ class Schedule:
             engine.step()
 
     def _rush(self) -> None:
-        """An engine gives its device another step, and the network is faster than the device."""
+        """Dispatches another step of a decode engine, and lets the network be faster than its device."""
         cluster = self.cluster
         running = [engine for engine in self.decodes if engine in cluster.running]
         if not running:
@@ -233,7 +235,7 @@ class Schedule:
         return [worker for engine in self.cluster.running for worker in engine.workers]
 
     def _copy(self) -> None:
-        """One rank's oldest copy is made, or its oldest digest is found; or fails."""
+        """Runs the oldest copy or checksum of one rank; some of them fail."""
         runners = [one for worker in self._workers() for one in (worker.copier, worker.awaiting_checksum)]
         copiers = [one for one in runners if one is not None and one.asked]
         if copiers:
@@ -249,7 +251,7 @@ class Schedule:
             self.dice.choice([engine.dispatch, engine.step, engine.complete])()
 
     def _device(self) -> None:
-        """One rank's device does its next step."""
+        """Lets one rank's device do its next step."""
         waiting = [worker for worker in self._workers() if worker.device.done < worker.device.given]
         if waiting:
             device = self.dice.choice(waiting).device
@@ -281,7 +283,7 @@ class Schedule:
             self._send_prefill(task)
 
     def _local(self) -> None:
-        """A request of decode's own, which may end before its scheduler thinks: its blocks are soon another one's."""
+        """Adds a local request to decode. It may stop before its scheduler expects it; its blocks are soon reused."""
         engine = self.dice.choice(self.decodes)
         if engine in self.cluster.running and len(engine.requests) < 6:
             prompt = tuple(self.dice.randrange(50) for _ in range(self.dice.randint(1, 12)))
@@ -289,7 +291,7 @@ class Schedule:
             engine.add(Request(name, prompt, None, 12, self.dice.choice([None, 1, 2])))
 
     def _id(self, task: Task) -> str:
-        """vLLM draws its end anew."""
+        """Returns a request id; its random suffix differs each time, as in vLLM."""
         return f"{task.name}-{self.dice.getrandbits(32):08x}"
 
     def _send_prefill(self, task: Task) -> None:
@@ -327,7 +329,7 @@ class Schedule:
                 request.status = Status.ERROR
 
     def _wrong(self, task: Task, prompt: tuple[int, ...], params: Any) -> tuple[tuple[int, ...], Any]:
-        """Another prompt, or parameters that somebody has changed on the way."""
+        """Returns another prompt, or parameters that were changed on the way."""
         dice, where = self.dice, self.dice.randrange(len(prompt))
         prompts = (
             prompt[:where] + ((prompt[where] + 1) % 50,) + prompt[where + 1 :],
@@ -372,7 +374,7 @@ class Schedule:
         return prompt, params
 
     def _route(self) -> None:
-        """The router goes on with a task."""
+        """Lets the router send the next request of a task."""
         waiting = [task for task in self.tasks if task.upstream is None or not task.children]
         if not waiting:
             return
@@ -397,7 +399,7 @@ class Schedule:
             for request in engine.requests.values()
             if not request.status.is_finished
         ]
-        # While its KV is under way, for preference.
+        # Prefers requests whose KV is in flight.
         remote = [one for one in live if one[1].status is Status.REMOTE]
         if live:
             engine, request = self.dice.choice(remote if remote and self.dice.random() < 0.6 else live)
@@ -441,7 +443,7 @@ class Schedule:
             self.cluster.come_back(engine)
 
     def _end(self, engine: Engine, *, at_once: bool) -> None:
-        """It ends, at once or its workers a moment later; most are started again."""
+        """Ends an engine: its workers at once or a moment later. Most engines are started again."""
         cluster = self.cluster
         if at_once:
             cluster.kill(engine)
@@ -463,7 +465,7 @@ class Schedule:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def finish(self) -> None:
-        """Every request ends in time, as it must, and nothing is left."""
+        """Checks that every request ends in time and as it must, and that no state is left."""
         cluster = self.cluster
         self._calm_down()
         for _ in range(4):
@@ -471,7 +473,7 @@ class Schedule:
                 self._route()
                 cluster.settle()
             cluster.settle()
-        # One after the other, where each takes all blocks.
+        # Requests that need all blocks run one after the other.
         self._wait((len(self.tasks) + 1) * (TIMEOUT_SECONDS + LEASE_SECONDS), lambda: not self._open())
         assert not self._open(), f"they never end: {self._open()}"
         for task in self.tasks:
@@ -484,7 +486,7 @@ class Schedule:
         assert not left, left
 
     def _calm_down(self) -> None:
-        """Everybody is alive or known to be dead."""
+        """Brings every frozen engine back or kills it, so that each engine is alive or known to be dead."""
         for engine in [one for one in self.cluster.engines if one in self.cluster.frozen]:
             self.cluster.come_back(engine)
             if self.dice.random() < 0.3:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's slab, and a copier that is as late as a test likes, with a watch on every slot and block that it touches."""
+"""A rank's slab, and a copier that copies when the test says so and checks every slot and block that it touches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class WatchedSlots(Slots):
-    """Slots that know how often each was taken; free ones are poisoned at once.
+    """Slots that number their takings, so that reuse of a slot shows. Free slots are poisoned at once.
 
     Attributes:
-        taken: by slot, the number of its taking; 0 while it is free.
+        taken: slot -> the number of the call of `take` that took it; 0 while it is free.
     """
 
     def __init__(self, count: int, kept: int, slab: RankMemory) -> None:
@@ -48,7 +48,7 @@ class WatchedSlots(Slots):
             self._slab.poison(slot)
 
     def takings(self, slots: set[int]) -> dict[int, int]:
-        """Of slots that bytes are about to go to, or come from."""
+        """Returns the takings of slots that are about to be written or read; none of them may be free."""
         found = {slot: self.taken[slot] for slot in slots}
         assert all(found.values()), "bytes go into a slot that is free, or come from one"
         return found
@@ -63,7 +63,7 @@ class _Asked:
 
 @dataclass
 class LateCopier:
-    """Copies when it is told to.
+    """Copies only when the test calls `run`.
 
     Attributes:
         fails: how many of the next copies fail.
@@ -77,7 +77,7 @@ class LateCopier:
     ended: deque[tuple[Copy, str]] = field(default_factory=deque)
 
     def close(self) -> None:
-        """Nothing runs."""
+        """There is no thread to stop."""
 
     def submit(self, copy: Copy) -> None:
         asked = _Asked(copy, self.slots.takings(set(copy.slots)), self._holders(copy))
@@ -91,7 +91,7 @@ class LateCopier:
             copy.ended(failed)
 
     def run(self) -> None:
-        """Do the oldest one."""
+        """Does the oldest copy."""
         asked = self.asked.popleft()
         copy, failed = asked.copy, "a copy failed" if self.fails else ""
         self._watch(asked)
@@ -122,7 +122,7 @@ class LateCopier:
 
 
 def slab_of(worker: Worker, num_slots: int, kept: int) -> tuple[Staging, LateCopier]:
-    """What a worker stages through."""
+    """Returns the staging and the copier of a worker, over a new slab. ``kept``: see `Slots`."""
     shape = worker.memory.shape
     one = dataclasses.replace(shape, block_size=worker.memory.tokens, ratio=1, num_blocks=num_slots)
     slab = RankMemory(one, worker.tp_rank)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over from request to peer, in both directions, with every fault that the network and the engines can have.
+"""Whole hand-overs in both directions, with every fault that the network and the engines can have.
 
-Real halves on both sides (scheduler and workers), over the in-memory transport. What every case relies on besides its
-own assertions: an engine that computes on wrong bytes, and bytes that go where they must not, end the test
-(`flow_engine`, `flow_cluster`).
+Both sides run the package's real scheduler and worker halves over the in-memory transport. Besides its own assertions
+every case checks that no engine computes on wrong bytes (`flow_engine`) and that no bytes are written where they must
+not be (`flow_cluster`).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def pull() -> Pair:
 
 
 def is_right(request: Request, num_external: int = len(PROMPT)) -> bool:
-    """Whether it has come to its end, with so many tokens from prefill."""
+    """Whether the request has finished with ``num_external`` tokens from prefill."""
     return (request.status, request.num_external) == (Status.STOPPED, num_external)
 
 
 def in_flight(pair: Pair, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
-    """A request of decode's whose KV is under way: a READ, or prefill's WRITEs."""
+    """Returns a request of decode whose KV is in flight: a READ, or prefill's WRITEs."""
     pair.acquaint()
     upstream = pair.ask_prefill(prompt)
     if pair.cluster.pushes:
@@ -67,13 +67,13 @@ def in_flight(pair: Pair, prompt: tuple[int, ...] = PROMPT, **request: Any) -> R
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ what is right
+# ------------------------------------------------------------------------------------------------ successful hand-overs
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=lambda shapes: " ".join(_words(one) for one in shapes))
 @pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 def test_prefill_first(mode: TransferMode, shapes: tuple[Any, Any]) -> None:
-    """Whatever the block sizes and the ranks on the two sides."""
+    """For every combination of block sizes and ranks on the two sides."""
     pair = Pair(mode, *(Kind(shape=shape) for shape in shapes))
     for prompt in (PROMPT, PROMPT[:16], PROMPT[:1]):
         found = pair.hand_over(tuple(token + len(prompt) for token in prompt))
@@ -89,7 +89,7 @@ def _words(shape: Any) -> str:
 @pytest.mark.parametrize("cached", [False, True], ids=["nothing cached", "8 tokens cached"])
 @pytest.mark.parametrize("order", ["decode first", "between two steps", "prefill first"])
 def test_both_orders_deliver_the_same_bytes(order: str, cached: bool) -> None:
-    """Decode registers before, during or after prefill computes; only what it lacks is written, once."""
+    """Decode registers before, during or after prefill computes. Only the tokens it lacks are written, once."""
     pair = Pair(PUSH, kind(budget=10), kind(budget=10))
     pair.acquaint()
     if cached:
@@ -120,7 +120,7 @@ def test_both_orders_deliver_the_same_bytes(order: str, cached: bool) -> None:
 
 
 def test_a_step_s_blocks_travel_while_the_next_computes() -> None:
-    """After the last step only its own blocks remain to be posted."""
+    """After the last step only the blocks of that step are left to post."""
     pair = Pair(PUSH, kind(budget=8, depth=1))
     pair.acquaint()
     found = pair.ask_decode(pair.meet(), PROMPT[:1] * 32)
@@ -139,7 +139,7 @@ def test_a_step_s_blocks_travel_while_the_next_computes() -> None:
 
 
 def test_a_hand_over_of_many_descriptors_is_cut_into_transfers_of_few(pair: Pair) -> None:
-    """None has more than the limit, few are under way at a time, and decode goes on when the last one is in."""
+    """No transfer exceeds the limit, few are in flight at a time, and decode continues when the last one arrives."""
     for engine in pair.cluster.engines:
         for worker in engine.workers:
             worker.side.thread._context.transfer_queue._budget = Budget(descriptors=1, peer_transfers=1)
@@ -160,7 +160,7 @@ def test_a_partial_prefix_hit_is_not_fetched_again(pair: Pair) -> None:
 
 
 def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
-    """No byte moves, and prefill need not wait for its lease to end."""
+    """No byte moves, and prefill does not wait until its lease ends."""
     pair.ask_decode(None, PROMPT[:17])
     upstream = pair.ask_prefill(PROMPT[:16])
     pair.settle()
@@ -173,10 +173,10 @@ def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
 
 
 def test_a_full_prefix_hit_that_comes_before_prefill_frees_it_when_it_ends(push: Pair) -> None:
-    """Both were asked at once, and decode has all of it: the release waits for the request."""
+    """The router sends to both at once, and decode has all tokens cached: its release waits for prefill's request."""
     prompt = PROMPT[:17]
     push.hand_over(prompt[:16])
-    # Decode needs the last token only, which it computes itself.
+    # Decode lacks only the last token, which it computes itself.
     found = push.ask_decode(push.meet(), prompt)
     push.settle()
     assert found.status is Status.REMOTE and found.num_external == 1
@@ -197,7 +197,7 @@ def test_decode_computes_what_its_prompt_has_more_than_prefill_s(pair: Pair) -> 
 
 @pytest.mark.parametrize("max_tokens", [2, 4, 9])
 def test_only_what_prefill_computed_of_the_prompt_is_handed_over(pair: Pair, max_tokens: int) -> None:
-    """Prefill generates past a block's end; blocks are not counted from the tail."""
+    """Prefill generates past a block's end, so blocks must not be paired from the last one."""
     upstream = pair.ask_prefill(max_tokens=max_tokens)
     pair.settle()
     found = pair.ask_decode(upstream.answer)
@@ -224,11 +224,11 @@ def test_what_another_connector_may_take_back_is_offered_at_the_end_only(push: P
     pair.nothing_is_left()
 
 
-# ---------------------------------------------------------------------------------------------------- the own devices
+# ----------------------------------------------------------------------------------------------------- device streams
 
 
 def test_prefill_offers_what_its_device_has_ended(push: Pair) -> None:
-    """Steps that are queued are not read, and decode is not told that they are there."""
+    """KV of steps still queued on the device is neither read nor announced to decode."""
     push.acquaint()
     found = push.ask_decode(push.meet())
     push.settle()
@@ -243,7 +243,7 @@ def test_prefill_offers_what_its_device_has_ended(push: Pair) -> None:
 
 
 def test_decode_s_blocks_are_written_when_its_device_has_ended_what_could_still_write_them(pair: Pair) -> None:
-    """A step that is queued computes a token for a request that has stopped; its block is another one's by then."""
+    """A queued step still writes a token of a stopped request, whose block another request has by then."""
     pair = Pair(pair.cluster.settings.transfer_mode, None, kind(depth=4, num_blocks=7, caches_prefixes=False))
     pair.acquaint()
     upstream = pair.ask_prefill()
@@ -257,7 +257,7 @@ def test_decode_s_blocks_are_written_when_its_device_has_ended_what_could_still_
     pair.decode.dispatch()
     assert found.status is Status.REMOTE
     for _ in range(6):
-        # The steps before are still queued on the device.
+        # The earlier steps are still queued on the device.
         pair.round(engines=False)
         for posted in pair.transfers:
             pair.wire.deliver(posted)
@@ -266,12 +266,12 @@ def test_decode_s_blocks_are_written_when_its_device_has_ended_what_could_still_
     pair.nothing_is_left()
 
 
-# -------------------------------------------------------------------------------------- requests that go away
+# ------------------------------------------------------------------------------------------ aborted requests
 
 
 @pytest.mark.parametrize("chunks", [0, 1])
 def test_prefill_that_is_aborted_fails_the_request_and_waits_for_its_writes(chunks: int) -> None:
-    """Before its first step, or between two of them."""
+    """Prefill is aborted before its first step, or between two steps."""
     pair = Pair(PUSH, kind(budget=9, depth=1), kind(recomputes=False))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
@@ -290,7 +290,7 @@ def test_prefill_that_is_aborted_fails_the_request_and_waits_for_its_writes(chun
 
 
 def test_prefill_that_is_aborted_before_its_first_step_leaves_no_offer(push: Pair) -> None:
-    """Its arrival and its end are told in one step."""
+    """The request arrives and ends in the same step."""
     upstream = push.ask_prefill()
     push.prefill.abort(upstream)
     push.settle()
@@ -298,7 +298,7 @@ def test_prefill_that_is_aborted_before_its_first_step_leaves_no_offer(push: Pai
 
 
 def test_prefill_that_is_aborted_while_its_last_step_is_queued_leaves_no_word(pull: Pair) -> None:
-    """The word is published before the device has got there."""
+    """The ownership token is published before the device has run that step."""
     upstream = pull.ask_prefill(max_tokens=3)
     pull.prefill.dispatch()
     pull.prefill.abort(upstream)
@@ -320,7 +320,7 @@ def test_prefill_that_is_preempted_behind_its_prompt_and_aborted_leaves_no_word(
 
 @pytest.mark.parametrize("keeps_stale_output", [True, False])
 def test_prefill_that_ends_without_the_blocks_of_its_prompt_is_not_offered(keeps_stale_output: bool) -> None:
-    """vLLM 0.19 takes the token of a step that was under way when it preempted the request."""
+    """vLLM 0.19 takes the token of a step that was in flight when it preempted the request."""
     pair = Pair(PULL, kind(budget=64, keeps_stale_output=keeps_stale_output))
     upstream = pair.ask_prefill()
     pair.prefill.dispatch()
@@ -336,7 +336,7 @@ def test_prefill_that_ends_without_the_blocks_of_its_prompt_is_not_offered(keeps
 
 
 def test_decode_that_is_aborted_before_it_had_blocks_frees_prefill_at_once(pair: Pair) -> None:
-    """Its arrival and its end are told in one step."""
+    """The request arrives and ends in the same step."""
     upstream = pair.ask_prefill()
     pair.settle()
     found = pair.ask_decode(upstream.answer)
@@ -347,7 +347,7 @@ def test_decode_that_is_aborted_before_it_had_blocks_frees_prefill_at_once(pair:
 
 
 def test_decode_that_is_aborted_in_its_handshake_is_over_at_once(pair: Pair) -> None:
-    """Nobody was told of it, so nobody writes."""
+    """No peer knows the attempt yet, so no peer writes."""
     upstream = pair.ask_prefill()
     pair.settle()
     found = pair.ask_decode(upstream.answer)
@@ -365,7 +365,7 @@ def test_decode_that_is_aborted_in_its_handshake_is_over_at_once(pair: Pair) -> 
 
 
 def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair: Pair) -> None:
-    """vllm#48633, C1: bytes in flight would land in blocks of another request."""
+    """vllm#48633, C1: bytes in flight would be written into blocks of another request."""
     found = in_flight(pair)
     transfers = pair.transfers
     pair.decode.abort(found)
@@ -375,7 +375,7 @@ def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair
     assert pair.decode.quarantined == 5
     for posted in transfers:
         pair.wire.deliver(posted)
-    # What was given up is looked at now and then.
+    # Cancelled transfers are polled from time to time.
     pair.pass_time(1)
     assert not pair.decode.handover._holds.num_blocks and not pair.decode.quarantined
     before = len(pair.prefill.workers[0].agent.posted)
@@ -385,7 +385,7 @@ def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair
 
 
 def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
-    """The late registration is not taken in: its blocks belong to others by then."""
+    """Prefill ignores the late registration, because its blocks belong to other requests by then."""
     push.acquaint()
     push.ask_prefill()
     push.settle()
@@ -412,7 +412,7 @@ def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
 
 
 def test_the_client_hears_at_once_though_blocks_are_held(pair: Pair) -> None:
-    """What the client hears and when blocks are free are two things."""
+    """The client gets its error before the blocks are free."""
     pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=False))
     found = in_flight(pair)
     pair.clock.advance(TIMEOUT_SECONDS)
@@ -466,7 +466,7 @@ def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_o
 
 
 def test_a_preempted_request_s_blocks_are_free_when_its_writes_have_ended(push: Pair) -> None:
-    """Not only when the hand-over has: the request may wait for just these blocks."""
+    """They become free before the hand-over finishes, because the request may be waiting for these very blocks."""
     pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, num_blocks=7))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
@@ -483,7 +483,7 @@ def test_a_preempted_request_s_blocks_are_free_when_its_writes_have_ended(push: 
 
 
 def test_a_request_that_was_preempted_is_handed_over_when_it_has_ended() -> None:
-    """Blocks that are held make no room: two requests would take turns in preempting each other, for ever."""
+    """Held blocks are not free, so with a hold per preemption two requests could preempt each other for ever."""
     pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
@@ -538,7 +538,7 @@ def test_blocks_that_decode_never_asks_for_are_free_after_the_lease(pair: Pair) 
 
 
 def test_a_lease_lasts_while_decode_waits_for_blocks_and_shelters_no_other(pair: Pair) -> None:
-    """vllm#38027: decode's queue may be longer than a lease."""
+    """vllm#38027: a request may wait in decode's queue for longer than a lease."""
     pair = Pair(pair.cluster.settings.transfer_mode, None, kind(num_blocks=7, caches_prefixes=False, budget=4))
     upstream, forgotten = pair.ask_prefill(), pair.ask_prefill(name="cmpl-2-0")
     pair.settle()
@@ -558,7 +558,7 @@ def test_a_lease_lasts_while_decode_waits_for_blocks_and_shelters_no_other(pair:
 
 
 def test_a_lease_that_nobody_renews_any_more_ends_though_its_name_was_renewed_before(pair: Pair) -> None:
-    """A request that arrives and is gone in one step renews nothing afterwards."""
+    """A request that arrives and is aborted in one step renews no lease afterwards."""
     pair.acquaint()
     upstream = pair.ask_prefill()
     pair.settle()
@@ -572,7 +572,7 @@ def test_a_lease_that_nobody_renews_any_more_ends_though_its_name_was_renewed_be
 
 
 def test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_has_ended(push: Pair) -> None:
-    """Decode has come in time; nothing but its beats is lost."""
+    """Decode registered in time; only its heartbeats are lost."""
     found = in_flight(push)
     for _ in range(4):
         push.clock.advance(LEASE_SECONDS / 3)
@@ -587,7 +587,7 @@ def test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_ha
 
 
 def test_a_read_that_the_lease_has_overtaken_is_not_believed(pull: Pair) -> None:
-    """Its blocks are another request's, and the word behind them is gone."""
+    """Prefill's blocks have another request by then, and the ownership token was removed."""
     pull = Pair(PULL, kind(num_blocks=7, caches_prefixes=False))
     found = in_flight(pull)
     (read,) = pull.transfers
@@ -618,12 +618,12 @@ def test_a_release_that_is_lost_costs_a_lease(pull: Pair) -> None:
     pull.nothing_is_left(2 * LEASE_SECONDS)
 
 
-# ------------------------------------------------------------------------------------ peers that are no more
+# ------------------------------------------------------------------------------ peers that die, vanish or restart
 
 
 @pytest.mark.parametrize("moment", ["asked", "in flight", "arrived"])
 def test_prefill_that_dies_fails_the_request_soon(pair: Pair, moment: str) -> None:
-    """Bytes that have arrived without the word that they have are not believed either."""
+    """Bytes that arrived without prefill's final message are not used either."""
     pair.acquaint()
     upstream = pair.ask_prefill()
     if moment == "asked" and pair.cluster.pushes:
@@ -648,7 +648,7 @@ def test_prefill_that_dies_fails_the_request_soon(pair: Pair, moment: str) -> No
 
 
 def test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_are_held(push: Pair) -> None:
-    """Nobody listens any more, which the client hears of at once; a WRITE is still on its way."""
+    """The side channel is closed, so the client gets its result at once; a WRITE is still in flight."""
     found = in_flight(push)
     (write,) = push.transfers
     push.cluster.stop_listening(push.prefill)
@@ -668,7 +668,7 @@ def test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_a
 
 
 def test_workers_whose_engine_was_replaced_write_into_blocks_that_are_held(push: Pair) -> None:
-    """Review row A8: the core was killed and started again, and its workers have not noticed; a WRITE is under way."""
+    """Review row A8: the core was killed and restarted, and its workers have not noticed. A WRITE is in flight."""
     found = in_flight(push)
     (write,) = push.transfers
     workers, before = list(push.prefill.workers), push.prefill
@@ -677,7 +677,7 @@ def test_workers_whose_engine_was_replaced_write_into_blocks_that_are_held(push:
     push.clock.advance(LOOK_SECONDS + 1)
     push.until(found, Status.STOPPED)
     assert push.causes() == {"lost": 1}
-    # Nobody can ask them any more: what they write through is closed, and only then are the blocks free.
+    # Those workers cannot be asked, so their write gate is closed, and only then are the blocks free.
     assert push.decode.quarantined == 5 or write not in push.wire.pending
     push.round()
     if write in push.wire.pending:
@@ -699,7 +699,7 @@ def test_decode_that_dies_leaves_nothing_on_prefill(pair: Pair) -> None:
 
 @pytest.mark.parametrize("end", ["it comes back", "it was started again", "it has ended"])
 def test_prefill_whose_host_is_gone_without_a_word(pair: Pair, end: str) -> None:
-    """The client hears at the deadline; the blocks are in quarantine, and the engine sleeps."""
+    """The request fails at its deadline; the blocks are in quarantine, and the engine sleeps."""
     found = in_flight(pair)
     transfers = pair.transfers
     pair.cluster.vanish(pair.prefill)
@@ -716,7 +716,7 @@ def test_prefill_whose_host_is_gone_without_a_word(pair: Pair, end: str) -> None
         assert pair.decode.quarantined == 0, "it is fenced"
     if end == "it comes back":
         pair.cluster.come_back(pair.prefill)
-        # Blocks are used again meanwhile; the late WRITEs must not find them.
+        # The blocks are reused meanwhile; the late WRITEs must not reach them.
         again = pair.ask_decode(None, tuple(range(25, 43)))
         pair.decode.step()
         for posted in transfers:
@@ -740,7 +740,7 @@ def test_decode_whose_host_is_gone_without_a_word_costs_prefill_its_blocks_for_a
 
 
 def test_a_prefill_that_was_started_again_is_another_one(pair: Pair) -> None:
-    """Under the same id at the same address: what the old one has told is not used, and the new one is met."""
+    """It has the same id and address. What the old one announced is not used, and the new one gets a handshake."""
     pair.acquaint()
     upstream = pair.ask_prefill()
     pair.settle()
@@ -749,7 +749,7 @@ def test_a_prefill_that_was_started_again_is_another_one(pair: Pair) -> None:
     pair.settle()
     assert late.status is Status.STOPPED and not late.num_external
     assert set(pair.causes()) <= {"restarted", "lost"}
-    # In the same blocks as the old one's.
+    # The new request has the same blocks as the old one.
     found = pair.hand_over(tuple(reversed(PROMPT)))
     assert is_right(found) and sum(pair.causes().values()) == 1
     pair.nothing_is_left()
@@ -764,7 +764,7 @@ def test_a_decode_that_was_started_again_is_served_and_its_predecessor_forgotten
 
 
 def test_a_decode_that_was_started_again_hears_that_nothing_of_its_attempt_is_in_flight(push: Pair) -> None:
-    """Prefill still knows its predecessor, and never saw the registration."""
+    """Prefill knows only decode's predecessor, and never received the registration."""
     push.acquaint()
     push.decode = push.cluster.restart(push.decode)
     found = push.ask_decode(push.meet())
@@ -784,7 +784,7 @@ def test_a_decode_that_was_started_again_hears_that_nothing_of_its_attempt_is_in
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_connection_that_is_lost_is_made_anew(pair: Pair, side: str) -> None:
-    """Both engines live: one request is computed anew at most, and the next one is served at once."""
+    """Both engines live: at most one request is recomputed, and the next one is served at once."""
     found = in_flight(pair)
     engine, other = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
     engine.workers[0].agent.lose(other.workers[0].agent_name)
@@ -797,7 +797,7 @@ def test_a_connection_that_is_lost_is_made_anew(pair: Pair, side: str) -> None:
 
 
 def test_one_engine_under_two_addresses_is_lost_under_neither(pair: Pair) -> None:
-    """A client may name a host as it likes; whoever is named so is forgotten, and the others are still served."""
+    """A client may use any name of a host. Losing the engine by one name does not lose it by the other."""
     pair.acquaint()
     pair.cluster.listening["alias", 5600] = pair.prefill
     upstream = pair.ask_prefill()
@@ -820,7 +820,7 @@ def test_one_engine_under_two_addresses_is_lost_under_neither(pair: Pair) -> Non
 
 
 def refuse_answers(pair: Pair, host: str, times: int) -> None:
-    """Whoever asks there hears nothing, so often."""
+    """Lets the first ``times`` handshakes with ``host`` time out."""
     for _ in range(200):
         if not times:
             return
@@ -836,7 +836,7 @@ def refuse_answers(pair: Pair, host: str, times: int) -> None:
 
 @pytest.mark.parametrize("times", [HANDSHAKE_TRIES - 1, HANDSHAKE_TRIES])
 def test_a_prefill_that_does_not_answer_at_once_is_asked_again(pair: Pair, times: int) -> None:
-    """It stands still for a while; one that never answers fails the request."""
+    """Prefill is stopped for a while. If it never answers, the request fails."""
     upstream = pair.ask_prefill()
     pair.settle()
     found = pair.ask_decode(upstream.answer)
@@ -899,7 +899,7 @@ def test_another_layout_is_refused_in_words(pair: Pair) -> None:
 
 
 def test_messages_that_come_twice_and_in_another_order_change_nothing(pair: Pair) -> None:
-    """Every one of them twice, the last one first."""
+    """Every message arrives twice, the last one first."""
     few = Budget(descriptors=1)
     pair = Pair(pair.cluster.settings.transfer_mode, kind(transfer_queue=few, budget=9), kind(transfer_queue=few))
     upstream = pair.ask_prefill()
@@ -923,7 +923,7 @@ def test_messages_that_come_twice_and_in_another_order_change_nothing(pair: Pair
 
 
 def test_decode_goes_on_when_every_write_has_arrived(push: Pair) -> None:
-    """The last one may come first."""
+    """The last WRITE may arrive first."""
     few = Budget(descriptors=1)
     push = Pair(PUSH, kind(transfer_queue=few))
     push.acquaint()
@@ -957,7 +957,7 @@ def test_a_registration_that_is_lost_fails_at_the_deadline(push: Pair) -> None:
 
 
 def test_a_rank_that_fails_ends_the_attempt_on_all_of_them() -> None:
-    """One rank's registration is lost, the other one's WRITE fails: nothing waits for what nobody sends."""
+    """One rank's registration is lost, the other rank's WRITE fails: nothing waits for a message that never comes."""
     pair = Pair(PUSH, None, kind(tp_size=2))
     pair.acquaint()
     pair.ask_prefill()
@@ -976,7 +976,7 @@ def test_a_rank_that_fails_ends_the_attempt_on_all_of_them() -> None:
 
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)], ids=["2 to 2", "1 to 2", "2 to 1"])
 def test_a_rank_whose_word_that_it_has_stopped_is_lost_is_asked_again(ranks: tuple[int, int]) -> None:
-    """Until then the blocks of all ranks stay held, and the other ranks' words change nothing about it."""
+    """Until it answers, the blocks of all ranks stay held, whatever the other ranks send."""
     pair = Pair(PUSH, kind(tp_size=ranks[0]), kind(tp_size=ranks[1]))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
@@ -1000,7 +1000,7 @@ def test_a_rank_whose_word_that_it_has_stopped_is_lost_is_asked_again(ranks: tup
 
 
 def test_a_notification_that_is_lost_fails_at_the_deadline(push: Pair) -> None:
-    """The bytes have arrived; nobody says so."""
+    """The bytes arrive without their notification."""
     found = in_flight(push)
     for posted in push.transfers:
         push.wire.drop(posted)
@@ -1019,7 +1019,7 @@ def test_a_transfer_that_fails_fails_the_request(pair: Pair, moved: float) -> No
 
 
 def test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed(pair: Pair) -> None:
-    """nixl#2044: what is left of it arrives until then."""
+    """nixl#2044: its remaining bytes may arrive until then."""
     found = in_flight(pair)
     (transfer,) = pair.transfers
     pair.wire.fail(transfer, rest=True)
@@ -1035,12 +1035,12 @@ def test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed(pair: Pai
 
 
 def is_quiet_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
-    """It fails, and the rest of it arrives until its peer is removed; blocks are given back after that."""
+    """Fails a transfer whose remaining bytes arrive until its peer is removed. Blocks must be freed only after that."""
     pair.wire.fail(transfer, 0.3, rest=True)
     for _ in range(8):
         pair.round()
     for rest in pair.wire.rests:
-        # The watch knows whose the blocks are by now.
+        # `Cluster.watch` fails if the blocks have another owner by now.
         pair.wire.land(rest)
     assert request.status is not Status.REMOTE
     pair.settle()
@@ -1048,7 +1048,7 @@ def is_quiet_once_removed(pair: Pair, transfer: Posted, request: Request) -> Non
 
 
 def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_meanwhile(pair: Pair) -> None:
-    """A stale request, or a probe for somebody else's, leads to another handshake over the same connection."""
+    """A stale request, or a probe for another request, causes another handshake over the same connection."""
     found = in_flight(pair)
     (transfer,) = pair.transfers
     mover, other = (pair.prefill, pair.decode) if pair.cluster.pushes else (pair.decode, pair.prefill)
@@ -1062,7 +1062,7 @@ def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_m
 
 
 def test_one_clients_end_does_not_free_the_blocks_of_another(pull: Pair) -> None:
-    """One goes away while its READ is under way; decode looks whether prefill lives; then the other's READ fails."""
+    """One client leaves during its READ, decode checks whether prefill lives, and the other client's READ fails."""
     pull.acquaint()
     prompts = (PROMPT, tuple(reversed(PROMPT)))
     upstream = [pull.ask_prefill(prompt) for prompt in prompts]
@@ -1081,7 +1081,7 @@ def test_one_clients_end_does_not_free_the_blocks_of_another(pull: Pair) -> None
 
 @pytest.mark.parametrize("end", ["restarts", "vanishes and comes back"])
 def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: str) -> None:
-    """It is under way by one name, and its successor answers at the other one."""
+    """A hand-over is in flight by one name, and prefill's successor answers under the other name."""
     own = pair.prefill.own
     by_alias = {"remote_host": "alias"}
     pair.cluster.listening["alias", own.port] = pair.prefill
@@ -1118,8 +1118,10 @@ def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: st
 
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) -> None:
-    """A process of this host stands still that may write most of decode's pool: what does not fit in the rest fails,
-    what does goes on."""
+    """A stopped process of this host may write most of decode's pool.
+
+    A request that does not fit in the other blocks fails; requests that fit continue.
+    """
     pair = Pair(PUSH, kind(num_blocks=40), kind(num_blocks=20))
     pair.cluster.sharing |= {"host-p", "host-d"}
     large = tuple(range(1, 46))
@@ -1136,7 +1138,7 @@ def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) 
     plain = pair.ask_decode(None, (5, 6, 7))
     pair.settle()
     assert plain.status is Status.STOPPED and pair.decode.quarantined == 12
-    # When it ends the kernel says so, and when it goes on it does.
+    # The kernel reports that a process has ended, and a process that continues answers by itself.
     pair.cluster.kill(pair.prefill)
     pair.pass_time(LOOK_SECONDS + 2 * DEAD_SECONDS + 5)
     assert pair.decode.quarantined == 0
@@ -1145,7 +1147,7 @@ def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["another host", "one host"])
 def test_one_that_stood_still_changes_no_byte_of_what_others_got_meanwhile(sharing: bool, push: Pair) -> None:
-    """R13: fenced where it can be, held where it cannot; the watch on every byte would see it (see `Cluster.allow`)."""
+    """R13: a stopped writer is fenced if it can be; else the blocks are held. `Cluster.allow` checks every byte."""
     if sharing:
         push.cluster.sharing |= {"host-p", "host-d"}
     found = in_flight(push)
@@ -1166,7 +1168,7 @@ def test_one_that_stood_still_changes_no_byte_of_what_others_got_meanwhile(shari
 
 
 def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:
-    """vllm#50754: prefill tells decode, instead of leaving it to wait."""
+    """vllm#50754: prefill tells decode, which would otherwise wait."""
     pair.acquaint()
     mover = pair.prefill if pair.cluster.pushes else pair.decode
     mover.workers[0].agent.refuse_posts = True
@@ -1178,7 +1180,7 @@ def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:
 
 
 def test_another_agent_cannot_withdraw(push: Pair) -> None:
-    """Only the rank that registered may."""
+    """Only the rank that registered may withdraw."""
     push.acquaint()
     found = push.ask_decode(push.meet())
     push.decode.step()
@@ -1199,7 +1201,7 @@ def test_another_agent_cannot_withdraw(push: Pair) -> None:
 
 
 def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
-    """Neither that everything is written nor that it has stopped."""
+    """Decode ignores `Written` and `Stopped` messages of other agents."""
     push.acquaint()
     found = push.ask_decode(push.meet())
     push.settle()
@@ -1228,7 +1230,7 @@ def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
     ],
 )
 def test_what_prefill_says_that_it_has_written_is_compared(push: Pair, what: dict[str, Any], cause: str) -> None:
-    """With what decode wants; its bytes are there, and are not used."""
+    """Bytes that have arrived are not used unless the manifest in `Written` matches what decode requested."""
     push.acquaint()
     upstream = push.ask_prefill()
     push.settle()
@@ -1256,7 +1258,7 @@ def test_rubbish_costs_nothing(pair: Pair) -> None:
     assert is_right(pair.hand_over())
 
 
-# --------------------------------------------------------------------------------- what others have made of it
+# --------------------------------------------------------------------- parameters that others have changed
 
 
 def changed(params: dict[str, Any], **what: Any) -> dict[str, Any]:
@@ -1310,7 +1312,7 @@ WRONG: dict[str, tuple[Any, set[str]]] = {
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
 def test_wrong_parameters_cost_their_request(pair: Pair, case: str, recomputes: bool) -> None:
-    """No byte is used, the request ends as the policy says, the cause is counted, and both engines go on."""
+    """No byte is used, the request ends as the policy says, the cause is counted, and both engines continue."""
     pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=recomputes))
     pair.acquaint()
     upstream = pair.ask_prefill()
@@ -1321,7 +1323,7 @@ def test_wrong_parameters_cost_their_request(pair: Pair, case: str, recomputes: 
         pair.pass_time(TIMEOUT_SECONDS + 4)
     assert not defects.found
     if case == "no manifest" and pair.cluster.pushes:
-        # Decode may be asked at once with prefill; it has its KV by name and prompt.
+        # Looks like a request that goes to both at once: decode gets its KV by name and prompt.
         causes = {"none if prefill writes"}
     if "none if prefill writes" in causes and pair.cluster.pushes:
         assert is_right(found) and not pair.causes()
@@ -1345,7 +1347,7 @@ def test_another_prompt_than_prefill_s_is_not_given_its_kv(pair: Pair, prompt: t
 
 
 def test_wrong_parameters_for_prefill_cost_no_answer(pair: Pair) -> None:
-    """It is computed; decode cannot have it."""
+    """Prefill computes the request, but does not offer it."""
     for params in ({"do_remote_decode": "yes"}, {"do_remote_decode": True, "transfer_id": 3}):
         upstream = pair.ask_prefill(params=params)
         pair.settle()
@@ -1360,7 +1362,7 @@ def test_wrong_parameters_for_prefill_cost_no_answer(pair: Pair) -> None:
 @pytest.mark.parametrize("order", ["decode first", "prefill first", "crossed"])
 @pytest.mark.parametrize("by", ["X-Request-Id", "transfer_id"])
 def test_two_prompts_under_one_name_get_their_own_kv(push: Pair, by: str, order: str) -> None:
-    """A name proposes, the digest decides: nobody is given another one's."""
+    """The name finds candidates, and the digest decides: no request gets another one's KV."""
     prompts = [PROMPT, tuple(reversed(PROMPT))]
     extra = {"transfer_id": "t"} if by == "transfer_id" else {}
     found = []
@@ -1382,7 +1384,7 @@ def test_two_prompts_under_one_name_get_their_own_kv(push: Pair, by: str, order:
 
 
 def test_a_name_may_be_used_again_when_its_request_was_served(push: Pair) -> None:
-    """Clients repeat ids, and decode may come first with the next request."""
+    """Clients repeat ids, and the next request may reach decode first."""
     push = Pair(PUSH, kind(caches_prefixes=False), kind(caches_prefixes=False))
     for _ in range(3):
         found = push.ask_decode(push.meet(transfer_id="t"))
@@ -1404,7 +1406,7 @@ def test_a_registration_for_another_prompt_under_a_name_that_prefill_has_does_no
 
 
 def test_two_of_prefill_s_under_one_name_and_prompt_serve_two_of_decode_s(push: Pair) -> None:
-    """Whichever serves which: the bytes are the same."""
+    """It does not matter which serves which: the bytes are equal."""
     push = Pair(PUSH, None, kind(caches_prefixes=False))
     found = [push.ask_decode(push.meet(transfer_id="t")) for _ in range(2)]
     push.settle()
@@ -1417,7 +1419,7 @@ def test_two_of_prefill_s_under_one_name_and_prompt_serve_two_of_decode_s(push: 
 
 @pytest.mark.parametrize("children", [2, 3])
 def test_children_of_one_request_share_its_parameters(pair: Pair, children: int) -> None:
-    """``n`` > 1: each has its own hand-over, or computes; none of them hangs."""
+    """``n`` > 1: each child has a hand-over or computes its prompt; none of them hangs."""
     pair = Pair(pair.cluster.settings.transfer_mode, None, kind(caches_prefixes=False))
     upstream = pair.ask_prefill()
     pair.settle()
@@ -1428,11 +1430,11 @@ def test_children_of_one_request_share_its_parameters(pair: Pair, children: int)
     pair.nothing_is_left()
 
 
-# ---------------------------------------------------------------------------------- nothing runs for nothing
+# ------------------------------------------------------------------------------------------------ idle engines
 
 
 def test_an_engine_that_only_keeps_blocks_sleeps_until_they_are_free(pair: Pair) -> None:
-    """vllm#45168; and it is woken when they are."""
+    """vllm#45168: an idle engine takes no steps, and is woken when the blocks are free."""
     pair.ask_prefill()
     pair.settle()
     assert pair.prefill.requests and not pair.prefill.has_requests
@@ -1445,7 +1447,7 @@ def test_an_engine_that_only_keeps_blocks_sleeps_until_they_are_free(pair: Pair)
 
 
 def test_what_is_counted_is_told_though_nothing_is_computed(pair: Pair) -> None:
-    """The gauge of blocks in quarantine goes back to 0 on an engine that has nothing else to do."""
+    """The gauge of quarantined blocks returns to 0 on an engine that has nothing else to do."""
     found = in_flight(pair)
     pair.decode.abort(found)
     for _ in range(6):
@@ -1455,10 +1457,10 @@ def test_what_is_counted_is_told_though_nothing_is_computed(pair: Pair) -> None:
     assert pair.decode.quarantined == 0 and not pair.decode.has_requests
 
 
-# ----------------------------------------------------------------------------------------------------------- a slab
+# ---------------------------------------------------------------------------------------------------------- staging
 
 SLOTS = (16, 4)
-"""Of which 8 may hold what nobody has asked for yet."""
+"""8 of the 16 slots may hold KV that no peer has requested yet."""
 LONG = tuple(range(100, 160))
 """15 blocks."""
 SIDES = [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)]
@@ -1467,7 +1469,7 @@ SIDES = [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)]
 @pytest.mark.parametrize("sides", SIDES, ids=["P", "D", "both"])
 @pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=["fits", "larger than the slab"])
 def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], prompt: tuple[int, ...]) -> None:
-    """Whoever of the two stages; and a request that no slab could hold goes through range by range."""
+    """For each side that stages. A request larger than the slab is moved range by range."""
     pair = Pair(pair.cluster.settings.transfer_mode, *(kind(slots=slots) for slots in sides))
     found = pair.hand_over(prompt)
     assert is_right(found, len(prompt))
@@ -1476,7 +1478,7 @@ def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], 
 
 
 def test_a_pull_is_copied_out_while_prefill_computes() -> None:
-    """So that when it has answered, only the last step's blocks are to be copied before all of them are free."""
+    """When prefill answers, only the last step's blocks are left to copy before all blocks are free."""
     pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
     upstream = pair.ask_prefill()
     worker = pair.prefill.workers[0]
@@ -1495,7 +1497,7 @@ def test_a_pull_is_copied_out_while_prefill_computes() -> None:
 
 
 def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
-    """Its blocks are not held a second time: they may be anybody's while it goes on after its prompt."""
+    """Its blocks are not held a second time, so they may be reused while it generates after its prompt."""
     pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
     upstream = pair.ask_prefill(max_tokens=8)
     pair.prefill.step()
@@ -1518,7 +1520,7 @@ def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
 
 
 def test_a_staged_pull_that_ends_early_in_its_second_blocks_is_not_copied_out_of_them() -> None:
-    """They are free at once; a copy out of its first blocks may still be under way."""
+    """The second blocks are free at once. A copy from its first blocks may still be in flight."""
     pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
     upstream = pair.ask_prefill(max_tokens=8)
     worker = pair.prefill.workers[0]
@@ -1536,7 +1538,7 @@ def test_a_staged_pull_that_ends_early_in_its_second_blocks_is_not_copied_out_of
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["copied", "being copied"])
 def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -> None:
-    """It may have been preempted because the weights are others now."""
+    """It may have been preempted because the weights have changed."""
     pair = Pair(PULL, kind(budget=5, depth=1, caches_prefixes=False, slots=(32, 8)))
     upstream = pair.ask_prefill()
     worker = pair.prefill.workers[0]
@@ -1560,7 +1562,7 @@ def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["room", "full"])
 def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
-    """Whoever sends it, prefill's blocks come back and its engine lives (R10)."""
+    """Prefill's blocks become free and its engine lives, whatever a registration contains (R10)."""
     pair = Pair(PULL, kind(slots=SLOTS))
     pair.acquaint()
     upstream = pair.ask_prefill(LONG)
@@ -1588,7 +1590,7 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
 
 
 def test_slots_are_copied_when_every_rank_has_written() -> None:
-    """A block has heads of both."""
+    """Each block has heads of both ranks of prefill."""
     pair = Pair(PUSH, kind(tp_size=2), kind(slots=SLOTS))
     pair.acquaint()
     pair.ask_prefill()
@@ -1606,7 +1608,7 @@ def test_slots_are_copied_when_every_rank_has_written() -> None:
 @pytest.mark.parametrize("sides", [((0, 0), (0, 0)), *SIDES], ids=["none", "P", "D", "both"])
 @pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tuple[int, int], ...]) -> None:
-    """Decode wants one token less than the digest is of; prefill says nothing of its tokens before it has them all."""
+    """Decode requests one token fewer than the digest covers. Prefill announces no tokens before it has all."""
     pair = Pair(mode, *(kind(slots=slots, drops_blocks=True, budget=4) for slots in sides))
     assert is_right(pair.hand_over(), len(PROMPT) - 1)
     assert pair.causes() == {}
@@ -1626,7 +1628,7 @@ def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tu
 
 @pytest.mark.parametrize("others", [PROMPT, LONG], ids=["fits", "larger than the slab"])
 def test_what_a_vanished_host_may_still_write_does_not_keep_others_out(pair: Pair, others: tuple[int, ...]) -> None:
-    """Its slots stay taken as its blocks do; there are slots for everybody else."""
+    """Its slots stay taken, like its blocks, but other hand-overs still get slots."""
     pair = Pair(pair.cluster.settings.transfer_mode, kind(num_blocks=200), kind(slots=SLOTS, num_blocks=200))
     prefill = pair.prefill
     upstreams = [pair.ask_prefill(tuple(range(begin, begin + 60)), name=f"cmpl-{begin}-0") for begin in (0, 70, 140)]
@@ -1663,7 +1665,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_slots_takes_none(pair: Pai
 
 
 def test_blocks_are_free_when_they_are_copied(pair: Pair) -> None:
-    """Long before decode comes; the lease then keeps slots."""
+    """Blocks become free long before decode asks. From then on the lease keeps slots."""
     pair = Pair(pair.cluster.settings.transfer_mode, kind(slots=SLOTS, caches_prefixes=False))
     upstream = pair.ask_prefill()
     pair.settle()
@@ -1714,7 +1716,7 @@ def test_a_full_slab_makes_requests_wait_and_fail_none(pair: Pair) -> None:
 
 
 def test_two_engines_whose_slabs_are_full_serve_each_other(pair: Pair) -> None:
-    """What nobody has asked for yet never takes the last slots: each would wait for the other's until a lease ends."""
+    """Parked KV never takes the last slots; else each engine would wait for the other's until a lease ends."""
     mode = pair.cluster.settings.transfer_mode
     pair = Pair(mode, *(kind(slots=SLOTS, caches_prefixes=False, num_blocks=100) for _ in range(2)))
     engines = pair.prefill, pair.decode
@@ -1740,7 +1742,7 @@ def test_two_engines_whose_slabs_are_full_serve_each_other(pair: Pair) -> None:
 
 
 def test_a_copy_that_fails_costs_its_request(pair: Pair) -> None:
-    """What prefill could not copy is copied again for whoever asks; what decode could not is computed."""
+    """What prefill failed to copy is copied again when a peer asks. What decode failed to copy is recomputed."""
     pair = Pair(pair.cluster.settings.transfer_mode, kind(slots=SLOTS), kind(slots=SLOTS))
     pair.acquaint()
     pair.prefill.workers[0].copier.fails = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs between two engines, to be run over every direction and kind of memory."""
+"""Hand-overs between two engines, for every direction and kind of memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ POLICIES = ["fail", "recompute"]
 def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bool, node: Callable[..., Node]) -> None:
     geometry = dataclasses.replace(RESERVED, era=era, contiguous=contiguous)
     prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
-    # So that equal tokens are not at equal places.
+    # Makes the block ids of the two sides differ.
     decode.add("cmpl-y-0-dddddddd", None, first_token=200, num_tokens=PROMPT - 8)
     decode.step()
     others = decode.blocks("cmpl-y-0-dddddddd")
@@ -79,13 +79,13 @@ def test_decode_may_have_blocks_of_other_sizes(node: Callable[..., Node]) -> Non
 
 @pytest.mark.parametrize("ratios", [(2, 1), (1, 2), (2, 4), (2, 2)], ids=str)
 def test_kernel_blocks_may_be_smaller_than_blocks(ratios: tuple[int, int], node: Callable[..., Node]) -> None:
-    """Finding A4: equal kernel blocks, and unequal blocks of the scheduler. Each side counts its own."""
+    """Finding A4: kernel blocks are equal and logical blocks are not. Each side counts its own logical blocks."""
     small = dataclasses.replace(RESERVED, block_size=8, num_blocks=80, reserved_blocks=90)
     prefill, decode = (
         node(filling, small, kernel_blocks_per_block=ratio)
         for filling, ratio in zip((PREFILL_FILLING, DECODE_FILLING), ratios, strict=True)
     )
-    # Part of it is in decode's prefix cache, and blocks are not at the same places on both sides.
+    # Part of the prompt is in decode's prefix cache, and block ids differ between the sides.
     decode.add("cmpl-y-0-dddddddd", None, first_token=200, num_tokens=5)
     decode.add("cmpl-z-0-dddddddd", None, num_tokens=33, max_tokens=1)
     decode.step_until(lambda: "cmpl-z-0-dddddddd" in decode.ended)
@@ -99,7 +99,7 @@ def test_kernel_blocks_may_be_smaller_than_blocks(ratios: tuple[int, int], node:
 
 
 def test_only_tokens_that_decode_has_not_cached_are_moved(pair: tuple[Node, Node]) -> None:
-    """Two of three blocks are in decode's prefix cache; what stands in them stays."""
+    """Two of three blocks are in decode's prefix cache; their bytes do not change."""
     prefill, decode = pair
     decode.add("cmpl-y-0-dddddddd", None, num_tokens=2 * BLOCK_SIZE + 1)
     decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
@@ -116,7 +116,7 @@ def test_only_tokens_that_decode_has_not_cached_are_moved(pair: tuple[Node, Node
 
 
 def test_prefill_lets_go_of_what_decode_has_cached_altogether(pair: tuple[Node, Node]) -> None:
-    """Long before its lease ends: decode says that it needs nothing (vllm#41269)."""
+    """Prefill frees its blocks long before the lease ends: decode tells it that it needs nothing (vllm#41269)."""
     prefill, decode = pair
     decode.add("cmpl-y-0-dddddddd", None, num_tokens=PROMPT + 1)
     decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
@@ -131,7 +131,7 @@ def test_prefill_lets_go_of_what_decode_has_cached_altogether(pair: tuple[Node, 
 
 
 def test_a_prompt_that_prefill_computed_in_chunks_arrives(node: Callable[..., Node]) -> None:
-    """Chunks end inside blocks, and prefill starts over once without its prefix cache."""
+    """Chunks end inside blocks, and prefill is preempted once and starts again without its prefix cache."""
     prefill = node(PREFILL_FILLING, tokens_a_step=CHUNK, prefix_caching=False)
     decode = node(DECODE_FILLING, tokens_a_step=CHUNK)
     prefill.add(PREFILL_ID, SEND, 1)
@@ -163,7 +163,7 @@ def test_decodes_request_aborted_in_its_queue_frees_prefills_blocks(pair: tuple[
 def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     policy: str, known: bool, node: Callable[..., Node]
 ) -> None:
-    """Of its blocks, which hold another request's KV by now."""
+    """The blocks hold another request's KV by then."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
     if known:
         served(prefill, decode)
@@ -171,7 +171,7 @@ def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     blocks = prefill.blocks(PREFILL_ID)
     rest(prefill)
     assert PREFILL_ID in prefill.sent
-    # What is staged owes no blocks: its lease may end behind the last step.
+    # A staged offer keeps no blocks, so its lease may end after the last step.
     until(lambda: prefill.step() and prefill.account["num_kv_expired_reqs"] == [1])
     prefill.fill(blocks, ANOTHER_REQUESTS)
     decode.add(DECODE_ID, params)
@@ -181,7 +181,7 @@ def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
 
 
 def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has named it for a while; neither side keeps anything of it (finding C5)."""
+    """No request has named the peer for a while, and neither side keeps any state of it (finding C5)."""
     prefill, decode = pair
     monkeypatch.setattr(peers, "FORGOTTEN_SECONDS", 0.3)
     served(prefill, decode)
@@ -196,7 +196,7 @@ def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeyp
 def test_parameters_from_before_prefills_restart_give_no_bytes(
     known: bool, policy: str, node: Callable[..., Node]
 ) -> None:
-    """It has the same engine id, the same address and, in the same blocks, another request."""
+    """The restarted engine has the same id and address and, in the same blocks, another request."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy, handover_timeout=10)
     if known:
         served(prefill, decode)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of ours for hand-overs between them: vLLM's scheduler, this package's patches, real NIXL, and a model that
-writes bytes that are known from the tokens and their places.
+"""Engines with this package active, for hand-overs between them: vLLM's scheduler, this package's patches, real NIXL,
+and a model that writes bytes which follow from the tokens and their positions.
 
-So decode's blocks are compared with what they must hold, and every other block with what filled it before.
+Tests compare decode's blocks with the bytes that they must hold, and every other block with the byte that filled it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
 from support.transports import until
 
-# More room than was planned, as kvcached reserves it.
+# More blocks than were planned, as kvcached reserves them.
 RESERVED = dataclasses.replace(GEOMETRY, era=ERAS[0], reserved_blocks=29)
 BLOCK_SIZE = RESERVED.block_size
 CHUNK = 40
@@ -39,14 +39,14 @@ IDLE_SECONDS = 2.0
 
 
 def kv(token_ids: list[int], first_position: int, layer: int, num_bytes: int) -> torch.Tensor:
-    """The bytes of each token in a layer; none of them is a filling."""
+    """Returns the bytes of each token in a layer. None of them is a byte that a test fills blocks with."""
     tokens, numbers = torch.tensor(token_ids)[:, None], torch.arange(num_bytes)[None]
     positions = torch.arange(first_position, first_position + len(token_ids))[:, None]
     return ((tokens * 101 + positions * 7 + layer * 31 + numbers * 13) % 241).to(torch.uint8)
 
 
 class Node(engine_node.Node):
-    """An engine of ours, with a model that writes every token's bytes into its place."""
+    """An engine with this package active, and a model that writes each token's bytes into its blocks."""
 
     @property
     def agent(self) -> Any:
@@ -54,7 +54,7 @@ class Node(engine_node.Node):
 
     @property
     def side(self) -> Any:
-        """The worker's side of a hand-over."""
+        """The worker's `WorkerFacade`."""
         return side_of(self.engine.worker)
 
     @property
@@ -64,12 +64,12 @@ class Node(engine_node.Node):
 
     @property
     def registry(self) -> Any:
-        """Prefill's half of it."""
+        """Prefill's half of the transfer thread."""
         return self.thread._registry
 
     @property
     def receiver(self) -> Any:
-        """Decode's half of it."""
+        """Decode's half of the transfer thread."""
         return self.thread._receiver
 
     @property
@@ -78,35 +78,37 @@ class Node(engine_node.Node):
 
     @property
     def owes(self) -> bool:
-        """The engine holds blocks for somebody, waits for some, or has something to tell or to hear."""
+        """Whether the engine keeps or holds blocks, waits for KV, or has something pending."""
         side = self.side_of_engine
         waits = side.num_waiting or side.num_kept or side._holds.num_blocks
         return bool(waits or side.pending or len(self.registry) or len(self.receiver))
 
     def address(self, request_id: str = "") -> dict[str, Any]:
-        """What a router that asks both sides at once knows of this prefill; without an id that it cannot know."""
+        """Returns the parameters of a router that sends to both sides at once; it has no ``remote_request_id`` yet."""
         return {key: one for key, one in super().address(request_id).items() if one != ""}
 
     @property
     def wakes(self) -> bool:
-        """Our side makes the engine step. (By itself vLLM 0.28 steps as long as it keeps a request's blocks; then our
-        side lets it rest between steps.)"""
+        """Whether this package makes the engine step.
+
+        vLLM 0.28 alone steps as long as it keeps a request's blocks; this package lets it rest between steps.
+        """
         pending = bool(self.side_of_engine.pending)
         assert self.scheduler.has_requests() or not pending
         return pending
 
     @property
     def moved(self) -> bool:
-        """Everything of an attempt has come or failed; the engine has not heard of it."""
+        """Whether an attempt has finished on the transfer thread, and the engine does not know it yet."""
         return bool(self.thread._outcomes._outcome.finished)
 
     @property
     def tag(self) -> str:
-        """What its handshake says of it."""
+        """The tag that its handshake sends as the compatibility hash."""
         return str(self.worker.xfer_handshake_metadata.compatibility_hash)
 
     def step(self) -> Any:
-        """As EngineCore.step: an engine that need not step does not."""
+        """Steps as EngineCore does: only if there are requests."""
         return super().step() if self.scheduler.has_requests() else True
 
     def compute(self, output: Any) -> None:
@@ -117,13 +119,13 @@ class Node(engine_node.Node):
                 cells.copy_(expected)
 
     def tokens(self, request_id: str) -> int:
-        """How many of a request are computed."""
+        """Returns how many tokens of a request are computed."""
         return int(self.scheduler.requests[request_id].num_computed_tokens)
 
     def cells(
         self, token_ids: list[int], block_ids: list[int], first_position: int, offset: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Where the tokens from a position on are, and what they must be. ``offset``: where the blocks begin."""
+        """Yields (memory, expected bytes) of the tokens from a position on. ``offset``: position of the first block."""
         size, position = self.geometry.block_size, first_position
         block_ids = self.kernel_blocks(block_ids)
         while position < len(token_ids):
@@ -135,17 +137,17 @@ class Node(engine_node.Node):
             position += len(tokens)
 
     def holds(self, block_ids: list[int], first_position: int = 0, end: int = PROMPT, first_token: int = 0) -> bool:
-        """The blocks hold the tokens of a prompt from a position on, and none is missing."""
+        """Whether the blocks hold the right KV of every token of a prompt from a position on."""
         cells = self.cells(prompt(first_token, end), block_ids, first_position, first_position)
         return all(torch.equal(found, expected) for found, expected in cells)
 
     def kernel_blocks(self, block_ids: list[int]) -> list[int]:
-        """What memory is laid out in; the scheduler's own blocks but for engines that say so."""
+        """Returns the kernel blocks of these logical blocks."""
         ratio = self.kernel_blocks_per_block
         return [block_id * ratio + part for block_id in block_ids for part in range(ratio)]
 
     def all_but(self, block_ids: list[int]) -> list[int]:
-        """Every other block that memory is reserved for."""
+        """Returns every other kernel block that memory is reserved for."""
         kept = self.kernel_blocks(block_ids)
         return [block_id for block_id in range(self.geometry.reserved_blocks) if block_id not in kept]
 
@@ -153,13 +155,13 @@ class Node(engine_node.Node):
         return all(bool((page.view(torch.uint8) == filling).all()) for page in self.content(block_ids))
 
     def fill(self, block_ids: list[int], filling: int) -> None:
-        """Something else comes to stand in the blocks."""
+        """Overwrites the blocks with a byte."""
         for cache in self.caches.values():
             for block_id in block_ids:
                 self.geometry.block(cache, block_id).view(torch.uint8).fill_(filling)
 
     def preempt(self, request_id: str) -> None:
-        """What the scheduler does to all requests that run when its prefix cache is reset."""
+        """Preempts a request, as the scheduler does with all running requests when its prefix cache is reset."""
         request = self.scheduler.requests[request_id]
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, 0.0)
@@ -169,7 +171,7 @@ class Node(engine_node.Node):
         return self.scheduler.requests[request_id].status
 
     def settle(self) -> None:
-        """The transfer thread has done everything that it could do when this was called."""
+        """Waits until the transfer thread has done everything that it could do when this was called."""
         turn, done = self.thread.turn, list[float]()
 
         def counted() -> float:
@@ -181,7 +183,7 @@ class Node(engine_node.Node):
         del self.thread.turn
 
     def die(self) -> None:
-        """The process ends: whoever listened does not, and nobody finds its agent."""
+        """Ends the process: its side channel closes and its agent cannot be reached."""
         self.shutdown()
         transport = self.thread._context.transport
         transport._agent = self.worker.nixl_wrapper = None
@@ -193,14 +195,14 @@ class Node(engine_node.Node):
 
 @dataclasses.dataclass
 class Gate:
-    """Holds something back while it is closed. ``kept``: what was."""
+    """Delays something while it is closed. ``kept``: the delayed items."""
 
     closed: bool = True
     kept: list[Any] = dataclasses.field(default_factory=list)
 
 
 def notifications_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """What is said to the node is not heard."""
+    """Delays the notifications that the node receives."""
     gate, real = Gate(), node.agent.get_new_notifs
 
     def get_new_notifs() -> Any:
@@ -214,7 +216,7 @@ def notifications_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def transfers_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """The node's READs and WRITEs are under way, and move nothing."""
+    """Delays the node's READs and WRITEs: they stay in flight and move nothing."""
     gate, transfer, check = Gate(), node.agent.transfer, node.agent.check_xfer_state
 
     def hold(handle: Any) -> str:
@@ -236,13 +238,13 @@ def transfers_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture(params=["pull", "push"])
 def direction(request: pytest.FixtureRequest) -> str:
-    """Who moves the bytes; a module that is about one of them says so in a fixture of this name."""
+    """The transfer direction. A test module that needs only one overrides this fixture."""
     return str(request.param)
 
 
 @pytest.fixture
 def node(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
-    """Makes a node, all its pages filled with the given byte."""
+    """Creates nodes whose pages are all filled with the given byte."""
     with nodes(Node, tmp_path, log) as make:
         yield lambda filling, geometry=RESERVED, transfer_mode=direction, **options: make(
             filling, geometry, transfer_mode=transfer_mode, **options
@@ -255,12 +257,12 @@ def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
 
 
 def mover(direction: str, prefill: Node, decode: Node) -> Node:
-    """Who posts the transfers."""
+    """Returns the node that posts the transfers."""
     return prefill if direction == "push" else decode
 
 
 def asked(decode: Node, params: dict[str, Any], request_id: str = DECODE_ID, **options: Any) -> list[int]:
-    """A request comes to decode and is given blocks; returns them."""
+    """Adds a request to decode, which allocates its blocks. Returns them."""
     decode.add(request_id, params, **options)
     decode.step()
     assert decode.waits(request_id)
@@ -268,7 +270,11 @@ def asked(decode: Node, params: dict[str, Any], request_id: str = DECODE_ID, **o
 
 
 def registered(decode: Node, prefill: Node, request_id: str = DECODE_ID, **options: Any) -> list[int]:
-    """Push: a request that prefill has not begun comes to decode and is registered; returns its blocks."""
+    """Push: adds a request to decode that prefill has not started, and waits for its registration.
+
+    Returns:
+        The request's blocks.
+    """
     blocks = asked(decode, {**prefill.address(), **NAME}, request_id, **options)
     until(lambda: prefill.registry._write_tasks)
     return blocks
@@ -279,7 +285,7 @@ def until_both(prefill: Node, decode: Node, found: Callable[[], Any]) -> None:
 
 
 def all_free(node: Node) -> bool:
-    """Every block is in the free pool, once, and nobody counts it as used."""
+    """Whether every block is in the free queue once, and has no references."""
     pool = node.scheduler.kv_cache_manager.block_pool
     found = sorted(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
     used = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
@@ -287,9 +293,10 @@ def all_free(node: Node) -> bool:
 
 
 def rest(*both: Node) -> None:
-    """They step for as long as their engines would; then nothing is owed and all blocks are free.
+    """Steps the nodes as long as their engines would, then checks that nothing is owed and all blocks are free.
 
-    When only leases are waited for, these end: a case need not grant short ones, which a slow machine outlasts.
+    When only leases are left to wait for, they expire at once, so a test need not set short leases, which would expire
+    too early on a slow machine.
     """
 
     def waits_for_leases() -> bool:
@@ -310,7 +317,7 @@ def rest(*both: Node) -> None:
 
 
 def computed_alone(node: Node) -> None:
-    """The engine goes on: a request that is nobody's but its own."""
+    """Checks that the engine still works: it computes a local request."""
     node.add("cmpl-w-0-eeeeeeee", None, first_token=300)
     node.step_until(lambda: "cmpl-w-0-eeeeeeee" in node.ended)
     assert node.ended["cmpl-w-0-eeeeeeee"] == "length"
@@ -319,16 +326,16 @@ def computed_alone(node: Node) -> None:
 def prefilled(
     prefill: Node, request_id: str, first_token: int = 0, num_tokens: int = PROMPT, max_tokens: int = 1, **params: Any
 ) -> dict[str, Any]:
-    """A request that prefill has computed and keeps; returns decode's parameters for it, as a client gets them."""
+    """Lets prefill compute a request and keep its blocks. Returns the parameters for decode, as a client gets them."""
     prefill.add(request_id, {**SEND, **params}, max_tokens, first_token, num_tokens=num_tokens)
     prefill.step_until(lambda: request_id in prefill.transfer_params)
-    # As JSON makes them.
+    # JSON turns tuples into lists, as on the way through a client.
     return json.loads(json.dumps(prefill.transfer_params[request_id]))
 
 
 @contextmanager
 def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
-    """No lease and no deadline of a case ends what happens meanwhile, however slow the machine is."""
+    """Raises all leases and deadlines, so that none expires however slow the machine is."""
     fetching, registry, seconds = decode.side_of_engine._fetching, prefill.registry, 600.0
     terms = dataclasses.replace(fetching._terms, timeout_seconds=seconds)
     with (
@@ -341,7 +348,7 @@ def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
 
 
 def served(prefill: Node, decode: Node, number: int = 7) -> None:
-    """Both engines go on: another request is handed over from one to the other."""
+    """Checks that both engines still work: another request is handed over."""
     first_token = 40 * number
     with without_haste(prefill, decode):
         params = prefilled(prefill, f"cmpl-w-0-aaaaaaa{number}", first_token)
@@ -354,7 +361,7 @@ def served(prefill: Node, decode: Node, number: int = 7) -> None:
 
 
 def ends_by_policy(policy: str, decode: Node, *others: Node, num_tokens: int = PROMPT, first_token: int = 0) -> None:
-    """Decode's request fails, or decode computes it itself; then all blocks are free on all sides."""
+    """Checks that decode's request fails or is recomputed, as the policy says, and that all blocks become free."""
 
     def step() -> bool:
         return all(node.step() for node in (decode, *others))

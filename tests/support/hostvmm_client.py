@@ -32,7 +32,7 @@ class _Access(ctypes.Structure):
 
 
 def compile_library(folder: Path) -> Path:
-    """Compiles the same sources that are linked into kvcached, with their names visible."""
+    """Compiles the sources that are linked into kvcached, with exported symbols."""
     library = folder / "libhostvmm.so"
     native = Path(build.__file__).with_name("native")
     sources = [str(native / name) for name in build.SOURCES]
@@ -43,7 +43,7 @@ def compile_library(folder: Path) -> Path:
 
 
 class Client:
-    """One process's view of the emulated device. Addresses are ints, sizes bytes."""
+    """One process's view of the emulated device. Addresses are ints, sizes are in bytes."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -58,7 +58,7 @@ class Client:
         self._call("hipInit", 0)
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
+        """Returns (free, total) in bytes."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("hipMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value

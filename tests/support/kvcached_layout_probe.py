@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_kvcached_layouts.py in a process of its own: the real kvcached's layout is chosen once per process.
+"""Run by test_kvcached_layouts.py in a separate process, because the real kvcached chooses its layout once per process.
 
 argv: the fields of a Geometry as JSON. Allocates with kvcached, takes blocks from kvcached's manager, writes one block
-after the other through attention's views, and prints what the planned descriptors of that block then hold.
+after the other through attention's views, and prints the bytes that the planned descriptors of that block then hold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     latent = geometry.is_latent
     one_buffer = latent or geometry.era == "packed"
     interfaces.init_kvcached(is_worker=True, device="cuda:0")
-    # Below the hook that admits only the CPU worker's shapes: GPU shapes are what is asked for here.
+    # Bypasses the hook that accepts only the CPU worker's shapes, because this probe needs GPU shapes.
     tensors = inspect.unwrap(interfaces.alloc_kv_cache)(
         geometry.shape(geometry.num_blocks),
         geometry.block_size,

@@ -23,8 +23,8 @@ class Geometry:
     Attributes:
         era: ``kv_first`` (2, N, bs, H, D), ``blocks_first`` (N, 2, bs, H, D), ``packed`` (N, H, bs, 2D), ``mla``
             (N, bs, C) or, since vLLM 0.29, ``latent`` (N, 1, bs, C).
-        contiguous: all layers of a block side by side, or each layer apart.
-        num_blocks: blocks planned; ``reserved_blocks`` (more) are what kvcached's addresses have room for.
+        contiguous: all layers of a block are adjacent; otherwise each layer is separate.
+        num_blocks: planned blocks. ``reserved_blocks``, which is larger: blocks for which kvcached reserves addresses.
         groups: KV-cache groups that share the pools; layer ``g.i`` of each group g uses pool i.
     """
 
@@ -57,11 +57,11 @@ class Geometry:
         return self.page_elements * self.dtype.itemsize
 
     def page(self) -> Page:
-        """A block of one layer as vLLM counts it."""
+        """Bytes of a block of one layer, as vLLM computes them."""
         return Page(self.page_bytes, self.block_size, 1 if self.is_latent else self.num_kv_heads)
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
-        """The backend's logical shape of one layer."""
+        """Returns the backend's logical shape of one layer."""
         heads, size, width = self.num_kv_heads, self.block_size, self.head_size
         return {
             "kv_first": (2, num_blocks, size, heads, width),
@@ -72,7 +72,7 @@ class Geometry:
         }[self.era]
 
     def axes(self) -> Axes:
-        """What the backend's dimensions count."""
+        """Returns what each dimension of the backend's shape stands for."""
         numbers = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
         probed = replace(self, block_size=numbers["block_size"], num_kv_heads=numbers["num_heads"], head_size=80)
         return Axes.from_probe(probed.shape(numbers["num_blocks"]), **numbers)
@@ -83,7 +83,7 @@ class Geometry:
         ]
 
     def allocate(self) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Layer name -> attention's view, and the memory behind the views."""
+        """Returns layer name -> attention's view, and the memory behind the views."""
         count, pools = self.reserved_blocks, self.num_pools
         if self.contiguous:
             memory = [torch.zeros(count * pools * self.page_elements, dtype=self.dtype)]
@@ -115,11 +115,11 @@ class Geometry:
         return memory.as_strided(self.shape(self.reserved_blocks), strides, offset)
 
     def block(self, cache: torch.Tensor, block_id: int) -> torch.Tensor:
-        """One layer's block as attention sees it."""
+        """Returns one layer's block as attention sees it."""
         return cache.select(1 if self.era == "kv_first" else 0, block_id)
 
     def expected_regions(self) -> int:
-        """Regions a transfer of one block must touch."""
+        """Returns how many regions a transfer of one block must touch."""
         if self.contiguous and self.num_pools > 1:
             return 1
         split = self.era in ("kv_first", "blocks_first") and not self.contiguous

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may import whom, read from the source: an import inside a function or under TYPE_CHECKING counts as well."""
+"""Which module may import which, read from the source. Imports in functions and under TYPE_CHECKING count as well."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 
 def violations(package: Path) -> list[str]:
-    """One line for each import that the tables above do not allow, in the package at ``package``."""
+    """Returns a line for each import in the package at ``package`` that the tables above do not allow."""
     return [
         f"{file.relative_to(package)}:{line} imports {name}"
         for file in sorted(package.rglob("*.py"))
@@ -79,9 +79,9 @@ def violations(package: Path) -> list[str]:
 
 
 def circles(package: Path) -> list[str]:
-    """The shortest import circle through each module that is in one, each circle once, as "a -> b -> a".
+    """Returns the shortest import cycle through each module that is in one, each cycle once, as "a -> b -> a".
 
-    Only what is written counts: that Python runs a package's __init__ before any of its modules does not.
+    Only imports in the source count, not that Python runs a package's __init__ before its modules.
     """
     graph = _graph(package)
     found = {frozenset(circle): circle for module in graph if (circle := _way_back(module, graph))}
@@ -89,7 +89,7 @@ def circles(package: Path) -> list[str]:
 
 
 def _graph(package: Path) -> dict[str, list[str]]:
-    """Module -> modules of the package that it imports; a package goes by the name of its folder."""
+    """Returns module -> modules of the package that it imports. A package has the name of its folder."""
     files = {_module(file.relative_to(package)): file for file in sorted(package.rglob("*.py"))}
     graph: dict[str, list[str]] = {}
     for module, file in files.items():
@@ -104,14 +104,14 @@ def _module(file: Path) -> str:
 
 
 def _longest(name: str, modules: Mapping[str, object]) -> str | None:
-    """``a.b.C`` is imported from the module ``a.b``."""
+    """Returns the longest prefix of a dotted name that is a module: ``a.b`` for ``a.b.C``."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def _way_back(start: str, graph: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """The shortest way from ``start`` along imports to a module that imports it; empty if there is none."""
+    """Returns the shortest path of imports from ``start`` to a module that imports it; empty if there is none."""
     ways: list[tuple[str, ...]] = [(start,)]
     seen = {start}
     for way in ways:
@@ -125,7 +125,7 @@ def _way_back(start: str, graph: Mapping[str, list[str]]) -> tuple[str, ...]:
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything ``file`` imports, however it does it."""
+    """Yields (line, absolute dotted name) of every import in ``file``, in any form."""
     parents = (PACKAGE, *file.relative_to(package).parent.parts)
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         if isinstance(node, ast.Import):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation says, read from its Markdown: headings, links, rows of tables, sentences."""
+"""Reads the Markdown of the documentation: headings, links, rows of tables, sentences."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*([A-Z0-9]|vLLM|kvca
 
 
 def headings(text: str) -> list[tuple[int, str]]:
-    """(level, text) of each, in order; what is code in them without its quotes."""
+    """Returns (level, text) of each heading, in order. Code spans lose their backticks."""
     found = _HEADING.findall(_FENCE.sub("", text))
     return [(len(marks), _LINK.sub(r"\1", title).replace("`", "")) for marks, title in found]
 
 
 def section(text: str, title: str) -> str:
-    """What is below the heading ``title``, up to the next one of its level or above; "" if there is no such heading."""
+    """Returns the text below the heading ``title``, up to the next one of its level or above; "" without a heading."""
     text = _FENCE.sub("", text)
     places = list(_HEADING.finditer(text))
     for number, one in enumerate(places):
@@ -60,23 +60,23 @@ def section(text: str, title: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may name: anchors that the site and a repository's web page both give to a heading."""
+    """Returns the anchors of headings that are the same on the site and on a repository's web page."""
     titles = [title for _, title in headings(text)]
     named = set(re.findall(r'<a id="([^"]+)"></a>', text))
     return named | _numbered(map(_of_site, titles), "_") & _numbered(map(_of_repository, titles), "-")
 
 
 def links(text: str) -> list[str]:
-    """Targets of links and images, without those that leave the repository."""
+    """Returns the targets of links and images that stay in the repository."""
     text = _CODE.sub("", "\n".join(_lines_of_prose(text)))
     return [target for _, target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
 
 def broken_links(page: Path, root: Path) -> list[str]:
-    """Links of a page whose file or anchor is not there.
+    """Returns the links of a page whose file or anchor does not exist.
 
     Args:
-        root: no link may lead out of it.
+        root: links that leave this folder are broken as well.
     """
     found = []
     for target in links(page.read_text()):
@@ -92,7 +92,7 @@ def broken_links(page: Path, root: Path) -> list[str]:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """First cell, without quotes of code -> the row's cells, of every table. Each name in a first cell has the row."""
+    """Returns name -> the row's cells, for every table. Each code span in the first cell is a name, else its text."""
     found: dict[str, list[str]] = {}
     for line in _FENCE.sub("", text).splitlines():
         if line.startswith("|") and not _is_ruler(line):
@@ -103,12 +103,12 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def cells_of(line: str) -> list[str]:
-    """The cells of a table's row."""
+    """Returns the cells of a table's row."""
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Every sentence that a person reads: of paragraphs, items, cells and headings. No code, nothing generated."""
+    """Returns every sentence of paragraphs, list items, cells and headings, without code and generated parts."""
     for unit in _units(text):
         plain = _LINK.sub(r"\1", _CODE.sub("CODE", unit))
         begin = 0
@@ -120,7 +120,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def faults(text: str) -> list[str]:
-    """Sentences that are too long, and old terms, each with what is wrong."""
+    """Returns a line for each sentence that is too long and for each old term."""
     found = []
     for one in sentences(text):
         length = sum(1 for term in one.split() if re.search(r"\w", term))
@@ -133,7 +133,7 @@ def faults(text: str) -> list[str]:
 
 
 def _lines_of_prose(text: str) -> Iterator[str]:
-    """Lines without code blocks; what belongs to an admonition without its indentation."""
+    """Yields lines outside code blocks. Lines of an admonition lose their indentation."""
     text = _FENCE.sub("", _COMMENT.sub("", _GENERATED.sub("", text)))
     is_admonition, is_after_text = False, False
     for line in text.splitlines():
@@ -181,7 +181,7 @@ def _of_repository(title: str) -> str:
 
 
 def _numbered(names: Iterator[str], separator: str) -> set[str]:
-    """The second of a name gets a number."""
+    """Numbers the second and later anchors of a name."""
     count: Counter[str] = Counter()
     found = set()
     for name in names:

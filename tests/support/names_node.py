@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_names.py: one process of an engine, on the real kvcached over host memory.
 
-argv: ``core`` or ``worker``, and ``ours`` or ``stock``. Takes a line of JSON for each thing it is asked and answers so.
+argv: ``core`` or ``worker``, and ``ours`` or ``stock``. Reads each command as a line of JSON and answers with one.
 
-    core     name             -> the name that its workers are to have
-             manage           -> makes the account; the worker has to be there
-             take COUNT       -> the blocks that it got
+    core     name             -> the name that its workers must use
+             manage           -> creates the KV cache manager; needs a running worker
+             take COUNT       -> how many blocks it got
              end              -> shuts kvcached down, as vLLM's engine core does
-    worker   name NAME        -> listens under that name, and has its tensors made
-             maps             -> how often its pages were mapped since it began
+    worker   name NAME        -> listens under that name, and allocates its KV tensors
+             maps             -> how often its pages were mapped since it started
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Node:
 
         self.kvcached = interfaces
         self.is_ours = whose == "ours"
-        self.executor = SimpleNamespace  # anything that can be referred to weakly
+        self.executor = SimpleNamespace  # any object that allows weak references
         if role == "core":
             interfaces.init_kvcached(is_worker=False, device="cuda:0")
 
@@ -82,7 +82,7 @@ class Node:
 def main() -> None:
     node = Node(*sys.argv[1:])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # kvcached prints
+    os.dup2(2, 1)  # kvcached prints to standard output
     for line in sys.stdin:
         what, *arguments = json.loads(line)
         try:
@@ -90,7 +90,7 @@ def main() -> None:
         except NameRefused as cause:
             answer = str(cause)
         print(json.dumps(answer), file=answers, flush=True)
-    os._exit(0)  # as vLLM's processes do: no destructor runs
+    os._exit(0)  # as vLLM's processes do, so no destructor runs
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_names.py: engines of one script. argv: a folder with a model, and the name of one of the functions below.
+"""Run by test_names.py: several engines in one script. argv: a folder with a model, and ``two`` or ``inside``.
 
-Reads prompts as JSON from standard input and prints what is found as a line of JSON.
+Reads prompts and a number of tokens as JSON from standard input, and prints the result as a line of JSON.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
 
 
 def two(model: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """In processes of their own, of one process group."""
+    """Runs two engines, each in separate processes, in one process group."""
     first, second = engine(model), engine(model)
     return {"answers": [answers(one, prompts, tokens) for one in (first, second)]}
 
 
 def inside(model: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """In this process, one after the other."""
+    """Runs an engine in this process and tries to start a second one beside it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     first = engine(model)
     try:

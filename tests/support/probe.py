@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in a subprocess: does what its arguments say, in that order, then prints the state it ends in as JSON.
+"""Run in a subprocess: performs the actions given as arguments, in order, then prints its final state as JSON.
 
 python probe.py ACTION...
 
@@ -11,7 +11,7 @@ plugins       imports vllm and calls its load_general_plugins()
 uninstall     calls kvcached_nixl.uninstall()
 create=NAME   creates a connector through vLLM's factory; "create=MultiConnector:NixlConnector" one inside another,
               'create=NixlConnector{"transfer_mode": "push"}' one with extra configuration
-spawn, fork   does the rest in a child process
+spawn, fork   performs the remaining actions in a child process
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def act(action: str, created: list[str]) -> None:
 
 
 def create(name: str) -> str:
-    """The class of the connector that vLLM's factory made, or the error."""
+    """Returns the class name of the connector that vLLM's factory created, or the error."""
     factory = importlib.import_module(f"{KV}.factory").KVConnectorFactory
     name, brace, configuration = name.partition("{")
     parent, _, child = name.partition(":")
@@ -64,7 +64,7 @@ def create(name: str) -> str:
 
 
 def state(created: list[str]) -> dict[str, Any]:
-    """What a difference between two processes would show in."""
+    """Returns the state in which tests look for differences between two processes."""
     result: dict[str, Any] = {"created": created, "ours": "kvcached_nixl.activation.bootstrap" in sys.modules}
     result["imported"] = sorted(name for name in ("wrapt", "kvcached_nixl", "torch") if name in sys.modules)
     if result["ours"] and all(importlib.util.find_spec(name) for name in ("wrapt", "packaging")):
@@ -79,7 +79,7 @@ def state(created: list[str]) -> dict[str, Any]:
 
 
 def layers() -> tuple[dict[str, int], list[str]]:
-    """Wrappers around each attribute of vLLM's classes, and traces that kvcached's own patch leaves."""
+    """Returns the number of wrappers around each attribute of vLLM's classes, and traces of kvcached's own patch."""
     wrapped: dict[str, int] = {}
     traces: list[str] = []
     modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("vllm.")]

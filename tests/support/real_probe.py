@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in a subprocess beside the real vLLM and kvcached; prints JSON.
+"""Run in a subprocess, with the real vLLM and kvcached; prints JSON.
 
-python real_probe.py untouched     with everything imported: the targets before, after install() with the gate closed,
-                                   while installed, and after uninstall()
-python real_probe.py script        the gate opened in the script, vLLM imported, its plugins loaded by EngineArgs
-python real_probe.py start         the gate was open at start, vLLM imported
+python real_probe.py untouched     everything is imported: the targets before install(), after install() with the
+                                   gate closed, while installed, and after uninstall()
+python real_probe.py script        the script opens the gate and imports vLLM, and EngineArgs loads vLLM's plugins
+python real_probe.py start         the gate was open when the interpreter started; vLLM is imported
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcached_nixl.patching.contract import locate
 
 
 def entries() -> dict[str, Any]:
-    """Every object that a patch of the installed vLLM replaces, straight from the dictionary that holds it."""
+    """Returns every object that a patch of the installed vLLM replaces, from the ``__dict__`` that holds it."""
     from kvcached_nixl.seams import PATCHES
 
     found: dict[str, Any] = {}

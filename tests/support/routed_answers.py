@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers for the router's tests before real ones, and what the official client hears; what those tests share."""
+"""For tests of the router with real servers: how the servers are started, and what the official client gets."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KVCACHED = {
     **GIVES_BACK,
 }
 TOKENS = 16
-# The experiments' model has no chat template of its own.
+# The experiments' model has no chat template.
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 STEP_SECONDS = 150.0
 Said = tuple[str, list[float]]
 
 
 def spec(name: str, mode: str | None, **extra: object) -> ServerSpec:
-    """A server; without a mode the stock one that says what is right. ``extra``: of the connector's extra config."""
+    """Returns a server's spec. Without ``mode`` it is the stock reference. ``extra`` goes to the connector's config."""
     connector: dict[str, object] | None = None
     if mode is not None:
         connector = {
@@ -49,7 +49,7 @@ def spec(name: str, mode: str | None, **extra: object) -> ServerSpec:
 
 
 async def complete(client: Any, prompt: list[int], *, stream: bool) -> Said:
-    """Text, and the log-probability of each token."""
+    """Returns the text, and the log-probability of each token."""
     asked = {"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1}
     answer = await client.completions.create(**asked, stream=stream, extra_body={"ignore_eos": True})
     choices = [part.choices[0] async for part in answer if part.choices] if stream else [answer.choices[0]]
@@ -62,5 +62,5 @@ def client_of(url: str) -> Any:
 
 
 def close(one: Said, other: Said) -> bool:
-    """Equal text; log-probabilities as near as one server's own, which differ by how it batches."""
+    """Whether texts are equal and log-probabilities differ by no more than those of one server with other batches."""
     return one[0] == other[0] and all(abs(a - b) < 0.001 for a, b in zip(one[1], other[1], strict=True))

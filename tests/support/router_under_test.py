@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router on a real socket, in the test's own event loop, before stub servers; what its tests share."""
+"""The router on a real socket, in the test's event loop, in front of stub servers. Shared by the router's tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UnderTest:
     async def complete(
         self, prompt: Any = "hello", *, headers: dict[str, str] | None = None, **more: Any
     ) -> httpx.Response:
-        """One completion, not streamed unless ``stream`` is said."""
+        """Sends one completion request; it is not streamed unless ``stream`` is given."""
         return await self.http.post(
             f"{self.url}/v1/completions", json={"model": "model", "prompt": prompt, **more}, headers=headers
         )
@@ -47,13 +47,13 @@ class UnderTest:
         return {one["name"]: one for one in found}
 
     async def metrics(self) -> dict[str, float]:
-        """Series, with its labels, to value."""
+        """Returns series, with its labels -> value."""
         text = (await self.http.get(f"{self.url}/metrics")).text
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {series: float(value) for series, _, value in lines}
 
     async def count(self, name: str, **labels: str) -> float:
-        """The sum of a counter's series that have these labels."""
+        """Returns the sum of a counter's series that have these labels."""
         return sum(
             value
             for series, value in (await self.metrics()).items()
@@ -63,7 +63,7 @@ class UnderTest:
 
 
 async def until(condition: Callable[[], bool], words: str) -> None:
-    """Wait for what follows from something that has been done; with an end."""
+    """Waits until the condition holds, for at most `WAIT_SECONDS`."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline, words
@@ -74,7 +74,7 @@ async def until(condition: Callable[[], bool], words: str) -> None:
 async def serving(
     prefills: int = 1, decodes: int = 1, *, pushes: bool = False, all_up: bool = True, **options: Any
 ) -> AsyncIterator[UnderTest]:
-    """A router before so many stub servers; it is drained at the end."""
+    """Runs a router in front of so many stub servers, and drains it at the end."""
     fabric = Fabric()
     ps = [Stub(fabric, pushes=pushes) for _ in range(prefills)]
     ds = [Stub(fabric, pushes=pushes) for _ in range(decodes)]
@@ -86,7 +86,7 @@ async def serving(
 async def serving_before(
     ps: list[Stub], ds: list[Stub], *, all_up: bool = True, **options: Any
 ) -> AsyncIterator[UnderTest]:
-    """A router before stub servers that listen."""
+    """Runs a router in front of stub servers that listen already."""
     router = Router(
         Options(
             **{"host": HOST, "port": 0, **QUICK, **options},
@@ -116,7 +116,7 @@ HELLO = {"model": "model", "prompt": "hello", "max_tokens": 4}
 
 
 def check(answer: httpx.Response, body: dict[str, Any]) -> None:
-    """A right answer, an error, or a right beginning and an error; nothing else."""
+    """Checks that the answer is right, or an error, or a right beginning followed by an error."""
     expected = tokens_of(body)
     if answer.status_code != 200:
         assert answer.status_code in (502, 503, 504) and answer.json()["error"]["message"]
@@ -136,7 +136,7 @@ def right(answer: httpx.Response, prompt: str = "hello", max_tokens: int = 4) ->
 
 
 async def quiet(at: UnderTest) -> None:
-    """Nothing is left of any request, at the router and at the servers."""
+    """Waits until the router has no request in flight, and checks that it counts none at any server."""
 
     def is_quiet() -> bool:
         return not at.router.routed.in_flight
@@ -147,6 +147,6 @@ async def quiet(at: UnderTest) -> None:
 
 
 async def learn(at: UnderTest) -> None:
-    """One request for each prefill, so that the router knows how to push to it."""
+    """Sends requests until the router knows every prefill's incarnation, which it needs for a push."""
     while any(one["role"] == "prefill" and not one["incarnation"] for one in (await at.instances()).values()):
         assert right(await at.complete(max_tokens=4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import a script by its path, from a folder that is no package."""
+"""Import a script by its path, from a folder that is not a package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def load_script(name: str, path: Path) -> ModuleType:
-    """The module, under ``name`` in ``sys.modules``: dataclasses look their module up there."""
+    """Returns the module, stored as ``name`` in ``sys.modules`` because dataclasses look their module up there."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that promises KV and does not load it: what prefill may have beside NixlConnector (MultiConnector)."""
+"""A connector that promises KV and does not load it. Prefill may have one beside NixlConnector (MultiConnector)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 class Shelf(KVConnectorBase_V1, SupportsHMA):
-    """Both halves of it, in one process.
+    """Both connector roles, in one process.
 
     Attributes:
-        promises: tokens of a request that it says to have, by the request's id; once.
-        broken: blocks that it has not loaded after all; told once.
-        saves: requests whose blocks it keeps when they end.
-        saved: those of which it says that it needs them no more; told once.
+        promises: request id -> tokens that it claims to have; claimed once.
+        broken: blocks that it has not loaded after all; reported once.
+        saves: requests whose blocks it keeps when they finish.
+        saved: requests whose blocks it does not need any more; reported once.
     """
 
     promises: ClassVar[dict[str, int]] = {}

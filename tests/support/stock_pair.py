@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two real NixlConnectors in one process, with real NIXL agents, over the memory a test gives them.
 
-What a server does around the connector is left out: no model, no scheduler loop, no HTTP. What it does with the
-connector is kept: the handshake goes over the real side channel, blocks move by real NIXL reads.
+There is no model, no scheduler loop and no HTTP. The connector is used as a server uses it: handshakes go over the real
+side channel, and blocks move by real NIXL reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRANSFER_TIMEOUT_SECONDS = 20.0
 
 
 class Layer(AttentionLayerBase):
-    """An attention layer as far as the connector looks: it names its backend."""
+    """Stands in for an attention layer; the connector only asks it for its backend."""
 
     def __init__(self, backend: type) -> None:
         self.backend = backend
@@ -63,7 +63,7 @@ class Engine:
         return str(self.config.kv_transfer_config.engine_id)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """What the model runner and the executor do at start: register, then publish the handshake metadata."""
+        """Registers memory and publishes the handshake metadata, as the model runner and the executor do at start."""
         self.worker.register_kv_caches(dict(kv_caches))
         side = side_of(self.scheduler)
         if side is not None:
@@ -71,9 +71,9 @@ class Engine:
         self.listen()
 
     def listen(self) -> None:
-        """Answer handshakes from now on."""
+        """Starts to answer handshakes."""
         for side in sides(self.worker):
-            # In a worker it is what the model's weights are, and there is none here.
+            # A worker identifies the weights of its model, and there is no model here.
             side.identify(self.weights)
         metadata = self.worker.get_handshake_metadata()
         if installed_row().shape.side_channel_names_stage:
@@ -82,7 +82,7 @@ class Engine:
             self.scheduler.set_xfer_handshake_metadata({0: metadata})
 
     def shutdown(self) -> None:
-        """Ends its threads; then its agent goes when nobody holds the engine."""
+        """Stops its threads. Its agent is freed together with the engine."""
         self.worker.shutdown()
         self.scheduler.shutdown()
 
@@ -93,9 +93,9 @@ class Engine:
     def read(
         self, request_id: str, local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]], peer: Engine
     ) -> bool:
-        """Read ``remote`` blocks of ``peer`` into ``local`` ones, per group; a shorter group has the last tokens only.
+        """Reads ``remote`` blocks of ``peer`` into ``local`` ones, per group. A shorter group has only the last tokens.
 
-        The peer keeps them: it has computed them for a request that decode is to read. Returns whether they are there.
+        The peer keeps the blocks, as for a request of prefill that decode will read. Returns whether the read worked.
         """
         end = max(map(len, remote)) * peer.block_size
 
@@ -130,7 +130,7 @@ class Engine:
 
 
 def write_model(folder: Path, architecture: str = "Qwen2ForCausalLM", **overrides: Any) -> Path:
-    """A model configuration without weights: all that ModelConfig reads."""
+    """Writes a model configuration without weights, which is all that ModelConfig reads."""
     config = {
         "architectures": [architecture],
         "model_type": "qwen2",
@@ -161,7 +161,7 @@ def build_engine(
     port: int | None = None,
     engine_id: str | None = None,
 ) -> Engine:
-    """An engine of the given KV-cache groups (layer names, spec), whose pools are shared by the layers named."""
+    """Builds an engine with these KV-cache groups (layer names, spec). ``pools``: layers that share each pool."""
     import os
 
     port = port or free_ports(1)[0]
@@ -184,10 +184,10 @@ def build_engine(
             kv_connector_extra_config={"num_threads": 0, **(extra_config or {})},
         ),
     )
-    # The CPU platform picks its own for latent attention.
+    # The CPU platform would choose another backend for latent attention.
     config.cache_config.block_size = block_size
     if installed_row().shape.logical_views:
-        # What the engine core resolves before the workers have memory.
+        # The engine core resolves this before the workers allocate memory.
         config.cache_config.kv_cache_layout = "LBNHC"
     names = [name for layer_names, _ in groups for name in layer_names]
     config.compilation_config.static_forward_context.update({name: Layer(backend) for name in names})
@@ -206,7 +206,7 @@ def build_engine(
 def _tensors(
     groups: Sequence[tuple[Sequence[str], Any]], pools: Sequence[Sequence[str]], num_blocks: int
 ) -> list[KVCacheTensor]:
-    """As vLLM says which layers share which memory: by name, and since 0.29 by where they lie in one range for all."""
+    """Returns which layers share which memory: by layer name, since vLLM 0.29 by offsets in one range for all."""
     page_bytes = groups[0][1].page_size_bytes
     pool_bytes = num_blocks * page_bytes
     if not installed_row().shape.logical_views:
@@ -221,7 +221,7 @@ def _tensors(
 
 @contextmanager
 def single_process_group() -> Iterator[None]:
-    """The parallel state of one rank, which the connector's constructor asks for."""
+    """Sets up the parallel state of one rank, which the connector's constructor needs."""
     from vllm.config import VllmConfig as Config
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that speak as vLLM does, on real sockets, and do wrong what a test says. Nothing is computed.
+"""Servers with vLLM's HTTP interface, on real sockets, with the faults that a test chooses. They compute nothing.
 
-The tokens of an answer follow from the prompt, so a wrong one shows. Who shares a `Fabric` can hand over: decode takes
-parameters only if a prefill of its fabric made them for the same prompt, or has the same ``transfer_id``.
+The tokens of an answer follow from the prompt, so a wrong answer shows. Servers that share a `Fabric` can hand over:
+decode accepts parameters only if a prefill of its fabric made them for the same prompt or has that ``transfer_id``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ HAND_OVER_FAILED = "KV hand-over failed: cause=lease attempt=7 request=cmpl-d-1 
 
 
 def reason_of(fault: str) -> str | None:
-    """Why an answer says that it has ended."""
+    """Returns the finish reason of an answer."""
     reason = fault.removeprefix("reason ") if fault.startswith("reason ") else "length"
     return None if reason == "none" else reason
 
 
 def tokens_of(body: dict[str, Any]) -> list[str]:
-    """What the model says to a prompt."""
+    """Returns the tokens that the model generates for a prompt."""
     count = body.get("max_completion_tokens") or body.get("max_tokens") or 4
     seed = hashlib.sha256(prompt_of(body).encode()).hexdigest()
     return [f"t{seed[place % 60 : place % 60 + 4]} " for place in range(count)]
@@ -48,7 +48,7 @@ def tokens_of(body: dict[str, Any]) -> list[str]:
 
 @dataclass
 class Asked:
-    """One POST that a server got."""
+    """One POST that a server received."""
 
     path: str
     headers: dict[str, str]
@@ -64,22 +64,22 @@ class Asked:
 
 @dataclass
 class Fabric:
-    """What prefill servers keep for decode."""
+    """The KV that prefill servers keep for decode, as digests of prompts."""
 
     offers: dict[str, str] = field(default_factory=dict)
     pushed: dict[str, asyncio.Future[str]] = field(default_factory=dict)
 
     def meeting(self, engine_id: str, transfer_id: str) -> asyncio.Future[str]:
-        """Where a prefill and the decode that was told of that very engine meet."""
+        """Returns the future through which this prefill engine gives the digest to decode under a ``transfer_id``."""
         return self.pushed.setdefault(f"{engine_id} {transfer_id}", asyncio.get_running_loop().create_future())
 
 
 class Stub:
-    """One server. ``faults`` are taken one per POST: see `_misbehave`; ``token_seconds`` between tokens.
+    """One server. Each POST takes one of ``faults`` (see `_misbehave`); ``token_seconds`` pass between tokens.
 
-    ``ranks`` of 0 is one engine without data parallelism. Else ids end in ``_dp`` and a number from ``first_rank`` on,
-    and the header that names a rank counts from 0, as with vLLM's hybrid load balancing. Without it, or with
-    ``heeds_ranks`` False, one of them is drawn.
+    With ``ranks`` 0 it is one engine without data parallelism. Otherwise engine ids end in ``_dp`` and a number that
+    starts at ``first_rank``, and the header that names a rank counts from 0, as with vLLM's hybrid load balancing.
+    Without the header, or with ``heeds_ranks`` False, a rank is drawn at random.
     """
 
     def __init__(self, fabric: Fabric, *, pushes: bool = False, engine_id: str | None = None) -> None:
@@ -114,12 +114,12 @@ class Stub:
         return f"{HOST}:{self.port}"
 
     async def start(self) -> None:
-        """Listen: on the port it had before, if it had one."""
+        """Starts to listen, on its earlier port if it had one."""
         self._server = await asyncio.start_server(self._serve, HOST, self.port, limit=1 << 26)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """As if it was killed: connections are reset."""
+        """Stops as if it were killed: connections are reset."""
         if self._server is not None:
             self._server.close()
         for writer in tuple(self._writers):
@@ -129,7 +129,7 @@ class Stub:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def restart(self, *, engine_id: str | None = None) -> None:
-        """Another start of it, on the same address."""
+        """Stops and starts again at the same address, with another incarnation."""
         await self.stop()
         self.start_number = secrets.token_hex(8)
         self.engine_id = engine_id or self.engine_id
@@ -203,7 +203,7 @@ class Stub:
             await self._decode(fault, asked, writer)
 
     def _assign(self, asked: Asked) -> bool:
-        """Which rank computes; False if one is named that is not there."""
+        """Chooses the rank that computes. Returns False if the header names a rank that does not exist."""
         named = asked.headers.get("x-data-parallel-rank") if self.heeds_ranks else None
         if named is not None:
             asked.rank = int(named)
@@ -218,13 +218,13 @@ class Stub:
         return hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
 
     def engine_of(self, rank: int) -> str:
-        """What a rank calls itself; after a restart of it alone it is another name."""
+        """Returns the engine id of a rank. It changes when only that rank is restarted."""
         again = self.restarted_ranks.get(rank, 0)
         name = self.engine_id + (f"+{again}" if again else "")
         return f"{name}_dp{self.first_rank + rank}" if self.ranks else name
 
     async def _misbehave(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> bool:
-        """Whether that was all."""
+        """Applies a fault to a POST. Returns whether the answer is complete."""
         if fault == "close":
             raise ConnectionResetError
         if fault == "hang":
@@ -368,7 +368,7 @@ class Stub:
 
     @staticmethod
     async def _break(fault: str, whole: bytes, send: Callable[[bytes], Awaitable[None]]) -> bool:
-        """What happens before a token; False for an error that the server itself says."""
+        """Applies a fault in front of a token. Returns False if the server itself reports the error in the stream."""
         if fault == "hang":
             await asyncio.sleep(3600)
         if fault == "inside":
@@ -378,7 +378,7 @@ class Stub:
         return False
 
     async def _error(self, writer: asyncio.StreamWriter, status: int, message: str) -> None:
-        """As vLLM 0.19 answers what it finds only when it computes: then the connection is closed behind the answer."""
+        """Answers with an error and closes the connection, as vLLM 0.19 does for errors found while computing."""
         error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
         await self._json(writer, status, {"error": error})
         await asyncio.sleep(0.002)
@@ -396,7 +396,7 @@ class Stub:
 
 @asynccontextmanager
 async def stubs(*servers: Stub) -> AsyncIterator[None]:
-    """They listen as long as the block lasts."""
+    """Runs the servers while the ``with`` block runs."""
     for one in servers:
         await one.start()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-memory transport and real NIXL, for the same cases; and how to wait for what has no event."""
+"""The in-memory transport and real NIXL, for the same cases, and a wait loop for results without an event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY_BYTES = 1 << 20
 
 @dataclass
 class Side:
-    """An agent and memory it registered."""
+    """An agent and the memory that it registered."""
 
     transport: Transport
     memory: np.ndarray[Any, np.dtype[np.uint8]]
@@ -56,7 +56,7 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
 
 
 def until(found: Callable[[], Any]) -> Any:
-    """The first true answer of ``found``. NIXL has no event to wait for."""
+    """Polls ``found`` and returns its first true result. NIXL has no event to wait for."""
     deadline = time.monotonic() + ARRIVAL_SECONDS
     while time.monotonic() < deadline:
         if answer := found():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs that are verified: other bytes than prefill sent are used by nobody, whichever way they came.
+"""Verified hand-overs: decode never uses bytes that differ from those prefill sent, in either direction.
 
-The engines of these cases check every byte as well (`flow_engine`), so one that was used would end the test.
+The engines of these cases check every byte as well (`flow_engine`), so a wrong byte that was used would fail the test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Made = Callable[..., Pair]
 
 @pytest.fixture(params=[PULL, PUSH], ids=["pull", "push"])
 def made(request: pytest.FixtureRequest) -> Made:
-    """made(prefill, decode): a pair all of whose hand-overs are verified."""
+    """made(prefill, decode) returns a pair that verifies all hand-overs."""
 
     def make(*kinds: Kind, fraction: float = 1.0) -> Pair:
         return Pair(request.param, *kinds, verify_fraction=fraction)
@@ -43,7 +43,7 @@ def is_right(request: Request, num_external: int = len(PROMPT)) -> bool:
 
 
 def under_way(pair: Pair, workers: list[Worker], prompt: tuple[int, ...] = PROMPT) -> Request:
-    """A request of decode's, as far as it gets until one of these has to find a digest of it; they are not found."""
+    """Runs a request of decode until one of ``workers`` must compute a checksum of it. None of theirs is computed."""
     upstream = pair.ask_prefill(prompt)
     pair.settle()
     found = pair.ask_decode(upstream.answer, prompt)
@@ -66,7 +66,7 @@ def _all(pair: Pair) -> Iterator[Worker]:
 
 
 def spoil(pair: Pair, request: Request, token: int = 7, head: int = 0, rank: int = 0) -> None:
-    """One cell of what has come for a request is another."""
+    """Changes one cell of the KV that has arrived for a request."""
     memory = pair.decode.workers[rank].memory
     block = pair.decode.pool.tables[request.request_id][token // memory.shape.block_size]
     kernel = block * memory.shape.ratio + token % memory.shape.block_size // memory.tokens
@@ -75,7 +75,7 @@ def spoil(pair: Pair, request: Request, token: int = 7, head: int = 0, rank: int
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_what_is_right_is_found_to_be_right(made: Made, shapes: tuple[object, object]) -> None:
-    """Whatever the block sizes, layouts and ranks on the two sides."""
+    """For every combination of block sizes, layouts and ranks on the two sides."""
     pair = made(*(Kind(shape=shape) for shape in shapes))  # type: ignore[arg-type]
     for prompt in (PROMPT, PROMPT[:16], PROMPT[:1]):
         assert is_right(pair.hand_over(tuple(token + len(prompt) for token in prompt)), len(prompt))
@@ -85,7 +85,7 @@ def test_what_is_right_is_found_to_be_right(made: Made, shapes: tuple[object, ob
 
 @pytest.mark.parametrize("slots", [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)], ids=["P", "D", "both"])
 def test_what_is_staged_is_found_to_be_right(made: Made, slots: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """Range by range, where a request is longer than a share of the slots."""
+    """A request longer than its share of the slots is verified range by range."""
     pair = made(*(kind(slots=one, num_blocks=100) for one in slots))
     for number in range(3):
         prompt = tuple(range(number * 50, number * 50 + 45))
@@ -99,7 +99,7 @@ def test_what_is_staged_is_found_to_be_right(made: Made, slots: tuple[tuple[int,
 def test_other_bytes_are_not_used_and_their_sender_is_not_believed_again(
     made: Made, shapes: tuple[object, object], slots: tuple[int, int]
 ) -> None:
-    """Decode computes it itself; and what that engine sends next is not waited for."""
+    """Decode recomputes the request, and does not wait for anything that engine sends afterwards."""
     pair = made(*(Kind(shape=shape, slots=slots) for shape in shapes))  # type: ignore[arg-type]
     pair.acquaint()
     request = under_way(pair, pair.decode.workers)
@@ -114,7 +114,7 @@ def test_other_bytes_are_not_used_and_their_sender_is_not_believed_again(
 
 
 def test_a_prefill_that_was_started_again_is_believed(made: Made) -> None:
-    """It is another one: what was wrong of its memory may be mended."""
+    """A restarted engine is another incarnation: the fault in its memory may be repaired."""
     pair = made()
     pair.acquaint()
     request = under_way(pair, pair.decode.workers)
@@ -127,7 +127,7 @@ def test_a_prefill_that_was_started_again_is_believed(made: Made) -> None:
 
 
 def test_others_are_still_believed(made: Made) -> None:
-    """It costs the requests that name the engine."""
+    """Only requests that name the distrusted engine fail."""
     pair = made()
     pair.acquaint()
     request = under_way(pair, pair.decode.workers)
@@ -144,7 +144,7 @@ def test_others_are_still_believed(made: Made) -> None:
 
 
 def test_only_some_are_verified(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of the attempt; here the first two."""
+    """The attempt's number decides; here the first two are verified."""
     monkeypatch.setattr(fetching, "draw_attempt", itertools.count(1).__next__)
     pair = made(fraction=2.5 / MAX_ATTEMPT)
     pair.acquaint()
@@ -160,7 +160,7 @@ def test_only_some_are_verified(made: Made, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 def test_a_digest_that_cannot_be_found_costs_its_request(made: Made, who: str) -> None:
-    """Nobody is distrusted for it."""
+    """No engine is distrusted because of it."""
     pair = made()
     pair.acquaint()
     getattr(pair, who).workers[0].awaiting_checksum.fails = 1
@@ -173,7 +173,7 @@ def test_a_digest_that_cannot_be_found_costs_its_request(made: Made, who: str) -
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 def test_blocks_are_not_free_while_a_digest_of_them_is_found(made: Made, who: str) -> None:
-    """The client goes away meanwhile."""
+    """The client leaves while the checksum is computed."""
     pair = made(*(kind(caches_prefixes=False) for _ in range(2)))
     pair.acquaint()
     engine = getattr(pair, who)
@@ -191,7 +191,7 @@ def test_blocks_are_not_free_while_a_digest_of_them_is_found(made: Made, who: st
 
 
 def test_who_does_not_say_what_it_sent_is_not_believed(made: Made) -> None:
-    """An engine that was asked, and has not understood."""
+    """An engine that was asked for checksums sends none."""
     pair = made()
     pair.acquaint()
 
@@ -209,7 +209,7 @@ def test_who_does_not_say_what_it_sent_is_not_believed(made: Made) -> None:
 
 
 def test_what_was_read_is_asked_for_once_and_nothing_is_written() -> None:
-    """A pull: decode has read everything before it asks what it was."""
+    """Pull: decode has read everything before it asks for the checksum."""
     pair = Pair(PULL, verify_fraction=1.0)
     pair.acquaint()
     assert is_right(pair.hand_over())
@@ -224,7 +224,7 @@ def test_what_was_read_is_asked_for_once_and_nothing_is_written() -> None:
 def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is not verified itself, and whose bytes came from the same memory."""
+    """These hand-overs are not verified themselves, but their bytes came from the same memory."""
     numbers = iter([2**61, 1, 2**61 + 1, 2**61 + 2])
     monkeypatch.setattr(fetching, "draw_attempt", lambda: next(numbers))
     pair = made(fraction=0.25)
@@ -247,7 +247,7 @@ def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
 
 
 def test_a_prefill_that_vanishes_while_it_is_asked_what_was_read_keeps_no_block() -> None:
-    """Nobody was told where to write: there is nothing to wait for."""
+    """Prefill was not given any blocks to write, so there is nothing to wait for."""
     pair = Pair(PULL, verify_fraction=1.0)
     pair.acquaint()
     request = under_way(pair, pair.prefill.workers)
@@ -259,7 +259,7 @@ def test_a_prefill_that_vanishes_while_it_is_asked_what_was_read_keeps_no_block(
 
 @pytest.mark.parametrize("ends", [(18, 4, 18), (18, 18), (40,), (4,)], ids=str)
 def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
-    """What a peer says is compared range by range: in order, none twice, and none beyond what was wanted."""
+    """A peer's ranges must come in order, none twice, and none beyond what was requested."""
     pair = Pair(PUSH, verify_fraction=1.0)
     pair.acquaint()
     request = under_way(pair, pair.prefill.workers)
@@ -279,7 +279,7 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
 
 
 def test_peers_take_turns(made: Made) -> None:
-    """One that asks for much does not keep others out; and what nobody wants any more is not looked for."""
+    """A peer with many requests does not block the others, and checksums that are no longer needed are skipped."""
     pair = made()
     checksums, runs = pair.decode.workers[0].side.thread._context.checksums, pair.decode.workers[0].awaiting_checksum
     told: list[tuple[str, str]] = []

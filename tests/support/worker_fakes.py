@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a worker over the in-memory transport, and peers whose answers and words a test makes up."""
+"""Parts of a worker over the in-memory transport, and peers whose answers and ownership tokens a test makes up."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class Memory:
 
 
 class Asking:
-    """Stands in for the side channel. What nobody answers stays open until the test answers it.
+    """Stands in for the side channel. A handshake without an entry in ``answers`` stays open until the test answers it.
 
     Attributes:
-        asked: (host, port, rank), in order.
-        answers: by the same, for those that are answered at once: a compatibility string and metadata, or an error.
+        asked: (host, port, rank) of each handshake, in order.
+        answers: (host, port, rank) -> what is answered at once: a compatibility string and metadata, or an error.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ class Asking:
 
 
 class KnownHost(Host):
-    """Processes are where a test says that they are.
+    """A host whose processes the test chooses.
 
     Attributes:
-        living: processes of this host, which are seen.
-        local: those that have a way past every network.
+        living: live processes of this host, which it can see.
+        local: processes that can be reached without a network.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class KnownHost(Host):
 
 @dataclass
 class Remote:
-    """A rank of another engine, as far as one rank sees it: an address, an agent, memory, words."""
+    """A rank of another engine as its peers see it: an address, an agent, memory, ownership tokens."""
 
     address: Peer
     transport: MemoryTransport
@@ -182,7 +182,7 @@ def address(engine_id: str = "remote", *, port: int = 5601, tp_size: int = 1, tp
 
 
 class Listener:
-    """Whom the peers of a `Local` tell; a role that is given hears it, too."""
+    """Receives what `Peers` of a `Local` reports, and forwards it to ``role`` if that is set."""
 
     def __init__(self, local: Local) -> None:
         self.local = local
@@ -208,7 +208,7 @@ class Listener:
 
 
 class Local:
-    """One rank's `WorkerContext`, and everything it needs."""
+    """One rank's `WorkerContext`, and everything that it needs."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Local:
         self.woken += 1
 
     def remote(self, name: str = "remote", *, is_answering: bool = True, **more: Any) -> Remote:
-        """A rank of another engine, which answers handshakes at once."""
+        """Creates a rank of another engine. Unless ``is_answering`` is False it answers handshakes at once."""
         where = more.pop("address", None) or address(name)
         made = Remote(where, self.network.agent(f"{name}-{where.tp_rank}"), **more)
         if is_answering:
@@ -288,7 +288,7 @@ class Local:
         self.peers.turn()
 
     def deliver(self) -> None:
-        """Until nothing moves any more."""
+        """Delivers messages and transfers, and runs turns, until nothing is in flight."""
         self.turn()
         while [one for one in self.network.pending if not self.network.is_stuck(one)]:
             self.network.deliver_all()

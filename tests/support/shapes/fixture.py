@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a vLLM this package's patches and reads depend on, as a small JSON object that `shape_judging` reads.
+"""The parts of a vLLM that this package's patches and reads depend on, as a small JSON object that `judging` reads.
 
-* version: of vLLM.
-* places: each place where a patch looks, "module:qualname", as far as it is there -> the class that it means.
-* bodies: class -> its bases in vLLM, and of the patched attributes those that stand in its own body.
-* callers: patch -> functions of vLLM that call what it wraps.
-* reads: target -> the names that this package reads of it, "-name" if it is missing; null if the class is.
+* version: the vLLM release.
+* places: each existing place where a patch looks, "module:qualname" -> the class that this name means.
+* bodies: class -> its bases in vLLM, and the patched attributes that its own body defines.
+* callers: patch -> functions of vLLM that call the wrapped attribute.
+* reads: target -> the names that this package reads from it, "-name" for a missing one; null if the class is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERIES = Path(__file__).parents[2] / "shapes/series"
 VLLM_PATCHES: tuple[Patch, ...] = tuple(
     seam.patch for seam in PATCHES if all(place.module.startswith("vllm.") for place in seam.patch.target.places)
 )
-"""Without that of kvcached, of which one version is supported."""
+"""All patches except that of kvcached, of which only one version is supported."""
 
 _CONNECTOR = frozenset({"connector", "kv_connector", "connector_cls", "kv_transfer_group", "_KV_CONNECTOR_AGENT"})
 _SCHEDULER = frozenset({"scheduler"})
@@ -48,7 +48,7 @@ _CALLED_ON = {
     "renderer": frozenset(),
     "factory": frozenset({"KVConnectorFactory"}),
 }
-"""Target -> what vLLM calls an object of it, where it calls one of its methods. Another name shows as "no caller"."""
+"""Target -> variable names under which vLLM calls its methods. A call by another name shows as "no caller"."""
 
 _CALLERS_IN = (
     "vllm/v1/",
@@ -66,7 +66,7 @@ def save(shape: dict[str, Any]) -> Path:
 
 
 def _text(shape: dict[str, Any]) -> str:
-    """JSON with one class, patch or target a line, so that two series can be compared with diff."""
+    """Returns JSON with one class, patch or target per line, so that two series can be compared with diff."""
     parts = [f'"version": {json.dumps(shape["version"])}']
     for part in ("places", "bodies", "callers", "reads"):
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(shape[part].items())]
@@ -113,7 +113,7 @@ def _bodies(reader: Reader, places: dict[str, str]) -> dict[str, Any]:
 
 
 def _class_of(reader: Reader, target: Target) -> str | None:
-    """The class or module behind a target: the first of its places that there is."""
+    """Returns the class or module of a target: the first of its places that exists."""
     for place in target.places:
         if not place.qualname and reader.has(place.module):
             return f"{place.module}:"
@@ -135,10 +135,10 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {patch.name: set() for patch in VLLM_PATCHES}
     patches: dict[str, list[Patch]] = defaultdict(list)
     for patch in VLLM_PATCHES:
-        # Who registers a connector by its name has it constructed.
+        # The factory constructs a registered connector by name, so the registration counts as the call of __init__.
         is_registered = patch.attribute == "__init__" and patch.target.name == "connector"
         name = "register_connector" if is_registered else patch.attribute
-        # A worker's methods are called by their names, wherever it runs.
+        # A worker's methods are called by name through collective_rpc, wherever the worker runs.
         patches["collective_rpc" if patch.target is WORKER_PROCESS else name].append(patch)
     for call in reader.calls(patches, _CALLERS_IN):
         for patch in patches[call.attribute]:
@@ -148,7 +148,7 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
 
 
 def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
-    """Whether the call is one of what the patch wraps, and not one of several connectors handing it on."""
+    """Whether the call reaches what the patch wraps, and is not a connector that forwards it to others."""
     if call.attribute == "register_connector":
         return bool(FACADE_CLASS_NAMES & set(call.arguments))
     if patch.target is WORKER_PROCESS:
@@ -163,7 +163,7 @@ def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
 
 
 def _is_next(reader: Reader, call: Call, patch: Patch) -> bool:
-    """Whether ``super().__init__`` in that class is what the patch wraps: nothing between them has one of its own."""
+    """Whether ``super().__init__`` in that class is what the patch wraps: no class in between defines ``__init__``."""
     cls, _, function = call.qualname.partition(".")
     if function != "__init__":
         return False
@@ -173,9 +173,9 @@ def _is_next(reader: Reader, call: Call, patch: Patch) -> bool:
 
 
 def _is_inherited_caller(reader: Reader, call: Call, patch: Patch) -> bool:
-    """Whether the target has the function that calls ``self.attribute``, and nothing of its own in place of it.
+    """Whether the target inherits the function that calls ``self.attribute`` without overriding it.
 
-    Who calls that function is not asked.
+    Whether anything calls that function is not checked.
     """
     cls = _class_of(reader, patch.target)
     owner, _, function = call.qualname.partition(".")

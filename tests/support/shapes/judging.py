@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold this package's patches to a fixture, as a start holds them to the vLLM that it finds.
+"""Check this package's patches against a fixture, as activation checks them against the installed vLLM.
 
-Classes with the fixture's bases and parameter lists are made, and ``patching.contract`` judges them.
+Builds classes with the fixture's bases and parameter lists, and lets ``patching.contract`` judge them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOLDS, SKIPPED, CHANGED, GONE, NO_CALLER = "holds", "not applied", "changed", "g
 
 @dataclass(frozen=True)
 class Verdict:
-    """``word`` is one of the five above; ``detail`` says where, why or what was found."""
+    """The result for one patch. ``word`` is one of the five above; ``detail`` says where, why or what was found."""
 
     patch: str
     word: str
@@ -41,25 +41,25 @@ class Verdict:
 
 
 def verdicts(shape: Mapping[str, Any]) -> tuple[Verdict, ...]:
-    """One for each patch of vLLM. A version that is not supported is taken as one of the newest that is.
+    """Returns one verdict per patch of vLLM. An unsupported version is treated as the newest supported series.
 
     Raises:
-        ValueError: the fixture was made before there was such a patch.
+        ValueError: the fixture is older than one of the patches.
     """
     modules = _modules(shape)
     return tuple(_verdict(patch, shape, modules) for patch in VLLM_PATCHES)
 
 
 def troubles(shape: Mapping[str, Any]) -> dict[str, str]:
-    """Patch -> what is wrong, in a word."""
+    """Returns patch -> the ``word`` of its verdict, for each patch that does not hold."""
     return {one.patch: one.word for one in verdicts(shape) if one.is_trouble}
 
 
 def missing(shape: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Target -> names that this package reads of that vLLM and that are not there; none if the class itself is not.
+    """Returns target -> names that this package reads and that vLLM lacks. The list is empty if the class is missing.
 
     Raises:
-        ValueError: the fixture was made before one of them was read.
+        ValueError: the fixture is older than one of the reads.
     """
     found: dict[str, list[str]] = {}
     for reads in READS:
@@ -100,12 +100,12 @@ def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types
 
 
 def _version(shape: Mapping[str, Any]) -> str:
-    """A release candidate is read as the release."""
+    """Returns the release; a release candidate counts as the release."""
     return Version(shape["version"]).base_version
 
 
 def _modules(shape: Mapping[str, Any]) -> dict[str, types.ModuleType]:
-    """Modules that hold at its places what the fixture has there."""
+    """Returns module objects with the fixture's classes and functions at their places."""
     classes: dict[str, Any] = {}
     modules: dict[str, types.ModuleType] = {}
     for place, cls in shape["places"].items():

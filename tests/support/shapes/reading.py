@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python files read as text, with ``ast``: which class a name means, what its body holds, who calls a method.
 
-What is written under a condition counts as there; of two definitions of a name the later one counts.
+Definitions under a condition count as present. Of two definitions of a name the later one counts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Body:
-    """What stands in a module or in the body of one class.
+    """The contents of a module or of the body of one class.
 
     Attributes:
-        bases: of a class, those in vLLM, as "module:qualname".
-        methods: name -> kind and parameters, "classmethod(cls, role, size=...)". "object" is whatever is no function.
-        names: what it stores on ``self``, defines or binds.
+        bases: the bases of a class that vLLM defines, as "module:qualname".
+        methods: name -> kind and parameters, "classmethod(cls, role, size=...)". "object" is anything but a function.
+        names: names that it stores on ``self``, defines or binds.
     """
 
     bases: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Call:
-    """A call ``receiver.attribute(...)``; of a dotted receiver the last name, of a call's result its function's."""
+    """A call ``receiver.attribute(...)``. ``receiver``: last part of a dotted name; for a call, its function's name."""
 
     receiver: str
     attribute: str
@@ -49,7 +49,7 @@ class Call:
 
 
 class Reader:
-    """Reads each file once."""
+    """Answers questions about a source. Parses each file once."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -72,7 +72,7 @@ class Reader:
         return {name: node for node in _statements(self._tree(module).body) for name in _bound(node)}
 
     def resolve(self, module: str, qualname: str) -> str | None:
-        """The class that a name means in a module, as "module:qualname" of its definition; None if it is not vLLM's."""
+        """Returns "module:qualname" of the definition of the class that a name means; None if it is not vLLM's."""
         first, *rest = qualname.split(".")
         seen: set[tuple[str, str]] = set()
         while (module, first) not in seen:
@@ -104,7 +104,7 @@ class Reader:
         return found
 
     def _body_of(self, cls: str) -> Body:
-        """Of the class "module:qualname"; of the module itself if the name is empty."""
+        """Returns the body of the class "module:qualname", or of the module if the qualname is empty."""
         module, _, qualname = cls.partition(":")
         node = self._class(module, qualname) if qualname else self._tree(module)
         if node is None:
@@ -126,12 +126,12 @@ class Reader:
         return body
 
     def lineage(self, cls: str) -> tuple[str, ...]:
-        """The class and its bases in vLLM, depth first; Python's own order differs only where two have one base."""
+        """Returns the class and its bases in vLLM, depth first. Python's order differs only if two share a base."""
         found = [cls, *(one for base in self.body(cls).bases for one in self.lineage(base))]
         return tuple(dict.fromkeys(found))
 
     def calls(self, attributes: Iterable[str], folders: tuple[str, ...]) -> Iterator[Call]:
-        """Every call of a method of one of these names, and every look at it, in files below these folders."""
+        """Yields every call and every other use of a method with one of these names, in files below these folders."""
         wanted = frozenset(attributes)
         for path in sorted(self.source.paths):
             if not path.startswith(folders):
@@ -149,7 +149,7 @@ def _calls(node: ast.AST, module: str, inside: tuple[str, ...], wanted: frozense
         constants = tuple(one.value for one in node.args if isinstance(one, ast.Constant))
         yield Call(_name(node.func.value), node.func.attr, module, ".".join(inside), constants)
     elif isinstance(node, ast.Attribute) and node.attr in wanted:
-        # Properties are read, and methods handed on.
+        # Properties are read without a call, and methods are passed as arguments.
         yield Call(_name(node.value), node.attr, module, ".".join(inside), ())
     for child in ast.iter_child_nodes(node):
         yield from _calls(child, module, inside, wanted)
@@ -162,7 +162,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a body and of the conditions in it."""
+    """Yields the statements of a body, including those nested in if, try and with."""
     for node in body:
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             for part in ("body", "handlers", "orelse", "finalbody"):
@@ -173,7 +173,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bound(node: ast.stmt) -> list[str]:
-    """Names that a statement binds."""
+    """Returns the names that a statement binds."""
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return [node.name]
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -196,7 +196,7 @@ def _define(body: Body, name: str, node: ast.stmt, plain: str) -> None:
 
 
 def _parameters(node: Function) -> str:
-    """Without annotations, and ``...`` for every default."""
+    """Returns the parameters without annotations, with ``...`` for every default."""
     given = node.args
     for one in ast.walk(given):
         if isinstance(one, ast.arg):

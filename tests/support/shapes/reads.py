@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names this package reads of which of vLLM's classes and modules, for the tests.
+"""Which names this package reads from which of vLLM's classes and modules, for the tests.
 
-`private` refuses a name that is gone when it is used. ``tests/shapes`` looks for all of them in a vLLM that nobody has
-installed. ``tests/unit/compat/test_shapes.py`` holds this table to the code: every name given to `private`, and every
-import of vLLM's, has to be in it, and nothing that is not read any more.
+`private` refuses a missing name when it is used. ``tests/shapes`` looks for all of them in a vLLM that is not
+installed. ``tests/unit/compat/test_shapes.py`` compares this table with the code: it must have every name given to
+`private` and every import from vLLM, and no name that is not read.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["READS", "Reads"]
 
 @dataclass(frozen=True)
 class Reads:
-    """Names that a class or its bases have to store or define, or a module to bind.
+    """Names that a class or its bases must store or define, or that a module must bind.
 
     Attributes:
-        versions: of the vLLMs with which they are read; empty for all.
+        versions: vLLM versions with which they are read; empty for all.
     """
 
     target: Target
@@ -141,7 +141,7 @@ READS = (
     Reads(ENGINE_CORE_BASE, ("scheduler", "model_executor")),
     _of("vllm.v1.executor.abstract", "Executor", "is_sleeping", "get_kv_connector_handshake_metadata"),
     _of("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL"),
-    # What a worker computes with.
+    # The worker and its model runner.
     Reads(WORKER_PROCESS, ("vllm_config", "model_runner")),
     _of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_model"),
     Reads(MODEL_LOADER, ("load_config",)),
@@ -149,7 +149,7 @@ READS = (
     _of("vllm.distributed.kv_transfer", "", "get_kv_transfer_group", "has_kv_transfer_group"),
     _of("vllm.platforms", "", "current_platform"),
     _of("vllm.lora.utils", "", "get_adapter_absolute_path"),
-    # What the API server prepares prompts with.
+    # Preparation of prompts in the API server.
     Reads(RENDERER, ("model_config", "config")),
     _of(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", "coordinator", "get_block_ids", "evict_blocks"
@@ -166,7 +166,7 @@ READS = (
     ),
     _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks", "get_num_free_blocks"),
     _of("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "is_null"),
-    # Requests and what a step hands on.
+    # Requests and the outputs of a step.
     _of(
         "vllm.v1.request",
         "Request",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python files of a vLLM that is not installed: from a wheel file, or of a wheel on the package index.
+"""The Python files of a vLLM that is not installed, from a wheel file or from a wheel on the package index.
 
-Of a wheel on the index only those parts are fetched that hold Python files, a few MB of hundreds.
+Only the parts of an index's wheel that hold Python files are fetched: a few MB of hundreds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _CHUNK_BYTES = 4 << 20
 
 
 class Source:
-    """Attributes:
-    version: of vLLM, without a local label.
-    paths: every Python file, as in the wheel.
+    """The Python files of one vLLM.
+
+    Attributes:
+        version: the vLLM version, without a local label.
+        paths: every Python file, as in the wheel.
     """
 
     def __init__(self, version: str, wheel: zipfile.ZipFile) -> None:
@@ -39,7 +41,10 @@ class Source:
 
 
 def open_source(version_or_wheel: str) -> Source:
-    """Args: ``version_or_wheel`` is a version of the distribution ``vllm``, or the path of a wheel.
+    """Opens a version of the distribution ``vllm``, or a wheel file.
+
+    Args:
+        version_or_wheel: the version, or the path of the wheel.
 
     Raises:
         ValueError: it is neither, or pip does not find it.
@@ -49,20 +54,20 @@ def open_source(version_or_wheel: str) -> Source:
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
         return Source(str(parse_wheel_filename(path.name)[1]), zipfile.ZipFile(path))
-    # zipfile takes a short read for the end of the file.
+    # Buffered, because zipfile treats a short read as the end of the file.
     remote = io.BufferedReader(_Remote(_address_of(version_or_wheel)))
     return Source(version_or_wheel, zipfile.ZipFile(remote))
 
 
 def _address_of(version: str) -> str:
-    """Where the wheel is, as pip says without downloading it."""
+    """Returns the URL of the wheel, which pip reports without downloading it."""
     pip = shutil.which("pip")
     if pip is None:
         raise ValueError("pip is needed to find a version; give a wheel file instead")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         options = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", str(report)]
-        # Without --target pip wants the interpreter's own versions.
+        # Without --target pip insists on the Python version of its interpreter.
         options += ["--only-binary", ":all:", "--python-version", "3.12", "--target", folder]
         done = subprocess.run(
             [pip, "install", *options, f"vllm=={version}"], capture_output=True, text=True, check=False
@@ -73,7 +78,7 @@ def _address_of(version: str) -> str:
 
 
 class _Remote(io.RawIOBase):
-    """A file behind a URL, of which a part is fetched when it is read for the first time."""
+    """A file behind a URL. Each chunk is fetched when it is first read."""
 
     def __init__(self, url: str) -> None:
         self._url, self._position = url, 0
@@ -81,7 +86,7 @@ class _Remote(io.RawIOBase):
         self._bytes = self._fetch(0, 1)[1]
 
     def _fetch(self, first: int, end: int) -> tuple[bytes, int]:
-        """Bytes, and how many there are in all."""
+        """Returns the bytes of a range, and the size of the whole file."""
         request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{end - 1}"})
         with urllib.request.urlopen(request, timeout=60) as response:
             if response.status != 206:
