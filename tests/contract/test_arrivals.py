@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What enters an engine under an id that something else has, through vLLM's own ``EngineCore`` and scheduler."""
+"""Requests and adapters whose id is in use already, through vLLM's own ``EngineCore`` and scheduler."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over with asynchronous scheduling: a step is scheduled before the one before it has brought anything.
+"""A hand-over with asynchronous scheduling: a step is scheduled before the output of the previous one is known.
 
-vLLM schedules so wherever it can, but for CPUs, so no server of the other tiers does. Real here: vLLM's
-``AsyncScheduler``, and the two steps that EngineCore has in its queue.
+vLLM schedules this way wherever it can, but not on CPUs, so no server of the other tiers does. Real here: vLLM's
+``AsyncScheduler``, and the two steps in EngineCore's queue.
 """
 
 from __future__ import annotations

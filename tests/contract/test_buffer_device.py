@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM puts a connector's buffers when nobody says so, as the experiments and the end-to-end tests do not; and
-that it makes none on the host of an accelerator, where it would mirror the whole pool.
+"""Where vLLM puts a connector's buffers if ``kv_buffer_device`` is not set, as in the experiments and end-to-end tests.
+
+On an accelerator no buffer is created on the host, where it would mirror the whole pool.
 """
 
 from __future__ import annotations

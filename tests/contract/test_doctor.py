@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m kvcached_nixl doctor``: what it says is what a server would do, and what a running engine is."""
+"""``python -m kvcached_nixl doctor``: its report agrees with what a server does and with a running engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_it_says_what_a_server_would_do(registration: str) -> None:
 
 
 def test_a_running_engine_is_read_from_and_left_as_it_is(node: Callable[..., Node], channel: SideChannel) -> None:
-    """Its memory as attention lays it out, in words; and no byte of it is touched."""
+    """Reports its memory in attention's layout, and touches no byte of it."""
     engine = node(PREFILL_FILLING)
     where = engine.address()
     found = read_from(channel, where["remote_host"], where["remote_port"], 0, QUESTION)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvcached_nixl.compat.drafts` says of vLLM's speculative methods, held to the vLLM that is installed."""
+"""Compares what `kvcached_nixl.compat.drafts` says about vLLM's speculative methods with the installed vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_method_is_known() -> None:
 
 
 def test_vllm_says_the_same() -> None:
-    """vLLM 0.30 has a word for it; before, the runner asks for these three, one by one, to draft with the device."""
+    """vLLM 0.30 has a name for it; earlier runners check for these three, one by one, to draft on the device."""
     for method in METHODS - UNKNOWN:
         # Kinds of mtp are renamed when a configuration is made.
         config = drafting("mtp" if method.endswith("_mtp") else method)

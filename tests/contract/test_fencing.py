@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule R13: a writer that was stopped in the middle, is fenced and wakes up later changes no byte of what others got.
+"""Rule R13: a writer that was stopped during a WRITE and fenced changes no byte of other requests when it continues.
 
-With real NIXL and processes that are stopped by signals, over TCP and over what UCX chooses on one host, shared memory.
+Uses real NIXL and processes that are stopped by signals, over TCP and over the transport that UCX chooses on one host:
+shared memory.
 """
 
 from __future__ import annotations

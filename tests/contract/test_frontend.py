@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that begins and one that ends, through vLLM's own ``InputProcessor`` and ``OutputProcessor``."""
+"""The start and the end of a request, through vLLM's own ``InputProcessor`` and ``OutputProcessor``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks move byte for byte between two real connectors over kvcached's arrangements, on the installed vLLM.
 
-Real: vLLM's NixlConnector with this package's patches, its side channel, NIXL and UCX. Laid out by the test: the
-memory, as kvcached 0.1.6 lays it out (``test_kvcached_layouts.py`` holds that against the real one).
+Real: vLLM's NixlConnector with this package's patches, its side channel, NIXL and UCX. Made by the test: memory with
+the layout of kvcached 0.1.6 (``test_kvcached_layouts.py`` compares that layout with the real one).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_registration_costs_what_was_planned_not_what_was_reserved(engine_over: 
     engine, _ = engine_over(geometry)
     worker = engine.worker.connector_worker
     assert worker.num_blocks == geometry.num_blocks
-    # The other one is the table of words.
+    # The other registration is the table of ownership tokens.
     extents, _ = worker._registered_descs
     lengths = [extents[place][1] for place in range(extents.descCount())]
     assert len(lengths) == geometry.expected_regions()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose layers keep a window of tokens only, beside others or alone, on the installed vLLM.
+"""Models with sliding-window layers, alone or beside full attention, on the installed vLLM.
 
-Blocks that a window has left are given back while prefill still computes, so prefill says per KV-cache group from which
-token on it has kept them, and decode takes those that its next token needs. A push begins when the prompt is computed.
+Blocks that have left a window are freed while prefill still computes. So prefill tells, per KV-cache group, the first
+token whose KV it has kept, and decode takes the blocks that its next token needs. A push begins when the whole prompt
+is computed.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def runs_rightly(prefill: Node, decode: GroupsNode, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_prompts_around_the_window_arrive(contiguous: bool, node: Callable[..., GroupsNode]) -> None:
-    """Finding B5: from well inside of it to beyond, over every boundary of a block; none is computed anew."""
+    """Finding B5: from inside the window to beyond it, over every block boundary; none is recomputed."""
     prefill, decode = node(PREFILL_FILLING, contiguous), node(DECODE_FILLING, contiguous)
     for num_tokens in (5, 16, 17, *range(60, 101, 1 if contiguous else 4), 63, 64, 65, 66, 79, 80, 81, 129, 200):
         params = prefilled(prefill, PREFILL_ID, num_tokens)
@@ -190,7 +191,7 @@ def test_prompts_computed_in_chunks_arrive(tokens_a_step: int, node: Callable[..
 def test_what_decode_has_cached_and_what_follows_fit_together(
     more: int, cached: int, node: Callable[..., GroupsNode]
 ) -> None:
-    """Findings A1, B5: behind a prefix hit, and with a longer prompt than prefill's; rightly, or computed anew."""
+    """Findings A1, B5: after a prefix hit, and with a longer prompt than prefill's: right bytes, or recomputed."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="recompute")
     for num_tokens in (90, 100, 128):
         assert decode.scheduler.reset_prefix_cache()
@@ -205,7 +206,7 @@ def test_what_decode_has_cached_and_what_follows_fit_together(
 
 
 def test_prefill_that_goes_on_computing_gives_back_what_it_had_promised(node: Callable[..., GroupsNode]) -> None:
-    """Findings A1 (a), B5: ``max_tokens`` above 1 moves the window on; what is gone by then is not offered."""
+    """Findings A1 (a), B5: with ``max_tokens`` above 1 the window moves on; freed blocks are not offered."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="recompute")
     for max_tokens in (2, 17, 40):
         prefill.add(PREFILL_ID, SEND, max_tokens, num_tokens=100)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over between two engines, on the installed vLLM: what holds whoever moves the bytes.
+"""A hand-over between two engines, on the installed vLLM: what holds for both directions.
 
-Every byte of a request's KV is known from its tokens and their places, so decode's blocks are compared with what they
-must hold, and every other block with what filled it before.
+Every byte of a request's KV follows from its tokens and their positions. Tests compare decode's blocks with the bytes
+that they must hold, and every other block with the byte that filled it.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def test_an_engine_that_is_asked_while_it_stands_still_is_asked_again(
     take, asked_for = side_channel.Listener._take, list[Any]()
 
     def take_late(listener: Any, frames: list[bytes]) -> None:
-        # A worker's word to its own engine comes this way, too.
+        # A worker wakes its own engine core in this way, too.
         asked_for.extend([frames] if b"get_meta_msg" in frames[-1] else [])
         if len(asked_for) > 2:
             take(listener, frames)
@@ -300,7 +300,7 @@ def test_an_engine_of_another_arrangement_is_refused_in_words(node: Callable[...
 
 
 def test_engines_of_which_only_one_pushes_refuse_each_other(direction: str, node: Callable[..., Node]) -> None:
-    """In words, with what either offers; the request ends by policy, and both engines go on."""
+    """The refusal names what each side supports; the request ends by policy, and both engines continue."""
     other = "pull" if direction == "push" else "push"
     prefill = node(PREFILL_FILLING, transfer_mode=direction, kv_lease_duration=SHORT_SECONDS)
     decode = node(DECODE_FILLING, transfer_mode=other)
@@ -351,7 +351,7 @@ def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
 
 
 def test_an_engine_that_nobody_holds_is_gone_without_a_collection(pair: tuple[Node, Node]) -> None:
-    """In a cycle, its agent may be gone before the worker has released its handles, which aborts the process."""
+    """In a reference cycle its agent may be freed before the worker releases its handles, which aborts the process."""
     prefill, decode = pair
     served(prefill, decode)
     for worker in (prefill.worker, decode.worker):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs between engines that cut the KV differently: tensor-parallel sizes, block sizes, arrangements in memory.
+"""Hand-overs between engines that divide the KV differently: tensor-parallel sizes, block sizes, memory arrangements.
 
-Every rank is what it is in a server, a NIXL agent with registered memory that kvcached's tensors lie in and a worker's
-half of the hand-over around it; the test plays the engines' threads and, but for one case, turns the transfer threads.
-A rank's memory is one extent of random bytes, compared as a whole: each token of each head that was asked for has to be
-there, as attention sees it, and nothing else may have changed.
+Every rank is as in a server: a NIXL agent, registered memory with kvcached's layout, and the worker's half of this
+package. The test plays the engines' threads and, except in one case, runs the turns of the transfer threads. A rank's
+memory is one extent of random bytes that is compared as a whole: each requested token of each head must be there, as
+attention sees it, and nothing else may have changed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def kv(num_planes: int, tokens: int, heads: int, cell_bytes: int, *, computed: b
 
 @dataclass
 class Endpoint:
-    """An agent, the extent and the words that it registered. ``agent``: NIXL's own, None in memory."""
+    """An agent, with its registered extent and ownership tokens. ``agent``: NIXL's own; None in memory."""
 
     transport: Transport
     arena: torch.Tensor
@@ -514,7 +514,7 @@ class Cluster:
             self.assert_equal(rank, rank.arena, rank.expected)
 
     def assert_traffic(self) -> None:
-        """Between each two ranks: the transfers, their bytes, no more descriptors than cells; a word each in a pull."""
+        """For each two ranks: transfers, bytes, at most a descriptor per cell; in a pull one ownership token."""
         case = self.case
         whole = -(-case.tokens // case.step) * case.step
         for sender, receiver in itertools.product(self.prefill, self.decode):
@@ -881,7 +881,7 @@ def test_a_write_that_fails_ends_the_attempt_when_all_have_stopped(
     """It fails at once, on the rank of decode that it goes to; the ranks beside that one receive everything.
 
     Of the others that write into the same rank of decode each has a WRITE in flight, or does not get to hear anything
-    (its thread is late), or has written everything before. The attempt is over when none of them may write any more.
+    (its thread is late), or has written everything before. The attempt finishes when none of them can write any more.
     """
     case = Case(Shape(tp_sizes[0]), Shape(tp_sizes[1], 8, contiguous=True), 4, chunks=(17,))
     cluster = make(case)

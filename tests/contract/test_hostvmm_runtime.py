@@ -93,7 +93,7 @@ print([ctypes.string_at(base + n * PAGE_BYTES + PAGE_BYTES - 1, 1)[0] for n in r
 
 
 def test_a_range_can_be_remapped_from_a_page_to_the_zero_page(library: Path) -> None:
-    """What kvcached does on unmap: the page's bytes are gone from the address, which reads zeros."""
+    """What kvcached does on unmap: the address does not show the page's bytes any more, but zeros."""
     code = """
 base = client.reserve(2 * PAGE_BYTES)
 zero, page = client.create(), client.create()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker on kvcached's host memory: the same tokens as without, in both layouts, and clear refusals."""
+"""vLLM's CPU worker on kvcached's host memory: the same tokens as without it, in both layouts, and clear refusals."""
 
 from __future__ import annotations
 

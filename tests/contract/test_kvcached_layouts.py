@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real kvcached lays its memory out as ``kvcached_memory.Geometry`` says, and `worker.geometry.layout` reads it."""
+"""The real kvcached has the layout of ``kvcached_memory.Geometry``, and `worker.geometry.layout` reads it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode do not mean quite the same, on the installed vLLM: right bytes or the policy, never wrong bytes.
+"""Prefill and decode disagree about a request, on the installed vLLM: right bytes or the policy, never wrong bytes.
 
-Sections A and B of the review of what came before this hand-over; each test names its finding.
+Sections A and B of the review of the earlier implementation; each test names its finding.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def manifest_of(params: dict[str, Any]) -> dict[str, Any]:
 def test_a_manifest_of_one_request_with_a_part_of_anothers_gives_no_bytes(
     changed: str, policy: str, direction: str, both: Callable[[str], tuple[Node, Node]]
 ) -> None:
-    """Finding A6: the word stands for all of the manifest, so whoever changes it names a word that nobody keeps."""
+    """Finding A6: the ownership token stands for the whole manifest, so a changed one has a token that no rank has."""
     prefill, decode = both(policy)
     params, other = prefilled(prefill, PREFILL_ID), prefilled(prefill, "cmpl-z-0-aaaaaaaa", 200)
     mixed, theirs = copy.deepcopy(params), manifest_of(other)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two owners of one ``KVCACHED_IPC_NAME`` on the real kvcached: whose worker maps, and what is left of them."""
+"""Two engines with one ``KVCACHED_IPC_NAME`` on the real kvcached: which worker maps pages, and what they leave."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_next_owner_clears_what_killed_ones_left(engines: Callable[..., Engi
 
 
 def test_a_worker_without_its_engine_is_refused(engines: Callable[..., Engine]) -> None:
-    """In words: its engine core is on another host, or has ended."""
+    """The refusal says that its engine core is on another host, or has ended."""
     engine = engines("ours")
     engine.core.end(signal.SIGKILL)
     said = engine.worker.ask("name", engine.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pause whose cache cannot be cleared, through vLLM's own loop and its answer to whoever has called."""
+"""A pause during which the prefix cache cannot be cleared, through vLLM's own loop and its answer to the caller."""
 
 from __future__ import annotations
 

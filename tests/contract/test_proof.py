@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof at start, over real NIXL and real kvcached: what follows is found to follow, what does not is caught."""
+"""The proof at start, over real NIXL and real kvcached: it finds which transports follow kvcached's pages."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_registration_that_pins_is_caught_on_every_lane(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("lane", ["rc_mlx5", "gdr_copy", "xpmem", "cuda_ipc", "srd"])
 def test_what_did_not_carry_the_bytes_is_not_proved(lane: str) -> None:
-    """UCX falls back to what there is without a word, and its bytes are right. Between two hosts it may not."""
+    """UCX silently falls back to another transport, with right bytes; between two hosts it may not fall back."""
     found = prover_says(f"prove_one(QUESTION, {lane!r}, transports_of({lane!r}, 'cpu')).why_not")
     assert found.startswith(f"{lane} could not be tested: ") and "UCX moves bytes over tcp" in found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a pull has, on the installed vLLM: decode reads blocks, and then the word that prefill has kept them."""
+"""What only a pull has, on the installed vLLM: decode reads blocks, and then the ownership token of prefill."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def causes(decode: Node) -> list[FailureCause]:
 
 
 class TokenArray:
-    """READs of words on a node, told from others by their one row; each waits until ``look`` says that it may go."""
+    """READs of ownership tokens on a node, recognised by their single row. Each waits until ``look`` allows it."""
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, look: Callable[[], bool]) -> None:
         self.posted = 0
@@ -103,7 +103,7 @@ def test_the_word_is_there_from_the_last_chunk_until_the_blocks_are_given_back(n
 def test_blocks_that_are_given_back_while_they_are_read_are_not_used(
     policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes have arrived; nothing says that they may be another request's but the word that is not there."""
+    """The bytes have arrived; only the missing ownership token shows that they may be another request's."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.3), node(DECODE_FILLING, policy=policy)
     params = prefilled(prefill, PREFILL_ID)
     given_back: list[bool] = []

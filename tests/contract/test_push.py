@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a push has: decode may ask first, and prefill writes while it still computes. On the installed vLLM."""
+"""What only a push has, on the installed vLLM: decode may ask first, and prefill writes while it still computes."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_blocks_travel_while_prefill_still_computes(node: Callable[..., Node]) -
 
 
 def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..., Node]) -> None:
-    """vLLM's own words around a model: it calls ``wait_for_save`` in a ``finally``, whatever the model has raised."""
+    """vLLM's own code around a model: it calls ``wait_for_save`` in a ``finally``, even if the model has raised."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="fail")
     local = registered(decode, prefill)
     (writing,) = prefill.registry._write_tasks.values()
@@ -461,7 +461,7 @@ def test_a_request_of_prefill_that_another_one_starves_arrives_all_the_same(node
 def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_while_blocks_are_held(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding B12: what is under way would enter a cache that was cleared. Here no loop waits for it to be quiet."""
+    """Finding B12: KV in flight would enter a cache that was cleared. Here no loop waits until it is idle."""
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
     local, gate = registered(decode, prefill), transfers_held(prefill, monkeypatch)
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
@@ -516,7 +516,7 @@ def test_what_prefill_says_that_it_has_written_is_compared_with_what_was_wanted(
 
 
 def test_an_engine_that_waits_for_the_other_sleeps(node: Callable[..., Node]) -> None:
-    """Neither who has registered nor what it keeps keeps prefill awake; decode wakes when its time is over."""
+    """Registrations and kept blocks do not keep prefill awake; decode wakes at its deadline."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.5), node(DECODE_FILLING, handover_timeout=60)
     registered(decode, prefill)
     for _ in range(3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `compat.model_runner_policy` says of kvcached and vLLM, held to both; and vLLM's own answer to the command."""
+"""Compares what `compat.model_runner_policy` says about kvcached and vLLM with both, and with vLLM's own answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fixture (``tests/shapes``) says of the installed vLLM what the imported vLLM says of itself."""
+"""The fixture of the installed vLLM (``tests/shapes``) agrees with the imported vLLM."""
 
 from __future__ import annotations
 

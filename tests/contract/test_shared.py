@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill has another connector beside NixlConnector, which may take back what it has loaded. On the installed vLLM."""
+"""Prefill has another connector beside NixlConnector, whose loads may fail later. On the installed vLLM."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Ite
 def test_tokens_that_another_connector_has_taken_back_are_handed_over_as_they_were_computed_in_the_end(
     broken: int, direction: str, shared: Callable[..., SharedNode], node: Callable[..., Node]
 ) -> None:
-    """Finding A8: two blocks are promised, one of them is not there, and vLLM computes from it on anew."""
+    """Finding A8: two blocks are promised, one of them is missing, and vLLM recomputes from there on."""
     prefill, decode = shared(PREFILL_FILLING, tokens_a_step=BLOCK_SIZE), node(DECODE_FILLING)
     local = registered(decode, prefill) if direction == "push" else []
     Shelf.promises[PREFILL_ID] = 2 * BLOCK_SIZE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side channel, on the installed vLLM: what is asked and answered in a wrong way costs whoever does it.
+"""vLLM's side channel, on the installed vLLM: a wrong question or answer fails only the requests of its sender.
 
-Sections B6 to B8 of the review of what came before: each test names its finding.
+Sections B6 to B8 of the review of the earlier implementation; each test names its finding.
 """
 
 from __future__ import annotations
@@ -200,11 +200,11 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
     for number, (name, lie) in enumerate(replies.items(), 1):
         impostor.reply, before = lie, impostor.asked
         decode.ended.pop(DECODE_ID, None)
-        # Another engine each time, so that it is met anew.
+        # Another engine each time, so that there is a new handshake.
         wanted = {**given, "remote_port": impostor.port}
         decode.add(DECODE_ID, wanted)
         ends_by_policy(policy, decode, prefill)
-        # A beat may have begun another handshake, which would answer the next request with this lie.
+        # A heartbeat may have started another handshake, which would give this wrong answer to the next request.
         until(lambda: not len(decode.thread._context.peers))
         failures = [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]]
         assert len(failures) == number and failures[-1] in expected and impostor.asked > before, (name, failures[-1])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV through a slab, over real NIXL, on the installed vLLM: what holds of a hand-over holds whoever stages.
+"""KV through a slab, over real NIXL, on the installed vLLM: hand-overs work the same whichever side stages.
 
-Cases of `test_handover` again, with every sharing of roles; and no address of a cache that is
-staged is ever named to NIXL.
+Runs cases of `test_handover` again, with either or both sides staging, and checks that NIXL never gets an address of a
+staged cache.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def node(
     log: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., Node]]:
-    """Makes a node that stages as its role does; whoever names its cache to NIXL then is found out."""
+    """Creates nodes that stage as their role does, and fails if NIXL gets an address of a staged cache."""
     caches: dict[int, list[range]] = {}
     post = NixlTransport.post
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `experiments/step_cost` times of vLLM's own scheduler is what it says: so many wait, with whose connector."""
+"""`experiments/step_cost` times what it claims: vLLM's own scheduler, with that many waiting requests and connector."""
 
 from __future__ import annotations
 

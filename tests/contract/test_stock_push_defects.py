@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why vLLM's own push connector is refused: its defects, each shown on the installed vLLM.
 
-Real: vLLM's ``NixlPushConnector``, its side channel, NIXL, and vLLM's scheduler over CPU memory. Left out: the model
-(every step samples the same token) and HTTP. A test asserts the defective behaviour itself, so it fails when a vLLM
-mends the defect; then the refusal is to be thought over. Files named in docstrings are those of
+Real: vLLM's ``NixlPushConnector``, its side channel, NIXL, and vLLM's scheduler over CPU memory. Missing: the model
+(every step samples the same token) and HTTP. Each test asserts the defective behaviour itself, so it fails when a vLLM
+fixes the defect; then reconsider the refusal. Files named in docstrings are those of
 ``vllm/distributed/kv_transfer/kv_connector/v1/nixl``.
 """
 
@@ -76,7 +76,7 @@ class Node(engine_node.Node):
         self.step_until(begun.is_set)
 
     def settle(self) -> None:
-        """The writer thread has gone round all its inboxes once more, its notifications included."""
+        """Waits until the writer thread has handled all its inboxes once more, notifications included."""
         for _ in range(2):
             self.worker._evict_finished_inbox.put("nobody")
             self.worker._push_writer_wake.set()
@@ -96,7 +96,7 @@ def node(tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[...
 
 
 def pages(node: Node, block_ids: list[int], fill: int) -> None:
-    """Another request's tokens come to stand in the blocks."""
+    """Overwrites the blocks with another request's tokens."""
     for cache in node.caches.values():
         for block_id in block_ids:
             GEOMETRY.block(cache, block_id).view(torch.uint8).fill_(fill)
@@ -486,7 +486,7 @@ def test_stock_push_hands_nothing_over_before_the_request_finished(node: Callabl
 
 def test_stock_push_completion_after_the_engines_hour_kills_the_decode_worker(node: Callable[..., Node]) -> None:
     """base_worker ``_evict_stale_engines``: decode's use of prefill is no activity, so engine_ttl forgets it."""
-    # A heartbeat then starts the handshake anew; a request that completes meanwhile is a KeyError in get_finished.
+    # A heartbeat then starts the handshake again; a request that completes meanwhile is a KeyError in get_finished.
     prefill, decode = node(1), node(2)
     prefill.prefill(PREFILL_ID)
     decode.add(DECODE_ID, prefill.transfer_params[PREFILL_ID])

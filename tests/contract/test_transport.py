@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hand-over relies on of a transport: the same cases on the in-memory one and on real NIXL."""
+"""What a hand-over requires of a transport: the same cases on the in-memory one and on real NIXL."""
 
 from __future__ import annotations
 

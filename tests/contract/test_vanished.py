@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs without an end, on the installed vLLM: what the client hears and when blocks are free are two things.
+"""Hand-overs that do not finish, on the installed vLLM: the client gets its error before the blocks are free.
 
-Sections A3, B3, B10 of the review of what came before: each test names its finding.
+Sections A3, B3, B10 of the review of the earlier implementation; each test names its finding.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_transfer_that_never_ends_fails_in_time_and_keeps_its_blocks(
 def test_a_request_that_fits_beside_no_quarantine_is_told_so(
     policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule R4, whoever's request it is: vLLM would wait at the head of its queue for blocks that nobody gives back."""
+    """Rule R4, for local requests as well: vLLM would wait at the head of its queue for blocks that are never freed."""
     prefill = node(PREFILL_FILLING)
     decode = node(DECODE_FILLING, policy=policy, handover_timeout=TIMEOUT_SECONDS)
     served(prefill, decode)
@@ -176,9 +176,9 @@ def test_a_decode_that_vanishes_frees_prefills_blocks_when_its_lease_ends(node: 
 def test_a_prefill_whose_process_is_gone_ends_the_hand_over_at_once(
     policy: str, known_by: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding B3, with a word of TCP's: nobody listens at its address. No deadline is waited for.
+    """Finding B3: TCP refuses connections to its address, so the hand-over ends before its deadline.
 
-    The client hears of it by that; its blocks are free because the kernel says that the process has ended, or because
+    The client gets its error from that. The blocks are free because the kernel reports that the process has ended, or
     what it wrote through is closed.
     """
     monkeypatch.setattr(receiver, "REPEAT_SECONDS", 0.3)
@@ -228,7 +228,7 @@ class LaggingNode(Node):
         return self.done + len(self.queued)
 
     def lag(self, *, is_fenced: bool) -> None:
-        """From now on. Unfenced, whoever asks hears that the device has done everything."""
+        """Makes the device lag. If it is not fenced, its events claim that the device has done everything."""
 
         def record_event() -> Callable[[], bool]:
             given = self.given

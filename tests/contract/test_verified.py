@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs that are verified, over real NIXL and the installed vLLM's layouts.
+"""Verified hand-overs, over real NIXL and the installed vLLM's layouts.
 
-Cases of `test_handover` again, in which both sides have to find the same digests; and bytes that change on their way.
+Runs cases of `test_handover` again, in which both sides must compute the same checksums, and cases in which bytes
+change on their way.
 """
 
 from __future__ import annotations

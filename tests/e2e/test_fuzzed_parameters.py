@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong ``kv_transfer_params`` and bodies against real servers: nobody gets wrong tokens, and both servers go on.
+"""Wrong ``kv_transfer_params`` and bodies against real servers: no client gets wrong tokens, and both servers live.
 
 ``bash experiments/fuzzed_parameters/run.sh`` sends ten thousand; these are a few hundred of them.
 """

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made the KV is known by its content: weights under one name, in another folder, changed while a server runs;
-and what is kept is revoked by pauses, on both sides, in any order."""
+"""KV is identified by the content of what computed it: weights and adapters, wherever they lie and whatever their name.
+
+Weights may change while a server runs. Pauses revoke what is kept, on both sides, in any order.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +237,7 @@ async def _pauses(prefill: Server, decode: Server) -> None:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_adapters_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
-    """Finding A2: one name and other adapters, other names and the same, one that is loaded anew under its name."""
+    """Finding A2: one name and other adapters, other names and the same, one that is loaded again under its name."""
     model = models.make_model()
     folders = [adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2)]
     copied = tmp_path / "copied"
@@ -305,7 +307,7 @@ async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, 
         asking.prefill = Client(prefill.base_url, http, "a")
         await asking._call(asking.prefill, "/collective_rpc", {"method": "list_loras"})
         assert await asking.fetched(decode=other) == updated
-        # Whoever does something to adapters past vLLM's own calls does not say to which, nor what.
+        # A call of collective_rpc on adapters does not say which adapter it changes, so all are suspect.
         await asking._call(asking.prefill, "/collective_rpc", {"method": "remove_lora", "args": [99]})
         assert (await asking.offered()).params is None
         asking.prefill = await load(prefill, "a", second, load_inplace=True)

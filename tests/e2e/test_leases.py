@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases between real servers: parameters that are out of date, and servers that come back on the ports of dead ones.
+"""Leases between real servers: outdated parameters, and servers that restart on the ports of dead ones.
 
-The long run of this, with every kind of fault, is experiments/lease_recovery.
+experiments/lease_recovery is the long run of this, with every kind of fault.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: 
         assert all_right(await traffic.stale(STALE, LEASE_SECONDS + 2 * HEARTBEAT_SECONDS))
 
     async def restarted(traffic: Traffic, name: str) -> None:
-        """Decode knows the one that is gone, and one of its requests."""
+        """Decode has parameters of a prefill that was killed and replaced."""
         async with http_client(1) as http:
             pair = Pair(*(Client(server.base_url, http) for server in running.servers))
             offer = await pair.prefill_only(traffic.prompts[0], salt=name, request_id=name)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose pages: engines that share a host, a name in the environment, a server; and what they leave behind.
+"""Engines that share a host, a name in the environment or a server map their own pages only, and leave nothing behind.
 
-The pools are small and many prompts are asked at a time, so that pages are mapped and mapped again while others run:
-what was mapped when a server started is never in the wrong worker. Every engine has workers in processes of their own,
-which it tells through sockets what to map. In float32 an answer does not depend on what else is in its batch, so every
-one is compared with a stock server's.
+The pools are small and many prompts run at a time, so that pages are mapped again and again while others run: pages
+that were mapped when a server started are never in the wrong worker. Every engine has workers in separate processes,
+which it tells through sockets what to map. In float32 an answer does not depend on the rest of its batch, so every
+answer is compared with a stock server's.
 """
 
 from __future__ import annotations

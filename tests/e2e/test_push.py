@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Push between real servers when one of them dies or a client goes away, and between unequal shares of the heads.
+"""Push between real servers when one of them dies or a client leaves, and between unequal tensor-parallel sizes.
 
-What nothing goes wrong with is the byte-equivalence harness's. Here every request ends as ``kv_load_failure_policy``
-says within a stated time, both sides serve on, and the memory of both comes back.
+The byte-equivalence harness covers runs without faults. Here every request ends as ``kv_load_failure_policy`` says
+within a stated time, both sides continue to serve, and the memory of both becomes free.
 """
 
 from __future__ import annotations

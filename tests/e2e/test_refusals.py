@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not go on: peers that differ, and configurations that would undo the geometry."""
+"""What is refused: peers that differ, and configurations that would change the geometry."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router before real servers: two of each role, through the official client, byte for byte what one server says.
+"""The router with real servers: two of each role, through the official client, compared byte for byte with one server.
 
 One is killed and brought back, and one is drained, while requests run: each has the right tokens or an error.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router before real servers with two data-parallel ranks behind one URL: each answer is one stock instance's.
+"""The router with real servers that have two data-parallel ranks behind one URL, compared with one stock instance.
 
-Pages are given back with each request and mapped again for the next, so a rank that maps pages of another one's would
-show, and so would a push that meets the rank that does not compute.
+Pages are freed with each request and mapped again for the next, so a rank that maps another rank's pages would show,
+and so would a push to the rank that does not compute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parallel(name: str, mode: str, ranks: int) -> ServerSpec:
 
 
 async def all_of(url: str) -> list[Said | str]:
-    """What is said to each request, several at a time; an error's words where it fails."""
+    """Returns the answer to each request, several at a time, or the error's message."""
     turns = asyncio.Semaphore(AT_ONCE)
     async with client_of(url) as client:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few hundred connections of ``experiments/fuzzed_router``, before stub servers."""
+"""A few hundred connections of ``experiments/fuzzed_router``, with stub servers."""
 
 from __future__ import annotations
 

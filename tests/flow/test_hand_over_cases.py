@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of `support.hand_over_cases`, each by itself. With planted faults: test_planted_faults.py."""
+"""Runs each case of `support.hand_over_cases`. test_planted_faults.py runs them with planted faults."""
 
 from support.hand_over_cases import *  # noqa: F403

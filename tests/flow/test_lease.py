@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lease between decode's transfer thread, which beats, and prefill's, which reads: how long may they stand still?
+"""A lease between the transfer threads of decode, which sends heartbeats, and prefill: how long may each stall?
 
-Each on a clock of its own, as on two hosts.
+Each has a separate clock, as on two hosts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_when_it_ends_while_decode_computes(step_seconds: float, holds: bool) ->
 
 
 def test_what_prefill_reads_late_counts_from_then() -> None:
-    """Its clock alone decides: how long a beat was under way, it cannot know."""
+    """Only prefill's clock decides: it cannot know how long a heartbeat was in flight."""
     lease = Lease()
     lease.decode_steps()
     lease.pass_time(2 * LEASE_SECONDS)

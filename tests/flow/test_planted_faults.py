@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that are planted are caught: by the schedules of the property test, or by a case that is told step by step.
+"""Planted faults are caught, by the schedules of the property test or by a case.
 
-Beside each fault stands what catches it. ``schedules`` means the first `SEEDS` of them; a case means that one. The
-schedules catch most of the others, too, when there are more of them.
+The table names what catches each fault. ``schedules`` means the first `SEEDS` of them; a case means that one. More
+schedules would catch most of the other faults, too.
 """
 
 from __future__ import annotations

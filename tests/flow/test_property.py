@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever happens, in whatever order: no byte is wrong, every request ends, and nothing is left.
+"""Random schedules of events: no byte is wrong, every request ends, and no state is left.
 
-``FLOW_SCHEDULES=100000 pytest tests/flow/test_property.py`` runs more of them. A seed that fails fails again::
+``FLOW_SCHEDULES=100000 pytest tests/flow/test_property.py`` runs more of them. A seed that failed fails again::
 
-    python -c "from flow_schedule import Schedule; Schedule(1234).run()"      (with tests/flow on the path)
+    python -c "from support.flow_schedule import Schedule; Schedule(1234).run()"      (with tests/ on the path)
 """
 
 from __future__ import annotations

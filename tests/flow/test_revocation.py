@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is revoked: weights that change, pauses, a shutdown, and hand-overs whose time is over (rules R4, R11, R12)."""
+"""What is revoked: by changed weights, pauses, a shutdown, and hand-overs past their deadline (rules R4, R11, R12)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pair_of(mode: TransferMode, **decode: object) -> Pair:
 
 
 def is_right(found: Request) -> bool:
-    """It has come to its end with all of prefill's tokens."""
+    """Whether it has finished with all of prefill's tokens."""
     return (found.status, found.num_external) == (Status.STOPPED, len(PROMPT))
 
 
@@ -248,7 +248,7 @@ def test_a_cleared_decode_takes_nothing_that_was_under_way(mode: TransferMode) -
 
 
 def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:
-    """llm-d#927: without a word decode would wait for the connection to be lost, or for its time to be over."""
+    """llm-d#927: without a message decode would wait until the connection is lost or its deadline has passed."""
     pair = Pair(PUSH, kind(budget=6), kind(caches_prefixes=False))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())

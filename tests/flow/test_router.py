@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router between stub servers: what goes right."""
+"""The router with stub servers: cases without faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router and its clients: who leaves, who does not read, who sends what is no request, who may do what."""
+"""The router and its clients: clients that leave, do not read, send malformed requests, or lack a key."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_bodies_that_have_no_room_together_are_told_to_come_again() -> None:
 
 
 def test_a_prefill_whose_kv_is_still_to_be_read_is_not_drained() -> None:
-    """Its own part is over, but stopping it now would cost the request."""
+    """Prefill's request has finished, but stopping the server now would fail the request."""
 
     async def run() -> None:
         async with serving() as at:

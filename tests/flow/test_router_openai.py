@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router through the official client: what it answers is what that client expects, errors as well."""
+"""The router through the official client: its answers and errors are those that the client expects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_answers(pushes: bool) -> None:
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 def test_a_stream_that_breaks_off_is_an_error_for_the_client(chat: bool) -> None:
-    """Whoever uses the official client cannot take half an answer for a whole one."""
+    """The official client must not take half an answer for a complete one."""
 
     async def run() -> None:
         async with serving() as at, client_of(at) as client:

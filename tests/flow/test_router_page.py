@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at ``/`` in a real browser: it shows what there is, follows it, and says so when it cannot."""
+"""The page at ``/`` in a real browser: it shows the router's state, follows it, and says so when it cannot."""
 
 from __future__ import annotations
 

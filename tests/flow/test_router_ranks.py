@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router before servers with data-parallel ranks: a push reaches the rank that decode was told of."""
+"""The router with data-parallel servers: a push reaches the rank that decode was told about."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_many_at_once_from_the_first_request_on() -> None:
 
 @pytest.mark.parametrize(("ranks", "pushes"), [(0, True), (0, False), (2, False)], ids=["one", "one, pull", "pull"])
 def test_who_need_not_be_named_is_not(ranks: int, pushes: bool) -> None:
-    """Servers with one engine, and whoever is asked before decode: they are asked as before, and nothing more."""
+    """Servers with one engine, and prefill that is asked before decode, get the usual requests without a rank."""
 
     async def run() -> None:
         async with parallel(ranks, pushes=pushes) as at:

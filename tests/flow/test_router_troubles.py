@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router when servers or clients do what they should not: a right answer or an error, in time, and counted."""
+"""The router with faulty servers and clients: a right answer or an error, in time, and counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREFILL_FAULTS = ["close", "500", "503", "429", "garbage", "garbage params", "ha
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("fault", PREFILL_FAULTS)
 def test_a_prefill_leg_that_fails_is_tried_elsewhere(fault: str, pushes: bool) -> None:
-    """In push decode's leg is ended at once, and both are asked anew under another name."""
+    """In a push decode's leg is aborted at once, and both are sent again under another name."""
 
     async def run() -> None:
         async with serving(2, 2, pushes=pushes) as at:
@@ -79,7 +79,7 @@ def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(
             assert answer.status_code in (502, 503), answer.text
             assert answer.json()["error"]["code"] == answer.status_code
             if fault == "kv":
-                # The client, and whoever reads the router's log, find decode's own line by it.
+                # It leads from the client's error and the router's log to decode's own log line.
                 _, _, tags = HAND_OVER_FAILED.partition(": ")
                 assert tags in answer.json()["error"]["message"]
                 (line,) = [line for line in caplog.messages if f" status={answer.status_code} " in line]
@@ -119,7 +119,7 @@ def test_a_chat_that_begins_with_a_role_and_an_error_is_tried_anew(fault: str, u
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("status", ["400", "404", "422"])
 def test_a_server_s_no_is_the_client_s_answer(status: str, pushes: bool) -> None:
-    """In the server's own words, and asked once."""
+    """It is passed on with the server's own message, without a second try."""
 
     async def run() -> None:
         async with serving(2, 1, pushes=pushes) as at:
@@ -140,7 +140,7 @@ def test_a_server_s_no_is_the_client_s_answer(status: str, pushes: bool) -> None
 def test_a_prefill_that_hands_nothing_over_is_counted_and_warned_of_once(
     pushes: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decode computes the prompt: the tokens are right, and somebody is told."""
+    """Decode computes the prompt: the tokens are right, and a warning is logged."""
 
     async def run() -> None:
         async with serving(pushes=pushes) as at:
@@ -199,7 +199,7 @@ def test_hand_overs_that_decode_reports_as_failed_are_counted_and_warned_of(capl
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("fault", ["die 2", "inside 2", "no done", "hang 2", "reason none", "reason abort"])
 def test_a_stream_that_breaks_off_ends_with_an_error_event(fault: str, pushes: bool) -> None:
-    """After whole events of right tokens, in vLLM's shape, and without the word that would say: complete."""
+    """It comes after complete events with right tokens, in vLLM's format, without the [DONE] that marks completion."""
 
     async def run() -> None:
         async with serving(pushes=pushes, inter_token_timeout_seconds=0.3) as at:

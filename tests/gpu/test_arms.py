@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of byte equivalence and of chaos on CUDA: kvcached's own pages, and a slab on the device and on the host.
 
-kvcached's own pages are compared where the proof at start lets them be registered; elsewhere it is said why not.
+kvcached's own pages are compared where the proof at start allows to register them; elsewhere the test says why not.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """NIXL over kvcached's CUDA pages: the proof that a server makes when it starts, on this hardware.
 
 kvcached 0.1.6 creates pages without a shareable handle type and without the GPUDirect RDMA flag (csrc/inc/gpu_vmm.hpp),
-so which transports work, and at what speed, can only be found on hardware. That some cannot be used is expected: KV is
-staged then. What could be used has to be right.
+so which transports work, and at what speed, can only be found on hardware. Some are expected not to work: KV is staged
+then. Those that work must be right.
 """
 
 from __future__ import annotations

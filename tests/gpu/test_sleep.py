@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep mode on a GPU: vLLM's own allocator unmaps what a worker allocates with its KV cache, and not the slab."""
+"""Sleep mode on a GPU: vLLM's own allocator unmaps what a worker allocates with its KV cache, but not the slab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def test_a_slab_outlives_a_sleep() -> None:
-    """Made where `register_kv_caches` runs, in the pool of the KV cache; what else is made there is gone."""
+    """It is allocated inside `register_kv_caches`, in the KV cache's pool, whose other memory is unmapped."""
     from support.kvcached_memory import Geometry
     from vllm.device_allocator.cumem import CuMemAllocator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m kvcached_nixl``: the answer a server would get, and an exit status that says so."""
+"""``python -m kvcached_nixl``: reports what a server would do, and its exit status says the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_supported_environment_exits_with_zero_whatever_the_gate(
 def test_an_environment_that_would_be_refused_exits_with_one(
     with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...]
 ) -> None:
-    """Each refusal is there in words."""
+    """Each refusal is printed with its message."""
     done = with_wheel.run(*COMMAND, path=(tree(version, *options),))
     assert done.returncode == 1
     assert "refused:" in done.stdout and "remedy:" in done.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way in, in every order, ends in the same state with each patch applied once."""
+"""Every way and order of activation ends in the same state, with each patch applied once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_children_end_in_the_same_state(
     child: str,
     before: tuple[str, ...],
 ) -> None:
-    """A spawned child installs anew, a forked one inherits; both may import the rest in any order."""
+    """A spawned child installs again, a forked one inherits; both may import the rest in any order."""
     state = installed.probe("enable", *before, child, "kvcached", "plugins", *CREATE, path=(tree("0.28.0"),))
     assert final(state) == reference("0.28.0")
 

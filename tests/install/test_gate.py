@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off costs nothing and changes nothing; on, a start is whole or refused."""
+"""With the gate closed nothing changes and nothing costs time; with the gate open a start is complete or refused."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_host_memory_that_cannot_be_activated_is_refused(with_wheel: Environme
 
 
 def test_an_unclear_switch_is_refused(with_wheel: Environment, tree: Callable[..., Path]) -> None:
-    """KVCACHED_NIXL=off is not a word we know; guessing either way would be wrong for somebody."""
+    """KVCACHED_NIXL=off is not a known value; either guess would be wrong for some users."""
     environ = {**ON, "KVCACHED_NIXL": "off"}
     (created,) = with_wheel.probe("vllm", "create=NixlConnector", path=(tree("0.28.0"),), **environ)["created"]
     assert created.startswith("StartRefused") and "KVCACHED_NIXL='off'" in created

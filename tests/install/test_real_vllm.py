@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same claims beside the vLLM and kvcached of this environment."""
+"""The claims of this tier with the real vLLM and kvcached of this environment."""
 
 from __future__ import annotations
 

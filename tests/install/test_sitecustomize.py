@@ -16,7 +16,7 @@ PRINT = "import sys; print(sys.modules['sitecustomize'].__file__, 'kvcached_nixl
 def test_another_sitecustomize_runs_and_takes_its_place(
     bare: Environment, tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    """Whoever looks for ``sitecustomize`` in sys.modules finds theirs, whether the gate is open or not."""
+    """``sitecustomize`` in sys.modules is the other one, whether the gate is open or not."""
     theirs = tmp_path / "sitecustomize.py"
     theirs.write_text("print('theirs ran')")
     done = bare.run("-c", PRINT, path=(SITECUSTOMIZE, tmp_path), **environ)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start of an interpreter costs with the gate open, and what it says when something is not there."""
+"""What the start of an interpreter costs with the gate open, and what it reports when a requirement is missing."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ print(int(time.time()))
 def test_a_script_ends_whose_engine_ends_with_it(
     with_wheel: Environment, tree: Callable[..., Path], on_host_memory: Path, where: str
 ) -> None:
-    """vLLM's engines end in finalizers, before multiprocessing waits for them: unless somebody makes one too early."""
+    """vLLM's engines end in finalizers, before multiprocessing waits for them, unless one is created too early."""
     path = tree("0.28.0") if where == "tree" else on_host_memory
     done = with_wheel.run("-c", ENDS, path=(path,), **ON)
     assert time.time() - int(done.stdout) < 30

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md and docs/: everything an operator can meet is there, links resolve, and sentences are short."""
+"""README.md and docs/ name everything that an operator can meet, links resolve, and sentences are short."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readme_says_at_once_that_no_gpu_was_used() -> None:
-    """Whoever reads ten lines knows what state this is in."""
+    """The first ten lines say what state the project is in."""
     assert _STATE.search("\n".join(README.read_text().splitlines()[:STATE_WITHIN_LINES]))
 
 

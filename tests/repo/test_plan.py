@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests run when (``tests/plan.py``): nothing is left out for good, and no run takes longer than it may."""
+"""The plan of test runs (``tests/plan.py``): every job runs in some turn, and no run exceeds its time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repository about itself: one place for each fact, and the places agree."""
+"""Facts that are repeated in the repository agree with each other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_kvcached_extra_is_the_supported_kvcached(project: dict[str, Any]) -
 
 
 def test_the_runtime_needs_three_small_libraries(project: dict[str, Any]) -> None:
-    """Whoever installs this beside vLLM gets nothing else."""
+    """Installing the package beside vLLM installs nothing else."""
     assert sorted(Requirement(text).name for text in project["dependencies"]) == [
         "msgspec",
         "packaging",
@@ -172,7 +172,7 @@ def test_the_check_for_mutable_state_sees_planted_state(tmp_path: Path) -> None:
 
 
 def test_the_start_file_reads_the_gate_as_the_settings_do() -> None:
-    """The .pth line cannot import settings, so it repeats the words; they must be the same."""
+    """The .pth line cannot import settings, so it repeats the accepted values; they must be the same."""
     line = (PACKAGE / "kvcached_nixl.pth").read_text()
     gate = 'os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true")'
     assert gate in line

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md and what moved from it to docs/: what they repeat is what the code and the results say."""
+"""What README.md and docs/ repeat agrees with the code and the results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 1 of 2 on a machine without a GPU: each of its threads selects device 1 before it does anything else.
 
-What torch has of an accelerator is replaced by something that notes which thread calls it; what belongs to a device is
-refused on a thread that has not selected it, as it would make a context on device 0.
+torch's accelerator functions are replaced by recorders that note the calling thread. They refuse device operations on a
+thread that has not selected the device, because such a call would create a context on device 0.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def test_an_event_of_the_engines_is_asked_on_a_thread_that_has_selected(platform
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, layout: Layout, staged: bool) -> None:
-    """In the worker that asks for it; nothing waits for a thread that is gone."""
+    """It raises in the worker that starts the thread; nothing waits for a thread that has ended."""
     slab = Slab(layout, 4, torch.device("cpu")) if staged else None
     platform.broken = True
     stock: Any = Stock(Agent(platform))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines against a plain dictionary that is searched each time."""
+"""Compares `Deadlines` with a plain dictionary that is searched each time."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from kvcached_nixl.settings import Gate, MemoryPath, Server, Settings, TransferM
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "TRUE"])
 def test_the_gate_opens_for_one_and_true_in_any_case(word: str) -> None:
-    """Exactly kvcached's own words."""
+    """Exactly kvcached's own values."""
     assert read_gate({"ENABLE_KVCACHED": word}) is Gate.ON
 
 
@@ -91,7 +91,7 @@ def test_a_slab_beside_direct_is_refused() -> None:
 
 @pytest.mark.parametrize("value", ["PUSH", "PULL", "both", "", None, 1, True])
 def test_another_transfer_mode_is_refused(value: Any) -> None:
-    """Asking for one thing and getting another in silence would be a lie; the message has both words that are taken."""
+    """A silent fallback to another mode would mislead; the message names both accepted modes."""
     with pytest.raises(SettingsError, match="transfer_mode") as refusal:
         Settings.from_extra_config({"transfer_mode": value})
     assert refusal.value.expected == '"pull" or "push"'

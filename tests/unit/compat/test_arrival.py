@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.arrival`: who is let in under which id, against stand-ins for vLLM's requests."""
+"""`kvcached_nixl.compat.arrival`: which request is accepted under which id, with stand-ins for vLLM's requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.attached_state`: our sides are found on vLLM's connectors, however deep, and on no others."""
+"""`kvcached_nixl.compat.attached_state`: state is found on vLLM's connectors at any depth, and on no others."""
 
 from __future__ import annotations
 

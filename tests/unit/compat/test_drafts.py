@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.drafts`: whose drafts leave KV of their own."""
+"""`kvcached_nixl.compat.drafts`: which draft models have a KV cache."""
 
 from __future__ import annotations
 

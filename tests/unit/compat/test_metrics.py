@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.metrics` over stand-ins for vLLM's classes: from a worker to what Prometheus shows."""
+"""`kvcached_nixl.compat.metrics` with stand-ins for vLLM's classes: from a worker to what Prometheus shows."""
 
 from __future__ import annotations
 

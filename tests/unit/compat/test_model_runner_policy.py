@@ -128,7 +128,7 @@ def test_an_older_vllm_is_not_beyond(vllm: str | None) -> None:
 def test_a_start_says_who_stops_and_what_can_be_done(
     monkeypatch: pytest.MonkeyPatch, vllm: str, words: list[str], others: list[str]
 ) -> None:
-    """kvcached itself does, and what it is told is this package's refusal, in its words."""
+    """kvcached itself stops, and its error is this package's refusal with the same message."""
     found: dict[str, str] = {"vllm": vllm, "kvcached": "0.1.6", "nixl": "1.0"}
     monkeypatch.setattr(versions, "found_version", found.__getitem__)
     ((name, cause),) = environment_refusals()
@@ -189,7 +189,7 @@ def vllm(make_module: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Vl
 
 
 def test_on_a_cpu_it_is_asked_for_a_gpu_as_well(vllm: Vllm) -> None:
-    """Each answer says for what it is; vLLM's own words are the reason."""
+    """Each answer names its device; vLLM's own message is the reason."""
     vllm()
     here, there = ask("a model", "0.28.0")
     assert (here.device, here.is_here, here.runner, here.refusal) == ("cpu", True, "V1", None)
@@ -244,7 +244,7 @@ def test_a_configuration_that_has_lost_its_answer_is_refused(vllm: Vllm) -> None
     [("nothing", "no config.json, nowhere"), ("s3://a/b", "an address"), ("strange", "Exception: of a class")],
 )
 def test_a_model_that_cannot_be_read_is_refused_in_four_lines(vllm: Vllm, model: str, words: str) -> None:
-    """vLLM's words are in the first one."""
+    """vLLM's message is in the first line."""
     vllm()
     with pytest.raises(Refused) as caught:
         ask(model, "0.28.0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.nixl_worker` over stand-ins for vLLM's NIXL connector: by name, or refused."""
+"""`kvcached_nixl.compat.nixl_worker` with stand-ins for vLLM's NIXL connector: values are found by name, or refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's KV follows from: tokens, adapters and media by their content, whatever they are called."""
+"""What determines a request's KV: tokens, and adapters and media by their content, whatever their names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fixtures are made from: a wheel that nobody has installed, read as text (``tests/shapes``)."""
+"""How fixtures are made: a wheel that is not installed is read as text (``tests/shapes``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch, and every name that is read of vLLM, held to the fixture of each series (``tests/shapes``)."""
+"""Checks every patch, and every name that is read from vLLM, against the fixture of each series (``tests/shapes``)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
     ],
 )
 def test_a_changed_signature_is_found(shape: dict[str, Any], changed: str, found: str) -> None:
-    """In the words in which a start would refuse it, which say what was expected."""
+    """The message is that of a refusal at start, and says what was expected."""
     shape["bodies"][FACADE]["methods"]["get_transfer_results"] = changed
     (verdict,) = [one for one in verdicts(shape) if one.is_trouble]
     assert (verdict.patch, verdict.word) == ("connector.get_transfer_results", "changed")
@@ -154,7 +154,7 @@ def test_every_private_name_and_every_import_is_in_the_table() -> None:
 
 
 def test_every_name_in_the_table_is_read() -> None:
-    """As an attribute, as a word, or as a method that ours overrides."""
+    """As an attribute, as a string, or as a method that a class of this package overrides."""
     words: set[str] = set()
     for node in trees("compat", "seams"):
         words |= {getattr(node, field, "") for field in ("attr", "arg", "name", "value") if _is_word(node, field)}

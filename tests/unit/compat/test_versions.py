@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.versions`: the table, and what is refused outside it."""
+"""`kvcached_nixl.compat.versions`: the table of versions, and what is refused outside it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_everything_else_is_not(version: str | None) -> None:
 
 
 def test_a_supported_environment_has_nothing_to_refuse(found: Callable[..., None]) -> None:
-    """The quiet case."""
+    """Nothing is refused."""
     found()
     assert environment_refusals() == ()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/bench_serve: its targets can be missed, and each arm asks for what its name says."""
+"""experiments/bench_serve: its targets can be missed, and each arm sends what its name says."""
 
 from __future__ import annotations
 

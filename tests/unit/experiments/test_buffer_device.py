@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No harness says where a connector's buffers are: vLLM asks the platform (tests/contract/test_buffer_device.py)."""
+"""No harness sets a connector's buffer device: vLLM asks the platform (tests/contract/test_buffer_device.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The byte-equivalence comparison reports what differs, and only that."""
+"""The byte-equivalence comparison reports all differences, and nothing else."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_records_are_matched_by_the_id_on_p() -> None:
 
 
 def test_what_p_sent_is_taken_from_its_records_where_the_client_could_not_look() -> None:
-    """D was asked first: P's blocks are gone when its answer comes."""
+    """D was asked first: P's blocks are free when its answer comes."""
     pushed = {"transfer": "r", "block_ids": [[4]], "digests": [["a"]]}
     unseen = replace(seen([]).hand_over, sent_block_ids=[], sent_digests=[])
     looked_at = replace(unseen, sent_block_ids=[[1]], sent_digests=[["b"]])

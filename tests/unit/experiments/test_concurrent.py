@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The concurrent part keeps 32 requests going, makes P's pool grow, and looks at the pools while nothing runs."""
+"""The concurrent part keeps 32 requests running, makes P's pool grow, and inspects the pools while nothing runs."""
 
 from __future__ import annotations
 

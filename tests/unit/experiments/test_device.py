@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same arms on a CPU and on a GPU: what a server is told of its device."""
+"""The same arms on a CPU and on a GPU: the device options that a server gets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_arm_takes_the_path_of_its_name(has_gpu: bool, tmp_path: Path) -> Non
 
 
 def test_a_stock_arm_is_told_no_path(has_gpu: bool, tmp_path: Path) -> None:
-    """It would not know the word."""
+    """A stock server does not know the option."""
     for arm in (arm for arm in ARMS if not arm.kvcached and arm.mode != SINGLE):
         assert all("memory_path" not in extra_of(spec) for spec in specs(arm, tmp_path, "float32", {}))
 

@@ -229,7 +229,7 @@ def gpu(tmp_path: Path, commands: Path) -> Gpu:
 
 
 def test_a_gpus_kvcached_is_built_with_the_torch_that_is_installed(run: Run, gpu: Gpu) -> None:
-    """Not taken from uv's cache, where another torch's lies under the same name; and anew when torch has changed."""
+    """Not taken from uv's cache, where another torch's has the same name; built again when torch has changed."""
 
     def builds() -> list[str]:
         return [line for line in gpu.noted() if "kvcached.txt" in line]

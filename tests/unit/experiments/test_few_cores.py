@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the experiments' servers leaves the cores to those who compute; any other one is as it was."""
+"""A process of the experiments' servers leaves the cores to processes that compute; other processes are unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/fuzzed_router: its targets can be missed, and an answer is read as it came."""
+"""experiments/fuzzed_router: its targets can be missed, and it reads an answer exactly as it was sent."""
 
 from __future__ import annotations
 

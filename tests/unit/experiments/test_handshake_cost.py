@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost benchmark's verdicts, from samples made here."""
+"""The cost benchmark's verdicts, from samples that the tests make up."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_what_was_not_run_again_stays_with_the_commit_it_is_of(tmp_path: Path) -
 
 
 def test_a_failure_that_was_not_run_again_is_still_one(tmp_path: Path) -> None:
-    """The file's verdict is over all that is in it."""
+    """The file's verdict covers everything in it."""
     file = tmp_path / "last-1.json"
     file.write_text(json.dumps({"commit": "old", "checks": rows_of(PUSH, passed=False)}))
     assert last.summary(rows_of(PULL), file, [PULL, PUSH], FULL)["verdict"] == "NOT EQUAL"
@@ -206,7 +206,7 @@ def test_an_arm_without_a_phase_or_a_comparison_is_missing(lacking: str, tmp_pat
 
 
 def test_the_rows_that_are_needed_are_those_that_a_run_gives() -> None:
-    """In the words of the committed results; one that nothing says would make every arm missing."""
+    """Rows are named as in the committed results; a name without results would make every arm missing."""
     found = json.loads((ROOT / "experiments/byte_equivalence/results/last-0.28.0.json").read_text())
     given = {(row["arm"], row["check"]) for row in found["checks"]}
     for arm in (ARMS[0], STOCK, PULL, PUSH):

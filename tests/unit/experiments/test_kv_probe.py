@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV probe's digests see bytes rather than layouts, and its corruptions corrupt."""
+"""The KV probe's digests depend on bytes and not on layouts, and its corruptions do corrupt."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is locked for one vLLM is spread over files; together they are one environment."""
+"""The locked packages of one vLLM are in several files, which together are one environment."""
 
 from __future__ import annotations
 

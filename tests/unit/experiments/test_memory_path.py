@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment's arithmetic: each target on both sides of its limit, and what its servers are told."""
+"""The experiment's arithmetic: each target on both sides of its limit, and the options that its servers get."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment's verdicts on both sides of their limits, and faults that a small mesh has to see."""
+"""The experiment's verdicts on both sides of their limits, and faults that a small mesh must detect."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_small_mesh_hands_over_whatever_is_done_to_its_engines(mode: TransferM
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("mode", TransferMode)
 def test_engines_that_were_started_again_are_met_again_at_once(mode: TransferMode, role: str) -> None:
-    """No hand-over pays for whoever was known at an address before."""
+    """No hand-over is delayed by an engine that had the address earlier."""
     small = mesh(mode, events=0)
     small.run(30)
     small.settle()
@@ -161,7 +161,7 @@ def _deliver_half(network: Network, posted: Any) -> None:
 
 
 def test_a_table_that_is_not_cleared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routes to agents that are gone."""
+    """The table has routes to agents that do not exist any more."""
     monkeypatch.setattr(PeerRoutes, "forget", lambda self, agent: None)
     found = experiment.measure("pull", 3, 200, 20, 1, lambda words: None)
     assert any(words.startswith("PeerRoutes._found has") for words in found.left)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed prompts are fixed, and hold the cases they are there for."""
+"""The fixed prompts do not change, and contain the cases that they are made for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/router_overhead: its stub is one that the router can use, and its targets can be missed."""
+"""experiments/router_overhead: the router accepts its stub, and its targets can be missed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers are started in a session of their own, waited for, and leave nothing behind; a stand-in plays vLLM."""
+"""Servers start in a separate session, are waited for, and leave nothing behind; a stand-in plays vLLM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment's verdicts on both sides of their limits, and that what is timed is what waits."""
+"""The experiment's verdicts on both sides of their limits, and that it times waiting requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_target_can_be_missed(changes: dict[str, object], missed: list[int]
 
 
 def test_what_fewer_cost_is_not_judged() -> None:
-    """But their beats are."""
+    """But the size of their heartbeats is."""
     (verdict,) = judge([dataclasses.replace(USUAL, waiting=MOST_WAITING - 1, step=Times(9.0, 9.0))])
     assert verdict.reached
 
@@ -117,7 +117,7 @@ def test_a_side_has_as_many_waiting_as_it_should_and_stays_so(kind: type[Side], 
     if kind is not DecodeSide:
         assert waiting_in(side) == 30 * per_hand_over
         return
-    # What was posted or registered for it stays until it is known to be quiet.
+    # What was posted or registered for it stays until it is known to be idle.
     assert side.engine.handover.num_waiting == 30
     assert len(side.engine.side.thread._renewals) == 30
 

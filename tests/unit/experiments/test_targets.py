@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an experiment's promises come to."""
+"""The verdict over an experiment's targets."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_plain_nixl_is_cut_as_a_hand_over_is(length: int) -> None:
 
 
 def test_the_time_of_a_transport_is_told_by_what_it_did() -> None:
-    """Posting and looking, but for the word, which counts from its post to its end."""
+    """Posting and polling; the READ of the ownership token counts from its post to its end."""
     network = Network()
     one, other = network.agent("one"), network.agent("other")
     memory = np.zeros(64, dtype=np.uint8)
@@ -172,7 +172,7 @@ def nodes(request: pytest.FixtureRequest, direction: str) -> Iterator[tuple[Node
 
 
 def test_two_nodes_hand_over_again_and_again(nodes: tuple[Node, Node], direction: str) -> None:
-    """Whoever moves the bytes knows where its time went; decode compares what it got."""
+    """The node that moves the bytes knows where its time went; decode compares what it received."""
     prefill, decode = nodes
     for number in range(3):
         params = prefill.offer(f"cmpl-{number}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks: where they are placed, when they are not, and what each does to a call."""
+"""The import hooks: where they are installed, when they are not, and what each does to a call."""
 
 from __future__ import annotations
 

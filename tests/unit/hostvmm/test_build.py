@@ -62,7 +62,7 @@ def test_something_else_than_kvcacheds_source_is_refused(tmp_path: Path, kind: s
 
 
 def test_a_failing_command_shows_its_output(capfd: pytest.CaptureFixture[str]) -> None:
-    """The compiler's own words come first, then what failed."""
+    """The compiler's own output comes first, then what failed."""
     with pytest.raises(HostvmmError, match="exit status 3"):
         build._run([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], "compiling")
     assert "the reason" in capfd.readouterr().err

@@ -62,7 +62,7 @@ def test_a_pool_is_refused_exactly_when_no_page_group_fits(
 
 @given(layers=st.integers(1, 80), kv_buffers=st.sampled_from([1, 2]), contiguous=st.booleans())
 def test_the_size_a_refusal_recommends_is_accepted(layers: int, kv_buffers: int, contiguous: bool) -> None:
-    """Whoever follows the remedy gets a pool that starts."""
+    """A pool of the recommended size starts."""
     with pytest.raises(HostvmmError) as refusal:
         pool(2, layers=layers, kv_buffers=kv_buffers, contiguous=contiguous).refuse_if_too_small()
     recommended = re.search(r"KVCACHED_HOSTVMM_GIB to ([0-9.]+)", refusal.value.remedy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is registered stays what it was, and transfers name that; other memory is left alone."""
+"""Emulated pinning: transfers use the pages that were mapped at registration; other memory is not affected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files of weights hold: equal by content, told apart by any of it, cheap for the largest."""
+"""Identity of weight files: equal by content, different for any change, cheap for the largest."""
 
 from __future__ import annotations
 

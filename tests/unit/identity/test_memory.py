@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weights are in memory: by content, however they lie there, and cheap for the largest."""
+"""Identity of weights in memory: by content, whatever their layout, and cheap for the largest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.naming`: an engine's own name, who owns it, and what is cleared when."""
+"""`kvcached_nixl.naming`: an engine's name, its owner, and what is cleared when."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def write_segments(claim: Claim) -> None:
     ],
 )
 def test_an_own_name_begins_with_the_wish_and_fits(wish: str, rank: int | None, name: str) -> None:
-    """Readable for whoever asked for it; what makes it its own is never cut off."""
+    """It begins with the requested name; the suffix that makes it unique is never cut off."""
     assert own_name(wish, rank, "0a0a0a0a") == name
     assert is_name(name)
     assert not is_name("../" + name[:8])
@@ -108,7 +108,7 @@ def test_a_name_that_is_in_use_is_drawn_again(places: Places, taken: str) -> Non
 
 
 def test_names_that_are_all_in_use_are_refused(places: Places) -> None:
-    """In words, with what is in the way."""
+    """The refusal names what is in the way."""
     places.sockets("decode-1").mkdir()
     with pytest.raises(NameRefused, match=r"kvcached-tp-decode-1-x cannot be created: every name .* is in use"):
         take("decode", None, places, lambda: "1")
@@ -122,7 +122,7 @@ def test_a_host_without_a_place_for_sockets_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_joins_the_engine_that_lives(places: Places, started: Started) -> None:
-    """In whatever process group it is, and after its owner has gone its part still counts."""
+    """In any process group. The name stays in use while a worker lives, even after its owner has ended."""
     owner, name = started("take", "decode")
     worker = join(name, places)
     assert not worker.owns and worker.name == name
@@ -147,7 +147,7 @@ def test_a_worker_without_its_engine_is_refused(places: Places, started: Started
 
 
 def test_another_users_folder_is_neither_joined_nor_cleared(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever made it could answer there."""
+    """The other user's processes could answer there."""
     claim = take("decode", None, places)
     os.close(claim._descriptor)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)

@@ -451,7 +451,7 @@ def test_uninstalling_restores_in_reverse_order_and_ends_pending_hooks(
 
 
 def test_what_somebody_else_wrapped_later_is_left_there_with_ours_disabled(lib: Any) -> None:
-    """A blind restore would remove whoever came last."""
+    """A blind restore would remove the later wrapper."""
     registry = seams(patch().around(lambda call: ["ours"]))
     theirs = wrapt.FunctionWrapper(vars(lib.Base)["load"], lambda w, i, a, k: ["theirs", *w(*a, **k)])
     lib.Base.load = theirs

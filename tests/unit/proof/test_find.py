@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asked once per boot, versions and settings; what a prover cannot tell is said in words."""
+"""The proof runs once per boot, versions and settings; what a prover cannot find out is explained."""
 
 from __future__ import annotations
 

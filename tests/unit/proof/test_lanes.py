@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What UCX prints, and how it is told to use one transport alone."""
+"""How UCX's output is read, and how UCX is made to use one transport alone."""
 
 from __future__ import annotations
 

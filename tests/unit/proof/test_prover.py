@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prover whose lanes take long still says what it has found."""
+"""A prover with slow lanes still reports what it has found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Remote:
 
 
 def test_lanes_that_hang_leave_the_others_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked has not given up by then, and keeps the answer."""
+    """The caller has not timed out by then, and keeps the answer."""
     now = 1000.0
 
     def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneFound:

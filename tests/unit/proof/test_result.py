@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps kvcached's pages from being registered, and what does not."""
+"""Which results of the proof forbid registering kvcached's pages, and which do not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""proxy/{http_connection,connections}.py: answers that are whole, cut, late, unasked for, or no HTTP at all."""
+"""proxy/{http_connection,connections}.py: answers that are complete, truncated, late, unsolicited, or not HTTP."""
 
 from __future__ import annotations
 

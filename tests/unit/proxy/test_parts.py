@@ -38,7 +38,7 @@ def test_a_guard_ends_what_waits_and_the_task_goes_on() -> None:
         with pytest.raises(Late), Guard() as guard:
             loop.call_later(0.01, guard.end, Late())
             await asyncio.sleep(60)
-        # The task is not cancelled any more, and a limit that is over ends nothing.
+        # The task is not cancelled any more, and an expired limit cancels nothing.
         with Guard() as guard:
             guard.limit(0.01, Late())
         await asyncio.sleep(0.03)
@@ -309,7 +309,7 @@ def test_a_command_line_is_read_without_any_library_of_the_router_s() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ------------------------------------------------------------------------------------------ a client that has gone
+# ---------------------------------------------------------------------------------------- a client that has left
 
 
 async def closed(message: Any) -> None:

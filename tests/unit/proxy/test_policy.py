@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""proxy/policy.py and proxy/affinity.py: who gets a request."""
+"""proxy/policy.py and proxy/affinity.py: which server gets a request."""
 
 from __future__ import annotations
 

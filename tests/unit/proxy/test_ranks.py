@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""proxy/ranks.py: what a server's answers say of its data-parallel ranks."""
+"""proxy/ranks.py: what a server's answers tell about its data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""proxy/request_body.py: what is taken out of a body, and what is left as it came."""
+"""proxy/request_body.py: which fields are taken out of a body, and what is passed on unchanged."""
 
 from __future__ import annotations
 

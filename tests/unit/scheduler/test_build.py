@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/build.py: an engine's side from what vLLM's connector knows, or a refusal in words."""
+"""scheduler/build.py: the scheduler's half is built from what vLLM's connector knows, or refused with a reason."""
 
 from __future__ import annotations
 

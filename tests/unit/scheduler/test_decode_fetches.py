@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/decode_fetches.py: what decode asks for, what it refuses, and that every block is free exactly once."""
+"""scheduler/decode_fetches.py: what decode requests, what it refuses, and that every block is freed exactly once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Decode:
         return wanted.attempt
 
     def fails(self, request: Asked, num_computed: int = 0) -> FailureCause:
-        """It is given blocks and fails at once, without a word to the workers but that its lease is not needed."""
+        """It gets blocks and fails at once. The workers are told only that its lease is not needed."""
         self.arrive(request)
         missing, is_waiting = self.match(request, num_computed)
         assert is_waiting and missing > 0
@@ -722,7 +722,7 @@ def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded
 
 
 def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
-    """The metric's label, the log line and what the client is told: found by the same words, the reason in the log."""
+    """The metric, the log line and the client's error have the same cause label; the reason is in the log."""
     decode = Decode()
     request = of_decode()
     attempt = decode.wait(request)

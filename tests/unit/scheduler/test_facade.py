@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/facade.py: both halves between vLLM's scheduler and the workers, in any order of events."""
+"""scheduler/facade.py: prefill's and decode's half between vLLM's scheduler and the workers, in any order of events."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine
 
 
 def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> None:
-    """Else one adapter that was loaded anew would have everybody's prefixes refused, for as long as requests run."""
+    """Otherwise reloading one adapter would refuse the prefixes of all adapters, for as long as requests run."""
     offering, found = engine.handover._offering, []
     for stale in (3, ANY_ADAPTER, None):
         offering.stale.add(stale)
@@ -119,7 +119,7 @@ def test_what_is_kept_for_decode_is_not_freed_by_what_another_connector_has_load
 
 
 def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_that_one(engine: Engine) -> None:
-    """Row B9: whoever is told first frees it, and vLLM ends at the second."""
+    """Row B9: the first report frees it, and vLLM asserts at the second."""
     attempt = engine.waiting()
     engine.handover.finished(of_decode(), False, BLOCKS)
     engine.handover.kept("d1")
@@ -242,7 +242,7 @@ def test_an_engine_with_nothing_to_say_may_sleep(engine: Engine) -> None:
     told = reports()
     engine.handover.collect(told)
     assert told.received == {"d1"}
-    # The hold is waited for by whoever is woken, not by stepping (B3).
+    # The engine does not step while it waits for the hold; it is woken (B3).
     assert not engine.handover.pending
     engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
     assert engine.handover.pending, "the metric is to fall"

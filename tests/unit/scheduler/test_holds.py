@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/holds.py: blocks are held under a number and given back once."""
+"""scheduler/holds.py: blocks are held under a number and freed once."""
 
 from __future__ import annotations
 

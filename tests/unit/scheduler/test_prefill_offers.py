@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/prefill_offers.py: what prefill says of a request, step by step, and when its blocks are free."""
+"""scheduler/prefill_offers.py: what prefill tells its workers in each step, and when a request's blocks are free."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_pull_reads_nothing_before_its_request_has_ended() -> None:
     request = prefill.arrive(of_prefill())
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert not prefill.offering.is_read("p1")
-    # Preempted while it generated: other blocks, another manifest, and the word with it.
+    # Preempted while it generated: other blocks, so another manifest and ownership token.
     (again,) = prefill.compute(TOKENS, ([5, 6, 2],), replaces=True).offered
     assert again.manifest is not None and again.manifest.groups == (BlockRange(0, (5, 6, 2)),)
     keep, params = prefill.finish(request, block_ids=([5, 6, 2],))
@@ -334,7 +334,7 @@ def test_blocks_that_replace_others_are_not_added_to_them() -> None:
 
 
 def test_a_rollback_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A8: another connector's load has failed, and tokens are computed anew in the same blocks."""
+    """A8: another connector's load has failed, and tokens are recomputed in the same blocks."""
     prefill = Prefill(pushes=True)
     prefill.arrive(of_prefill())
     prefill.take()
@@ -412,7 +412,7 @@ def test_what_was_offered_in_the_same_step_is_told_as_far_as_it_is_true() -> Non
 
 
 def test_an_aborted_pull_frees_its_blocks_at_once() -> None:
-    """Nobody was told of them; if its word is there already, the workers take it away."""
+    """No peer knows them; if its ownership token is published already, the workers remove it."""
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
     prefill.compute(4, ([7],), replaces=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""side_channel_listener.py: each rank's handshake with the start of its engine, as every vLLM collects them."""
+"""side_channel_listener.py: each rank's handshake with its engine's incarnation, as every vLLM collects them."""
 
 from __future__ import annotations
 

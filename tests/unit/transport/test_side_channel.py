@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transport/side_channel.py: both sides, against sockets that speak as vLLM's do, or do not."""
+"""transport/side_channel.py: both sides, against sockets that speak vLLM's protocol, or something else."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_name_is_looked_up_as_the_listener_looks_it_up(
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
-    """What names stand for; whoever asks for another one hears nothing for a while."""
+    """Host name -> addresses. Resolving any other name blocks for a while."""
 
     def look_up(host: str) -> list[str]:
         if host not in addresses:
@@ -209,7 +209,7 @@ def test_names_that_nobody_knows_hold_up_no_other_name(
 
 
 def test_nobody_listens(channel: Callable[..., module.SideChannel]) -> None:
-    """Told at once and by this error alone, because it says that the peer is gone."""
+    """Reported at once and with this error only, because it means that the peer has ended."""
     with pytest.raises(ConnectionRefusedError):
         channel(True).ask("127.0.0.1", free_port(), 0).result(JOIN_SECONDS)
 
@@ -261,7 +261,7 @@ def test_a_process_that_hangs_is_not_waited_for(channel: Callable[..., module.Si
 def test_an_answer_that_is_none_is_an_error_of_its_own(
     listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], frame: bytes
 ) -> None:
-    """Neither refused nor late: somebody else's socket may be there."""
+    """It is neither a refusal nor a timeout: another program's socket may be there."""
     listener = listen([frame])
     with pytest.raises(ValueError, match="answers what cannot be read"):
         channel().ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS)
@@ -279,7 +279,7 @@ def test_many_that_do_not_answer_hold_up_nobody(
 
 
 def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
-    """Whoever is asked then never answers; that is known as well."""
+    """Open questions are not answered any more, and their callers get an error."""
     silent = listen(None)
     asking = module.SideChannel(names_stage=False)
     waiting = [asking.ask("127.0.0.1", silent.port, 0) for _ in range(5)]
@@ -354,7 +354,7 @@ def test_each_vllms_question_is_answered(own: Own, question: Any, compatibility:
     ids=str,
 )
 def test_a_rank_that_is_not_here_is_answered_in_words(own: Own, question: Any) -> None:
-    """B7: it ended the listener. The words stand where the asker compares and shows them."""
+    """B7: it ended the listener. The message is in the field that the asker compares and shows."""
     found = msgspec.msgpack.decode(own.ask(question)[0])
     assert "this engine has [0, 1]; correct the router's tp_size" in found["compatibility_hash"]
     assert found["agent_metadata_bytes"] == b"" and len(found["compatibility_hash"]) < 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/checked.py: what comes from outside is a value that can be used, or `Malformed`; nothing else is ever raised."""
+"""wire/checked.py: input from outside becomes a usable value or raises `Malformed`, and no other exception."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/digest.py: equal in every process for what makes equal KV, and different for everything else."""
+"""wire/digest.py: equal in every process for prompts with equal KV, and different for all others."""
 
 from __future__ import annotations
 

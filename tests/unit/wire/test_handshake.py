@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/handshake.py: peers that differ never compare equal, and what a hostile one says is malformed."""
+"""wire/handshake.py: peers that differ never compare equal, and a hostile peer's data is `Malformed`."""
 
 from __future__ import annotations
 

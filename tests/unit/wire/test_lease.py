@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/lease.py: beats of a bounded size, both ways, and rubbish that raises nothing but Malformed."""
+"""wire/lease.py: heartbeats of bounded size, encoded and decoded; malformed bytes raise only `Malformed`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/manifest.py: what cannot be true is refused, and its word stands for all of it."""
+"""wire/manifest.py: impossible values are refused, and the ownership token depends on every field."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_word_changes_with_any_block(groups: list[Any]) -> None:
 
 
 def test_a_word_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 is no word in the table."""
+    """0 marks a free place in the table."""
 
     class Nothing:
         def digest(self) -> bytes:
@@ -96,7 +96,7 @@ def test_the_word_is_this_one() -> None:
 def test_it_comes_back_from_a_router_as_it_was(
     num_tokens: int, block_size: int, first: int, lease_seconds: float, request_id: str
 ) -> None:
-    """Through JSON, and with whole numbers written without a point, as JavaScript does: the same word."""
+    """Through JSON, and with whole numbers written without a point, as JavaScript does: the same ownership token."""
     first_block = min(first, (num_tokens - 1) // block_size)
     ids = tuple(range(5, 5 + -(-num_tokens // block_size) - first_block))
     made = msgspec.structs.replace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/messages.py: each message comes back as it was sent, and nothing else ever comes out of bytes."""
+"""wire/messages.py: each message decodes to what was encoded, and other bytes never decode to one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/params.py: what routers and clients send is checked once, and both requests of a push get one name."""
+"""wire/params.py: parameters of routers and clients are checked once, and both requests of a push get one name."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_manifest_that_is_none_is_refused_even_where_none_is_needed(value: obj
 @pytest.mark.parametrize("value", [None, -1, "", "\ud800", float("nan"), float("inf"), [], {}, True, 2**70], ids=ascii)
 @pytest.mark.parametrize("field", Manifest.__struct_fields__)
 def test_each_field_of_a_manifest_is_checked(field: str, value: object) -> None:
-    """An empty list of groups is what prefill's own word of a WRITE has; decode finds no range in it."""
+    """The manifest in prefill's `Written` message has an empty list of groups; decode finds no range in it."""
     if field == "groups" and value == []:
         assert read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {field: value}}).manifest is not None
         return
@@ -256,7 +256,7 @@ def test_a_request_whose_own_id_nobody_can_send_is_refused() -> None:
 
 
 def test_a_request_whose_id_no_manifest_can_name_is_refused_on_both_sides() -> None:
-    """Whatever else names it: prefill's own word of its last WRITE would be malformed, and decode wait in vain."""
+    """Otherwise prefill's message with its last WRITE would be malformed, and decode would wait in vain."""
     longest = "cmpl-" + "x" * (MAX_REQUEST_ID - 5)
     assert name_of({}, longest) and name_of({"transfer_id": "t"}, longest)
     with pytest.raises(Malformed, match="1001 characters"):
@@ -415,7 +415,7 @@ def test_what_supported_servers_say_is_read_from_json(params: dict[str, Any]) ->
     ids=str,
 )
 def test_a_field_that_cannot_be_used_is_named_to_routers_and_to_servers(field: str, value: Any) -> None:
-    """One model: what a router refuses, the hand-over refuses in words."""
+    """One model: what a router refuses, the hand-over refuses with the same reason."""
     with pytest.raises(Malformed, match=field):
         parse(json.dumps(STOCK_ANSWER | {field: value}).encode())
     with pytest.raises(HandOverFailed, match=field):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/planes.py: no address of a peer's leaves 64 bits, whatever is added to it (finding B6)."""
+"""wire/planes.py: no address of a peer exceeds 64 bits, whatever is added to it (finding B6)."""
 
 from __future__ import annotations
 

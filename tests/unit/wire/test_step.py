@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/step.py: words of ours in vLLM's sets come back as they went in, and nobody else's are touched."""
+"""wire/step.py: this package's entries in vLLM's sets come back unchanged, and other entries are not touched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/build.py: a worker's parts over the memory that was registered, and what it tells its peers."""
+"""worker/build.py: a worker's parts over its registered memory, and what its handshake says."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     (kind,) = rank.memory
     assert (len(kind.bases), kind.num_heads, kind.first_head, kind.num_blocks) == (4, 4, 4, 5)
     assert channel.is_closed
-    # The words are there, registered, and empty; a word that is published is where peers look for it.
+    # The token table is registered and empty; a published token is at the address where peers read it.
     ((rows, memory_type, backends),) = stock.agent.registered
     ((address, length, device, _),) = rows
     assert (address, memory_type, backends, device) == (rank.token_table_address, "DRAM", ["UCX"], 0)

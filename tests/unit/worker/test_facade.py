@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/facade.py: what a step becomes, when, and what vLLM is told of it."""
+"""worker/facade.py: which messages a step sends to the transfer thread, when, and what vLLM is told."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_decodes_blocks_are_begun_when_the_device_has_ended_all_that_it_was_give
 
 
 def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> None:
-    """With an event behind it; the word is there before decode can come."""
+    """With a device event after it. The ownership token is published before decode can ask."""
     worker = Worker()
     update = offered()
     worker.side.begin_step(step(offered=[update], is_idle=False))
@@ -274,7 +274,7 @@ def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_h
 
 @pytest.mark.parametrize("is_said", [True, False])
 def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool) -> None:
-    """Nor has decode a word for it; what prefill has ended is let go of. An engine may live on (fault tolerance)."""
+    """No ownership token is published, and finished requests are freed. The engine may live on (fault tolerance)."""
     worker = Worker(is_read=True)
     worker.side.begin_step(step(offered=[offered()], finished=[P1], is_idle=False))
     if is_said:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/memory_registration.py: what vLLM planned is registered, and what no peer could read is refused in words."""
+"""worker/memory_registration.py: planned blocks are registered, and memory that no peer could read is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/outcome_queue.py: what has ended crosses once, and a sleeping engine is told until it looks."""
+"""worker/outcome_queue.py: each outcome is delivered once, and a sleeping engine is woken until it takes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_everything_is_taken_once() -> None:
 
 
 def test_the_engine_is_told_at_once_and_again_until_it_looks() -> None:
-    """A word may get lost, and memory would not come back before the next request."""
+    """A wake-up may get lost, and memory would stay held until the next request."""
     clock = ManualClock()
     outcomes = OutcomeQueue(clock)
     assert not outcomes.take_news()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer_thread.py: order, containment, and when to look again. Most of it without a thread."""
+"""worker/transfer_thread.py: order, containment of exceptions, time until the next turn. Mostly without a thread."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
 
 
 def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever owns blocks must hear of their end; a hand-over never goes on half alive."""
+    """The owner of blocks must learn when they are free, so the engine does not run on with half a hand-over."""
     monkeypatch.setattr(type(push.thread._registry), "offer", defective)
     push.thread.start()
     push.offer()

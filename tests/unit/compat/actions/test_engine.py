@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.actions.engine` against stand-ins for vLLM's scheduler, its requests and its loop."""
+"""`kvcached_nixl.compat.actions.engine` with stand-ins for vLLM's scheduler, its requests and its loop."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_blocks_are_taken_from_a_request_and_given_back_as_vllm_would() -> None:
 
 
 def test_the_null_block_is_nobodys() -> None:
-    """A window that has moved on holds it many times; freeing it once would give it to somebody."""
+    """A window that has moved on holds it many times; if it were freed once, a request could get it."""
     a, null = block("a"), block("0", is_null=True)
     scheduler, _ = managing(manager(mine=[null, null, a]))
     assert EngineBlocks(scheduler).take("mine") == [a]
@@ -304,7 +304,7 @@ def test_of_one_request_vllm_hears_what_its_state_allows(status: str, expected: 
 
 
 def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
-    """But for ids of requests that are gone, at which vLLM ends. What it reports beside them is left as it is."""
+    """Ids of finished requests are left out, because vLLM asserts on them. Its other reports are unchanged."""
     found = outputs.KVConnectorOutput()
     found.finished_sending, found.stats = {"before"}, "stats"
     step = SimpleNamespace(kv_connector_output=found, sampled="tokens")
@@ -346,7 +346,7 @@ def loading(**fields: Any) -> SimpleNamespace:
 
 
 def test_a_request_without_its_kv_is_computed_anew() -> None:
-    """It starts again, as if nothing had been cached; the one that is gone is left alone."""
+    """It starts again, as if nothing had been cached; a request that does not exist any more is ignored."""
     one, other = loading(), loading()
     engine = failing(True, one=one, other=other)
     assert let_load_fail(engine, {"one", "gone"}) == set()

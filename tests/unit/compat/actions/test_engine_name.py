@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compat.actions.engine_name` over modules with kvcached's constants: who has which name, and who is refused."""
+"""`kvcached_nixl.compat.actions.engine_name` with kvcached's constants: which engine gets which name, or is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(**parallel: object) -> Any:
 
 @pytest.fixture
 def kvcached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Its modules, as after an import; the wish is "wish"."""
+    """kvcached's modules, as after an import; the requested name is "wish"."""
     modules: dict[str, Any] = {
         name: ModuleType(f"kvcached.{name}")
         for name in ("utils", "kv_cache_manager", "mem_info_tracker", "tp_ipc_util")
@@ -175,7 +175,7 @@ def test_a_worker_of_another_engine_than_the_process_holds_is_refused(kvcached: 
 
 
 def test_another_kvcached_is_refused(kvcached: dict[str, Any]) -> None:
-    """One that keeps its name elsewhere would go on with the wish."""
+    """A kvcached that keeps its name elsewhere would continue with the requested name."""
     del kvcached["kv_cache_manager"].DEFAULT_IPC_NAME
     with pytest.raises(ContractChanged, match=r"kvcached\.kv_cache_manager without DEFAULT_IPC_NAME"):
         engine_name.own_engine(Executor(), config(), LOGGER)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compat.actions.pausing`: an engine outlives a cache that it cannot clear, and whoever asked hears of it."""
+"""`kvcached_nixl.compat.actions.pausing`: an engine survives a cache that it cannot clear, and the caller gets an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def clear(engine: Any, future: Future[None]) -> None:
-    """As vLLM's: the cache, and then whoever waits."""
+    """As vLLM's: clears the cache, and then answers waiting callers."""
     if engine.blocks_in_use:
         raise RuntimeError("Failed to reset KV cache")
     future.set_result(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that has nothing to do but to wait rests, whatever it waits for; one that has something to do does not."""
+"""An engine that only waits rests instead of stepping, whatever it waits for; an engine with work does not rest."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
     ],
 )
 def test_an_engine_that_has_something_to_do_does_not(one: Any) -> None:
-    """C4: no wait at all where ranks step together; and whoever has nothing to wait for waits as vLLM does."""
+    """C4: no rest where ranks step together; an engine without requests waits as vLLM does."""
     assert rested(one) == []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.actions.superseded`: kvcached's own patch comes off exactly, or a refusal says why not."""
+"""`kvcached_nixl.compat.actions.superseded`: kvcached's own patch is removed exactly, or a refusal says why not."""
 
 from __future__ import annotations
 

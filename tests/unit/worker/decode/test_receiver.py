@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/handover/{receiving,attempt}.py: decode's attempts, READ and WRITE, from their blocks to the last byte."""
+"""worker/decode/{receiver,attempt,read_part,write_part}.py: decode's attempts, from their blocks to the last byte."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def push() -> Decode:
 
 
 def keep(remote: Remote, made: Manifest = MANIFEST) -> None:
-    """Prefill has these blocks, and their word."""
+    """Prefill has these blocks, and their ownership token."""
     remote.memory.cells[:] = np.arange(remote.memory.cells.size).reshape(remote.memory.cells.shape) + 1
     assert remote.table.publish(made.request_id, made.ownership_token)
 
@@ -324,7 +324,7 @@ def test_sizes_of_blocks_may_differ() -> None:
 
 
 def test_every_rank_that_has_heads_is_read_from() -> None:
-    """Prefill at tensor parallel 2, decode at 1: either rank's word has to be there."""
+    """Prefill at tensor parallel 2, decode at 1: the ownership token of each rank must be there."""
     for missing in (None, 0, 1):
         decode = Decode(memory=Memory(num_heads=2))
         remotes = [
@@ -473,7 +473,7 @@ def test_it_is_there_when_every_write_has_arrived_in_any_order(push: Decode, ord
     ids=["digest", "shorter", "longer", "start", "request"],
 )
 def test_what_was_written_is_checked(push: Decode, made: Manifest, cause: FailureCause) -> None:
-    """A2: prefill's last word says what it was."""
+    """A2: prefill's last message says what it has written."""
     remote = registered(push, wanted(1, MANIFEST))
     remote.say("local", Written(1, 0, 1, made))
     push.deliver()
@@ -531,7 +531,7 @@ def test_a_cause_that_nobody_knows_is_one_all_the_same(push: Decode) -> None:
 
 
 def test_an_aborted_request_is_withdrawn_and_waited_for(push: Decode) -> None:
-    """Asked again now and then: a word may get lost."""
+    """The withdrawal is repeated from time to time, because a message may get lost."""
     remote = registered(push, wanted(1, None))
     remote.heard()
     push.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "dead"))
@@ -645,7 +645,7 @@ def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
     assert push.over == [1] and push.is_clean()
 
 
-# ---------------------------------------------------------------------------------------------------------- who is gone
+# ----------------------------------------------------------------------------------------------------------- dead peers
 
 
 THERE, HERE = Process("there", "", 2, 2), Process("here", "", 3, 3)
@@ -699,7 +699,7 @@ def test_a_writer_of_another_host_that_is_not_heard_of_is_fenced(how: str, push:
 
 
 def test_a_side_channel_that_refuses_and_is_then_unreachable_is_no_death(push: Decode) -> None:
-    """B6: less than 10 s of refusals, then nothing: it was never gone. A8: refused for ever, and it lives."""
+    """B6: less than 10 s of refusals, then silence: it was never dead. A8: refused for ever, and it lives."""
     remote = registered(push, wanted(1, None), process=THERE)
     push.asking.answers[remote.place] = ConnectionRefusedError()
     pass_time(push, LOOK_SECONDS + 1)

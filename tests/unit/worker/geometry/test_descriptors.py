@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors carry exactly the cells of the asked tokens and heads, whatever the two sides' geometries."""
+"""Descriptors cover exactly the cells of the requested tokens and heads, for all pairs of geometries."""
 
 from __future__ import annotations
 

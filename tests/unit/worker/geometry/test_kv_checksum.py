@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests are of tokens and heads: equal wherever these lie, and other ones for any byte that differs."""
+"""Checksums depend on tokens and heads: equal for every layout, and different for any byte that differs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/geometry/layout.py: which bytes a block is, in each of kvcached's arrangements."""
+"""worker/geometry/layout.py: which bytes belong to a block, in each of kvcached's arrangements."""
 
 from __future__ import annotations
 

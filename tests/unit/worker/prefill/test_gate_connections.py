@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prefill/gate_connections.py: gates that prefill writes through are met once, and let go of when they are over."""
+"""prefill/gate_connections.py: prefill connects to a decode's write gate once, and forgets it when it is not needed."""
 
 from __future__ import annotations
 

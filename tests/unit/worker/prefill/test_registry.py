@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/handover/{serving,offer,writing}.py: who is written what, and when prefill's blocks are free."""
+"""worker/prefill/{registry,matching,offer,writer}.py: what is written for whom, and when blocks are free."""
 
 from __future__ import annotations
 
@@ -440,11 +440,11 @@ def test_every_rank_of_decode_that_shares_heads_is_waited_for() -> None:
         assert np.array_equal(remote.memory.cells[:, [17, 13, 19], :, 0], prefill.memory.cells[:, [7, 3, 9], :, rank])
 
 
-# ------------------------------------------------------------------------------------------------------ withdrawn, gone
+# ------------------------------------------------------------------------------------------------ withdrawn, dead peers
 
 
 def test_a_write_that_never_ends_is_given_up_and_its_reader_is_probed(prefill: Prefill, remote: Remote) -> None:
-    """Decode has vanished without a word: its blocks come free when its address tells that nobody is there."""
+    """Decode has vanished without a word: its blocks become free when its address refuses connections."""
     prefill.offer(is_finished=True)
     prefill.register(remote)
     prefill.turn()
@@ -656,7 +656,7 @@ def test_a_lease_that_ends_while_decode_is_written_to_ends_nothing(prefill: Pref
 
 @pytest.mark.parametrize("is_push", [False, True])
 def test_decode_that_needs_no_more_frees_the_blocks(is_push: bool) -> None:
-    """It has read everything, or had it. Its word goes first (R3)."""
+    """It has read everything, or had it cached. The ownership token is removed first (R3)."""
     prefill = Prefill(is_push=is_push)
     prefill.offer(is_finished=True)
     prefill.table.publish(P1, LAST.ownership_token)
@@ -690,7 +690,7 @@ def test_a_release_by_name_before_its_offer_counts(prefill: Prefill) -> None:
 
 
 def test_a_release_by_id_before_its_offer_is_dropped(prefill: Prefill) -> None:
-    """Prefill's parameters are told when it has ended, so whoever knows the id comes too late, or lies."""
+    """A peer learns the id from parameters that prefill returns when it finishes, so an earlier release is forged."""
     prefill.registry.handle("remote-0", Release("p-1", NAME, DIGEST, 0, 1))
     prefill.offer(is_finished=True)
     assert prefill.done == []

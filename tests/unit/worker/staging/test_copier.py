@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies end in their order, are told where their owner is, and one that fails fails its owner only."""
+"""Copies finish in order, each owner is told in its own thread, and a failed copy fails only its owner."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcached's own pages are registered only where that is proved; elsewhere KV is staged, if that may be."""
+"""kvcached's own pages are registered only where that is proved; elsewhere KV is staged, if that is allowed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slab holds what an engine is made for, never more than the cache, and never less than what moves needs."""
+"""A slab has room for the engine's load, is never larger than the cache, and never smaller than transfers need."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slot is what a block is, byte for byte, wherever attention keeps a token's cells; and nothing else is touched."""
+"""A slot has the same bytes as its block, whatever attention's layout, and nothing else is touched."""
 
 from __future__ import annotations
 

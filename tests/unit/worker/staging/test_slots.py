@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots are nobody's twice, lie together where they can, and the last ones are for what moves."""
+"""No slot is taken twice, slots are adjacent where possible, and the last ones are reserved for transfers."""
 
 from __future__ import annotations
 

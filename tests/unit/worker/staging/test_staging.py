@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/staging/staging.py: what one peer, and those that are not heard of, may have of a slab."""
+"""worker/staging/staging.py: how much of a slab one peer, and silent peers together, may have."""
 
 from __future__ import annotations
 

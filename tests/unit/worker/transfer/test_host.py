@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer/host.py: processes that live, stand still, have ended, or are somebody else's; with real ones."""
+"""worker/transfer/host.py: processes that live, are stopped, have ended, or belong to others; with real processes."""
 
 from __future__ import annotations
 

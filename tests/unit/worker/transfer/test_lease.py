@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer/lease.py on a clock that stands still: every transition, and against a simple model."""
+"""worker/transfer/lease.py on a clock that the test moves: every transition, and comparison with a simple model."""
 
 from __future__ import annotations
 

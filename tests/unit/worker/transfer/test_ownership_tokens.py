@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer/ownership_tokens.py: what is kept has one word, nothing else has, and decode sees exactly that."""
+"""worker/transfer/ownership_tokens.py: only kept offers have a token, one each, and decode sees exactly these."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_two_owners_of_one_word_have_two() -> None:
 
 
 def test_a_full_bucket_refuses_and_has_room_again() -> None:
-    """Who has no word is not read: the request is computed anew."""
+    """An offer without an ownership token is not used: the request is recomputed."""
     words = empty()
     table = TokenTable(words)
     for number in range(TOKENS_PER_BUCKET):
@@ -126,7 +126,7 @@ def test_the_bucket_that_is_read_is_the_one_the_word_would_be_in(word: int) -> N
 
 
 def test_a_word_of_before_is_not_seen_in_a_landing_that_is_used_again() -> None:
-    """Where a READ fails without a word, the row holds what was read for another."""
+    """If a READ fails silently, the row still holds tokens that were read for another attempt."""
     rows = empty(1)
     token_buffers = TokenBuffers(rows)
     taken = token_buffers.take()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer/peers.py: who is met, who is refused in words, who is gone; and one peer costs only what names it."""
+"""worker/transfer/peers.py: handshakes, refusals, death of peers; one peer affects only the requests that name it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def local() -> Local:
 
 
 def test_a_peer_that_offers_the_same_is_met_once(local: Local) -> None:
-    """Its agent, its start and its memory are what it says; whoever needs it later has it at once."""
+    """Agent, incarnation and memory come from its handshake; later users get it at once."""
     remote = local.remote()
     first, second = Needing(local, remote.address), Needing(local, remote.address, START)
     assert first.known == [], "not before a turn: the answer came on another thread"
@@ -165,7 +165,7 @@ def spoiled(remote: Remote) -> list[bytes]:
 
 @pytest.mark.parametrize("number", range(7))
 def test_metadata_that_cannot_be_read_costs_the_attempt(local: Local, number: int) -> None:
-    """B6: it ended the engine. Nobody is gone by it."""
+    """B6: it ended the engine. No peer counts as dead because of it."""
     remote = local.remote()
     local.asking.answers[remote.place] = TAG, spoiled(remote)[number]
     needing = Needing(local, remote.address)
@@ -270,7 +270,7 @@ def test_who_does_not_listen_is_unreachable_and_never_gone(local: Local, how: st
 
 
 def test_who_may_write_keeps_its_connection_without_its_side_channel(local: Local) -> None:
-    """It is to be told to stop, and to say so. Whoever needs it for something new hears that nobody listens."""
+    """It must still be told to stop, and answer. New users get the error that its side channel is closed."""
     remote = met(local)
     local.listener.may_write = lambda agent: agent == "remote-0"
     local.asking.answers[remote.place] = ConnectionRefusedError()
@@ -312,7 +312,7 @@ def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(loca
     local.asking.open[0].set_result(one.answer())
     local.turn()
     assert first.known
-    # Behind one address are two engines: whoever is asked for is asked again, and either may answer.
+    # Behind one address are two engines: the wanted one is asked again, and either may answer.
     again = Needing(local, one.address, is_doubted=True)
     local.asking.open[1].set_result(other.answer())
     local.turn()
@@ -329,7 +329,7 @@ def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(loca
 
 
 def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
-    """By an address and by a name: gone where it is known nowhere, lost when neither connection works."""
+    """By an address and by a name: dead when it is known by neither, lost when neither connection works."""
     remote = met(local)
     where = Peer(remote.address.engine_id, "by.name", 5601, 1, 0)
     local.asking.answers["by.name", 5601, 0] = remote.answer()
@@ -348,7 +348,7 @@ def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
 
 
 def test_a_word_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) -> None:
-    """Whoever has asked may be gone, and another engine answer in its place."""
+    """The engine that asked may have died, and another engine may answer at its address."""
     remote = met(local)
     local.peers.send(remote.address, b"for you", only="remote-0")
     local.peers.send(remote.address, b"for another", only="another agent")
@@ -376,7 +376,7 @@ def test_a_connection_is_another_one_once_it_was_lost(local: Local) -> None:
 
 
 def test_a_connection_is_the_same_one_after_another_handshake(local: Local) -> None:
-    """Else what is in flight over it would count as lost already, and its blocks as quiet, when it fails."""
+    """Otherwise transfers in flight would count as lost already, and their blocks as idle, when one fails."""
     remote = met(local)
     first = local.peers.connection("remote-0")
     local.peers.probe(remote.address)
@@ -415,7 +415,7 @@ def test_a_handshake_that_meets_a_defect_costs_what_it_belongs_to(local: Local) 
 
 
 def test_who_does_not_answer_a_probe_loses_the_connection_and_is_not_called_gone(local: Local) -> None:
-    """B3: a host that disappeared without a word. What was in flight to it ends; it may still write."""
+    """B3: a host that disappeared silently. Transfers in flight to it end; it may still write."""
     remote = met(local)
     local.network.vanish("remote-0")
     local.transport.send("remote-0", b"in flight")
@@ -426,7 +426,7 @@ def test_who_does_not_answer_a_probe_loses_the_connection_and_is_not_called_gone
     assert not local.peers.is_known("remote-0")
     with pytest.raises(Exception, match="no way"):
         local.transport.send("remote-0", b"again")
-    # When it comes back as somebody else, the first one is gone.
+    # When another agent answers at its address, the first one is dead.
     again = Remote(remote.address, local.network.agent("another agent"))
     local.asking.answers[remote.place] = again.answer()
     Needing(local, remote.address)
@@ -461,7 +461,7 @@ def test_a_callback_that_raises_fails_what_it_belongs_to(local: Local, caplog: p
     assert len(sound.known) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------------------------- messages
 
 
 def test_a_word_waits_for_the_handshake(local: Local) -> None:
@@ -475,7 +475,7 @@ def test_a_word_waits_for_the_handshake(local: Local) -> None:
 
 
 def test_a_word_over_a_lost_connection_is_said_once_more_over_another(local: Local) -> None:
-    """What is not heard by then is counted: whoever said it counts on an answer or a deadline."""
+    """A message that is lost again is counted: its sender relies on an answer or a deadline."""
     remote = met(local)
     local.transport.lose("remote-0")
     local.peers.send(remote.address, b"one")
@@ -552,7 +552,7 @@ def test_who_is_being_asked_is_not_forgotten(local: Local) -> None:
 
 
 def test_many_that_cannot_be_met_leave_nothing(local: Local) -> None:
-    """Whoever sends parameters may name any number of engines."""
+    """Parameters from clients may name any number of engines."""
     for number in range(100):
         where = address(f"x{number}", port=1000 + number)
         local.asking.answers[where.host, where.port, 0] = ConnectionRefusedError()

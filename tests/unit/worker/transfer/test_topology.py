@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer/topology.py: which ranks have bytes of which, and the ranges between them."""
+"""worker/transfer/topology.py: which ranks have bytes of which ranks, and the ranges between them."""
 
 from __future__ import annotations
 

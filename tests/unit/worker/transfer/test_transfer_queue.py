@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transfer/transfer_queue.py: what is in flight is bounded, its ends are waited for, and no peer holds up another."""
+"""transfer/transfer_queue.py: bytes in flight are bounded, ends of transfers are awaited, no peer blocks another."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_peer_has_a_budget_of_its_own_and_all_have_one_together() -> None:
         mover.job(peer, 50, peer)
     mover.transfer_queue.turn()
     assert max(mover.rows(peer) for peer in "abc") <= 4
-    # Whoever has nothing in flight gets one transfer beyond the budget of all.
+    # A peer with nothing in flight gets one transfer beyond the common budget.
     assert min(mover.rows(peer) for peer in "abc") >= 2
     assert mover.rows() <= 8
     while len(mover.ended) < 3:
@@ -235,7 +235,7 @@ def test_what_a_turn_had_no_time_for_is_told_from_what_there_is_no_room_for() ->
 
 
 def test_what_is_urgent_comes_before_what_waits() -> None:
-    """A word to look at, behind a thousand blocks: it is 512 bytes, and a request waits for nothing else."""
+    """A READ of ownership tokens behind a thousand blocks: it is 512 bytes, and a request waits only for it."""
     mover = Mover()
     mover.job("blocks", 100)
     mover.transfer_queue.turn()
@@ -368,7 +368,7 @@ def test_what_is_in_flight_when_it_is_dropped_is_waited_for() -> None:
 
 
 def test_what_was_dropped_gives_its_room_to_others() -> None:
-    """B3: a peer that is gone without a word keeps nobody from working."""
+    """B3: a peer that disappeared silently does not block the others."""
     mover = Mover()
     mover.network.vanish("a")
     jobs = [mover.job(f"a{number}", 100) for number in range(3)]
