@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.actions.pausing`: an engine survives a cache that it cannot clear, and the caller gets an error."""
+"""`compat.actions.pausing`: an engine survives a cache that it cannot clear, and the caller gets an error."""
 
 from __future__ import annotations
 
