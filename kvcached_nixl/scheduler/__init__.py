@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DECIDE: what to send, to whom, under which lease; runs in the engine-core process. No torch, no NIXL."""
+"""Decides what to send, to whom, and under which lease. Runs in the engine-core process. No torch, no NIXL."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start an engine's side of the hand-over. Once per process, where vLLM constructs its connector."""
+"""Builds the scheduler side of the hand-over. Called once per process, where vLLM constructs its connector."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 
 
 class StockScheduler(Protocol):
-    """What is asked of vLLM's NIXL scheduler; ``compat.nixl_scheduler.SchedulerView`` answers."""
+    """What this package reads from vLLM's NIXL scheduler. Implemented by ``compat.nixl_scheduler.SchedulerView``."""
 
     @property
     def engine_id(self) -> str: ...
@@ -39,7 +39,7 @@ class StockScheduler(Protocol):
     def block_size(self) -> int: ...
     @property
     def dropping_groups(self) -> list[str]:
-        """KV-cache groups that let go of blocks while they compute, by the name of their kind."""
+        """KV-cache groups that free blocks while a request is computed, by the name of their kind."""
         ...
 
     @property
@@ -51,18 +51,18 @@ class StockScheduler(Protocol):
 
 
 def start(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
-    """What the engine's thread asks of a hand-over from now on."""
+    """Returns the object that the engine's thread calls for every hand-over from now on."""
     settings = Settings.from_extra_config(stock.extra_config)
     pushes = settings.transfer_mode is TransferMode.PUSH
     if pushes and stock.dropping_groups:
         logger.warning(
             "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
-            "given back meanwhile.",
+            "freed while the prompt is computed.",
             ", ".join(stock.dropping_groups),
         )
     if STOCK_TIMEOUT in os.environ:
         logger.warning(
-            "%s has no effect: a request's blocks are kept for kv_lease_duration, %g s, which decode renews.",
+            "%s has no effect: prefill keeps a request's blocks for kv_lease_duration, %g s, and decode renews it.",
             STOCK_TIMEOUT,
             settings.kv_lease_duration_seconds,
         )

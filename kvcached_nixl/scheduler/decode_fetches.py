@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what its requests are to get from prefill, and what becomes of it. Once per engine, on its thread.
+"""Decode: which KV its requests fetch from prefill, and how each fetch ends. One per engine, on the engine's thread.
 
     arrived ─► (lease renewed) ─► matched ─► allocated ─► waiting ─► received
-                                     │                      └──────► failed, withdrawn, or its time is over
-                                     └─► refused: it is computed here, or fails
+                                     │                      └──────► failed, withdrawn, or timed out
+                                     └─► refused: the request is computed here, or fails
 
-What the client hears is decided here, and at once: a hand-over that brings nothing fails the request or has it computed
-anew, as ``kv_load_failure_policy`` says. Its blocks are another matter: they are taken away from the request and held
-until no rank has anything in flight into them.
+The client's result is decided here, and immediately: if a hand-over brings no KV, the request fails or is recomputed,
+according to ``kv_load_failure_policy``. Its blocks are handled separately: they are taken from the request and held
+until no rank has a transfer into them in flight.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 @dataclass
 class _Attempt:
-    """A request that was given blocks. ``is_held``: it has lost them, because they may still be written."""
+    """A request that was given blocks. ``is_held``: they were taken from it, because they may still be written."""
 
     request_id: DecodeRequestId
     adapter: int
@@ -46,11 +46,12 @@ class _Attempt:
 
 
 class DecodeFetches:
-    """See the module.
+    """Decode's half of `SchedulerFacade`; see the module's docstring.
 
     Attributes:
-        ended: requests that have been ended between steps, and whose clients have to be told; the same.
-        num_quarantined_blocks: held for requests which have ended without KV.
+        ended: (request id, client index) of requests that were ended between two steps; their clients are yet to be
+            told.
+        num_quarantined_blocks: blocks held for requests that ended without KV.
     """
 
     def __init__(self, terms: Terms, clock: Clock, holds: Holds, failures: Failures) -> None:
@@ -60,12 +61,12 @@ class DecodeFetches:
         self._fetch_requests: dict[DecodeRequestId, FetchRequest] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._attempt_of: dict[DecodeRequestId, int] = {}
-        # The time of a hand-over begins when its request arrives, whatever that waits for (rule R4).
+        # The timeout of a hand-over starts when its request arrives, whatever the request waits for (rule R4).
         self._queued = Deadlines[DecodeRequestId]()
         self._deadlines = Deadlines[int]()
         self._failing: dict[DecodeRequestId, HandOverFailed] = {}
         self._ending: set[DecodeRequestId] = set()
-        # vLLM lets them go on in a later step, which may not come for long: it is paused, or full.
+        # vLLM resumes them in a later step, which may be long in coming: the engine may be paused, or out of blocks.
         self._received: dict[DecodeRequestId, int] = {}
         self.ended: list[tuple[str, int]] = []
         self._aborted: set[DecodeRequestId] = set()
@@ -75,24 +76,25 @@ class DecodeFetches:
 
     @property
     def due_at_seconds(self) -> float | None:
-        """When the next one has waited for too long."""
+        """When the next request times out; None if none waits."""
         due = (self._deadlines.first_seconds, self._queued.first_seconds)
         return min((one for one in due if one is not None), default=None)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for KV and nothing else."""
+        """Requests that have their blocks and wait only for KV."""
         return len(self._attempt_of)
 
     @property
     def has_news(self) -> bool:
-        """Whether vLLM has to be told something in the next step."""
+        """Whether vLLM has to be told of a failed, aborted or ended request in the next step."""
         return bool(self._failing or self._aborted or self._ending or self.ended)
 
-    # ------------------------------------------------------------------------------------------------- what vLLM asks
+    # ---------------------------------------------------------------------------------------------- called from vLLM
 
     def arrived(self, request: Request, step: Step) -> None:
-        """A request has entered the engine; before it is allocated, prefill may wait longer for it than a lease."""
+        """A request has entered the engine. Starts renewing its lease: until it is allocated, more time may pass than
+        one lease lasts."""
         params = request.params
         request_id = DecodeRequestId(request.request_id)
         if params is None or not asks(params, "do_remote_prefill") or request_id in self._fetch_requests:
@@ -118,7 +120,8 @@ class DecodeFetches:
         else:
             logger.warning(
                 "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
-                "KB. Its lease lasts as long as prefill first granted. Send it with another X-Request-Id.",
+                "KB. Its lease cannot be renewed and lasts as long as prefill first granted. Send it with another "
+                "X-Request-Id.",
                 request_id,
                 fetch.lease_name,
             )
@@ -126,10 +129,10 @@ class DecodeFetches:
     def matched(
         self, request: Request, num_computed_tokens: int, step: Step, *, is_stale: bool = False
     ) -> tuple[int, bool]:
-        """Tokens that prefill has beyond those decode has, and whether they come between steps.
+        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously.
 
         Args:
-            is_stale: what decode has may be of other weights.
+            is_stale: decode's prefix cache may hold KV that other weights have computed.
         """
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.get(request_id)
@@ -140,12 +143,12 @@ class DecodeFetches:
             reason = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.block_size}"
             fetch_request.refused = HandOverFailed(FailureCause.RANGE, reason)
         if fetch_request.refused is None and is_stale and num_computed_tokens:
-            reason = "its first tokens are in the prefix cache, which may hold what other weights have computed"
+            reason = "its first tokens are in the prefix cache, which may hold KV that other weights have computed"
             fetch_request.refused = HandOverFailed(
-                FailureCause.REVOKED, f"{reason}. Clear it, or wait until nothing runs"
+                FailureCause.REVOKED, f"{reason}. Clear the prefix cache, or wait until no request runs"
             )
         if fetch_request.refused is None and request.computes_prompt:
-            logger.info("Request %s wants its prompt's log-probabilities, so it is computed here", request_id)
+            logger.info("Request %s asks for its prompt's log-probabilities, so it is computed here", request_id)
             self._release(fetch_request, step)
         elif fetch_request.refused is not None and self._terms.recomputes and fetch_request.may_be_computed:
             self._refuse(request_id, fetch_request.refused)
@@ -162,7 +165,8 @@ class DecodeFetches:
         return 0, False
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int, step: Step) -> None:
-        """A request was given blocks for all of its prompt; once per request, after a preemption decode computes."""
+        """A request was given blocks for its whole prompt. Only the first time starts a fetch: after a preemption it is
+        recomputed here."""
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.get(request_id)
         if fetch_request is None or fetch_request.is_tried:
@@ -170,7 +174,7 @@ class DecodeFetches:
         fetch_request.is_tried = True
         self._queued.pop(request_id, None)
         if not num_external_tokens:
-            # Another connector has loaded its beginning, and the rest is computed here.
+            # Another connector has loaded the beginning of the prompt, and the rest is computed here.
             step.unrenewed.append(request_id)
             self._release(fetch_request, step)
             if fetch_request.refused is not None:
@@ -217,7 +221,7 @@ class DecodeFetches:
         return DecodeRequestId(request_id) in self._attempt_of
 
     def finished(self, request: Request, blocks: Blocks, step: Step) -> None:
-        """A request ended, whatever had become of its KV."""
+        """A request ended, whether its KV had arrived or not."""
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.pop(request_id, None)
         self._failures.request_ended(request_id)
@@ -230,10 +234,10 @@ class DecodeFetches:
         attempt = self._attempt_of.pop(request_id, None)
         if attempt is not None:
             self._give_up(attempt, blocks)
-            step.withdrawn[attempt] = "the request is gone"
+            step.withdrawn[attempt] = "the request has ended"
             self._aborted.add(request_id)
         elif request_id in self._failing:
-            # It was aborted before vLLM has heard that it failed.
+            # It was aborted before vLLM was told that it failed.
             del self._failing[request_id]
             self._aborted.add(request_id)
         elif not fetch_request.is_tried:
@@ -242,9 +246,9 @@ class DecodeFetches:
             self._release(fetch_request, step)
 
     def kept(self, request_id: str) -> None:
-        """Another connector keeps the blocks of a request that has just ended: they are free when both let go of them.
+        """Another connector keeps the blocks of a request that has just ended: they are free when both release them.
 
-        vLLM frees a request as soon as one does (vllm#46240). So it hears of the other one only.
+        vLLM frees a request as soon as one connector releases it (vllm#46240). So vLLM is told of the other one only.
         """
         ended = DecodeRequestId(request_id)
         self._aborted.discard(ended)
@@ -253,20 +257,20 @@ class DecodeFetches:
             self._kept_by_others[ended] = held
 
     def let_go(self, request_ids: Iterable[str], blocks: Blocks) -> None:
-        """Other connectors have let go of these requests."""
+        """Other connectors have released the blocks of these requests."""
         for request_id in map(DecodeRequestId, request_ids):
             for number in self._kept_by_others.pop(request_id, ()):
                 if number not in self._attempts:
                     self._give_back(number, blocks)
 
-    # ----------------------------------------------------------------------------------------------- what has become
+    # ------------------------------------------------------------------------------------------------------- results
 
     def collect(
         self, failures: Iterable[tuple[int, HandOverFailed]], finished: Iterable[int], blocks: Blocks, step: Step
     ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
-        """What the workers have reported, and whose time is over.
+        """Takes what the workers have reported, and ends the requests that have timed out.
 
-        Returns: requests that wait no more, and those of them whose KV has not come.
+        Returns: requests that no longer wait, and those of them whose KV has not arrived.
         """
         ended = set(finished)
         for number, failure in failures:
@@ -275,7 +279,7 @@ class DecodeFetches:
                 self._end(number, attempt, failure, step)
                 if number not in ended:
                     self._hold(number, attempt, blocks)
-                    # Ranks that have met nothing would wait for ever for what is not sent to them.
+                    # Ranks that saw no failure would wait forever for KV that is no longer sent to them.
                     step.withdrawn[number] = "it has failed"
         self._end_late(ended, blocks, step)
         received = set()
@@ -296,10 +300,10 @@ class DecodeFetches:
         return received | failed | aborted, failed
 
     def revoke(self, reason: str, blocks: Blocks, step: Step, *, adapter: int | None = None) -> None:
-        """What is under way is not wanted any more: it fails, or is computed anew, at once.
+        """Ends every hand-over that is under way: its request fails, or is recomputed, immediately.
 
         Args:
-            adapter: only what is for it, or for any; None for all.
+            adapter: only requests of this LoRA adapter, or of any adapter (`ANY_ADAPTER`); None for all requests.
         """
         for number, attempt in list(self._attempts.items()):
             if attempt.is_waiting and is_meant(adapter, attempt.adapter):
@@ -308,7 +312,7 @@ class DecodeFetches:
             del self._received[request_id]
             self._refuse(request_id, HandOverFailed(FailureCause.REVOKED, reason))
             fetch_request = self._fetch_requests.get(request_id)
-            # In the next step vLLM would let it go on, before it heard anything of a failure.
+            # In the next step vLLM would resume the request before it was told of a failure.
             client = blocks.let_go(
                 request_id, recomputes=self._terms.recomputes and bool(fetch_request and fetch_request.may_be_computed)
             )
@@ -316,25 +320,25 @@ class DecodeFetches:
                 self.ended.append((request_id, client))
 
     def progressed(self, request_ids: Iterable[str]) -> None:
-        """These are computed in a step, so they have what they waited for."""
+        """These requests are computed in a step, so vLLM has resumed them with their KV."""
         for request_id in request_ids:
             self._received.pop(DecodeRequestId(request_id), None)
 
     @property
     def num_received(self) -> int:
-        """Requests whose KV is there, and of which nothing is computed yet."""
+        """Requests whose KV has arrived, and which vLLM has not resumed yet."""
         return len(self._received)
 
     def take_ending(self) -> set[DecodeRequestId]:
-        """Requests that end with an error whatever ``kv_load_failure_policy`` says, since the last call."""
+        """Requests, since the last call, that end with an error whatever ``kv_load_failure_policy`` says."""
         ending, self._ending = self._ending, set()
         return ending
 
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _end_late(self, ended: set[int], blocks: Blocks, step: Step) -> None:
-        """Whose time is over, but for attempts that have ended just now."""
-        now, late = self._clock.now_seconds(), f"it has not come within {self._terms.timeout_seconds:g} s"
+        """Fails the requests that have timed out, except attempts that the workers have just reported as finished."""
+        now, late = self._clock.now_seconds(), f"its KV has not come within {self._terms.timeout_seconds:g} s"
         for number in self._deadlines.take_due(now):
             attempt = self._attempts.get(number)
             if attempt is not None and attempt.is_waiting and number not in ended:
@@ -343,18 +347,18 @@ class DecodeFetches:
             self._give_up_queued(request_id, HandOverFailed(FailureCause.DEADLINE, late), step)
 
     def _take_away(self, number: int, attempt: _Attempt, cause: HandOverFailed, blocks: Blocks, step: Step) -> None:
-        """It fails, and its blocks are held for what may be under way into them."""
+        """Fails the attempt, and holds its blocks because transfers into them may be in flight."""
         self._end(number, attempt, cause, step)
         self._hold(number, attempt, blocks)
         step.withdrawn[number] = str(cause)
 
     def _give_up_queued(self, request_id: DecodeRequestId, cause: HandOverFailed, step: Step) -> None:
-        """It waits for blocks, or for its turn: it ends, or is computed here when that comes."""
+        """The request is still in vLLM's waiting queue: it ends, or is computed here when vLLM schedules it."""
         fetch_request = self._fetch_requests[request_id]
         step.unrenewed.append(request_id)
         self._release(fetch_request, step)
         if self._terms.recomputes:
-            # Whether it may be computed at all is found when its turn comes.
+            # `matched` decides whether it may be computed at all, when vLLM schedules it.
             fetch_request.refused = fetch_request.refused or cause
         else:
             fetch_request.is_tried = True
@@ -370,7 +374,7 @@ class DecodeFetches:
         return "" if fetch is None or fetch.manifest is None else fetch.manifest.request_id
 
     def _end(self, number: int, attempt: _Attempt, failure: HandOverFailed, step: Step) -> None:
-        """The client hears of it with the next output."""
+        """Ends the request's wait with a failure; its client is told with the next output."""
         attempt.is_waiting = False
         self._deadlines.pop(number, None)
         request_id = attempt.request_id
@@ -390,7 +394,7 @@ class DecodeFetches:
         self._hold(number, attempt, blocks)
 
     def _hold(self, number: int, attempt: _Attempt, blocks: Blocks) -> None:
-        """Until every rank has said that nothing is in flight, its blocks are nobody's."""
+        """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
         before = self._holds.num_blocks
         self._holds.take(blocks, attempt.request_id, number)
         attempt.is_held = True
@@ -402,9 +406,9 @@ class DecodeFetches:
         self.num_quarantined_blocks -= before - self._holds.num_blocks
 
     def _pass_over(self, request: Request, fetch: FetchParams | None, step: Step) -> None:
-        """Have it computed here, whatever the policy: a session that fails would go on without its beginning."""
+        """Has the session computed here, whatever the policy: one that failed would go on without its beginning."""
         reason = (
-            "it is a streaming session (resumable), whose blocks go on being filled with later input; expected a "
+            "it is a streaming session (resumable), whose blocks are filled further by later input; expected a "
             "complete prompt. It is computed here. Send kv_transfer_params with requests of one prompt each"
         )
         self._refuse(DecodeRequestId(request.request_id), HandOverFailed(FailureCause.PARAMETERS, reason))
@@ -413,7 +417,7 @@ class DecodeFetches:
         self._release(fetch_request, step)
 
     def _release(self, fetch_request: FetchRequest, step: Step) -> None:
-        """Tell prefill that nothing is needed (vllm#41269)."""
+        """Tells prefill that decode needs none of the offer's KV (vllm#41269)."""
         fetch = fetch_request.fetch
         if fetch is not None:
             request_id = "" if fetch.manifest is None else fetch.manifest.request_id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of vLLM's scheduler; ``compat.actions.engine`` answers. No torch, no vLLM."""
+"""What this package needs from vLLM's scheduler, as protocols; ``compat.actions.engine`` implements them. No torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Blocks", "Progress", "Reader", "Request"]
 
 
 class Request(Protocol):
-    """A request of vLLM's."""
+    """One request in vLLM's scheduler."""
 
     @property
     def request_id(self) -> str: ...
@@ -20,79 +20,80 @@ class Request(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def params(self) -> Mapping[str, Any] | None:
-        """Its ``kv_transfer_params``, as a client or router has sent them."""
+        """Its ``kv_transfer_params``, unchecked, as a client or router has sent them."""
         ...
 
     @property
     def is_session(self) -> bool:
-        """More input may come for it, behind what it has generated: its prompt is not all that it will have."""
+        """Whether more input may follow after what it has generated: its prompt is then not its whole input."""
         ...
 
     @property
     def is_stand_in(self) -> bool:
-        """It stands for a request that was rejected, whose prompt nobody knows here, and is aborted at once."""
+        """Whether vLLM added it in place of a rejected request: its prompt is not known, and it is aborted at once."""
         ...
 
     @property
     def computes_prompt(self) -> bool:
-        """It wants something of each token of its prompt, so it may read none of their KV from anywhere."""
+        """Whether it needs an output for each token of its prompt, so the prompt must be computed here in full."""
         ...
 
     @property
     def adapter(self) -> int:
-        """The engine's own number of the LoRA adapter that it is computed with; 0 for none."""
+        """The engine's number of the LoRA adapter that it is computed with; 0 for none."""
         ...
 
     @property
     def num_media(self) -> int:
-        """Images, sounds, ... of its prompt."""
+        """Number of images, sounds, ... in its prompt."""
         ...
 
     @property
     def lacks_media(self) -> bool:
-        """Whether its prompt has placeholders of images, sounds, ... that it has not."""
+        """Whether its prompt has placeholders for images, sounds, ... that did not come with the request."""
         ...
 
     def digest(self, num_tokens: int) -> str:
-        """Of its first tokens, as `wire.digest` makes it."""
+        """Digest of its first ``num_tokens`` tokens (`wire.digest`)."""
         ...
 
 
 class Reader(Protocol):
-    """How an engine's requests are read; knows what LoRA adapters hold."""
+    """Reads vLLM's requests, and identifies LoRA adapters by their content."""
 
     def __call__(self, request: Any) -> Request:
-        """Of vLLM's own request."""
+        """Wraps vLLM's request object."""
         ...
 
     def take_renamed(self) -> bool:
-        """Whether, since the last call, a name of an adapter has come to mean another one."""
+        """Whether, since the last call, the name of an adapter was given to another adapter."""
         ...
 
     def adapter_of(self, lora_request: Any) -> str:
-        """What the LoRA adapter of a request holds, known from the first time on; asked before it is loaded."""
+        """The content of a request's LoRA adapter. Read on the first call and remembered, so call it before the workers
+        load the adapter."""
         ...
 
     def loaded(self, adapter: int) -> None:
-        """All workers have loaded a LoRA adapter anew, with no request."""
+        """All workers have loaded a LoRA adapter again, by a call of ``add_lora`` and not for a request."""
         ...
 
     def is_loaded(self, lora_request: Any) -> bool:
-        """Whether what its files hold was loaded anew, so that its requests need not load it again."""
+        """Whether the workers have already loaded what its files hold, so that its requests need not load it again."""
         ...
 
     def doubt(self, adapter: int) -> None:
-        """A LoRA adapter could not be loaded, on one worker at least: what is loaded is not known."""
+        """A LoRA adapter could not be loaded on at least one worker, so what the workers compute with is not known."""
         ...
 
     def forget(self, adapter: int | None) -> None:
-        """A LoRA adapter is loaded anew, or gone; None: that may be so of any, and nobody says of which."""
+        """A LoRA adapter was loaded again or removed. None: any adapter may have been, and it is not known which."""
         ...
 
 
 class Progress(NamedTuple):
-    """A request in a step: its blocks beside (or instead of) the earlier ones, its tokens when the step has ended, and
-    when it begins."""
+    """A request in a step: its blocks in addition to (``replaces``: instead of) the earlier ones, and its number of
+    computed tokens when the step has ended (``num_computed_tokens``) and when it begins (``begin_token``)."""
 
     request_id: str
     block_ids: BlockIds
@@ -106,36 +107,36 @@ class Blocks(Protocol):
 
     @property
     def are_shared(self) -> bool:
-        """Whether another connector may load KV into them, which may turn out to be no good."""
+        """Whether another connector may load KV into them, and may later report that the load has failed."""
         ...
 
     @property
     def stalled(self) -> str | None:
-        """The request that is next, if none runs: it waits for blocks, and no other one will free any."""
+        """If no request runs: the next one in the queue. It waits for blocks, and no other request will free any."""
         ...
 
     def take(self, request_id: str) -> list[Any]:
-        """Take a request's blocks away from it without freeing them; vLLM finds none when it frees the request."""
+        """Takes a request's blocks from it without freeing them; vLLM finds none when it frees the request."""
         ...
 
     def give_back(self, blocks: list[Any]) -> None:
-        """Free what was taken."""
+        """Frees blocks that `take` returned."""
         ...
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
-        """A request whose KV has come, and of which nothing is computed yet, has lost it between two steps.
+        """Takes the received KV from a request that vLLM has not resumed yet. Called between two steps.
 
         Args:
-            recomputes: it is computed anew; else it ends with an error.
+            recomputes: the request is recomputed; else it ends with an error.
 
-        Returns: its client, which has to be told of its end.
+        Returns: the index of its client if the request has ended; the client has to be told.
         """
         ...
 
     def forget_prefixes(self) -> bool:
-        """Let no request begin with what others have computed. Returns whether nothing is left of it."""
+        """Clears the prefix cache, so that no request reuses KV of earlier ones. Returns whether it is empty now."""
         ...
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """Per KV-cache group, the first token whose block is kept when so many are computed; it starts a block."""
+        """Per KV-cache group, the first token whose block is kept after ``num_tokens`` tokens; it starts a block."""
         ...

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over on the engine's side: decode's part and prefill's, between vLLM's scheduler and the workers.
+"""The scheduler side of hand-overs: decode's half and prefill's half, between vLLM's scheduler and the workers.
 
-Once per engine, on its thread, but for `woken`. Whatever has changed goes to the workers with the next step, and what
-they report comes back with a step's output; between steps the engine sleeps until something has ended.
+One per engine, used on the engine's thread only, except `woken`. Changes go to the workers with the next step, and the
+workers' reports come back with a step's output. Between steps the engine sleeps until a worker reports something.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 NO_REASON = "the worker did not say why"
 QUIET_SECONDS = 2.0
-"""How long a pause waits for what may still be in flight, before whoever pauses hears that the cache is not clear."""
+"""How long a pause waits for transfers that may be in flight, before its caller is told that the cache is not clear."""
 
 
 class SchedulerFacade:
-    """See the module.
+    """What the patches in `seams` call in the engine core; see the module's docstring.
 
     Args:
         own: what a peer needs to find this engine's ranks.
-        incarnation: 16 hexadecimal digits, drawn when this engine started, and anew whenever its weights have changed.
-        read: how requests of the engine are read.
-        wake_key: by which the side channel knows a word of this engine's own workers.
+        incarnation: 16 hexadecimal digits, drawn when this engine starts, and again whenever its weights change.
+        read: wraps vLLM's requests.
+        wake_key: secret by which the side channel recognises a message of this engine's own workers.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class SchedulerFacade:
     # ------------------------------------------------------------------------------------------------ the engine's loop
 
     def bind(self, blocks: Blocks) -> None:
-        """Whose blocks these are; before the first request."""
+        """Sets the engine's KV-cache blocks; called before the first request. Idempotent: the first call counts."""
         if self._blocks is None:
             self._blocks = blocks
 
     def bind_wake(self, wake: Callable[[], None]) -> None:
-        """How to end the engine's sleep, from any thread."""
+        """Sets the function that wakes the engine; it may be called from any thread."""
         self._wake = wake
 
     def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], Listener]) -> None:
-        """What the workers tell peers that ask: when they have registered their memory, and again when their weights
-        may have changed. The side channel answers it until `close`."""
+        """Sets the handshakes of this engine's ranks. Called when the workers have registered their memory, and again
+        when their weights may have changed. The side channel answers peers with them until `close`."""
         self._offering.is_read_early |= is_staged(metadata)
         weights = weights_of(metadata)
         if self._weights not in (None, weights):
@@ -97,19 +97,19 @@ class SchedulerFacade:
             self._listener.answer(answers)
 
     def close(self) -> None:
-        """The engine ends."""
+        """Stops the side channel; called when the engine shuts down."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
 
     def woken(self) -> None:
-        """A worker has something to tell. Any thread."""
+        """A worker has something to report: makes the engine step. May be called from any thread."""
         self._has_news = True
         if self._wake is not None:
             self._wake()
 
     def hide(self) -> None:
-        """Whoever asks is told of no rank, until the workers are introduced again."""
+        """Answers peers that this engine has no rank, until `introduce` is called again."""
         self.weights_changed()
         if self._listener is not None:
             self._listener.answer({})
@@ -117,15 +117,15 @@ class SchedulerFacade:
     # ------------------------------------------------------------------------------------------------------ revocation
 
     def weights_changed(self, adapter: int | None = None) -> None:
-        """KV that was computed before is not for what is computed from now on: nobody uses what is under way of it.
+        """Revokes every hand-over of KV that was computed with the weights of before.
 
         Args:
-            adapter: only that of a LoRA adapter has changed; None for the model's.
+            adapter: only the weights of this LoRA adapter have changed; None for the model's.
         """
-        reason = "the weights were changed" if adapter is None else "an adapter was loaded anew"
-        # Blocks of the prefix cache are known by an adapter's name.
+        reason = "the weights were changed" if adapter is None else "an adapter was loaded again"
+        # The prefix cache identifies an adapter by its name, so its blocks would match the new weights, too.
         self._offering.stale.add(adapter)
-        # An engine that is idle says so, too.
+        # An idle engine has to step, too, to tell its workers.
         self._has_news = True
         if adapter is None:
             self.incarnation = self._step.incarnation = self._offering.incarnation = secrets.token_hex(8)
@@ -136,16 +136,16 @@ class SchedulerFacade:
             self.freshen()
 
     def adapters_changed(self, adapter: int | None = None) -> None:
-        """A LoRA adapter is loaded in place of what had its number, or is gone; None: that may be so of any."""
+        """A LoRA adapter was loaded under a number that was in use, or was removed; None: any adapter may have been."""
         self.read.forget(adapter)
         self.weights_changed(adapter or ANY_ADAPTER)
 
     def paused(self, *, grace_seconds: float, clears: bool) -> None:
-        """The engine is paused until `resumed`: what it keeps for others would keep it from being idle.
+        """The engine is paused until `resumed`. Revokes offers: with blocks kept for peers it would never be idle.
 
         Args:
-            grace_seconds: that decode has for what has ended, or still ends.
-            clears: the cache is cleared, too, so that nothing may be under way into it or out of it.
+            grace_seconds: how long decode still has to fetch from requests that have ended, or end from now on.
+            clears: the cache is cleared, too, so no transfer into it or out of it may be under way.
         """
         self._quiet_by_seconds = self._clock.now_seconds() + grace_seconds + QUIET_SECONDS
         self._offering.close("prefill is paused", self._step, grace_seconds=grace_seconds)
@@ -153,10 +153,10 @@ class SchedulerFacade:
             self.clear(running=not grace_seconds)
 
     def clear(self, *, running: bool = True) -> None:
-        """Nothing may be under way out of the cache, or into it: it is cleared.
+        """The cache is about to be cleared: revokes the hand-overs out of it and into it.
 
         Args:
-            running: requests lose what they have computed.
+            running: running requests lose what they have computed, so their offers are revoked, too.
         """
         self._quiet_by_seconds = max(self._quiet_by_seconds, self._clock.now_seconds() + QUIET_SECONDS)
         if running:
@@ -165,29 +165,29 @@ class SchedulerFacade:
             self._fetching.revoke("decode's cache is cleared", self._blocks, self._step)
 
     def resumed(self) -> None:
-        """The engine goes on."""
+        """The engine runs again after `paused`."""
         self._offering.reopen()
 
     @property
     def has_blocks(self) -> bool:
-        """Whether blocks are kept, or waited into, that no running request has."""
+        """Whether blocks are held, kept for decode, or waiting for KV, although no running request uses them."""
         waits = self._fetching.num_waiting or self._fetching.num_received
         return bool(self._holds.num_blocks or self._offering.num_kept or waits)
 
     @property
     def quiet_in_seconds(self) -> float:
-        """How long it may still take until nothing is in flight after a pause; 0 if nothing is, or nobody waits."""
+        """How long a pause still waits for transfers in flight; 0 if none can be in flight, or nobody waits."""
         if not (self._holds.num_blocks or self._offering.num_kept):
             return 0.0
         return max(0.0, self._quiet_by_seconds - self._clock.now_seconds())
 
-    # ------------------------------------------------------------------------------------------------- what is to do
+    # -------------------------------------------------------------------------------------------------- pending work
 
     @property
     def pending(self) -> bool:
-        """Whether the engine has to step with nothing to compute: the workers have news, or are to be told some.
+        """Whether the engine has to step with nothing to compute: workers have reports, or have to be told of changes.
 
-        vllm#45168: an engine that sleeps hears nothing and frees nothing.
+        vllm#45168: an engine that sleeps takes no reports and frees no blocks.
         """
         is_counted = self._fetching.num_quarantined_blocks == self._quarantined
         has_ends = bool(self._refused) or self._fetching.has_news
@@ -196,22 +196,22 @@ class SchedulerFacade:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for KV and nothing else."""
+        """Requests that have their blocks and wait only for KV."""
         return self._fetching.num_waiting
 
     @property
     def num_kept(self) -> int:
-        """Requests that have ended, and whose blocks vLLM keeps for us."""
+        """Requests that have ended, and whose blocks vLLM keeps because decode may fetch them."""
         return self._offering.num_kept
 
     @property
     def due_in_seconds(self) -> float | None:
-        """Until a hand-over has waited for too long, or is taken back; None if none is."""
+        """Seconds until the next hand-over times out, or the next offer is revoked; None if there is none."""
         both = (self._fetching.due_at_seconds, self._offering.due_at_seconds)
         due_at = min((one for one in both if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
 
-    # ------------------------------------------------------------------------------------------------- what vLLM asks
+    # ---------------------------------------------------------------------------------------------- called from vLLM
 
     def arrived(self, request: Request) -> None:
         """A request has entered the engine."""
@@ -221,32 +221,36 @@ class SchedulerFacade:
         self._offering.arrived(request, self._step)
 
     def refuse(self, request_id: str, client_index: int) -> None:
-        """A request has come under the id of another one, which goes on; its client hears of it with the next step."""
+        """A request has arrived under the id of another one, which goes on. Its client is told with the next step."""
         self._refused.append((request_id, client_index))
         logger.error(
-            "A request has come under the id %s, which another one has that runs here, or whose blocks are kept for "
-            "decode; expected an id that is nobody's. It fails, and the other one goes on. Let vLLM make the engine's "
-            "ids (AsyncLLM, LLM), and add no request twice.",
+            "A request has arrived under the id %s of another request, which still runs here or whose blocks are kept "
+            "for decode; expected an unused id. It fails, and the other one goes on. Let vLLM make the engine's ids "
+            "(AsyncLLM, LLM), and add no request twice.",
             request_id,
         )
 
     def take_refused(self) -> list[tuple[str, int]]:
-        """(id, client) of each request that was refused, or ended between steps, since the last call."""
+        """(id, client index) of each request that was refused, or ended between two steps, since the last call."""
         refused, self._refused = self._refused + self._fetching.ended, []
         self._fetching.ended = []
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that prefill has beyond those decode has, and whether they come between steps."""
+        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously."""
         is_stale = self._offering.is_stale(request.adapter)
         return self._fetching.matched(request, num_computed_tokens, self._step, is_stale=is_stale)
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """A request was given blocks: all of its prompt's for decode."""
+        """A request was given blocks; on decode, for its whole prompt."""
         self._fetching.allocated(request, block_ids, num_external_tokens, self._step)
 
     def take_step(self, progress: Iterable[Progress]) -> Step:
-        """What the workers have to know, once, with what is computed in the step that is being built."""
+        """Returns all changes for the workers since the last call.
+
+        Args:
+            progress: the requests that the step being built computes.
+        """
         progress = list(progress)
         self._fetching.progressed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._bound(), self._step)
@@ -261,42 +265,44 @@ class SchedulerFacade:
         return step
 
     def spares(self, request_id: str) -> bool:
-        """Whether a request that ends must keep every block until `finished` is asked, out of its window or not."""
+        """Whether a request that ends must keep all its blocks until `finished` is called, even those that have left
+        its sliding window."""
         if not self._drops_blocks:
             return False
         return self._fetching.is_waiting(request_id) or self._offering.is_named(request_id)
 
     def preempted(self, request_id: str) -> None:
-        """A request loses its blocks; where they may be read, they are held."""
+        """A request is preempted. Holds its blocks if workers may be reading them."""
         if self._offering.is_read(request_id):
             self._offering.preempted(request_id, self._bound(), self._step)
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; ``is_whole`` if its prompt was computed to the end.
+        """A request ended; ``is_whole`` if its whole prompt was computed.
 
-        Returns: whether its blocks must be kept until `collect` names it, and the parameters for decode's request.
+        Returns: whether vLLM must keep its blocks until `collect` reports it as sent, and the ``kv_transfer_params``
+        for decode's request.
         """
         self._fetching.finished(request, self._bound(), self._step)
         return self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
 
     def keeps(self, request_id: str) -> bool:
-        """Whether a request has ended, and something of it is kept for decode; vLLM may have freed it."""
+        """Whether a request has ended and its blocks are kept for decode; vLLM may have freed the request already."""
         return self._offering.keeps(request_id)
 
     def kept(self, request_id: str) -> None:
-        """A request has ended whose blocks some connector keeps."""
+        """A request has ended, and at least one connector (of a ``MultiConnector``) keeps its blocks."""
         if not self._offering.keeps(request_id):
             self._fetching.kept(request_id)
 
     def collect(self, reports: Reports) -> None:
-        """What all ranks have reported: takes our ids and marks out, and puts in the requests that they mean."""
+        """Takes what all ranks have reported: replaces this package's ids and marks by the requests that they mean."""
         marked = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
         failures = [(number, HandOverFailed(cause, reports.reasons.get(number, NO_REASON))) for number, cause in marked]
         reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}
         finished, blocks = finished_attempts_of(reports.received), self._bound()
         self._fetching.let_go(reports.sent, blocks)
         received, failed = self._fetching.collect(failures, finished, blocks, self._step)
-        # What another connector has loaded, or has not, frees no blocks that decode may be reading.
+        # A load that another connector reports as ended must not free blocks that decode may be reading.
         reports.received = {one for one in reports.received if not self._offering.keeps(one)} | received
         self._failed |= failed
         if failed:
@@ -306,18 +312,18 @@ class SchedulerFacade:
         self.freshen()
 
     def freshen(self) -> None:
-        """Clear the prefix cache of what other weights have computed, as soon as no block of it is in use."""
+        """Clears the prefix cache if it may hold KV that other weights have computed and none of its blocks is in use."""
         if self._offering.stale and self._bound().forget_prefixes():
             self._offering.stale.clear()
 
     def take_ending(self) -> set[str]:
-        """Requests that end with an error now, whatever they wait for (rule R4)."""
+        """Requests that must end with an error now, whatever they wait for (rule R4)."""
         return self._starved() | self._fetching.take_ending()
 
     def _starved(self) -> set[str]:
-        """A request that has waited for blocks for too long, where nothing but a quarantine can free any.
+        """The request that has waited too long for blocks which only the end of a quarantine could free.
 
-        It may be anybody's, and those behind it in the queue wait for it.
+        It need not be a hand-over. The requests behind it in the queue wait for it.
         """
         may_stall = self._fetching.num_quarantined_blocks and not (self.num_waiting or self.num_kept)
         request_id = self._bound().stalled if may_stall else None
@@ -332,19 +338,19 @@ class SchedulerFacade:
         self._stalled = None
         reason = (
             f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and "
-            f"{self._fetching.num_quarantined_blocks} blocks are in quarantine for peers that are not heard of and may "
-            "still write. Peers on other hosts are fenced within about two minutes, and their blocks are free then. A "
-            "peer on this host that stands still has to go on or to end"
+            f"{self._fetching.num_quarantined_blocks} blocks are in quarantine for peers that do not answer and may "
+            "still write. Peers on other hosts are fenced within about two minutes, and their blocks are free then. If "
+            "a process of a peer on this host hangs, continue or end it"
         )
         self._failures.not_received(request_id, HandOverFailed(FailureCause.QUARANTINE, reason))
         return {request_id}
 
     def take_told(self) -> dict[str, str]:
-        """Requests that have ended since the last call, and had no KV -> what their clients are told of it."""
+        """Requests that ended without KV since the last call -> the message for their clients."""
         return self._failures.take_ended()
 
     def take_failed(self) -> set[str]:
-        """Requests whose KV has not come, since the last call."""
+        """Requests whose KV has failed to arrive since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 

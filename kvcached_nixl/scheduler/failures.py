@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why hand-overs brought no KV: counted, logged once, and said to the client, in the same words. Once per engine.
+"""Why hand-overs brought no KV: counted, logged once, and told to the client under the same label. One per engine.
 
-The metric's label, the log line and the client's error have the cause's label; the last two have the attempt and both
-requests' ids, too (`HandOverFailed.tags`). The worker's sentence is in the log line only: it may name hosts and ports.
+The metric, the log line and the client's error carry the cause's label; the last two also carry the attempt and both
+requests' ids (`HandOverFailed.tags`). The worker's reason is in the log line only: it may name hosts and ports.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 
 class Failures:
-    """See the module. On the engine's thread.
+    """Counts and logs failed hand-overs; see the module's docstring. Used on the engine's thread only.
 
     Attributes:
-        counts: since they were taken, by `FailureCause`; whoever takes them clears them.
+        counts: failures by `FailureCause` since the last step; `SchedulerFacade.take_step` copies and clears them.
     """
 
     def __init__(self) -> None:
@@ -33,24 +33,24 @@ class Failures:
     def not_received(
         self, request_id: str, failure: HandOverFailed, *, attempt: int | None = None, prefill_request_id: str = ""
     ) -> None:
-        """Decode: a request does not get its KV. It fails, or is computed here."""
+        """Decode: a request does not get its KV. It fails, or is recomputed here."""
         tags = failure.tags(request_id, attempt=attempt, prefill_request_id=prefill_request_id)
         self.counts[failure.cause] += 1
         self._tags[request_id] = tags
         logger.warning("KV hand-over failed: %s: %s", tags, failure)
 
     def not_offered(self, request_id: str, failure: HandOverFailed) -> None:
-        """Prefill: decode may not have a request's KV. It is computed all the same."""
+        """Prefill: a request's KV is not offered to decode. The request is computed all the same."""
         self.counts[failure.cause] += 1
         logger.warning("KV is not offered: %s: %s", failure.tags(prefill_request_id=request_id), failure)
 
     def request_ended(self, request_id: str) -> None:
-        """Whatever has become of it."""
+        """A request has ended. If its hand-over had failed, its client is to be told."""
         tags = self._tags.pop(request_id, None)
         if tags is not None:
             self._ended[request_id] = tags
 
     def take_ended(self) -> dict[str, str]:
-        """Requests that have ended since the last call, and had no KV -> what their clients are told of it."""
+        """Requests that ended without KV since the last call -> the message for their clients."""
         ended, self._ended = self._ended, {}
         return {request_id: f"KV hand-over failed: {tags}" for request_id, tags in ended.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what one request wants of prefill, whether that fits its prompt, and which blocks it is to fill."""
+"""Decode: what one request fetches from prefill, whether that matches its prompt, and which blocks it fills."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from kvcached_nixl.wire.step import BlockIds
 __all__ = ["ANY_ADAPTER", "NULL_BLOCK_ID", "Terms", "FetchRequest", "is_meant"]
 
 ANY_ADAPTER = -1
-"""In place of the number of a LoRA adapter: each that there is."""
+"""In place of a LoRA adapter's number: any adapter."""
 
 NULL_BLOCK_ID = 0
-"""vLLM's placeholder block: it backs no token, and every request with a sliding window holds it."""
+"""vLLM's placeholder block: it holds no token's KV. Every request with a sliding window has it in its block table."""
 
 
 def is_meant(adapter: int | None, used: int) -> bool:
-    """Whether what was computed with an adapter (0 for none) is meant by a number, by ``ANY_ADAPTER``, or by None for
-    whatever there is."""
+    """Whether a selection covers what was computed with the adapter ``used`` (0 for none). ``adapter`` selects one
+    adapter by its number, any adapter (``ANY_ADAPTER``), or everything (None)."""
     return adapter is None or (bool(used) and adapter in (used, ANY_ADAPTER))
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for every hand-over of an engine.
+    """Settings that apply to every hand-over of an engine.
 
     Attributes:
         block_size: tokens in a logical block.
         pushes: prefill writes; else decode reads.
-        drops_blocks: some KV-cache group lets go of blocks while it computes (a sliding window).
+        drops_blocks: some KV-cache group frees blocks while a request is computed (a sliding window).
         recomputes: ``kv_load_failure_policy`` is "recompute".
-        lease_seconds: what prefill grants where it does not say.
-        timeout_seconds: after which a hand-over has failed.
+        lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
+        timeout_seconds: time after which a hand-over fails.
     """
 
     block_size: int
@@ -49,19 +49,19 @@ class Terms:
 
 @dataclass
 class FetchRequest:
-    """A request that names a prefill. Once per request, on the engine's thread.
+    """A decode request whose parameters name a prefill. One per request, used on the engine's thread only.
 
     Attributes:
-        fetch: whom it names; None if its parameters cannot be used.
-        arrived_at_seconds: when its time begins (rule R4).
+        fetch: its parameters, which name the prefill; None if they cannot be used.
+        arrived_at_seconds: when its timeout starts (rule R4).
         adapter: the engine's number of its LoRA adapter; 0 for none.
-        lacks_media: its prompt has places for images, sounds, ... that it has not, so what is computed of it here is
-            no answer. Known when it was checked.
-        refused: why it is not handed over.
-        is_checked: its prompt was compared.
-        is_tried: it was given blocks, or refused; another time it is computed here.
-        digest: of the ``num_tokens`` that prefill has.
-        end_token: one past the last of them that are wanted.
+        lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
+            would give a wrong answer. Set by `check`.
+        refused: why its KV is not handed over.
+        is_checked: `check` has compared its prompt with the manifest.
+        is_tried: it was given blocks, or refused. From then on it is computed here, e.g. after a preemption.
+        digest: of the first ``num_tokens`` tokens, which prefill has.
+        end_token: one past the last token to fetch.
     """
 
     fetch: FetchParams | None
@@ -77,13 +77,13 @@ class FetchRequest:
 
     @property
     def may_be_computed(self) -> bool:
-        """Whether decode has all that it would take to compute the prompt itself. Prefill has computed the very same
-        prompt where the digests are equal: what looks like a place for an image is text there."""
+        """Whether decode has everything it needs to compute the prompt itself. If the digests are equal, prefill has
+        computed the same prompt: what looks like a placeholder for an image is text in it."""
         manifest = None if self.fetch is None else self.fetch.manifest
         return not self.lacks_media or (manifest is not None and manifest.digest == self.digest)
 
     def check(self, request: Request, terms: Terms) -> None:
-        """Compare the manifest with the prompt, and say how far prefill's tokens reach. Again does nothing."""
+        """Compares the manifest with the prompt, and sets ``refused``, or how many tokens to fetch. Idempotent."""
         if self.is_checked:
             return
         self.is_checked = True
@@ -109,14 +109,14 @@ class FetchRequest:
                 reason = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
                 self.refused = HandOverFailed(FailureCause.MEDIA, f"{reason}; send them to decode, too")
         if terms.drops_blocks:
-            # The last token is computed again here, and its window begins one token earlier than the next one's.
+            # Decode recomputes the last token, and that token's window begins one token before the next token's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
 
     def groups(self, block_ids: BlockIds, first_token: int, terms: Terms) -> tuple[BlockRange, ...]:
-        """The blocks to fill: those of a window that has moved on are not there, and not needed.
+        """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
 
         Raises:
-            HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept them.
+            HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
         size, found = terms.block_size, []
         end = -(-self.end_token // size)
@@ -127,7 +127,7 @@ class FetchRequest:
             while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
                 begin += 1
             blocks = tuple(group[begin:end])
-            # A group may need none: a chunk that begins with the prompt's last token.
+            # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
             is_whole = len(blocks) == end - begin and (blocks or terms.drops_blocks) and NULL_BLOCK_ID not in blocks
             if not is_whole or (begin * size > first_token and not terms.drops_blocks):
                 raise HandOverFailed(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that vLLM does not know of, kept for what may still be in flight (rules R2 and R9). Once per engine."""
+"""Blocks taken from their requests, held while transfers may use them (rules R2 and R9). One per engine.
+
+vLLM does not know of these blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ __all__ = ["Holds"]
 
 
 class Holds:
-    """Numbered lots of blocks. Owned by the engine's thread."""
+    """Held blocks, by the number of the hold. Used on the engine's thread only."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Any]] = {}
-        # Several connectors of an engine hear of each other's holds: vLLM reports them in one set.
+        # A random start, because vLLM reports the holds of all connectors of an engine in one set.
         self._numbers = itertools.count(secrets.randbits(60))
         self._num_blocks = 0
 
@@ -26,14 +29,14 @@ class Holds:
         return self._num_blocks
 
     def take(self, blocks: Blocks, request_id: str, number: int | None = None) -> int:
-        """Hold all blocks of a request; returns their number."""
+        """Takes all blocks from a request and holds them. Returns the number of the hold."""
         number = next(self._numbers) if number is None else number
         self._held[number] = blocks.take(request_id)
         self._num_blocks += len(self._held[number])
         return number
 
     def give_back(self, blocks: Blocks, number: int) -> bool:
-        """Nothing touches them any more. Returns whether there was such a hold."""
+        """Frees the blocks of a hold: no transfer uses them any more. Returns whether there was such a hold."""
         held = self._held.pop(number, None)
         if held is None:
             return False

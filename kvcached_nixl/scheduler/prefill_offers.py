@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: what of its requests decode may have. Once per engine, on its thread.
+"""Prefill: which KV of its requests it offers to decode. One per engine, on the engine's thread.
 
-It follows each request through vLLM's scheduler. When the last of its prompt is scheduled, all that the hand-over says
-of itself is known (`wire.manifest`), and the workers are told; when it has ended, the client is. Blocks are given back
-to vLLM only when every rank has said that nobody needs them (rule R2).
+It follows each request through vLLM's scheduler. When the last tokens of a prompt are scheduled, its manifest is
+complete (`wire.manifest`) and the workers are told; when the request has ended, the client gets it. Blocks are freed
+only when every rank has reported that no peer needs them (rule R2).
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
 __all__ = ["PrefillOffers"]
 
 GRACE_SECONDS = 1.0
-"""How long decode has for what ends while the engine waits for its last requests (``/pause?mode=wait``)."""
+"""How long decode may still fetch a request that ends while the engine pauses with ``/pause?mode=wait``."""
 
 
 @dataclass
 class _Sending:
-    """A request of prefill whose KV decode may have.
+    """A running request of prefill whose KV is, or will be, offered to decode.
 
     Attributes:
-        ready_tokens: how many the workers were told of, or would have been.
-        manifest: when its whole prompt is scheduled.
-        refused: why there is none then.
-        is_offered: the workers know of it, with or without tokens, and whatever it has lost since.
-        is_read: they know of tokens in blocks that it still has, and may be reading them before it has ended.
-        is_revoked: it was taken back while it was computed, so decode may have none of it any more.
-        is_streamed: what a step has computed is offered at once, if it is read early. Not when it was preempted: blocks
-            that are held make no room for whoever needed it, who would be preempted, too, and so on for ever. Nor where
-            blocks leave a window while the prompt is computed: they are somebody else's at once.
+        ready_tokens: how many tokens its last step computes, whether the workers were told of them or not.
+        manifest: set when its whole prompt is scheduled.
+        refused: why there is no manifest then.
+        is_offered: the workers know of it, with or without tokens. Stays true if it is preempted or revoked.
+        is_read: the workers know of tokens in blocks that it still has, and may be reading them before it has ended.
+        is_revoked: its offer was revoked while it was computed, so decode may fetch none of it any more.
+        is_streamed: tokens are offered as soon as a step has computed them, if workers read early (``is_read_early``).
+            Not after a preemption: its held blocks would not be free for the request that needed them, which would be
+            preempted, too, and so on without end. Nor if blocks leave a sliding window while the prompt is computed:
+            vLLM gives them to other requests immediately.
     """
 
     request: Request
@@ -61,18 +62,18 @@ class _Sending:
 
 
 class PrefillOffers:
-    """See the module.
+    """Prefill's half of `SchedulerFacade`; see the module's docstring.
 
     Args:
         own: what a peer needs to find this engine's ranks.
-        start: drawn when this engine started.
+        incarnation: drawn when this engine starts.
 
     Attributes:
-        start: as above; drawn anew when the engine's weights have changed.
-        stale: there may be blocks in the prefix cache, which requests may begin with, that others than these have
-            computed: the model's weights (None), a LoRA adapter, any LoRA adapter.
-        is_read_early: the workers read what a step has computed before its request has ended: to write it (push), or to
-            copy it into a slab.
+        incarnation: as above; drawn again when the engine's weights change.
+        stale: weights that have changed while the prefix cache may still hold KV of the earlier ones, which requests
+            may reuse: the model's (None), a LoRA adapter's number, or any adapter (`ANY_ADAPTER`).
+        is_read_early: workers read computed tokens before the request has ended: to write them (push), or to copy them
+            into a slab.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class PrefillOffers:
         self._clock = clock
         self._holds = holds
         self._sending: dict[PrefillRequestId, _Sending] = {}
-        # Those that have ended -> the adapter that they were computed with.
+        # Requests that have ended, and whose blocks are kept -> the adapter that they were computed with.
         self._kept: dict[PrefillRequestId, int] = {}
         self._taken_back: set[PrefillRequestId] = set()
-        # Of those, what vLLM has freed already -> its hold.
+        # Revoked requests that vLLM has freed already -> the hold with their blocks.
         self._let_go: dict[PrefillRequestId, int] = {}
         self._closed: str | None = None
         self.stale: set[int | None] = set()
@@ -103,44 +104,44 @@ class PrefillOffers:
 
     @property
     def due_at_seconds(self) -> float | None:
-        """When the next one is taken back."""
+        """When the next offer is to be revoked; None if none is."""
         return self._revoked_at.first_seconds
 
     def is_stale(self, used: int) -> bool:
-        """Whether what the prefix cache has for an adapter (0 for none) may be of other weights."""
+        """Whether the prefix cache may hold KV for an adapter (0 for none) that other weights have computed."""
         return any(is_meant(one, used) for one in self.stale)
 
-    # --------------------------------------------------------------------------------------------------- taking it back
+    # ------------------------------------------------------------------------------------------------------ revocation
 
     def revoke(self, reason: str, step: Step, *, adapter: int | None = None, running: bool = True) -> None:
-        """Decode may have nothing more of what was offered: tokens of ownership go first, then blocks (rule R12).
+        """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12).
 
         Args:
-            adapter: only what was computed with it, or with any; None for all.
-            running: such as are still computed, too. What of them is computed already stays theirs.
+            adapter: only offers computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
+            running: also those of requests that are still computed. These keep their blocks.
         """
         for request_id, used in self._kept.items():
             if is_meant(adapter, used):
                 self._take_back(request_id, reason, step)
         for request_id, sending in self._sending.items() if running else ():
-            # Of what has not begun nothing is known yet that could be out of date.
+            # A request that has not begun has computed nothing that could be out of date.
             if is_meant(adapter, sending.request.adapter) and (sending.block_ids or sending.ready_tokens):
                 self._withdraw(request_id, sending, reason, step)
 
     def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
-        """Take back what has ended, or ends from now on, after so many seconds, until `reopen`."""
+        """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
         self._closed = reason
         due = self._clock.now_seconds() + grace_seconds
         self._revoked_at.move({request_id: due for request_id in self._kept})
         self.turn(step)
 
     def reopen(self) -> None:
-        """What ends from now on is kept as long as its lease lasts."""
+        """Undoes `close`: requests that end from now on are kept as long as their leases last."""
         self._closed = None
         self._revoked_at.clear()
 
     def turn(self, step: Step) -> None:
-        """Take back what is due."""
+        """Revokes the offers whose grace has passed."""
         for request_id in self._revoked_at.take_due(self._clock.now_seconds()):
             if request_id in self._kept:
                 self._take_back(request_id, self._closed or "", step)
@@ -151,7 +152,7 @@ class PrefillOffers:
             return
         self._taken_back.add(request_id)
         step.revoked[request_id] = reason
-        # Not computed yet, or not told: nobody shall hear of it first.
+        # An offer that the workers were not told of yet must not reach them before its revocation.
         step.offered = [one for one in step.offered if one.request_id != request_id]
 
     def _withdraw(self, request_id: PrefillRequestId, sending: _Sending, reason: str, step: Step) -> None:
@@ -160,14 +161,14 @@ class PrefillOffers:
             step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
             step.revoked[request_id] = reason
 
-    # ------------------------------------------------------------------------------------------------- what vLLM asks
+    # ---------------------------------------------------------------------------------------------- called from vLLM
 
     def arrived(self, request: Request, step: Step) -> None:
-        """A request has entered the engine. One that names no decode is not looked at again."""
+        """A request has entered the engine. Requests without ``do_remote_decode`` are ignored from here on."""
         params, request_id = request.params, PrefillRequestId(request.request_id)
         if params is None or not asks(params, "do_remote_decode") or request_id in self._sending:
             return
-        # Both roles at once: decode's half refuses it.
+        # With both roles set, decode's half refuses it.
         if asks(params, "do_remote_prefill"):
             return
         try:
@@ -177,7 +178,7 @@ class PrefillOffers:
             return
         if request.is_session:
             reason = (
-                "it is a streaming session (resumable), whose blocks go on being filled with later input; expected a "
+                "it is a streaming session (resumable), whose blocks are filled further by later input; expected a "
                 "complete prompt. It is computed as without kv_transfer_params. Send them with requests of one "
                 "prompt each"
             )
@@ -188,11 +189,11 @@ class PrefillOffers:
         sending.is_streamed = not self._terms.drops_blocks
         self._sending[request_id] = sending
         if self._terms.pushes:
-            # Whoever registers for it need not wait to learn whether there is such a request.
+            # Decode's registration may arrive first: tell the workers that there is such a request.
             self._offer(request_id, sending, step)
 
     def scheduled(self, progress: Iterable[Progress], blocks: Blocks, step: Step) -> None:
-        """What is computed in the step that is being built."""
+        """Offers the tokens that the step being built computes."""
         for one in progress:
             step.is_idle = False
             sending = self._sending.get(PrefillRequestId(one.request_id))
@@ -200,12 +201,12 @@ class PrefillOffers:
                 self._advance(PrefillRequestId(one.request_id), sending, one, blocks, step)
 
     def is_read(self, request_id: str) -> bool:
-        """Whether the workers may be reading the blocks of a request that is still computed."""
+        """Whether the workers may be reading the blocks of a request that is still running."""
         sending = self._sending.get(PrefillRequestId(request_id))
         return sending is not None and sending.is_read
 
     def keeps(self, request_id: str) -> bool:
-        """Whether a request has ended, and its blocks are kept for decode."""
+        """Whether a request has ended and its blocks are kept for decode."""
         return PrefillRequestId(request_id) in self._kept
 
     def is_named(self, request_id: str) -> bool:
@@ -214,7 +215,7 @@ class PrefillOffers:
         return sending is not None and sending.manifest is not None
 
     def preempted(self, request_id: str, blocks: Blocks, step: Step) -> None:
-        """A request loses its blocks; they are held until nothing reads them."""
+        """A request is preempted while workers may read its blocks: holds them until no rank reads them."""
         sending = self._sending[PrefillRequestId(request_id)]
         sending.block_ids, sending.ready_tokens, sending.manifest = (), 0, None
         sending.is_read = sending.is_streamed = False
@@ -225,9 +226,9 @@ class PrefillOffers:
     def finished(
         self, request: Request, is_whole: bool, block_ids: BlockIds, blocks: Blocks, step: Step
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; ``is_whole`` if its prompt was computed to the end.
+        """A request ended; ``is_whole`` if its whole prompt was computed.
 
-        Returns: whether its blocks must be kept until `ended` names it, and the parameters for decode's request.
+        Returns: whether vLLM must keep its blocks until `ended` names it, and the parameters for decode's request.
         """
         request_id = PrefillRequestId(request.request_id)
         sending = self._sending.pop(request_id, None)
@@ -246,9 +247,10 @@ class PrefillOffers:
             params = prefill_params(self._own, sending.manifest, transfer_id=transfer_id, transfer_mode=mode)
             return True, params
         if is_whole and not sending.is_revoked:
-            lost = HandOverFailed(FailureCause.RANGE, "it does not have the blocks of its prompt any more")
+            lost = HandOverFailed(FailureCause.RANGE, "it no longer has the blocks of its prompt")
             self._failures.not_offered(request_id, sending.refused or lost)
-        # It may have arrived since the last step. Whoever has registered for it hears that it was there and is gone.
+        # It may have arrived since the last step. The offer without tokens stays, so that ranks of decode that have
+        # registered for it are told that it has ended.
         step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
         if sending.is_offered:
             step.stopped[request_id] = "prefill's request ended before it was computed"
@@ -261,9 +263,10 @@ class PrefillOffers:
         return False, None
 
     def let_go(self, blocks: Blocks) -> set[str]:
-        """Requests that vLLM may free, since the last call; their blocks are held until `ended` names them.
+        """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.
 
-        A pause waits for all requests, and what decode vanished with is in flight for long.
+        Only while the engine is paused: a pause waits until vLLM has freed all requests, and transfers of a decode
+        engine that has vanished stay in flight for long.
         """
         if self._closed is None:
             return set()
@@ -272,7 +275,7 @@ class PrefillOffers:
         return set(found)
 
     def ended(self, sent: Iterable[str], quiet: Iterable[int], blocks: Blocks) -> None:
-        """What all ranks have reported: requests whose blocks vLLM frees now, and holds, which are given back."""
+        """Takes what all ranks have reported: requests whose blocks vLLM frees now, and idle holds, which are freed."""
         for hold in quiet:
             if hold in self._draining:
                 self._draining.remove(hold)
@@ -294,14 +297,14 @@ class PrefillOffers:
         if one.replaces or not sending.block_ids:
             sending.block_ids = one.block_ids
             if one.begin_token and self.is_stale(sending.request.adapter):
-                self._withdraw(request_id, sending, "it begins with what other weights have computed", step)
+                self._withdraw(request_id, sending, "it begins with KV that other weights have computed", step)
         elif one.block_ids and not is_done:
             sending.block_ids = tuple([*old, *new] for old, new in zip(sending.block_ids, one.block_ids, strict=True))
         if is_done or sending.is_revoked:
             return
         sending.ready_tokens = min(one.num_computed_tokens, sending.num_tokens)
         sending.manifest = self._manifest(request_id, sending, blocks)
-        # What another connector has loaded may be taken back when this step has ended.
+        # Tokens that another connector loads may turn out invalid when this step has ended, so they are not read early.
         is_held = self.is_read_early and sending.is_streamed and not blocks.are_shared
         if is_held or (sending.manifest is not None and not self._terms.pushes):
             self._offer(request_id, sending, step, is_held=is_held)
@@ -310,9 +313,9 @@ class PrefillOffers:
         if sending.ready_tokens < sending.num_tokens:
             return None
         if sending.request.adapter and sending.request.digest(sending.num_tokens) != sending.digest:
-            sending.refused = HandOverFailed(FailureCause.REVOKED, "its adapter was replaced meanwhile")
+            sending.refused = HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it was computed")
             return None
-        # Where decode computes the last token again, its window begins there.
+        # If decode recomputes the last token, the window of that token decides which blocks it needs.
         first_tokens = blocks.first_tokens(sending.num_tokens - self._terms.drops_blocks)
         try:
             return Manifest(
@@ -328,7 +331,7 @@ class PrefillOffers:
                 num_media=sending.request.num_media,
             )
         except ValueError as error:
-            reason = f"its blocks are not those of its {sending.num_tokens} tokens: {error}"
+            reason = f"its blocks do not match its {sending.num_tokens} tokens: {error}"
             sending.refused = HandOverFailed(FailureCause.RANGE, reason)
             return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's side channel answers: the handshakes of its ranks, with the start of the engine. Once per engine."""
+"""Builds what an engine's side channel answers: the handshakes of its ranks, with the engine's incarnation."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ Answers = Mapping[int, tuple[str, bytes]]
 
 
 class Listener(Protocol):
-    """A side channel that answers."""
+    """The listening side of a side channel."""
 
     def answer(self, answers: Answers) -> None:
-        """Answer this from now on."""
+        """Replaces the answers."""
         ...
 
     def close(self) -> None: ...
 
 
 class Envelope(Protocol):
-    """What a worker offers, in vLLM's own envelope."""
+    """vLLM's own container for a worker's handshake metadata."""
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
 
 
 def answers_of(metadata: Mapping[Any, Envelope], incarnation: str) -> Answers:
-    """Rank -> (compatibility string, metadata), from what vLLM has collected.
+    """Rank -> (compatibility string, metadata), from what vLLM has collected from the workers.
 
     Args:
         metadata: by rank or, since vLLM 0.26, by (pipeline stage, rank); there is one stage.
-        start: drawn when this engine started, or its weights were changed.
+        incarnation: drawn when this engine started, or when its weights were changed.
     """
     return {
         key if isinstance(key, int) else key[-1]: (
@@ -55,5 +55,5 @@ def is_staged(metadata: Mapping[Any, Envelope]) -> bool:
 
 
 def weights_of(metadata: Mapping[Any, Envelope]) -> dict[Any, Weights]:
-    """What each rank computes with; ``metadata`` as for `answers_of`."""
+    """Identity of each rank's weights; ``metadata`` as for `answers_of`."""
     return {key: read_rank(one.agent_metadata_bytes).weights for key, one in metadata.items()}

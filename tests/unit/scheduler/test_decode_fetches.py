@@ -555,7 +555,7 @@ def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
     assert decode.failures.counts == {FailureCause.DEADLINE: 1}
     assert "has not come within 120 s" in caplog.text
     step = decode.take()
-    assert step.withdrawn == {attempt: "it has not come within 120 s"}
+    assert step.withdrawn == {attempt: "its KV has not come within 120 s"}
     assert step.unrenewed == [D1]
     assert decode.fetching.num_quarantined_blocks == 3
     assert decode.collect() == (set(), set())
@@ -613,7 +613,7 @@ def test_aborted_while_it_waits_it_is_withdrawn_and_its_blocks_are_held() -> Non
     attempt = decode.wait(request)
     decode.finish(request)
     step = decode.take()
-    assert step.withdrawn == {attempt: "the request is gone"}
+    assert step.withdrawn == {attempt: "the request has ended"}
     assert step.unrenewed == [D1]
     assert decode.fetching.num_waiting == 0
     assert decode.fetching.has_news

@@ -101,7 +101,7 @@ def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: p
     assert engine.handover.pending
     assert engine.handover.take_refused() == [("p1", 3)]
     assert engine.handover.take_refused() == [] and not engine.handover.pending
-    for word in ("under the id p1", "expected an id that is nobody's", "It fails", "Let vLLM make"):
+    for word in ("under the id p1", "expected an unused id", "It fails", "Let vLLM make"):
         assert word in caplog.text
 
 

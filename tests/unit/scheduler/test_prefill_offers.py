@@ -433,7 +433,7 @@ def test_a_request_that_has_lost_its_blocks_is_not_handed_over(now: BlockIds, ca
     assert prefill.finish(request, block_ids=now) == (False, None)
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
     assert list(prefill.take().stopped) == [P1]
-    assert "does not have the blocks of its prompt any more" in caplog.text
+    assert "no longer has the blocks of its prompt" in caplog.text
 
 
 def test_blocks_that_cannot_be_those_of_the_prompt_make_no_manifest(caplog: pytest.LogCaptureFixture) -> None:
