@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as an argument, so that tests need not wait for it."""
+"""Clocks that are passed as arguments, so that tests need not wait."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Clock", "ManualClock", "MonotonicClock"]
 
 
 class Clock(Protocol):
-    """Seconds that never go back. Their origin is local to one process: send others remaining seconds, never a time."""
+    """A monotonic clock in seconds. Its origin differs between processes: send remaining seconds, never a time."""
 
     def now_seconds(self) -> float: ...
 
 
 class MonotonicClock:
-    """The clock vLLM itself stamps its deadlines with (``time.perf_counter``)."""
+    """The clock that vLLM itself uses for its deadlines (``time.perf_counter``)."""
 
     def now_seconds(self) -> float:
         return time.perf_counter()
 
 
 class ManualClock:
-    """A clock that stands still until it is told to advance."""
+    """A clock that only `advance` moves."""
 
     def __init__(self, start_seconds: float = 0.0) -> None:
         self._now_seconds = start_seconds
@@ -32,7 +32,7 @@ class ManualClock:
         return self._now_seconds
 
     def advance(self, seconds: float) -> None:
-        """Move forward.
+        """Moves the clock forward.
 
         Raises:
             ValueError: ``seconds`` is negative; a monotonic clock cannot go back.

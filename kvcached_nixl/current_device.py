@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device a thread's calls go to: each thread has one of its own, and begins with device 0, without a context.
+"""Selects the device that a thread uses. Each thread has its own, and starts with device 0 and without a context.
 
-Each thread that calls NIXL or uses a device selects it first. UCX takes the context that is current in the thread that
-meets a peer, and leaves cuda_ipc out where there is none; and what goes back to the device of before, as the end of a
-stream's use and of an event do, would make a context on device 0, some hundred MiB of every rank's.
+Each thread that calls NIXL or uses a device must select it first, for two reasons. UCX takes the context that is
+current in the thread that connects a peer, and does not use cuda_ipc if there is none. And code that restores the
+previous device, as leaving a stream or an event does, would make a context on device 0: some hundred MiB for every
+rank.
 
-vLLM's thread for handshakes does the same. Sources: ``_nixl_handshake`` in ``v1/nixl/base_worker.py``, ``set_device``
-in ``platforms/cuda.py``, pytorch#155668.
+vLLM's handshake thread does the same. Sources: ``_nixl_handshake`` in ``v1/nixl/base_worker.py``, ``set_device`` in
+``platforms/cuda.py``, pytorch#155668.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ __all__ = ["select"]
 
 
 def select(kind: str, index: int) -> None:
-    """Make a device the calling thread's, with its context; nothing of host memory.
+    """Makes a device current in the calling thread, with its context. For ``cpu`` it does nothing.
 
     Args:
-        kind: torch's name of an accelerator, or ``cpu``.
-        index: which one.
+        kind: torch's name of the accelerator, or ``cpu``.
+        index: index of the device.
 
     Raises:
-        RuntimeError: torch's, of a device that cannot be used.
+        RuntimeError: from torch, if the device cannot be used.
     """
     if kind == "cpu":
         return
     import torch
 
     torch.accelerator.set_device_index(index)
-    # Selecting makes no context where the thread has that device already; its first use does.
+    # Selecting the device that is already current makes no context; the first use of the device does.
     torch.zeros(1, device=f"{kind}:{index}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of many things are due, without looking at the others."""
+"""Finds which of many deadlines are due, without looking at the others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(MutableMapping[K, float]):
-    """Key -> when it is due, in seconds of whatever clock the caller asks; earliest first. Not for several threads.
+    """Key -> when it is due, in seconds of the caller's clock. Iterates earliest first. Not thread-safe.
 
-    A deadline that is moved or dropped leaves its old entry in the heap until that comes up or the heap is rebuilt, so
-    each operation, and the first step of an iteration, costs the logarithm of what is held; moving most of them at once
-    costs no more than what is held.
+    A deadline that is moved or deleted leaves its old entry in the heap until that is popped or the heap is rebuilt. So
+    with n deadlines each operation, and the first step of an iteration, takes O(log n) time; moving most of them at
+    once takes O(n).
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Deadlines(MutableMapping[K, float]):
         return self._at_seconds[key]
 
     def __setitem__(self, key: K, at_seconds: float) -> None:
-        """``key`` is due at that time and at no other."""
+        """Sets or moves the deadline of ``key``."""
         self.move({key: at_seconds})
 
     def move(self, at_seconds: Mapping[K, float]) -> None:
-        """Each of these keys is due at its time and at no other."""
+        """Sets or moves the deadlines of several keys at once."""
         self._at_seconds.update(at_seconds)
         if len(self._heap) + len(at_seconds) > 2 * len(self._at_seconds) + 16:
             self._heap = [(at, place, key) for place, (key, at) in enumerate(self._at_seconds.items())]
@@ -47,7 +47,7 @@ class Deadlines(MutableMapping[K, float]):
             heapq.heapify(self._heap)
             return
         for key, at in at_seconds.items():
-            # The number keeps keys that are due at once in order, and keeps them from being compared.
+            # The number orders keys with equal deadlines, so that keys are never compared.
             heapq.heappush(self._heap, (at, self._pushed, key))
             self._pushed += 1
 
@@ -61,7 +61,7 @@ class Deadlines(MutableMapping[K, float]):
             yield from (key for key in sorted(self._at_seconds, key=self._at_seconds.__getitem__) if key != first)
 
     def take_due(self, now_seconds: float, at_most: int | None = None) -> list[K]:
-        """Those due at ``now_seconds`` or before, earliest first; they are dropped."""
+        """Removes and returns the keys that are due at ``now_seconds`` or before, earliest first."""
         due: list[K] = []
         while (
             (at_most is None or len(due) < at_most)
@@ -75,7 +75,7 @@ class Deadlines(MutableMapping[K, float]):
 
     @property
     def first_seconds(self) -> float | None:
-        """When the next one is due."""
+        """The earliest deadline; None if there is none."""
         while self._heap and self._at_seconds.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a process that left its number somewhere still lives."""
+"""Whether a process whose pid was recorded somewhere is still alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["start_ticks"]
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot: tells a reused pid from its first owner."""
+    """Start time of a living process in clock ticks since boot; None if it is dead. Tells a reused pid apart."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

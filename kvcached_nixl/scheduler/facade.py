@@ -312,7 +312,7 @@ class SchedulerFacade:
         self.freshen()
 
     def freshen(self) -> None:
-        """Clears the prefix cache if it may hold KV that other weights have computed and none of its blocks is in use."""
+        """Clears the prefix cache if it may hold KV of other weights and none of its blocks is in use."""
         if self._offering.stale and self._bound().forget_prefixes():
             self._offering.stale.clear()
 

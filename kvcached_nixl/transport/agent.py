@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A :class:`~kvcached_nixl.transport.base.Transport` over the NIXL agent that vLLM's connector made.
 
-Memory is registered by the connector, once, in few large extents; here only ranges inside it are named. NIXL's bindings
-raise an exception class for each status and give them no common base.
+The connector registers memory once, in few large extents; transfers here only name ranges inside it. NIXL's bindings
+raise a different exception class for each status, without a common base, so ``Exception`` is caught.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATES = MappingProxyType({"DONE": State.DONE, "PROC": State.IN_FLIGHT})
 
 
 def peer_name(name: bytes | str) -> str:
-    """An agent's name as NIXL reports it of a sender: the bindings return bytes when it is added, and accept both."""
+    """An agent's name as a string, as NIXL reports senders. ``add_remote_agent`` returns bytes; NIXL accepts both."""
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
@@ -51,7 +51,7 @@ def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0
 
 
 def state_of(agent: Any, handle: Handle) -> State:
-    """How a transfer stands."""
+    """The state of a transfer."""
     try:
         return _STATES.get(agent.check_xfer_state(handle), State.FAILED)
     except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
@@ -59,7 +59,7 @@ def state_of(agent: Any, handle: Handle) -> State:
 
 
 def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequence[str]) -> Any:
-    """Let peers read an array in host memory. Returns what NIXL wants back to deregister it."""
+    """Registers an array in host memory, so that peers can read it. Returns what NIXL needs to deregister it."""
     found = agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
     agent.register_memory(found, backends=list(backends))
     return found
@@ -70,27 +70,27 @@ def _heard(agent: Any) -> list[tuple[str, bytes]]:
     try:
         heard = agent.get_new_notifs()
     except Exception as error:
-        raise TransportError(f"NIXL cannot be asked for notifications: {error}") from error
+        raise TransportError(f"NIXL did not return its notifications: {error}") from error
     return [(peer, notification) for peer, some in heard.items() for notification in some]
 
 
 def make_agent(backends: Sequence[str]) -> Any:
-    """An agent of one's own, named as no other one is."""
+    """A new NIXL agent with a unique name."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
 
 
 PROGRESS_MICROSECONDS = 10_000
-"""A gate's thread waits so long for its sockets' events before it looks around by itself."""
+"""How long the progress thread of a gate's agent waits for socket events before it polls by itself."""
 _DELAY_PLACE = 5
-"""Of that among the arguments of a configuration, up to NIXL 0.10; later it is an attribute."""
+"""Position of that delay among the arguments of ``nixlAgentConfig`` up to NIXL 0.10; later it is an attribute."""
 
 
 def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
-    """An agent whose progress thread sleeps until something comes.
+    """An agent whose progress thread sleeps until something arrives.
 
-    NIXL's Python API gives its C++ agent a delay of 0, with which that thread would keep a core busy for each gate.
+    NIXL's Python API gives its C++ agent a delay of 0, with which each gate's progress thread would keep a core busy.
     """
     from nixl import _bindings
     from nixl._api import nixl_agent, nixl_agent_config
@@ -112,22 +112,22 @@ def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
 def open_gate(
     backends: Sequence[str], extents: Sequence[tuple[int, int]], memory_type: str, device_id: int = 0
 ) -> NixlGate:
-    """A gate to memory, (address, bytes) each.
+    """Opens a gate to the memory in ``extents``, (address, bytes) each.
 
     Raises:
-        TransportError: NIXL has made no agent, or not registered the memory with it.
+        TransportError: NIXL could not make the agent, or not register the memory with it.
     """
     try:
         agent = _make_resting_agent(uuid.uuid4().hex, backends)
         rows = [(address, length, device_id, "") for address, length in extents]
         agent.register_memory(agent.get_reg_descs(rows, memory_type), backends=list(backends))
     except Exception as error:
-        raise TransportError(f"NIXL has made no agent to be written through: {error}") from error
+        raise TransportError(f"NIXL could not make an agent for peers to write through: {error}") from error
     return NixlGate(agent)
 
 
 class NixlGate:
-    """See the protocol. An agent ends with its last reference, so nobody else may have one."""
+    """`transport.base.Gate` over NIXL. An agent ends with its last reference, so nothing else may hold one."""
 
     def __init__(self, agent: Any) -> None:
         self._agent: Any = agent
@@ -146,19 +146,19 @@ class NixlGate:
 
     def close(self) -> bool:
         if self._agent is None:
-            # Something has held it the last time: an exception's frames, which may be in a cycle.
+            # The last call left a reference somewhere, e.g. in an exception's frames, which may be part of a cycle.
             gc.collect()
         self._agent = None
         return all(one() is None for one in self._left)
 
 
 class NixlTransport:
-    """See the protocol.
+    """`transport.base.Transport` over NIXL.
 
     Args:
         agent: ``nixl_agent``; vLLM's ``NixlWrapper`` is that class.
-        memory_type: NIXL's word for this side's memory that KV is moved from and to, ``DRAM`` or ``VRAM``.
-        device_id: its device.
+        memory_type: NIXL's name for the memory that KV is moved from and to on this side, ``DRAM`` or ``VRAM``.
+        device_id: device of that memory.
     """
 
     def __init__(self, agent: Any, memory_type: str, device_id: int = 0) -> None:
@@ -183,15 +183,15 @@ class NixlTransport:
         if self._peers.pop(peer, None) is not None:
             try:
                 self._agent.remove_remote_agent(peer)
-            except Exception as error:  # noqa: BLE001 - NIXL's; it has let go of the peer by itself before
-                logger.info("NIXL did not know %s any more: %s", peer, error)
+            except Exception as error:  # noqa: BLE001 - NIXL's; it has already removed the peer by itself
+                logger.info("NIXL had already removed the peer %s: %s", peer, error)
 
     def send(self, peer: str, notification: bytes) -> None:
         self._memory_of(peer)
         try:
             self._agent.send_notif(peer, notif_msg=notification)
         except Exception as error:
-            raise TransportError(f"no notification reaches {peer}: {error}") from error
+            raise TransportError(f"a notification to {peer} was not sent: {error}") from error
 
     def received(self) -> list[tuple[str, bytes]]:
         return _heard(self._agent)
@@ -218,8 +218,8 @@ class NixlTransport:
                 notification,
             )
         except Exception as error:
-            raise TransportError(f"a {operation} with {peer} was not made: {error}") from error
-        # It may have been posted in part even so; its state decides.
+            raise TransportError(f"a {operation} with {peer} was not posted: {error}") from error
+        # If this raises, part of the transfer may have been posted all the same. Its state decides.
         with contextlib.suppress(Exception):
             self._agent.transfer(handle)
         return handle
@@ -230,7 +230,7 @@ class NixlTransport:
     def release(self, handle: Handle) -> None:
         try:
             self._agent.release_xfer_handle(handle)
-        except Exception as error:  # noqa: BLE001 - NIXL's; the handle is let go of with its last reference
+        except Exception as error:  # noqa: BLE001 - NIXL's; the handle is freed with its last reference
             logger.warning("NIXL did not release a transfer: %s", error)
 
     def _memory_of(self, peer: str) -> tuple[str, int]:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transfer is carried by. Two implementations; the same cases hold them to this (tests/contract/test_transport).
+"""The protocols that transfers use. The same tests check both implementations (tests/contract/test_transport).
 
-Promises that the rest relies on:
+Guarantees that the rest of the package relies on:
 
 * A notification given to :meth:`Transport.post` with a WRITE arrives after every byte of that WRITE is in place, or not
-  at all. It is sent when the writer asks for the state of the ended WRITE and not before: who stops asking never
-  notifies.
-* A transfer that was posted cannot be called back (nixl#2067). Until its state is no longer IN_FLIGHT, the memory on
-  both sides belongs to it. A FAILED one may have moved any part of its bytes, and NIXL has not waited for the rest
-  (nixl#2044): it is quiet when its peer was removed, which takes the connection down, and not before. That is so on the
-  side that has posted it; on the other side removing a peer changes nothing (`Gate`).
-* Notifications may come late, more than once, in another order, or never.
+  at all. It is sent only when the writer polls the state of the finished WRITE: a writer that stops polling never sends
+  it.
+* A posted transfer cannot be cancelled (nixl#2067). Until its state is no longer IN_FLIGHT, it may use the memory on
+  both sides. A FAILED transfer may have moved any part of its bytes, and NIXL has not waited for the rest (nixl#2044):
+  it is idle only after its peer was removed, which closes the connection. This holds on the side that posted it; on the
+  other side removing a peer changes nothing (`Gate`).
+* Notifications may arrive late, more than once, out of order, or never.
 
-Threads: one thread uses it.
+Threads: used by one thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
 
 Handle: TypeAlias = Any
-"""A posted transfer. Keep it until it was released: NIXL ends a transfer whose handle is garbage."""
+"""A posted transfer. Keep a reference until it is released: NIXL ends a transfer whose handle is garbage-collected."""
 
 Operation: TypeAlias = Literal["READ", "WRITE"]
 
@@ -45,20 +45,20 @@ class TransportError(Exception):
 
 
 class Gate(Protocol):
-    """What peers write through into this side's memory: an agent that nothing else is done with.
+    """An agent that is used only for peers to write through into this side's memory.
 
-    NIXL has no word that takes back what a peer was allowed. Removing the peer and deregistering the memory do not keep
-    it from writing: over TCP, UCX puts what arrives where it says, and takes what has connected whether it still has an
-    endpoint to it or not. What ends with the agent are its sockets, its queue pairs and its keys. What is written by
-    the kernel or a device of the same host, past all of those (shared memory, ``process_vm_writev``, CUDA IPC), a gate
-    does not stop (tests/contract/test_fencing.py).
+    NIXL cannot revoke a peer's access. Removing the peer and deregistering the memory do not keep it from writing: over
+    TCP, UCX stores what arrives at the address that the message names, and accepts data from any connected peer,
+    whether it still has an endpoint to it or not. Closing the agent ends its sockets, its queue pairs and its keys. A
+    gate does not stop writes that bypass all of these because the kernel or a device of the same host makes them
+    (shared memory, ``process_vm_writev``, CUDA IPC; tests/contract/test_fencing.py).
 
-    Threads: one after the other; opened and closed where that may take a while.
+    Threads: used by one thread at a time; opened and closed in the background, because that may take long.
     """
 
     @property
     def name(self) -> str:
-        """As peers call it once they have added it."""
+        """The name under which peers know it after they have added it."""
         ...
 
     def metadata(self) -> bytes:
@@ -66,11 +66,14 @@ class Gate(Protocol):
         ...
 
     def received(self) -> list[tuple[str, bytes]]:
-        """As `Transport.received`, of the WRITEs that have come through it."""
+        """As `Transport.received`, for the WRITEs that have come through this gate."""
         ...
 
     def close(self) -> bool:
-        """Nothing comes through any more, unless False: then it is still there. Again tries again. Never raises."""
+        """Closes the gate: nothing can be written through it any more. Never raises.
+
+        Returns: False if the gate is still open; call it again to try again.
+        """
         ...
 
 
@@ -82,11 +85,11 @@ class Transport(Protocol):
         ...
 
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
-        """Get to know an agent; returns its name. Adding it again changes nothing.
+        """Adds a peer's agent; returns its name. Idempotent.
 
         Args:
-            device_id, memory_type: of the memory that its handshake describes, as NIXL counts and calls them; a type
-                of "" is this side's own.
+            device_id, memory_type: device and NIXL's name of the memory that the peer's handshake describes; "" is this
+                side's memory type.
 
         Raises:
             TransportError: the metadata cannot be used.
@@ -94,14 +97,14 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: str) -> None:
-        """Forget an agent and take the connection down. What is in flight to it fails. Never raises."""
+        """Removes a peer's agent and closes the connection. Transfers in flight to it fail. Never raises."""
         ...
 
     def send(self, peer: str, notification: bytes) -> None:
-        """Send a notification that goes with no transfer.
+        """Sends a notification without a transfer.
 
         Raises:
-            TransportError: the peer is not known or cannot be reached.
+            TransportError: the peer was not added or cannot be reached.
         """
         ...
 
@@ -109,7 +112,7 @@ class Transport(Protocol):
         """(peer, notification) since the last call, oldest first for each peer.
 
         Raises:
-            TransportError: the agent cannot be asked.
+            TransportError: the agent did not return them.
         """
         ...
 
@@ -123,10 +126,10 @@ class Transport(Protocol):
         *,
         is_host: bool = False,
     ) -> Handle:
-        """Post one transfer between ``local`` and ``remote`` ranges, which correspond row by row.
+        """Posts one transfer between ``local`` and ``remote`` ranges, which correspond row by row.
 
         Args:
-            notification: goes with a WRITE.
+            notification: sent with a WRITE.
             is_host: the ranges are in registered host memory, not in KV memory.
 
         Raises:
@@ -135,9 +138,9 @@ class Transport(Protocol):
         ...
 
     def state(self, handle: Handle) -> State:
-        """How a transfer stands. Ask until it is not in flight: the answer DONE is what sends its notification."""
+        """The state of a transfer. Poll until it is not in flight: the call that returns DONE notifies the peer."""
         ...
 
     def release(self, handle: Handle) -> None:
-        """Give back a transfer that is not in flight any more. Never raises."""
+        """Releases a transfer that is no longer in flight. Never raises."""
         ...

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport inside one process: real bytes at real addresses, and every fault on demand. For tests.
+"""A transport inside one process, for tests: it moves real bytes between real addresses, and fails on demand.
 
-Nothing happens by itself: whatever is sent or posted waits in :attr:`Network.pending` until the test delivers, drops,
-doubles or fails it, in any order. ``Network(immediate=True)`` delivers at once.
+Nothing happens by itself: everything sent or posted waits in :attr:`Network.pending` until the test delivers, drops,
+duplicates or fails it, in any order. ``Network(immediate=True)`` delivers immediately.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ GATE = "#"
 
 @dataclass(eq=False)
 class Posted:
-    """A notification, with the transfer it belongs to if ``local`` and ``remote`` are not None.
+    """A notification, with its transfer if ``local`` and ``remote`` are not None.
 
     Attributes:
-        sender, receiver: who posted it, and with whom.
+        sender, receiver: the agent that posted it, and the other one.
+        untold: the notification was not delivered yet.
     """
 
     sender: str
@@ -44,10 +45,10 @@ class Posted:
 
 @dataclass
 class Network:
-    """Agents by name, and what is under way between them, oldest first.
+    """Agents by name, and what is pending between them, oldest first.
 
     Attributes:
-        gates: those of the agents that are open gates; ``num_opened``: how many there ever were.
+        gates: the agents that are open gates; ``num_opened``: how many were ever opened.
     """
 
     immediate: bool = False
@@ -58,7 +59,7 @@ class Network:
     num_opened: int = 0
 
     def open_gate(self, owner: str) -> MemoryGate:
-        """What others write through into an agent's memory."""
+        """Opens a gate that peers write through into an agent's memory."""
         self.num_opened += 1
         gate = MemoryGate(self, f"{owner}{GATE}{self.num_opened}")
         self.agents[gate.name] = gate.inner
@@ -66,12 +67,12 @@ class Network:
         return gate
 
     def agent(self, name: str) -> MemoryTransport:
-        """A new agent; one of the same name takes the dead one's place."""
+        """Makes an agent; it replaces a dead one of the same name."""
         self.agents[name] = MemoryTransport(self, name)
         return self.agents[name]
 
     def kill(self, name: str) -> None:
-        """The process of an agent ends: what it had under way stops where it is, what goes to it fails."""
+        """Ends the process of an agent: everything pending from it or to it fails."""
         for end in [name, *(gate for gate in self.agents if gate.startswith(name + GATE))]:
             del self.agents[end]
             self.gates.pop(end, None)
@@ -79,7 +80,7 @@ class Network:
                 self.fail(posted)
 
     def vanish(self, name: str) -> None:
-        """The host of an agent is gone without a word: nothing comes from it, and what goes to it never ends."""
+        """The host of an agent vanishes: nothing arrives from it, and transfers to it never finish."""
         self.vanished.add(name)
 
     def post(self, posted: Posted) -> None:
@@ -88,7 +89,8 @@ class Network:
             self.deliver(posted)
 
     def deliver(self, posted: Posted) -> None:
-        """Move the bytes of a transfer, whose notification then goes when its state is asked for; or hand one over."""
+        """Moves the bytes of a transfer, whose notification is delivered when its state is polled; or delivers a
+        notification."""
         if self.is_stuck(posted):
             return
         self._end(posted, State.DONE, 1.0)
@@ -96,34 +98,34 @@ class Network:
             self.notify(posted)
 
     def notify(self, posted: Posted) -> None:
-        """Hand over the notification; once more if it was handed over already."""
+        """Delivers the notification; called again, delivers it again."""
         posted.untold = False
         receiver = self.agents.get(posted.receiver)
         if receiver is not None and posted.notification:
             receiver.inbox.append((posted.sender, posted.notification))
 
     def drop(self, posted: Posted) -> None:
-        """Lose the notification; the bytes of a transfer arrive."""
+        """Loses the notification; the bytes of a transfer arrive."""
         self._end(posted, State.DONE, 1.0)
         posted.untold = False
 
     def fail(self, posted: Posted, moved: float = 0.0) -> None:
-        """End a transfer with an error after a share of its ranges was ``moved``; lose its notification."""
+        """Ends a transfer with an error after a fraction ``moved`` of its ranges; loses its notification."""
         self._end(posted, State.FAILED, moved)
 
     def deliver_all(self) -> None:
-        """Deliver until nothing is pending that can arrive, what arises meanwhile included."""
+        """Delivers until nothing is pending that can arrive, including what is sent in the meantime."""
         while waiting := [one for one in self.pending if not self.is_stuck(one)]:
             for posted in waiting:
                 if posted in self.pending:
                     self.deliver(posted)
 
     def is_stuck(self, posted: Posted) -> bool:
-        """Whether it cannot arrive, as long as who has vanished does not come back."""
+        """Whether it cannot arrive, because its sender or receiver has vanished."""
         return bool(self.vanished & {one.partition(GATE)[0] for one in (posted.sender, posted.receiver)})
 
     def _end(self, posted: Posted, state: State, share: float) -> None:
-        """Nothing of it is under way any more; a ``share`` of its ranges was moved."""
+        """Ends it in a state, after moving a fraction ``share`` of its ranges."""
         del self.pending[posted]
         posted.state = state
         if posted.local is None or posted.remote is None or posted.receiver not in self.agents:
@@ -136,7 +138,7 @@ class Network:
 
 
 class MemoryTransport:
-    """See the protocol; made by :meth:`Network.agent`. While ``refuse_posts`` holds, nothing can be posted."""
+    """`transport.base.Transport` in memory; made by :meth:`Network.agent`. ``refuse_posts``: posting raises."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network = network
@@ -164,7 +166,7 @@ class MemoryTransport:
         self._fail_pending(peer)
 
     def lose(self, peer: str) -> None:
-        """The connection is gone and both agents live: nothing reaches the peer until it is removed and added again."""
+        """Breaks the connection, while both agents live: nothing arrives until the peer is removed and added again."""
         self._lost.add(peer)
         self._fail_pending(peer)
 
@@ -188,7 +190,7 @@ class MemoryTransport:
     ) -> Handle:
         self._require(peer)
         if self.refuse_posts:
-            raise TransportError(f"no {operation} with {peer!r} can be posted")
+            raise TransportError(f"a {operation} with {peer!r} cannot be posted")
         posted = Posted(self.name, peer, notification, operation, local, remote)
         if self.keeps_posted:
             self.posted.append(posted)
@@ -207,7 +209,7 @@ class MemoryTransport:
         handle.released = True
 
     def unreleased(self) -> list[Posted]:
-        """Transfers whose handles were not given back."""
+        """Transfers whose handles were not released."""
         return [posted for posted in self.posted if not posted.released]
 
     def _fail_pending(self, peer: str) -> None:
@@ -216,15 +218,15 @@ class MemoryTransport:
 
     def _require(self, peer: str) -> None:
         if peer not in self._peers - self._lost or peer not in self.network.agents:
-            raise TransportError(f"found no way to {peer!r}")
+            raise TransportError(f"found no connection to {peer!r}")
 
 
 class MemoryGate:
     """See `kvcached_nixl.transport.base.Gate`; made by :meth:`Network.open_gate`.
 
     Attributes:
-        is_held: it does not close.
-        inner: the agent that it is.
+        is_held: `close` fails.
+        inner: the gate's agent.
     """
 
     def __init__(self, network: Network, name: str) -> None:

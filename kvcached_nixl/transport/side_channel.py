@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side channel, as both sides of it: a ZMQ socket in each engine core that hands out handshakes.
+"""Both ends of vLLM's side channel: a ZMQ socket in each engine core that answers requests for handshakes.
 
-The stock listener takes a question apart and looks the rank up without a thought that either may fail; its thread would
-be gone, and every handshake that follows would wait in vain. Ours answers what it can read, in the words of every vLLM
-(``_nixl_handshake_listener`` in ``v1/nixl_connector.py`` and ``v1/nixl/base_scheduler.py``): since 0.26 a rank is named
-by its pipeline stage, too, and the answer has a second frame, the listener's clock. So a stock peer gets as far as
-comparing hashes, which refuses it in words.
+The stock listener parses a request and looks up its rank without handling errors; an error ends its thread, and every
+later handshake waits in vain. This listener answers every request that it can read, in the format of every supported
+vLLM (``_nixl_handshake_listener`` in ``v1/nixl_connector.py`` and ``v1/nixl/base_scheduler.py``): since 0.26 a request
+also names the rank's pipeline stage, and the answer has a second frame, the listener's clock. So a stock peer gets as
+far as comparing hashes, which refuses it with a readable message.
 
-Its own workers may tell it that something has ended, under a key that nobody else knows.
+The engine's own workers wake the engine over it, with a key that only they know.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _WAKE = b"kvcached_nixl has ended something"
 _REPLY_SECONDS = 5.0
 _STOP_SECONDS = 0.5
 _ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
-"""Questions under way: each holds sockets, and a router may name any number of places."""
+"""Concurrent requests, in all and per address: each holds sockets, and a router may name any number of addresses."""
 _LOOKED_UP_AT_ONCE, _NAMES_REMEMBERED = 64, 4096
-"""Names of hosts: a server of names that does not answer holds each for many seconds."""
+"""Host names, looked up concurrently and cached: a name server that does not answer blocks a look-up for seconds."""
 _LONGEST_QUESTION_BYTES = 1024
 _LONGEST_ANSWER_BYTES = 64 << 20
 
@@ -48,13 +48,13 @@ class _Reply(msgspec.Struct):
 
 
 class Listener:
-    """Answers handshakes of peers on a thread of its own, until it is closed.
+    """Answers peers' requests for handshakes, on its own thread, until it is closed.
 
     Args:
-        answers: rank -> (compatibility string, metadata). Whoever asks for another one gets an answer whose
-            compatibility string equals nobody's and says why, so the peer refuses it and shows it.
-        woken: called on the listener's thread when a worker of this engine says that something has ended.
-        key: what such a worker says.
+        answers: rank -> (compatibility string, metadata). A request for another rank is answered with an error text as
+            compatibility string, so that the peer refuses the handshake and logs the text.
+        woken: called on the listener's thread when a worker of this engine has something to report.
+        key: secret that such a worker sends.
 
     Raises:
         OSError: the address cannot be bound.
@@ -72,7 +72,7 @@ class Listener:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.LINGER, 0)
-        # A message without end would be taken in whole before anyone looks at it.
+        # Without a limit, a message of any size would be read into memory before its size is checked.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         try:
             self._socket.bind(_address(host, port))
@@ -83,7 +83,7 @@ class Listener:
         self._thread.start()
 
     def answer(self, answers: Mapping[int, tuple[str, bytes]]) -> None:
-        """Answer this from now on. Any thread."""
+        """Replaces the answers. May be called from any thread."""
         self._answers = {rank: msgspec.msgpack.encode(_Reply(*answer)) for rank, answer in answers.items()}
 
     def close(self) -> None:
@@ -102,7 +102,9 @@ class Listener:
     def _take(self, frames: list[bytes]) -> None:
         question = frames[-1]
         if len(frames) != 3 or len(question) > _LONGEST_QUESTION_BYTES:
-            logger.warning("Dropped a message to the side channel: %d frames", len(frames))
+            logger.warning(
+                "Dropped a message to the side channel: found %d frames; expected 3, and a short request", len(frames)
+            )
             return
         try:
             said = msgspec.msgpack.decode(question)
@@ -110,7 +112,7 @@ class Listener:
             logger.warning("Dropped a message to the side channel that cannot be read: %s", error)
             return
         if not isinstance(said, list) or len(said) not in (2, 3):
-            logger.warning("Dropped a message to the side channel: expected a question for a rank")
+            logger.warning("Dropped a message to the side channel: expected a request for a rank's handshake")
         elif said == [_WAKE, self._key]:
             self._woken()
         elif said[0] == _ASK:
@@ -122,7 +124,7 @@ class Listener:
     def _answer(self, rank: object, stage: object) -> bytes:
         found = self._answers.get(rank) if isinstance(rank, int) and stage == 0 else None
         if found is None:
-            # What is no number may be nested deeper than can be shown.
+            # Of other values only the type is shown: they may be nested too deep for repr.
             shown = rank if isinstance(rank, int) else type(rank).__name__
             said = f"no rank {shown}: this engine has {sorted(self._answers)}; correct the router's tp_size"
             found = msgspec.msgpack.encode(_Reply(said, b""))
@@ -132,16 +134,16 @@ class Listener:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("A handshake was not answered: %s", error)
+            logger.warning("A request for a handshake was not answered: %s", error)
 
 
 class SideChannel:
-    """Asks side channels of peers, any number at a time, and tells its own that something has ended.
+    """Requests handshakes from peers' side channels, any number at a time, and wakes this engine through its own.
 
-    All of it happens on one thread, which starts with the first call.
+    Everything runs on one thread, which starts with the first call.
 
     Args:
-        names_stage: a stock listener of the installed vLLM is asked by (pipeline stage, rank).
+        names_stage: the installed vLLM's stock listener expects (pipeline stage, rank), not just a rank.
     """
 
     def __init__(self, *, names_stage: bool) -> None:
@@ -159,19 +161,20 @@ class SideChannel:
         self._looked_up: dict[str, list[str]] = {}
 
     def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
-        """(compatibility string, metadata) of a rank.
+        """Requests the (compatibility string, metadata) of a rank.
 
-        The future fails within a few seconds: with `ConnectionRefusedError` if nobody listens, with another `OSError`
-        or a `TimeoutError` if that is not known, with `ValueError` if the answer cannot be read.
+        If there is no answer, the future fails within a few seconds: with `ConnectionRefusedError` if nothing listens
+        at the address, with another `OSError` or a `TimeoutError` if that is not known, and with `ValueError` if the
+        answer cannot be read.
         """
         return asyncio.run_coroutine_threadsafe(self._ask(host, port, tp_rank), self._running())
 
     def wake(self, host: str, port: int, key: str) -> None:
-        """Tell this engine's own listener that something has ended. It may get lost."""
+        """Tells this engine's own listener that a worker has something to report. The message may get lost."""
         self._running().call_soon_threadsafe(self._wake, host, port, key)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stops the thread; requests that are under way are cancelled."""
         with self._lock:
             loop, thread, self._loop = self._loop, self._thread, None
         if loop is not None and thread is not None:
@@ -214,7 +217,7 @@ class SideChannel:
             try:
                 return await self._asked_alone(host, port, tp_rank)
             except zmq.ZMQError as error:
-                raise OSError(f"the side channel at {host}:{port} cannot be asked: {error}") from error
+                raise OSError(f"no request could be sent to the side channel at {host}:{port}: {error}") from error
 
     async def _asked_alone(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
         address = await self._listening(host, port)
@@ -233,11 +236,11 @@ class SideChannel:
         try:
             reply = msgspec.msgpack.decode(frames[0], type=_Reply)
         except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
-            raise ValueError(f"the side channel at {host}:{port} answers what cannot be read: {error}") from error
+            raise ValueError(f"the answer of the side channel at {host}:{port} cannot be read: {error}") from error
         return reply.compatibility_hash, reply.agent_metadata_bytes
 
     async def _listening(self, host: str, port: int) -> str:
-        """An address of a host where somebody listens. ZMQ would go on trying without a word."""
+        """An address of the host at which something listens. ZMQ itself would retry without reporting anything."""
         trying = [asyncio.ensure_future(self._reached(one, port)) for one in await self._addresses(host)]
         failures: list[OSError] = []
         try:
@@ -249,7 +252,7 @@ class SideChannel:
         finally:
             for task in trying:
                 task.cancel()
-        # Nobody is there only if nobody listens at any of them.
+        # ConnectionRefusedError means that nothing listens, so it is raised only if every address refuses.
         raise next((one for one in failures if not isinstance(one, ConnectionRefusedError)), failures[0])
 
     async def _reached(self, address: str, port: int) -> str:
@@ -269,7 +272,7 @@ class SideChannel:
             return [host]
         await self._looking_up.acquire()
         found = asyncio.get_running_loop().run_in_executor(self._names, _look_up, host)
-        # Nobody can call a look-up back, so it keeps its place until it has ended.
+        # A look-up cannot be cancelled, so it holds the semaphore until it has ended, even after the timeout below.
         self._lookups.add(found)
         found.add_done_callback(self._looked)
         try:
@@ -298,11 +301,11 @@ class SideChannel:
         try:
             own.send_multipart([b"", msgspec.msgpack.encode((_WAKE, key.encode()))], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.info("The engine was not told that something has ended: %s", error)
+            logger.info("The engine was not woken for a worker's report: %s", error)
 
 
 def _look_up(host: str) -> list[str]:
-    """All addresses of a name; of the fourth version if there are any, as a listener under that name binds."""
+    """All IPv4 addresses of a name, else its IPv6 ones: a listener that binds to a name prefers IPv4, too."""
     found = [
         (family, str(address[0])) for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     ]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SAY: what crosses between processes and peers. Pure data; no torch, no vLLM, no NIXL."""
+"""The messages and records that cross between processes and between peers. Pure data; no torch, no vLLM, no NIXL."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a hand-over brought no KV: the label of the metric, and what crosses between a worker and its scheduler."""
+"""Why a hand-over brought no KV: the label of the metric, and the number that workers report to their scheduler."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from enum import IntEnum
 __all__ = ["FailureCause", "HandOverFailed"]
 
 MAX_SHOWN = 200
-"""Characters of an id in a log line."""
+"""Characters of an id that a log line shows."""
 
 
 class FailureCause(IntEnum):
-    """The numbers travel; add at the end. The lower-case name is the metric's label."""
+    """The numbers cross between processes, so add new causes at the end. The lower-case name is the metric's label."""
 
     PARAMETERS = 0
-    """kv_transfer_params hold a wrong type, an impossible value or a contradiction."""
+    """``kv_transfer_params`` have a wrong type, an impossible value or a contradiction."""
     NO_MANIFEST = 1
-    """kv_transfer_params do not hold what prefill's answer held."""
+    """``kv_transfer_params`` lack the manifest that prefill's answer had."""
     DIGEST = 2
-    """Prefill computed another prompt than decode wants."""
+    """Prefill computed another prompt than decode has."""
     RANGE = 3
-    """The tokens or blocks of one side are not those of the other."""
+    """The tokens or blocks of the two sides do not match."""
     RESTARTED = 4
-    """Prefill has been started again, or its weights were changed, since it made the parameters."""
+    """Prefill has been restarted, or its weights were changed, since it made the parameters."""
     REFUSED = 5
-    """The handshake: another model, layout or version, or no such rank."""
+    """The handshake found another model, layout or version, or no such rank."""
     UNREACHABLE = 6
-    """No handshake: nobody answers, or nobody is there."""
+    """No handshake took place: nothing listens at the peer's address, or it does not answer."""
     LOST = 7
-    """A transfer failed, or the peer is gone."""
+    """A transfer failed, or the peer is dead or was cut off."""
     LEASE = 8
-    """Prefill does not keep the blocks any more."""
+    """Prefill no longer keeps the blocks."""
     STOPPED = 9
     """Prefill's request ended before its KV was handed over."""
     DEADLINE = 10
-    """Nothing else ended it in time."""
+    """The hand-over did not end within its timeout."""
     PROTOCOL = 11
-    """The peer said something that cannot be."""
+    """The peer violated the protocol."""
     DEFECT = 12
-    """An exception of our own that only this hand-over pays for."""
+    """An unexpected exception in kvcached_nixl, which fails only this hand-over."""
     QUARANTINE = 13
-    """What it needs is in quarantine, and nothing else would free enough."""
+    """The blocks that the request needs are in quarantine, and nothing else would free enough."""
     CHECKSUM = 14
-    """What has come is not what prefill sent (``verify_fraction``)."""
+    """The KV that arrived is not what prefill sent (``verify_fraction``)."""
     REVOKED = 15
-    """One side has taken it back: it was paused, put to sleep or shut down, or its weights were changed."""
+    """One side has revoked it: it was paused, put to sleep or shut down, or its weights were changed."""
     MEDIA = 16
-    """Decode's request has not the images, sounds, ... that prefill's has, so it must not be computed here either."""
+    """Decode's request lacks the images, sounds, ... that prefill's has, so decode must not compute it either."""
 
     @property
     def label(self) -> str:
@@ -56,17 +56,17 @@ class FailureCause(IntEnum):
 
 
 class HandOverFailed(Exception):
-    """One hand-over brings no KV. ``cause`` is counted, the text is logged with the request."""
+    """One hand-over brings no KV. ``cause`` is counted; the text is logged with the request."""
 
     def __init__(self, cause: FailureCause, reason: str) -> None:
         super().__init__(reason)
         self.cause = cause
 
     def tags(self, request_id: str = "", *, attempt: int | None = None, prefill_request_id: str = "") -> str:
-        """What every line about one failure has, in either engine and at the router, so that ``grep`` finds them all.
+        """The fields that every log line about one failure has, in both engines and at the router, for ``grep``.
 
         Args:
-            request_id: decode's; ids are in their engine's form. What is not known is left out.
+            request_id: decode's. Each id is the one inside its engine; unknown ids are left out.
         """
         ids = {"attempt": attempt, "request": request_id, "prefill_request": prefill_request_id}
         known = " ".join(f"{key}={_plain(str(one))}" for key, one in ids.items() if one not in (None, ""))
@@ -74,5 +74,5 @@ class HandOverFailed(Exception):
 
 
 def _plain(said: str) -> str:
-    # A client's id must neither begin a line of its own nor end its field.
+    # A client chooses this id: it must neither start a new log line nor end its field.
     return re.sub(r"[^!-~]|[\"'\\\\]", "?", said[:MAX_SHOWN])

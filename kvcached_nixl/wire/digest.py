@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV of a prompt follows from, as 128 bits that are equal in every process.
+"""The digest of a prompt: a 128-bit hash of everything that its KV depends on, equal in every process.
 
-vLLM's own block hashes are not: their first one is random in each process unless PYTHONHASHSEED is set.
+vLLM's own block hashes differ between processes: the first one is random unless PYTHONHASHSEED is set.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def digest_of(
     """The digest of the first ``num_tokens`` tokens of a prompt: 32 hexadecimal digits.
 
     Args:
-        token_ids: of the prompt; None where it is given as embeddings only.
+        token_ids: of the prompt; None if it is given as embeddings only.
         embeddings: bytes of the first ``num_tokens`` embeddings, for a prompt that has them.
-        are_tokens: of a prompt that has both, which positions are token ids and which embeddings.
+        are_tokens: for a prompt that has both, which positions are token ids and which embeddings.
         features: (vLLM's hash, first token, number of tokens) of each image, sound, ... of the prompt. Those that begin
-            behind the first ``num_tokens`` tokens are left out.
-        lora: what the adapter holds (`identity.adapters`), not what it is called.
+            after the first ``num_tokens`` tokens are left out.
+        lora: identity of the adapter's content (`identity.adapters`), not its name.
         salt: vLLM's ``cache_salt``.
 
-    The time it takes follows the prompt: about 30 ns a token.
+    It takes time in proportion to the prompt: about 30 ns a token.
     """
     hasher = hashlib.blake2b(digest_size=16)
     parts: list[bytes] = [lora.encode(errors="surrogatepass"), salt.encode(errors="surrogatepass")]
@@ -42,7 +42,7 @@ def digest_of(
         if first_token < num_tokens:
             parts.append(f"{first_token}:{count}:{name}".encode(errors="surrogatepass"))
     for part in parts:
-        # Lengths in front, so that no two lists of parts run together to the same bytes.
+        # Each part follows its length, so that no two lists of parts give the same bytes.
         hasher.update(len(part).to_bytes(8, "little") + part)
     hasher.update(num_tokens.to_bytes(8, "little") + len(embeddings).to_bytes(8, "little"))
     hasher.update(embeddings)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two engines must agree on before bytes move, and what their ranks tell each other then.
+"""The handshake: what two engines must have in common before bytes move, and what their ranks tell each other.
 
 Protocol history (one line per change of meaning; the number is part of the tag):
 
     1: kvcached geometry: blocks narrowed to the planned ones, contiguous or non-contiguous, equal splits on both sides.
-    2: the tag names who moves the bytes, pull or push; push offers its own metadata in place of vLLM's.
-    3: pull: each rank keeps a word per request for decode to look at, in front of the agent's metadata.
-    4: one hand-over in two directions, which says what it is (`wire.manifest`); no metadata of vLLM's any more.
-    5: each side says what memory KV is moved from and to; what a side stages is written, in pull, too.
-    6: a registration may ask for a digest of the bytes that are sent, of such as were READ already, too.
-    7: weights are known by their content (`Weights`), which may change; prefill may take an offer back at any time.
-    8: fields in the words of docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
+    2: the tag names the direction, pull or push; push sends its own metadata in place of vLLM's.
+    3: pull: each rank keeps an ownership token per request for decode to read, in front of the agent's metadata.
+    4: one hand-over for both directions, described by a manifest (`wire.manifest`); vLLM's metadata is not used.
+    5: each side names the memory that KV is moved from and to; if a side stages, KV is written, in pull, too.
+    6: a registration may ask for checksums of the bytes that are sent, or that were READ already.
+    7: weights are identified by their content (`Weights`), which may change; prefill may revoke an offer at any time.
+    8: fields named as in docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ __all__ = [
 _NAME = "kvcached_nixl"
 
 MemoryType: TypeAlias = Literal["DRAM", "VRAM"]
-"""NIXL's words for memory of the host, and of an accelerator."""
+"""NIXL's names for host memory and for accelerator memory."""
 
 
 class Tag(msgspec.Struct, frozen=True):
-    """Everything in which two engines must be equal. It stands in place of vLLM's compatibility hash.
+    """Everything in which two engines must be equal. It takes the place of vLLM's compatibility hash.
 
-    vLLM's own comparison refuses a peer that differs, and its message shows both tags in words; a stock peer has a hash
-    of its own and never compares equal.
+    vLLM's own comparison refuses a peer that differs, and its message shows both tags as text; a stock peer has its own
+    hash and never compares equal.
 
     Attributes:
-        direction: who moves the bytes, ``pull`` or ``push``.
-        facts: what the bytes follow from beside the weights, each as (name, value): vLLM, configuration, dtype, ...
-        arrangement: how kvcached laid the blocks out.
+        direction: ``pull`` or ``push``.
+        facts: everything but the weights that the bytes depend on, as (name, value): vLLM, configuration, dtype, ...
+        arrangement: how kvcached has laid out the blocks.
         planes: (number, bytes of a cell) of each kind of plane.
     """
 
@@ -69,19 +69,21 @@ class Tag(msgspec.Struct, frozen=True):
 
 
 Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
-"""Of something's content; "" where that is not known."""
+"""Checksum of a content, 32 hexadecimal digits; "" if it is not known."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """What a rank's weights are, draft models' that compute KV among them. Not what they are called, or where they lie.
+    """Identity of a rank's weights by content, not by name or path. Includes draft models that compute KV.
 
     Attributes:
-        layout: how they lie in the rank's memory: names, types, shapes, place in the tensor-parallel group, device.
-        content: of what is there. Two ranks of one layout are compared by it.
-        checkpoint: of the files that they were loaded from, if that is what they are. Ranks of other layouts, as of
-            other tensor-parallel sizes, are compared by it.
-        origin: of the files that they were loaded from, also where what can be read of them has changed since and not
-            all of them can; "" where that is not known, or ``content`` is of all of them and they have changed.
+        layout: checksum of how they lie in the rank's memory: names, types, shapes, place in the tensor-parallel group,
+            device.
+        content: checksum of the weights in memory. Compares two ranks with equal layouts.
+        checkpoint: checksum of the files that they were loaded from, if the weights still are what the files hold.
+            Compares ranks with different layouts, such as other tensor-parallel sizes.
+        origin: checksum of the files that they were loaded from; kept if the weights that can be read have changed
+            since, but not all weights can be read. "" if it is not known, or if ``content`` covers all weights and they
+            have changed.
     """
 
     layout: Checksum
@@ -90,7 +92,7 @@ class Weights(msgspec.Struct, frozen=True):
     origin: Checksum = ""
 
     def misfit(self, theirs: Weights) -> str:
-        """Why KV that was computed with these is not for those, in words; "" if it is."""
+        """Why KV that was computed with these weights cannot be used with those, as text; "" if it can."""
         if self.layout == theirs.layout and self.content and theirs.content:
             if self.content != theirs.content:
                 return f"found weights whose content is {theirs.content}; expected {self.content}, as here"
@@ -99,8 +101,9 @@ class Weights(msgspec.Struct, frozen=True):
             return f"found weights that were loaded from files whose content is {theirs.origin}; expected {self.origin}"
         if not (self.checkpoint and theirs.checkpoint):
             return (
-                "the weights lie otherwise in memory there (another tensor-parallel size, device or way of loading), "
-                "and not both sides hold what a checkpoint on a file system holds, so nothing can be compared"
+                "the peer's weights have another layout in memory (another tensor-parallel size, device or way of "
+                "loading), and at least one side's weights are not those of a checkpoint on a file system, so nothing "
+                "can be compared"
             )
         if self.checkpoint == theirs.checkpoint:
             return ""
@@ -108,13 +111,13 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Process(msgspec.Struct, frozen=True):
-    """Which process a rank is, for whoever shares its kernel. "" and 0 where that could not be found out.
+    """Identifies a rank's process for peers on the same kernel. "" and 0 if that could not be found out.
 
     Attributes:
-        boot_id: of the kernel, drawn when it started; UCX tells hosts apart by it, too.
-        namespaces: of process ids, and of time where there are such.
+        boot_id: the kernel's, drawn when it booted; UCX tells hosts apart by it, too.
+        namespaces: the process's pid namespace, and its time namespace if there is one.
         pid: in that namespace.
-        started: in the kernel's ticks. With ``pid``, no other process's.
+        started: start time in clock ticks since boot. Together with ``pid`` it is unique.
     """
 
     boot_id: str = ""
@@ -128,18 +131,19 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class RankHandshake(msgspec.Struct, frozen=True):
-    """What a rank tells one that wants to move bytes to or from it.
+    """What a rank tells a peer's rank that wants to move bytes to or from it.
 
     Attributes:
-        agent_metadata: NIXL's own.
-        device_id: of ``memory``, as NIXL counts devices.
-        memory: the kinds of planes of this rank, in an order that both sides have.
-        kernel_blocks_per_block: blocks of the attention kernel in a block of the scheduler.
-        words_address: of the table of words (`worker.transfer.ownership_tokens`), in registered host memory.
-        memory_type: of ``memory``, NIXL's word.
-        is_staged: ``memory`` is a slab, through which KV passes; else the KV cache itself.
-        weights: what it computes with.
-        process: which one reads and writes.
+        agent_metadata: the NIXL agent's metadata.
+        device_id: device of ``memory``, as NIXL counts devices.
+        memory: this rank's planes, one entry per kind, in the same order on both sides.
+        kernel_blocks_per_block: kernel blocks in a logical block.
+        token_table_address: address of the table of ownership tokens (`worker.transfer.ownership_tokens`), in
+            registered host memory.
+        memory_type: NIXL's name for the kind of ``memory``.
+        is_staged: ``memory`` is a slab that KV is staged through; else it is the KV cache itself.
+        weights: the weights that it computes with.
+        process: the process that reads and writes.
     """
 
     engine_id: EngineId
@@ -158,12 +162,12 @@ class RankHandshake(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
         require(0 < len(self.memory) <= 64 and self.kernel_blocks_per_block > 0, "planes, and kernel blocks in a block")
-        # Whoever looks a word up adds to it, in 64 bits.
+        # Readers add an offset to it in 64 bits.
         require(0 <= self.token_table_address < 2**62, "an address of 62 bits")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a side channel answers: a rank's handshake, and the start of its engine."""
+    """What a side channel answers: a rank's encoded handshake, and its engine's incarnation."""
 
     incarnation: Incarnation
     rank: bytes
@@ -185,7 +189,7 @@ def read_rank(encoded: bytes) -> RankHandshake:
 
 
 def differences(found: str, expected: str) -> str:
-    """What of two tags differs, in words; both in full where that cannot be told."""
+    """The parts in which two tags differ, as text; both tags in full if the parts cannot be compared."""
     ours, theirs = ({part.strip() for part in re.split(r"; |, |[\[\]]", tag)} for tag in (expected, found))
     if not is_tagged(found) or ours == theirs:
         return f"found {found!r:.2000}; expected {expected!r}"
@@ -194,5 +198,5 @@ def differences(found: str, expected: str) -> str:
 
 
 def is_tagged(compatibility: str) -> bool:
-    """Whether a peer's compatibility string was signed by this package, in any protocol."""
+    """Whether a peer's compatibility string is a tag of this package, of any protocol number."""
     return compatibility.startswith(f"{_NAME}/")

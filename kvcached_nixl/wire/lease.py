@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: decode tells prefill which of its requests are still wanted. vLLM's own words (vllm#41383, vLLM 0.22).
+"""Heartbeats: decode tells prefill which requests it still waits for. vLLM's own format (vllm#41383, vLLM 0.22).
 
-HB:name,name,...   prefill's request ids, or names of transfers; a prefill that does not know one passes it by
+HB:name,name,...   prefill's request ids, or names of transfers; prefill ignores names that it does not know
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from kvcached_nixl.wire.checked import Malformed
 __all__ = ["EXTENSION", "INTERVAL", "MOST_BEAT_BYTES", "beats", "is_beat", "is_nameable", "read_beat"]
 
 INTERVAL, EXTENSION = 1 / 6, 2 / 3
-"""Of a lease: between two beats, and what a lease lasts from a beat on, at least. vLLM's own proportions."""
+"""Fractions of a lease: the time between two heartbeats, and how long a lease lasts at least after one. As in vLLM."""
 
 MOST_BEAT_BYTES = 4096
-"""No beat is larger. About eighty of vLLM's ids fit."""
+"""Largest heartbeat. About eighty of vLLM's request ids fit into it."""
 
 _BEAT = b"HB:"
 
 
 def is_nameable(name: str) -> bool:
-    """Whether a beat can name this request: a client's ``X-Request-Id``, which becomes part of it, may hold a comma."""
+    """Whether a heartbeat can name this request: its id contains the client's ``X-Request-Id``, perhaps with commas."""
     if not name or "," in name:
         return False
     try:
@@ -32,10 +32,10 @@ def is_nameable(name: str) -> bool:
 
 
 def beats(names: Iterable[str]) -> Iterator[bytes]:
-    """As few notifications as it takes; a name that is larger than one is left out."""
+    """Encodes the names in as few notifications as possible; a name that does not fit into one is left out."""
     joined, begin, room = ",".join(names).encode(), 0, MOST_BEAT_BYTES - len(_BEAT)
     while begin < len(joined):
-        # The comma right behind the last name that fits.
+        # The comma after the last name that fits.
         end = len(joined) if len(joined) - begin <= room else joined.rfind(b",", begin, begin + room + 1)
         if end >= 0:
             yield _BEAT + joined[begin:end]
@@ -53,7 +53,7 @@ def read_beat(notification: bytes) -> list[str]:
     """The names in a heartbeat.
 
     Raises:
-        Malformed: it is none, is larger than any, or is not UTF-8.
+        Malformed: it is not a heartbeat, is larger than `MOST_BEAT_BYTES`, or is not UTF-8.
     """
     if not is_beat(notification) or len(notification) > MOST_BEAT_BYTES:
         raise Malformed(f"found {notification[:16]!r} ({len(notification)} bytes); expected a heartbeat of {_BEAT!r}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hand-over says of itself. Prefill makes it, decode compares it with what it wants, both check it.
+"""The manifest: what prefill says of one request. Prefill makes it, decode compares it with its own request.
 
-It travels in ``kv_transfer_params`` under the key ``kvcached_nixl`` where prefill is asked first, and in prefill's last
-word of a WRITE where decode is. Tokens have positions in the prompt; blocks follow from them on each side.
+If the router asks prefill first, it travels in ``kv_transfer_params`` under the key ``kvcached_nixl``; if decode
+registers blocks, it travels with prefill's last WRITE. Tokens are counted from the start of the prompt; each side
+derives its blocks from them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class BlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Logical blocks of one KV-cache group: ``block_ids[i]`` holds the tokens from ``first_token + i * block_size`` on.
 
     Attributes:
-        first_token: starts a block. Above 0 where the group has let go of what left its window.
+        first_token: starts a block. Above 0 if the group has freed blocks that left its sliding window.
     """
 
     first_token: Count
@@ -35,16 +36,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request of prefill, as far as its prompt is computed.
 
     Attributes:
-        protocol: of this package; another one's is refused.
-        start: drawn when prefill's engine started.
-        request_id: inside prefill's engine; vLLM draws its end anew for every request.
+        protocol: this package's protocol number; another one is refused.
+        incarnation: drawn when prefill's engine started, or when its weights last changed.
+        request_id: inside prefill's engine; vLLM draws its suffix for every request.
         digest: of the first ``num_tokens`` tokens, as `wire.digest` makes it.
-        num_tokens: tokens from the prompt's first one on.
+        num_tokens: number of tokens, from the prompt's first one on.
         block_size: tokens in one of prefill's logical blocks.
-        context_parallel: ranks that share one sequence, (decode, prefill) context parallelism; (1, 1) is served.
-        groups: per KV-cache group. Empty in prefill's word of a WRITE, where prefill chose the bytes itself.
+        context_parallel: ranks that share one sequence, (decode, prefill) context parallelism; must be (1, 1).
+        groups: per KV-cache group. Empty in the manifest of a WRITE, where prefill chose the bytes itself.
         lease_seconds: how long prefill keeps the blocks without hearing from decode.
-        num_media: images, sounds, ... in the tokens: a request without them would compute placeholders.
+        num_media: number of images, sounds, ... in the tokens; a request without them would compute placeholders.
     """
 
     protocol: int
@@ -71,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ownership_token(self) -> int:
-        """64 bits that stand for all of it, never 0. Prefill's ranks keep them for as long as they keep the blocks."""
+        """64-bit hash of the manifest, never 0. Prefill's ranks keep it in memory as long as they keep the blocks."""
         digest = hashlib.blake2b(_encoder.encode(self), digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1
 
@@ -85,7 +86,7 @@ def ranges_of(
     """The blocks of each group that hold the tokens from its first one up to ``num_tokens``.
 
     Args:
-        block_ids: per group, from the prompt's first token on, as vLLM's scheduler has them.
+        block_ids: per group, from the prompt's first token on, as in vLLM's scheduler.
         first_tokens: per group; each starts a block.
     """
     end = -(-num_tokens // block_size)

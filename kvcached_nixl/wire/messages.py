@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of prefill and decode say to each other, as NIXL notifications.
+"""The messages between ranks of prefill and decode, sent as NIXL notifications.
 
-    decode  -> prefill   Registration   these are my blocks, WRITE the tokens from first_token on into them
-    prefill -> decode    Ready          these tokens are ready, give me room for them
-    decode  -> prefill   Room           these are my slots, WRITE these tokens into them
-    decode  -> prefill   Withdrawal     do not write any more (the request is gone), and say when you have stopped
-    decode  -> prefill   Release        this rank needs nothing more of this request
-    prefill -> decode    Written        travels with a WRITE and arrives when its bytes have
-    prefill -> decode    Stopped        nothing of this attempt is in flight any more, and not everything is written
+    decode  -> prefill   Registration     these are my blocks, WRITE the tokens from first_token on into them
+    prefill -> decode    StagingRequest   these tokens are ready, grant me slots for them
+    decode  -> prefill   StagingGrant     these are my slots, WRITE these tokens into them
+    decode  -> prefill   Withdrawal       stop writing (the request has ended), and say when you have stopped
+    decode  -> prefill   Release          this rank needs nothing more of this request
+    prefill -> decode    Written          travels with a WRITE and arrives after its bytes
+    prefill -> decode    Stopped          nothing of this attempt is in flight any more, and not everything is written
 
-Heartbeats are vLLM's own words (`wire.lease`).
+Heartbeats have vLLM's own format (`wire.lease`).
 
-An *attempt* is a number that decode draws for each request that it wants KV for; prefill repeats it. A late, doubled or
-reordered message of an earlier attempt therefore never meets a later one's blocks.
+An *attempt* is a number that decode draws for each request that it fetches KV for; prefill repeats it. So a late,
+duplicated or reordered message of an earlier attempt never affects a later one's blocks.
 
-A rank of prefill whose bytes a rank of decode needs is a *contributor*. In a WRITE it numbers what it posts from 0 and
-marks the last with the manifest of what it has written. Decode has everything when it has every number of every
+A rank of prefill that has bytes which a rank of decode needs is a *contributor*. It numbers its WRITEs from 0, and
+sends with the last one the manifest of what it has written. Decode has everything when it has every number of every
 contributor, in any order (vllm#48633, rows C1 and C2).
 """
 
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 PREFIX = f"KVNX{PROTOCOL}:".encode()
-"""Starts each notification; vLLM's own start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
+"""Starts each notification of this package; vLLM's start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
 
 MAX_ATTEMPT = 2**62
 
@@ -71,7 +71,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank is to be found: its engine, its side channel, its place in the tensor-parallel group."""
+    """How to find a rank: its engine, its side channel, its place in the tensor-parallel group."""
 
     engine_id: EngineId
     host: Identifier
@@ -93,7 +93,7 @@ class _OfAttempt(_Said, frozen=True):
 
 class KernelBlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kernel blocks, or slots of a staging slab, of one KV-cache group: ``block_ids[i]`` holds the tokens from
-    ``first_token + i * block_size`` on, where ``block_size`` is a kernel block's."""
+    ``first_token + i * block_size`` on, where ``block_size`` is that of a kernel block."""
 
     first_token: Count
     block_ids: tuple[KernelBlockNumber, ...]
@@ -104,19 +104,19 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
 
     Attributes:
         decode_request_id: the request inside decode's engine; only for messages and logs.
-        decode: who registers.
-        start: of prefill's engine, as decode knows it: what it computed before or after is not wanted.
-        name: under which prefill's request is looked for.
-        request_id: prefill's request itself, where decode knows it; else empty.
+        decode: the rank that registers.
+        incarnation: of prefill's engine, as decode knows it. KV of another incarnation is refused.
+        name: name under which prefill looks for its request.
+        request_id: prefill's request id, if decode knows it; else empty.
         digest: of the first ``num_tokens`` tokens.
         first_token: tokens before this one are in decode's prefix cache; a multiple of ``block_size``.
         end_token: one past the last token that prefill has to write.
         block_size: tokens in one of decode's kernel blocks.
-        groups: per KV-cache group, the kernel blocks that hold the tokens that decode needs of it.
-        by_rooms: decode gives room range by range (a slab); the groups have no blocks.
-        is_verified: with each range prefill says what its bytes come to.
-        is_read: nothing is to be written; decode has read the tokens, and asks what their bytes come to.
-        gate: NIXL's metadata of what to write through (`transport.base.Gate`); empty if nothing is written.
+        groups: per KV-cache group, the kernel blocks for the tokens that decode needs of it.
+        is_staged: decode grants slots of a slab range by range (`StagingGrant`); the groups have no blocks.
+        is_verified: prefill sends a checksum with each range.
+        is_read: nothing is to be written; decode has read the tokens, and asks for their checksums.
+        gate: NIXL metadata of the agent to write through (`transport.base.Gate`); empty if nothing is written.
     """
 
     decode_request_id: DecodeRequestId
@@ -137,12 +137,12 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
 
     @property
     def has_no_blocks(self) -> bool:
-        """Nothing is written, or not yet known where."""
+        """Whether nothing is to be written, or decode grants the slots later."""
         return self.is_staged or self.is_read
 
     @property
     def begin_token(self) -> int:
-        """The first one that is moved of any group."""
+        """The first token that is moved, of any group."""
         return min(group.first_token for group in self.groups)
 
     def __post_init__(self) -> None:
@@ -155,18 +155,18 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         for group in self.groups:
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
-            require(not (self.has_no_blocks and group.block_ids), "no blocks where there are to be rooms, or nothing")
+            require(not (self.has_no_blocks and group.block_ids), "no blocks if KV is staged, or was read already")
             require(group.first_token % self.block_size == 0, "groups that start a block")
             require(group.first_token >= self.first_token, "groups that begin no earlier than the request")
 
 
 class StagingGrant(_OfAttempt, frozen=True, tag="room"):
-    """Slots of decode's, to be written by prefill; the next one comes when prefill asks for it.
+    """Slots of decode, to be written by prefill; prefill asks for each grant with a `StagingRequest`.
 
     Attributes:
-        decode: who gives it.
-        first_token, end_token: the tokens it is for.
-        groups: per KV-cache group, the slots that hold those of them that decode needs.
+        decode: the rank that grants the slots.
+        first_token, end_token: the range of tokens that it is for.
+        groups: per KV-cache group, the slots for those of the tokens that decode needs.
     """
 
     decode: Peer
@@ -183,9 +183,9 @@ class StagingGrant(_OfAttempt, frozen=True, tag="room"):
 
 
 class Withdrawal(_OfAttempt, frozen=True, tag="withdraw"):
-    """Decode's request is gone. Its blocks stay held until Stopped comes, or prefill is gone or fenced.
+    """Decode's request has ended. Its blocks stay held until Stopped arrives, or prefill is dead or fenced.
 
-    ``decode``: whom to answer; prefill may never have seen the registration.
+    ``decode``: the rank to answer; prefill may never have received the registration.
     """
 
     decode: Peer
@@ -195,8 +195,8 @@ class Release(_Said, frozen=True, tag="release"):
     """A rank of decode needs nothing more: it has read everything, or everything was in its prefix cache.
 
     Attributes:
-        request_id: prefill's request, where decode knows it; else empty, and ``name`` and ``digest`` say which.
-        digest: empty where decode knows no prompt, because its server has rejected the request.
+        request_id: prefill's request id, if decode knows it; else empty, and ``name`` and ``digest`` identify it.
+        digest: empty if decode does not know the prompt, because its server has rejected the request.
         tp_rank, tp_size: decode's.
     """
 
@@ -211,7 +211,7 @@ class Release(_Said, frozen=True, tag="release"):
 
 
 class _OfContributor(_OfAttempt, frozen=True):
-    """``tp_rank``: the rank of prefill that speaks."""
+    """``tp_rank``: the rank of prefill that sends the message."""
 
     tp_rank: Rank
 
@@ -220,9 +220,10 @@ class Written(_OfContributor, frozen=True, tag="written"):
     """The WRITE number ``index`` of a contributor has arrived.
 
     Attributes:
-        manifest: with the last one, of all of them.
-        end_token: with the last WRITE of a range: it and those before it have every token up to this one. Else 0.
-        digest: of the range's bytes, if that was asked for (`worker.geometry.kv_checksum`).
+        manifest: only with the last WRITE: describes what all of them have written.
+        end_token: with the last WRITE of a range: it and those before it have written every token before this one.
+            Else 0.
+        digest: checksum of the range's bytes, if the registration asked for it (`worker.geometry.kv_checksum`).
     """
 
     index: Count
@@ -236,7 +237,7 @@ class Written(_OfContributor, frozen=True, tag="written"):
 
 
 class StagingRequest(_OfContributor, frozen=True, tag="ready"):
-    """A contributor has these tokens, and no room for them."""
+    """A contributor has these tokens ready, and needs slots for them."""
 
     first_token: Count
     end_token: Count
@@ -263,7 +264,7 @@ _decode = decoder(Message)
 
 
 def draw_attempt() -> int:
-    """A number that no other attempt of any engine has, for all practical purposes."""
+    """Draws a random number for an attempt, unique among all engines for all practical purposes."""
     return secrets.randbelow(MAX_ATTEMPT)
 
 
@@ -273,15 +274,15 @@ def is_ours(notification: bytes) -> bool:
 
 
 def encode(message: Message) -> bytes:
-    """The notification to send."""
+    """Encodes a message as a notification."""
     return PREFIX + _encoder.encode(message)
 
 
 def decode(notification: bytes) -> Message:
-    """Read a notification.
+    """Decodes a notification.
 
     Raises:
-        Malformed: the prefix, the types, the ranges or an unknown field are wrong.
+        Malformed: the prefix, a type or a range is wrong, or a field is unknown.
     """
     if not is_ours(notification):
         raise Malformed(f"found {notification[:16]!r}; expected it to start with {PREFIX!r}")

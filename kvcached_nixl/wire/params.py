@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv_transfer_params``: what client, router, prefill and decode say of a hand-over, read and checked once.
+"""``kv_transfer_params``: what client, router, prefill and decode exchange about a hand-over, read and checked once.
 
     to prefill      do_remote_decode: true, transfer_id (push only)
-    its answer      what decode's request needs, a manifest among it (`prefill_params`)
+    its answer      the parameters for decode's request, with a manifest (`prefill_params`)
     to decode       that answer, unchanged
 
-A router that pushes may ask both at once; then it says by itself where prefill is:
+A router that pushes may ask both at once; then it tells decode where prefill is:
 
     to decode       do_remote_prefill: true, transfer_id, remote_engine_id, remote_host, remote_port, tp_size
 
-There the two requests propose each other by name: ``transfer_id`` is any string that the router gives to one prefill
-and one decode request. Without it they meet by ``remote_request_id`` from prefill's answer, and without that by the
-``X-Request-Id`` that both carry: vLLM puts ``cmpl-`` or ``chatcmpl-`` before it and a dash and eight random hexadecimal
-digits after it (vllm/v1/engine/input_processor.py), a different number in each engine. A name proves nothing: what
-pairs two requests is the digest of what was computed.
+In that case the two requests find each other by name: ``transfer_id`` is any string that the router gives to one
+prefill and one decode request. Without it they match by ``remote_request_id`` from prefill's answer, and without that
+by the ``X-Request-Id`` that both carry: vLLM puts ``cmpl-`` or ``chatcmpl-`` before it, and a dash and eight random
+hexadecimal digits after it (vllm/v1/engine/input_processor.py), different ones in each engine. A name proves nothing:
+two requests are paired only if the digests of their prompts are equal.
 
-`KvTransferParams` is the one model of them, for servers and for the router. A wrong type or an impossible value in a
-field that it knows is refused and named; what it does not know passes.
+`KvTransferParams` is the only model of them, for servers and for the router. A wrong type or an impossible value in a
+known field is refused, and the error names the field; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 MANIFEST_KEY = "kvcached_nixl"
 MAX_REQUEST_ID = 1000
-"""Below what an `Identifier` may have: the two sides' ids of one request may differ by a few characters."""
+"""Less than an `Identifier` may have: the ids of one request on the two sides may differ by a few characters."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 _SHOWN = 500
 
@@ -75,10 +75,10 @@ class KvTransferParams(
 
     Attributes:
         transfer_id: names one prefill and one decode request.
-        transfer_mode: of the server that says it.
-        remote_block_ids: vLLM's own, per KV-cache group, or flat in old versions. Empty lists beside a manifest.
+        transfer_mode: of the server that answers.
+        remote_block_ids: vLLM's own, per KV-cache group, or flat in old versions. Empty lists if there is a manifest.
         remote_num_tokens, remote_blocks_expiry_time, pp_size, dcp_size: vLLM's own, from 0.21, 0.26 and 0.29 on.
-        manifest: what this package's prefill says of the hand-over; its key is ``kvcached_nixl``.
+        manifest: this package's manifest from prefill; its key is ``kvcached_nixl``.
         prefix_prompt_ids: token ids of the prompt's beginning, from a client or gateway that has them. They only
             help a router to choose a server that has computed them before.
     """
@@ -106,11 +106,11 @@ class KvTransferParams(
 
     @property
     def is_hint(self) -> bool:
-        """Whether nothing but ``prefix_prompt_ids`` is known of it: it names no role and no server."""
+        """Whether no field but ``prefix_prompt_ids`` is set: it names no role and no server."""
         return all(getattr(self, name) is None for name in self.__struct_fields__ if name != "prefix_prompt_ids")
 
     def require_coordinates(self) -> None:
-        """Check that they say where prefill is.
+        """Checks that they say where prefill is.
 
         Raises:
             Malformed: a coordinate is missing; the message names it.
@@ -128,12 +128,12 @@ class KvTransferParams(
 
     @classmethod
     def for_prefill(cls, transfer_id: str | None) -> KvTransferParams:
-        """What a router asks of prefill."""
+        """The parameters that a router sends to prefill."""
         return cls(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer_id)
 
     @classmethod
     def for_decode(cls, prefill: RemotePrefill, transfer_id: str) -> KvTransferParams:
-        """What a router asks of decode where prefill is asked at the same time."""
+        """The parameters that a router sends to decode if it asks prefill at the same time."""
         return cls(
             do_remote_prefill=True,
             do_remote_decode=False,
@@ -146,10 +146,10 @@ class KvTransferParams(
 
 
 def parse(encoded: bytes | msgspec.Raw) -> KvTransferParams:
-    """Read ``kv_transfer_params`` from JSON, as a router gets them.
+    """Reads ``kv_transfer_params`` from JSON, as a router receives them.
 
     Raises:
-        Malformed: they are no JSON object, or a field has a wrong type or an impossible value; the message names it.
+        Malformed: they are not a JSON object, or a field has a wrong type or an impossible value; the message names it.
     """
     try:
         return _decoder.decode(encoded)
@@ -158,7 +158,7 @@ def parse(encoded: bytes | msgspec.Raw) -> KvTransferParams:
 
 
 _decoder = msgspec.json.Decoder(KvTransferParams)
-# In this order: the first that is wrong is the one that is named.
+# In order of the fields: the error names the first one that is wrong.
 _KEYS = tuple(dict.fromkeys(field.encode_name for field in msgspec.structs.fields(KvTransferParams)))
 
 
@@ -168,11 +168,11 @@ def _model(params: Mapping[str, Any]) -> KvTransferParams:
 
 @dataclass(frozen=True)
 class FetchParams:
-    """What decode's request is to get, and from whom.
+    """What decode's request fetches, and from which prefill.
 
     Attributes:
-        name: what its prefill request is called where no manifest says which it is.
-        manifest: None where both sides were asked at once.
+        name: name of the prefill request; it identifies the request if there is no manifest.
+        manifest: None if the router asked both sides at once.
     """
 
     prefill: RemotePrefill
@@ -181,27 +181,27 @@ class FetchParams:
 
     @property
     def lease_name(self) -> str:
-        """What heartbeats call it."""
+        """The name under which heartbeats renew the lease."""
         return self.name if self.manifest is None else self.manifest.request_id
 
 
 def asks(params: object, role: str) -> bool:
-    """Whether a request's parameters name this role, ``do_remote_prefill`` or ``do_remote_decode``, in whatever form.
+    """Whether a request's parameters set this role, ``do_remote_prefill`` or ``do_remote_decode``, to any true value.
 
-    Values that are no booleans count as naming it: they are refused where the role is taken up, not passed over.
+    Values that are not booleans count as set: `require_one_role` then refuses them, instead of ignoring them here.
     """
     return isinstance(params, Mapping) and params.get(role) not in (None, False)
 
 
 def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bool) -> FetchParams:
-    """Read a decode request's parameters; keys that nobody knows are not looked at.
+    """Reads a decode request's parameters; unknown keys are ignored.
 
     Args:
         request_id: in decode's engine.
-        may_rendezvous: whether prefill may be named without a manifest, because it checks what it writes (push).
+        may_rendezvous: whether the manifest may be missing, because prefill compares digests before it writes (push).
 
     Raises:
-        HandOverFailed: one is missing, has an unusable value or contradicts another; the message names it.
+        HandOverFailed: a parameter is missing, has an unusable value or contradicts another; the message names it.
     """
     require_one_role(params)
     try:
@@ -213,19 +213,19 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
     if manifest is None and not may_rendezvous:
         raise HandOverFailed(
             FailureCause.NO_MANIFEST,
-            f"kv_transfer_params have no {MANIFEST_KEY!r}, which says what prefill has computed; expected prefill's "
-            "answer as it was. Let the router pass the whole kv_transfer_params of prefill's answer on, unchanged.",
+            f"kv_transfer_params have no {MANIFEST_KEY!r}, which says what prefill has computed; expected those of "
+            "prefill's answer, unchanged. Let the router pass the whole kv_transfer_params of prefill's answer on.",
         )
     return FetchParams(prefill, name, manifest)
 
 
 def read_offer(params: Mapping[str, Any], request_id: str) -> str:
-    """Read a prefill request's parameters.
+    """Reads a prefill request's parameters.
 
-    Returns: its name, as `name_of` has it.
+    Returns: its name, as `name_of` gives it.
 
     Raises:
-        HandOverFailed: one has an unusable value or contradicts another; the message names it.
+        HandOverFailed: a parameter has an unusable value or contradicts another; the message names it.
     """
     require_one_role(params)
     try:
@@ -235,7 +235,7 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
 
 
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
-    """The name under which the two requests of a push may meet; equal for both, whatever vLLM added to their ids.
+    """The name by which the two requests of a push find each other; equal for both, whatever vLLM added to their ids.
 
     Raises:
         Malformed: a field has an unusable value, or the request's own id is too long for a manifest.
@@ -245,12 +245,12 @@ def name_of(params: Mapping[str, Any], request_id: str) -> str:
 
 def _name_of(names: KvTransferParams, request_id: str) -> str:
     if len(request_id) > MAX_REQUEST_ID:
-        raise Malformed(f"a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
-    # Two kinds of letters in front, so that no explicit name is ever taken for a request's.
+        raise Malformed(f"found a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
+    # Different prefixes, so that no transfer_id ever equals a name made from a request id.
     if names.transfer_id is not None:
         return f"transfer:{_utf8(names.transfer_id)}"
     theirs = names.remote_request_id
-    # Some routers put an id of their own there, which prefill does not know.
+    # Some routers set remote_request_id to their own id, which prefill does not know.
     meant = theirs if theirs is not None and _RANDOM_SUFFIX.search(theirs) else request_id
     return f"request:{_RANDOM_SUFFIX.sub('', _utf8(meant))}"
 
@@ -258,10 +258,10 @@ def _name_of(names: KvTransferParams, request_id: str) -> str:
 def prefill_params(
     prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: str
 ) -> dict[str, Any]:
-    """What prefill answers: the parameters for decode's request.
+    """The parameters in prefill's answer, for decode's request.
 
-    vLLM's own decode looks for block ids before it meets prefill; with empty ones it gets as far as the handshake,
-    where it is refused in words.
+    A stock vLLM decode reads the block ids before its handshake with prefill. With empty lists it gets as far as the
+    handshake, which refuses it with a readable message.
     """
     return {
         "do_remote_prefill": True,
@@ -276,19 +276,19 @@ def prefill_params(
 
 
 def require_one_role(params: Mapping[str, Any]) -> None:
-    """Check that exactly one of the two roles is true.
+    """Checks that exactly one of the two roles is true.
 
     Raises:
-        HandOverFailed: both roles are named, or one in a form that is no boolean.
+        HandOverFailed: both or none are true, or one is not a boolean.
     """
     roles = {key: params[key] for key in ("do_remote_prefill", "do_remote_decode") if params.get(key) is not None}
     if not all(isinstance(value, bool) for value in roles.values()) or sum(roles.values()) != 1:
-        # Only of what kind other values are: they may be of any size, and nested deeper than can be shown.
+        # Of other values only the type is shown: they may have any size, and be nested too deep for repr.
         said = {key: value if isinstance(value, bool) else type(value) for key, value in roles.items()}
         raise HandOverFailed(
             FailureCause.PARAMETERS,
             f"kv_transfer_params have {said}; expected exactly one of do_remote_prefill and do_remote_decode to be "
-            "true (bidirectional transfers are not served)",
+            "true (bidirectional transfers are not supported)",
         )
 
 
@@ -296,5 +296,5 @@ def _utf8(name: str) -> str:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise Malformed(f"an id that is no Unicode text: {name!r:.80}") from error
+        raise Malformed(f"found an id that is no Unicode text: {name!r:.80}; expected valid Unicode") from error
     return name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank keeps its KV, as one rank tells it to another."""
+"""Where a rank keeps its KV in memory, as one rank describes it to another."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _ADDRESSES = 2**63
 
 
 class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one rank keeps the cells of its share of the heads, for planes of one kind.
+    """Where one rank keeps the cells of its heads, for planes of one kind.
 
     Attributes:
         bases: address of the first cell of each plane, in the same plane order on both sides of a transfer.
         block_stride_bytes, token_stride_bytes, head_stride_bytes: distance between two blocks, tokens, heads.
         cell_bytes: bytes of one token of one head.
-        num_blocks: blocks in every plane.
+        num_blocks: blocks in each plane.
         block_size: tokens in a block.
         num_heads: heads this rank holds.
-        first_head: the model's number of the first of them.
+        first_head: index in the model of the first of them.
     """
 
     bases: tuple[int, ...]
@@ -41,7 +41,7 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(0 < len(self.bases) <= 65_536, "1 to 65,536 planes")
         require(all(0 < size < 2**40 for size in sizes), "sizes above 0")
         require(all(0 <= stride < 2**48 for stride in strides) and 0 <= self.first_head < 2**31, "strides, and a head")
-        # Whoever adds these up does so in 64 bits.
+        # Sums of an address and offsets are computed in signed 64 bits, and must not overflow.
         span = strides[0] * self.num_blocks + strides[1] * self.block_size + strides[2] * self.num_heads
         require(all(0 <= base < _ADDRESSES - span for base in self.bases), "addresses of 63 bits")
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler tells the workers of its own engine, once a step, and what they tell it.
+"""What a scheduler tells the workers of its engine with each step, and what they report back.
 
-A `Step` rides on the connector's metadata, so every rank gets the same one, in the order of the steps. It names only
-what has changed. Block ids are logical ones (vLLM's scheduler's), tokens are counted from the start of the prompt.
+A `Step` travels in the connector's metadata, so every rank gets the same one, in the order of the steps. It holds only
+what has changed. Block ids are logical ones (those of vLLM's scheduler); tokens are counted from the start of the
+prompt.
 
-The way back is vLLM's ``KVConnectorOutput``, which sums up all ranks: a string in one of its two sets arrives when
-every rank has reported it, a number among its invalid blocks as soon as one has. Our strings and (negative) numbers are
-taken out again before vLLM looks. A request of prefill's whose blocks nobody needs is named by its own id, by which a
-``MultiConnector`` counts its connectors, too.
+Workers report in vLLM's ``KVConnectorOutput``, which combines all ranks: a string in one of its two sets arrives when
+every rank has reported it, a number among its invalid blocks as soon as one rank has. The strings and (negative)
+numbers of this package are taken out again before vLLM sees them. A prefill request whose blocks no peer needs is
+reported under its own id, because a ``MultiConnector`` counts its connectors by that id.
 """
 
 from __future__ import annotations
@@ -41,46 +42,46 @@ __all__ = [
 ]
 
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
-"""Per KV-cache group."""
+"""Logical block ids per KV-cache group."""
 
 FAILING = -1
-"""An invalid block that there is not: vLLM then asks which requests have failed, and our patch answers."""
+"""A block id that no block has. Reported as invalid, it makes vLLM ask which requests failed; our patch answers."""
 _CAUSES = 64
 _IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
 
 
 def idle_hold_id(hold: int) -> str:
-    """Among the requests that were sent: nothing touches the blocks of a hold any more."""
+    """Reported among the sent requests: no rank uses the blocks of this hold any more."""
     return f"{_IDLE_HOLD}{hold}"
 
 
 def finished_attempt_id(attempt: int) -> str:
-    """Among the requests that were received: nothing of an attempt is in flight any more, whether it failed or not."""
+    """Reported among the received requests: nothing of this attempt is in flight any more, whether it failed or not."""
     return f"{_FINISHED}{attempt}"
 
 
 def failed_mark(attempt: int, cause: FailureCause) -> int:
-    """Among the invalid blocks: an attempt has failed. Something of it may still be in flight."""
+    """Reported among the invalid blocks: an attempt has failed. Transfers of it may still be in flight."""
     return -(attempt * _CAUSES + cause + 2)
 
 
 def idle_holds_of(names: set[str]) -> list[int]:
-    """Takes what `idle_hold_id` made out of a set."""
+    """Removes the strings of `idle_hold_id` from a set, and returns their holds."""
     return _taken(names, _IDLE_HOLD)
 
 
 def finished_attempts_of(names: set[str]) -> list[int]:
-    """Takes what `finished_attempt_id` made out of a set."""
+    """Removes the strings of `finished_attempt_id` from a set, and returns their attempts."""
     return _taken(names, _FINISHED)
 
 
 def failure_of(mark: int) -> tuple[int, FailureCause] | None:
-    """(attempt, cause) of a `failed_mark`; None of a block id."""
+    """(attempt, cause) of a `failed_mark`; None for a block id."""
     return None if mark > FAILING - 1 else (((-mark - 2) // _CAUSES), FailureCause((-mark - 2) % _CAUSES))
 
 
 def _taken(names: set[str], prefix: str) -> list[int]:
-    # A request may be called as our words are but for the number.
+    # A client may give a request an id with this prefix, but one without a number does not match.
     ours = re.compile(rf"{prefix}([0-9]{{1,20}})", re.ASCII)
     found = {name: int(match[1]) for name in names if (match := ours.fullmatch(name))}
     names.difference_update(found)
@@ -89,13 +90,13 @@ def _taken(names: set[str], prefix: str) -> list[int]:
 
 @dataclass
 class Reports:
-    """What vLLM has summed up of its workers after a step; whoever takes ours out changes it.
+    """What vLLM has combined from all workers after a step. `SchedulerFacade.collect` changes it in place.
 
     Attributes:
-        sent: requests whose blocks are free; ids of ours among them.
-        received: requests that wait no more; ids of ours among them.
-        invalid: block ids that hold no KV; marks of ours among them.
-        reasons: attempts that have failed -> what the first rank to meet a failure says of it.
+        sent: requests whose blocks vLLM may free; `idle_hold_id` strings among them.
+        received: requests that no longer wait; `finished_attempt_id` strings among them.
+        invalid: block ids that hold no valid KV; `failed_mark` numbers among them.
+        reasons: failed attempt -> reason, from the first rank that saw the failure.
     """
 
     sent: set[str]
@@ -108,9 +109,9 @@ class FetchSpec(msgspec.Struct):
     """Decode: a request was given blocks for tokens that prefill has or will have.
 
     Attributes:
-        manifest: None where both sides were asked at once.
+        manifest: None if the router asked both sides at once.
         name: as in `params.FetchParams`.
-        digest: of the first ``num_tokens`` tokens; decode may want one less and compute that itself.
+        digest: of the first ``num_tokens`` tokens; decode may fetch one less and compute the last one itself.
         groups: the blocks to fill, per KV-cache group; each range ends at ``end_token``.
     """
 
@@ -127,7 +128,7 @@ class FetchSpec(msgspec.Struct):
 
 
 class UnneededOffer(msgspec.Struct):
-    """Decode: nothing is needed of a request of prefill's. ``digest`` is empty where its prompt is not known."""
+    """Decode: it needs no KV of this prefill request. ``digest`` is empty if the prompt is not known."""
 
     prefill: RemotePrefill
     request_id: str
@@ -136,7 +137,7 @@ class UnneededOffer(msgspec.Struct):
 
 
 class LeaseRenewal(msgspec.Struct):
-    """Decode: from now on the lease of a request of prefill's is to be renewed, for ``longest_seconds`` at most."""
+    """Decode: start renewing the lease of this prefill request, for ``longest_seconds`` at most."""
 
     request_id: DecodeRequestId
     prefill: RemotePrefill
@@ -149,10 +150,10 @@ class OfferUpdate(msgspec.Struct):
     """Prefill: at the end of this step the first ``ready_tokens`` tokens of a request are in ``block_ids``.
 
     Attributes:
-        name, digest, num_tokens: under which decode may look for it, and how many tokens the digest is of.
-        manifest: when the whole prompt is computed.
-        is_held: if the request loses these blocks, they are held until nobody reads them, so they may be read before it
-            has ended.
+        name, digest, num_tokens: what decode may look for it by; ``digest`` covers the first ``num_tokens`` tokens.
+        manifest: set when the whole prompt is computed.
+        is_held: workers may read the blocks before the request has ended: if it loses them, they are held until no rank
+            reads them.
     """
 
     request_id: PrefillRequestId
@@ -166,24 +167,25 @@ class OfferUpdate(msgspec.Struct):
 
 
 class Step(msgspec.Struct):
-    """One step. The lists are taken in in this order, ``offered`` last, when the step has been given to the device.
+    """The changes of one step. Workers apply the lists in this order; ``offered`` last, after the step was launched on
+    the device.
 
     Attributes:
-        host, port, wake_key: where this engine's side channel listens, and what it takes for a word of its own workers.
-        start: drawn when this engine started, and anew whenever its weights change.
-        renewed, unrenewed: leases that decode renews from now on, and no longer.
-        wanted: what decode's requests wait for.
-        withdrawn: attempts whose requests are gone, and why.
-        released: what decode does not need.
-        preempted: prefill's requests that lost their blocks, and the number under which those are held.
-        finished: prefill's requests that compute no more.
-        stopped: prefill's requests that are gone, and why.
-        revoked: prefill's requests that decode may not have any more, and why. They are still computed, or have ended:
-            then they are in ``finished``, of this step or of one before.
-        unkept: those of ``stopped`` whose blocks vLLM has already freed: nothing is reported of them.
-        counts: for the metrics, by `FailureCause`.
-        quarantined_blocks: held for what may still be in flight; None if that has not changed.
-        is_idle: the step computes nothing, for no request.
+        host, port, wake_key: where this engine's side channel listens, and the key by which it recognises its workers.
+        incarnation: drawn when this engine starts, and again whenever its weights change.
+        renewed, unrenewed: leases that decode starts, and stops, renewing.
+        fetches: KV that decode's requests wait for.
+        withdrawn: attempt to give up -> why.
+        released: offers that decode does not need.
+        preempted: prefill's requests that lost their blocks, and the number of the hold that has them.
+        finished: prefill's requests that have ended and whose blocks are kept for decode.
+        stopped: prefill's request that ended before it was offered completely -> why.
+        revoked: prefill's request whose offer is revoked -> why. It is still computed, or has ended: then it is in
+            ``finished`` of this step or of an earlier one.
+        unkept: those of ``stopped`` whose blocks vLLM has already freed: workers report nothing of them.
+        counts: failures for the metrics, by `FailureCause`.
+        quarantined_blocks: blocks held for transfers that may be in flight; None if the number has not changed.
+        is_idle: the step computes no request.
     """
 
     host: str
@@ -207,7 +209,7 @@ class Step(msgspec.Struct):
 
     @property
     def has_news(self) -> bool:
-        """Whether the workers have to hear of it even if there is nothing to compute."""
+        """Whether the workers need this step even if it computes nothing."""
         return bool(
             self.renewed
             or self.unrenewed

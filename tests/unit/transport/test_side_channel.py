@@ -263,7 +263,7 @@ def test_an_answer_that_is_none_is_an_error_of_its_own(
 ) -> None:
     """It is neither a refusal nor a timeout: another program's socket may be there."""
     listener = listen([frame])
-    with pytest.raises(ValueError, match="answers what cannot be read"):
+    with pytest.raises(ValueError, match="the answer of the side channel at .* cannot be read"):
         channel().ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS)
 
 
