@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM calls us. One file per vLLM class, one `Patch` per method, no logic.
+"""The patches: where vLLM calls this package. One file per vLLM class, one `Patch` per method, no logic.
 
-`PATCHES` is the one list of everything that is changed, in the order in which it is decided: the gate first, and
-kvcached's own patch is taken off before ours go on.
+`PATCHES` lists everything that is patched, in the order in which it is decided: first the gate, then the removal of
+kvcached's own patch, then the others.
 """
 
 from __future__ import annotations

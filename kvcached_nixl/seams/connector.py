@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM calls its NIXL connector. Behind the public methods, the hand-over is ours.
+"""Patches of vLLM's NIXL connector: behind its public methods, this package does the hand-over.
 
-The stock connector is still constructed: it brings the NIXL agent, the side channel's address and what vLLM knows of
-the model. None of its own methods sees a request.
+The stock connector is still constructed: it provides the NIXL agent, the side channel's address and vLLM's view of the
+model. None of its own methods handles a request.
 
-Runs in: the configuration's methods in every process; the others in the engine core (scheduler) or the worker.
+Runs in: every process (configuration); the engine core (scheduler methods) or the worker (the others).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ REQUIRED_LAYOUT = Patch(
     parameters=("cls", "vllm_config"),
     versions=ASKS_FOR_STAGES.earlier,
     needs="layout",
-    why="kvcached's memory is token-major (NHD) whatever is asked for; called head-major, heads and tokens would swap "
-    "between peers that split heads differently.",
+    why="kvcached's memory is token-major (NHD) whatever layout is requested; if vLLM took it for head-major, heads "
+    "and tokens would be swapped between peers that split heads differently.",
     upstream="kvcached#311; vLLM's 4-D packed caches (0.26) made the stock choice right",
     remove_when="vLLM 0.25 is no longer supported",
 )
@@ -67,7 +67,7 @@ def _of_connector(
     versions: str = "",
     kind: Kind = "method",
 ) -> Callable[[Callable[[Call], Any]], Seam]:
-    """The function below is what runs in place of the connector's method of that name."""
+    """Decorator: the function runs in place of the connector's method of the same name."""
 
     def bind(wrapper: Callable[[Call], Any]) -> Seam:
         patch = Patch(
@@ -80,7 +80,7 @@ def _of_connector(
             needs="pull",
             why=why,
             upstream="vllm/distributed/kv_transfer/kv_connector/v1/base.py; vllm#50558, vllm#48633, vllm#52234",
-            remove_when="vLLM's own hand-over says what it is, and checks it",
+            remove_when="vLLM's own hand-over describes what it moves (as the manifest does), and checks it",
         )
         return patch.around(wrapper)
 
@@ -93,7 +93,7 @@ def _of_connector(
 @_of_connector(
     "scheduler",
     ("request", "num_computed_tokens"),
-    "what a client sends would decide which blocks are read.",
+    "the blocks to read would be taken unchecked from what a client sends.",
 )
 def get_num_new_matched_tokens(call: Call) -> Any:
     side = side_of(call.instance)
@@ -103,20 +103,20 @@ def get_num_new_matched_tokens(call: Call) -> Any:
 @_of_connector(
     "scheduler",
     ("request", "blocks", "num_external_tokens"),
-    "decode's blocks would be paired with prefill's by counting them.",
+    "decode's blocks would be matched with prefill's by their position in a list.",
 )
 def update_state_after_alloc(call: Call) -> None:
     side, blocks = side_of(call.instance), blocks_of(call.argument("blocks"))
     side.allocated(side.read(call.argument("request")), blocks, call.argument("num_external_tokens"))
 
 
-@_of_connector("scheduler", ("scheduler_output",), "the workers would hear nothing.")
+@_of_connector("scheduler", ("scheduler_output",), "the workers would not be told of any hand-over.")
 def build_connector_meta(call: Call) -> Any:
     progress = (Progress(*one) for one in scheduled(call.argument("scheduler_output")))
     return attach_step(call.proceed(), side_of(call.instance).take_step(progress))
 
 
-_REUSED = "blocks would be reused while they are read."
+_REUSED = "blocks would be reused while decode reads them."
 
 
 @_of_connector("scheduler", ("request", "block_ids"), _REUSED)
@@ -137,24 +137,24 @@ def _finished(call: Call, block_ids: Any) -> Any:
 @_of_connector(
     "scheduler",
     ("request",),
-    "vLLM's own worker would renew leases that it knows nothing of.",
+    "vLLM's own worker would send heartbeats for leases that this package manages.",
     versions=TELLS_NEW_REQUESTS.later,
 )
 def on_new_request(call: Call) -> None:
-    """Our patch of the engine's scheduler hears of it on every version."""
+    """Does nothing: on every version, `seams.scheduler.add_request` is called for new requests."""
 
 
 @_of_connector(
     "scheduler",
     (),
-    "an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
+    "an engine with nothing to compute would sleep, and not free the blocks that its workers have released.",
     versions=ASKS_FOR_WORK.later,
 )
 def has_pending_push_work(call: Call) -> bool:
     return bool(side_of(call.instance).pending)
 
 
-_ASKED_IN_VAIN = "one question that cannot be answered would end vLLM's listener, and every later handshake be in vain."
+_ASKED_IN_VAIN = "one request that cannot be answered would end vLLM's listener, and every later handshake would fail."
 
 
 @_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions=ASKS_FOR_STAGES.earlier)
@@ -181,8 +181,8 @@ def _listen(call: Call) -> None:
 @_of_connector(
     "worker",
     ("kv_caches",),
-    "kvcached reserves more blocks than vLLM planned and keeps K, V or layers apart where the stock worker takes them "
-    "for dense; it would move other blocks' bytes.",
+    "kvcached reserves more blocks than vLLM planned, and keeps K, V or layers apart although the stock worker assumes "
+    "that they are dense; it would move other blocks' bytes.",
 )
 def register_kv_caches(call: Call) -> None:
     view = WorkerView(call.instance)
@@ -201,12 +201,12 @@ def register_kv_caches(call: Call) -> None:
 @_of_connector(
     "worker",
     ("kv_connector_metadata",),
-    "the transfer thread would hear of a step when it has been computed.",
+    "the transfer thread would be told of a step only after it was computed.",
     target=CONNECTOR_BASE,
     versions=LOADS_BEHIND.later,
 )
 def handle_preemptions(call: Call) -> None:
-    """vLLM calls it before each step, whether anything was preempted or not."""
+    """vLLM calls this before each step, whether a request was preempted or not."""
     begin_step(call.instance, call.argument("kv_connector_metadata"))
     call.proceed()
 
@@ -214,20 +214,20 @@ def handle_preemptions(call: Call) -> None:
 @_of_connector(
     "worker",
     ("forward_context", "kwargs"),
-    "the transfer thread would hear nothing.",
+    "the transfer thread would not be told of any step.",
     target=PULL_FACADE,
 )
 def start_load_kv(call: Call) -> None:
     side_of(call.instance).begin_step(step_of(call.instance))
 
 
-@_of_connector("worker", (), "what a step computed would not be offered.")
+@_of_connector("worker", (), "the KV that a step has computed would not be offered.")
 def wait_for_save(call: Call) -> None:
-    # vLLM calls it in a `finally`: an exception may be on its way.
+    # vLLM calls this in a `finally`: the step may have raised.
     side_of(call.instance).end_step(has_failed=sys.exc_info()[0] is not None)
 
 
-_FINISHED_IN_VAIN = "the stock worker would take the transfer thread's notifications, and requests would wait for ever."
+_FINISHED_IN_VAIN = "the stock worker would take the transfer thread's notifications, and requests would wait forever."
 
 
 @_of_connector("worker", ("finished_req_ids",), _FINISHED_IN_VAIN, versions=ASKS_FOR_RESULTS.earlier)
@@ -247,13 +247,13 @@ def _ended(call: Call) -> tuple[set[str], set[str]]:
     return ended.sent, ended.received
 
 
-@_of_connector("worker", (), "a hand-over that has failed would be taken for one that is there.")
+@_of_connector("worker", (), "a hand-over that has failed would be taken for one that has succeeded.")
 def get_block_ids_with_load_errors(call: Call) -> set[int]:
     marks: set[int] = side_of(call.instance).take_marks()
     return marks
 
 
-@_of_connector("every", (), "the transfer thread would use an agent that is gone.")
+@_of_connector("every", (), "the transfer thread would use an agent that has been destroyed.")
 def shutdown(call: Call) -> None:
     side = side_of(call.instance)
     if side is not None:
@@ -267,7 +267,7 @@ def shutdown(call: Call) -> None:
 @_of_connector(
     "every",
     ("data",),
-    "our figures would not fit vLLM's account.",
+    "vLLM's own statistics would not accept this package's figures.",
     kind="classmethod",
 )
 def build_kv_connector_stats(call: Call) -> Any:
@@ -277,7 +277,7 @@ def build_kv_connector_stats(call: Call) -> Any:
 @_of_connector(
     "every",
     ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
-    "why hand-overs bring no KV would be in no metric.",
+    "no metric would say why hand-overs bring no KV.",
     kind="classmethod",
 )
 def build_prom_metrics(call: Call) -> Any:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: where vLLM constructs a connector, a NIXL one is stopped unless every patch is in place, and gets our side.
+"""The gate: vLLM can construct a NIXL connector only if every patch is in place; it then gets its `SchedulerFacade`.
 
-Runs in: the engine core and every worker process. There are two doors to a connector, and both are watched:
+Runs in: the engine core and every worker process. There are two ways to construct a connector, and both are patched:
 ``KVConnectorFactory.create_connector``, and the constructor of the NIXL connector itself, because ``MultiConnector``
-constructs its children without the factory. If one of the two cannot be wrapped, the other one raises that refusal.
+constructs its children without the factory. If one of the two cannot be patched, the other one raises that refusal.
 
-Other connectors are never touched.
+Other connectors are not affected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcached_nixl.settings import Server, Settings
 
 __all__ = ["GATES", "require_complete"]
 
-_WHY = "The connector would start although a patch is missing, and hand out wrong tokens with HTTP 200."
+_WHY = "The connector would start although a patch is missing, and return wrong tokens with HTTP 200."
 
 CREATE_CONNECTOR = Patch(
     target=FACTORY,
@@ -35,7 +35,7 @@ CREATE_CONNECTOR = Patch(
     parameters=("cls", "config", "role", "kv_cache_config"),
     why=_WHY,
     upstream="vllm/distributed/kv_transfer/kv_connector/factory.py",
-    remove_when="this package patches nothing any more",
+    remove_when="this package no longer patches anything",
     when_unsupported=True,
 )
 
@@ -43,11 +43,11 @@ CONSTRUCT = Patch(
     target=FACADE,
     attribute="__init__",
     process="every",
-    # No parameter list: a changed constructor must not open the gate.
+    # No parameter list: a changed signature would refuse this patch, and so leave the gate open.
     parameters=ANY_PARAMETERS,
     why=_WHY,
     upstream="vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py constructs children itself",
-    remove_when="this package patches nothing any more",
+    remove_when="this package no longer patches anything",
     when_unsupported=True,
 )
 
@@ -68,7 +68,7 @@ def construct(call: Call) -> None:
     server = _server(cls, config)
     server.require_servable()
     if server.stages_on_host:
-        # Else vLLM would allocate a copy of the whole pool.
+        # Otherwise vLLM would allocate a copy of the whole pool on the host.
         config.kv_connector_extra_config = server.staged(config.kv_connector_extra_config)
         config.kv_buffer_device = server.device
     Settings.from_extra_config(config.kv_connector_extra_config)
@@ -82,10 +82,10 @@ GATES = (create_connector, construct)
 
 
 def require_complete(registry: Decisions, connector: str) -> None:
-    """Decide every patch, and go on only if none was refused.
+    """Decides every patch, and returns only if none was refused.
 
     Raises:
-        StartRefused: names everything that was refused in this process.
+        StartRefused: lists everything that was refused in this process.
     """
     registry.complete()
     causes = registry.refusals()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's API server identifies what a prompt holds, hands a request to its engine, and is told that it has ended.
+"""Patches of vLLM's API server: it identifies media, gives requests to its engine, and is told that they have ended.
 
 Runs in: the API server's process.
 """
@@ -21,9 +21,9 @@ ASSIGN_REQUEST_ID = Patch(
     process="frontend",
     parameters=("request",),
     needs="pull",
-    why="a body with a priority that is no number would end the engine's input, and every request with it.",
+    why="a body whose priority is no number would end the engine's input thread, and all requests would wait forever.",
     upstream="vllm/v1/engine/core.py: process_input_sockets decodes a request outside of its try",
-    remove_when="vLLM's engine answers what it cannot read",
+    remove_when="vLLM's engine answers requests that it cannot decode",
 )
 
 
@@ -40,8 +40,8 @@ UPDATE_STATS_FROM_FINISHED = Patch(
     parameters=("self", "req_state", "finish_reason", "iteration_stats"),
     needs="pull",
     why="a request whose hand-over has failed would be answered with status 200 and no token.",
-    upstream="vllm/entrypoints: each endpoint looks at finish_reason, or does not; streams pass over outputs without "
-    "tokens first",
+    upstream="vllm/entrypoints: some endpoints check finish_reason, others do not; streams skip outputs without tokens "
+    "before they could",
     remove_when="vLLM raises for a request that ends with an error, whatever endpoint it came through",
 )
 
@@ -52,7 +52,7 @@ def update_stats_from_finished(call: Call) -> None:
     let_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
 
 
-_OTHER_MEDIA = "images, sounds, ... would be taken for others, or for none, of another server."
+_OTHER_MEDIA = "two servers would identify different images, sounds, ... as equal, or equal ones as different."
 
 PROCESS_MM_UUIDS = Patch(
     target=RENDERER,
@@ -61,15 +61,15 @@ PROCESS_MM_UUIDS = Patch(
     parameters=("self", "mm_data", "mm_data_items", "mm_uuid_items", "mm_req_id"),
     needs="pull",
     why=_OTHER_MEDIA,
-    upstream="vllm/renderers/base.py: numbers in place of content where both caches are off",
-    remove_when="vLLM identifies media by their content, whatever is cached",
+    upstream="vllm/renderers/base.py: identifies media by counting, not by content, where both caches are off",
+    remove_when="vLLM identifies media by their content, with and without caches",
 )
 
 
 @PROCESS_MM_UUIDS.around
 def process_mm_uuids(call: Call) -> Any:
     found = call.proceed()
-    # Without any, vLLM makes them of the content.
+    # If there are no identifiers, vLLM makes them from the content.
     return {} if numbers_media(call.instance) else found
 
 
@@ -88,7 +88,7 @@ MODEL_ID = Patch(
 
 @MODEL_ID.around
 def model_id(call: Call) -> str:
-    # An engine has one model, and the handshake compares it by its content.
+    # An engine has one model, and the handshake compares models by their content.
     return "the model of this engine"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine gets a kvcached name of its own, where its workers learn it, and where it is given up.
+"""Patches that give each engine a unique kvcached name, pass it to its workers, and remove it at shutdown.
 
-Runs in: the engine core and every worker process; with any connector and with none. Logic lives in
+Runs in: the engine core and every worker process; with any connector and with none. The logic is in
 ``kvcached_nixl.compat.actions.engine_name`` and ``kvcached_nixl.naming``.
 """
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 _WHY = "two engines with one KVCACHED_IPC_NAME, or the data-parallel ranks of one server, would map each other's pages."
 _UPSTREAM = "kvcached/utils.py _obtain_default_ipc_name, kvcached/tp_ipc_util.py SOCKET_DIR"
-_REMOVE = "kvcached gives each engine a name of its own, and hands it to its workers"
+_REMOVE = "kvcached gives each engine a unique name, and passes it to its workers"
 
 MAKE_EXECUTOR = Patch(
     target=EXECUTOR,
@@ -66,7 +66,7 @@ SHUT_DOWN = Patch(
     kind="function",
     process="scheduler",
     parameters=(),
-    why="an engine's folder of sockets would stay behind.",
+    why="an engine's directory of sockets would not be removed.",
     upstream="kvcached#476, kvcached#477",
     remove_when=_REMOVE,
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine is paused, resumed, cleared and shut down: what it keeps for others is revoked first (rule R12).
+"""Patches for pausing, resuming, clearing and shutting down an engine: its hand-overs are revoked first (rule R12).
 
-Runs in: the engine-core process. Logic lives in ``kvcached_nixl.scheduler``.
+Runs in: the engine-core process. The logic is in ``kvcached_nixl.scheduler``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-_REMOVE_WHEN = "vLLM tells its connector that an engine is paused, and whoever pauses it that its cache was not cleared"
+_REMOVE_WHEN = "vLLM tells its connector that an engine is paused, and the caller that its cache was not cleared"
 
 PAUSE_SCHEDULER = Patch(
     target=ENGINE_CORE,
@@ -33,7 +33,8 @@ PAUSE_SCHEDULER = Patch(
     process="scheduler",
     parameters=("self", "mode", "clear_cache"),
     needs="pull",
-    why="a pause (/pause, /sleep) would wait for other engines to fetch what is kept for them, and they may be paused.",
+    why="a pause (/pause, /sleep) would wait until other engines have fetched the KV kept for them, and these engines "
+    "may be paused, too.",
     upstream="vllm/v1/engine/core.py: kept requests count as work",
     remove_when=_REMOVE_WHEN,
 )
@@ -57,7 +58,7 @@ RESUME_SCHEDULER = Patch(
     process="scheduler",
     parameters=("self",),
     needs="pull",
-    why="an engine that was paused would take back all that it computes from then on.",
+    why="an engine that was paused would revoke every later offer, too.",
     upstream="vllm/v1/engine/core.py",
     remove_when=_REMOVE_WHEN,
 )
@@ -77,9 +78,9 @@ RESET_PREFIX_CACHE = Patch(
     process="scheduler",
     parameters=("self", "reset_running_requests", "reset_connector"),
     needs="pull",
-    why="what is under way would enter a cache that has just been cleared, and blocks that are kept would keep it from "
-    "being cleared at all.",
-    upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache; kvcached 0.1.6 always says True below vLLM 0.26",
+    why="KV that is in flight would enter a cache that has just been cleared, and blocks kept for decode would prevent "
+    "clearing it at all.",
+    upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache; kvcached 0.1.6 always returns True below vLLM 0.26",
     remove_when=_REMOVE_WHEN,
 )
 
@@ -95,8 +96,8 @@ NOTIFY_IDLE = Patch(
     process="scheduler",
     parameters=("self",),
     needs="pull",
-    why="a pause (/pause, /sleep) clears the cache of an engine that is idle, which fails while blocks are held for "
-    "what is in flight, and that would end the engine.",
+    why="a pause (/pause, /sleep) clears the cache of an idle engine; this fails while blocks are held for transfers "
+    "in flight, and the error would end the engine.",
     upstream="vllm/v1/engine/core.py: pause_scheduler",
     remove_when=_REMOVE_WHEN,
 )
@@ -116,7 +117,7 @@ HANDLE_SHUTDOWN = Patch(
     process="scheduler",
     parameters=("self",),
     needs="pull",
-    why="an engine that shuts down without grace would be killed with what it keeps, and decode hear of it late.",
+    why="an engine that shuts down without grace would end without revoking its offers, and decode would notice late.",
     upstream="vllm/v1/engine/core.py; llm-d#927",
     remove_when=_REMOVE_WHEN,
 )

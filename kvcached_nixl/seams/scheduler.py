@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's scheduler and its loop tell a connector nothing: a request's arrival, its preemption, its failure.
+"""Patches of vLLM's scheduler and engine loop for events that vLLM does not report to a connector: a request's arrival,
+its preemption, its failure.
 
-Runs in: the engine-core process. Logic lives in ``kvcached_nixl.scheduler``.
+Runs in: the engine-core process. The logic is in ``kvcached_nixl.scheduler``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
 
 REST_SECONDS = 5.0
-"""An engine that only waits looks around as often, should nobody wake it.
+"""How often an engine that only waits for KV steps although nothing has woken it.
 
-After each step vLLM's workers look for another one for a second (``SpinCondition``): with ten steps a second each of
-them would keep a core.
+After each step vLLM's workers spin for one second, waiting for the next step (``SpinCondition``): with ten steps per
+second each worker would keep a core busy.
 """
 
 ADD_REQUEST = Patch(
@@ -42,7 +43,7 @@ ADD_REQUEST = Patch(
     process="scheduler",
     parameters=("self", "request"),
     needs="lease",
-    why="the lease of a request that waits to be allocated would end, and prefill give its blocks to another.",
+    why="the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.",
     upstream="vllm#41383, vllm#38027; vLLM 0.22 tells the connector (on_new_request)",
     remove_when="every supported vLLM tells the connector of a request's arrival, and of the scheduler",
 )
@@ -57,7 +58,7 @@ def add_request(call: Call) -> None:
             side.refuse(request.request_id, request.client_index)
             return
         if arrival is Arrival.FIRST:
-            # A worker may read an adapter again for any request that asks for it, handed over or not.
+            # A worker may load an adapter's files again for any request that uses it, so identify it for every request.
             side.read.adapter_of(request.lora_request)
             side.arrived(side.read(request))
     call.proceed()
@@ -69,11 +70,12 @@ PREPROCESS_ADD_REQUEST = Patch(
     process="scheduler",
     parameters=("self", "request"),
     needs="lease",
-    why="what vLLM adds for a request that it has rejected has an id of a client's choice: that of a request that is "
-    "kept ends the engine, as stop tokens do that the model has not, and an adapter's files that are half written.",
+    why="the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
+    "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
+    "for an adapter whose files are incomplete.",
     upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected; "
     "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace",
-    remove_when="vLLM gives such a request an id of its own, checks stop tokens, and loads an adapter once",
+    remove_when="vLLM gives such a request a unique id, checks stop tokens, and loads an adapter once",
 )
 
 
@@ -93,9 +95,10 @@ UPDATE_FROM_OUTPUT = Patch(
     process="scheduler",
     parameters=("self", "scheduler_output", "model_runner_output"),
     needs="pull",
-    why="vLLM would take our words for request ids and blocks, and a hand-over that has failed for one that is there.",
+    why="vLLM would take this package's reports for request ids and block ids, and a failed hand-over for a successful "
+    "one.",
     upstream="vllm#52234 (failed receives of several KV-cache groups); vllm/v1/core/sched/scheduler.py",
-    remove_when="vLLM's connectors may end a receive without its blocks",
+    remove_when="vLLM's connectors can end a receive without its blocks",
 )
 
 
@@ -123,9 +126,9 @@ HANDLE_INVALID_BLOCKS = Patch(
     process="scheduler",
     parameters=("self", "invalid_block_ids", "num_scheduled_tokens"),
     needs="pull",
-    why="a hand-over that has failed would be taken for one that is there.",
+    why="a hand-over that has failed would be taken for one that has succeeded.",
     upstream="vllm#52234: the stock method unpacks one KV-cache group and raises for more",
-    remove_when="vLLM's connectors name requests whose load has failed",
+    remove_when="vLLM's connectors can name the requests whose load has failed",
 )
 
 
@@ -147,7 +150,7 @@ PREEMPT_REQUEST = Patch(
     needs="push",
     why="blocks of a preempted request would be reused while a WRITE reads them, and decode would get another "
     "request's KV.",
-    upstream="nixl#2067: a posted transfer cannot be called back",
+    upstream="nixl#2067: a posted transfer cannot be cancelled",
     remove_when="vLLM asks its connector before it frees the blocks of a preempted request",
 )
 
@@ -165,8 +168,8 @@ CONNECTOR_FINISHED = Patch(
     process="scheduler",
     parameters=("self", "request"),
     needs="pull",
-    why="vLLM frees what has left a sliding window first: decode's blocks while they are written, and prefill's that "
-    "decode was told of.",
+    why="vLLM would first free the blocks that have left a sliding window: decode's while they are written, and "
+    "prefill's that its manifest names.",
     upstream="vllm/v1/core/sched/scheduler.py: remove_skipped_blocks counts tokens that were generated",
     remove_when="vLLM tells its connector before it frees any block of a request",
 )
@@ -190,7 +193,7 @@ HAS_REQUESTS = Patch(
     parameters=("self",),
     versions=ASKS_FOR_WORK.earlier,
     needs="pull",
-    why="an engine with nothing to compute would sleep, and give back nothing that its workers have let go of.",
+    why="an engine with nothing to compute would sleep, and not free the blocks that its workers have released.",
     upstream="vLLM 0.24 asks the connector (has_pending_push_work)",
     remove_when="vLLM 0.23 is no longer supported",
 )
@@ -201,7 +204,7 @@ def has_requests(call: Call) -> bool:
     found = list(sides(call.instance.connector))
     if call.proceed() or any(side.pending for side in found):
         return True
-    # What is kept counts as work from vLLM 0.22 on.
+    # From vLLM 0.22 on, vLLM itself counts kept requests as work.
     return drains(call.instance) and any(side.num_kept for side in found)
 
 
@@ -211,7 +214,7 @@ PROCESS_INPUT_QUEUE = Patch(
     process="scheduler",
     parameters=("self",),
     needs="pull",
-    why="an engine that sleeps would not hear that its workers have let go of blocks, and one that waits for KV would "
+    why="a sleeping engine would not be told that its workers have released blocks, and one that waits for KV would "
     "step a thousand times a second.",
     upstream="vllm#45168; vllm/v1/engine/core.py",
     remove_when="vLLM lets a connector wake its engine",

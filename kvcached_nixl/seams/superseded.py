@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcached's own patch of the NIXL connector gives way to this package.
+"""Disables kvcached's own patch of the NIXL connector, which this package replaces.
 
 Runs in: every process, while vLLM is being imported.
 """
@@ -19,7 +19,7 @@ PATCH_CONNECTOR = Patch(
     parameters=("self",),
     why="kvcached's own patch inflates num_blocks to the whole reservation and refuses the contiguous layout.",
     upstream="kvcached 0.1.6, kvcached/integration/vllm/nixl_compat.py",
-    remove_when="kvcached has no NixlConnectorPatch any more",
+    remove_when="kvcached no longer has NixlConnectorPatch",
     when_unsupported=True,
     when_absent="skip",
     prepare=take_off,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM loads weights, tells peers who it is, and changes them while it runs (rule R11).
+"""Patches for the identity of weights: vLLM loads them, tells peers about them, and changes them at runtime (rule R11).
 
-Runs in: the worker (its files, its identity) and the engine core (what is asked of it from outside).
+Runs in: the worker (files and identity) and the engine core (calls from outside that may change weights).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PREPARE_WEIGHTS = Patch(
     needs="pull",
     why=_OTHER_WEIGHTS,
     upstream="vllm#55776; vllm/model_executor/model_loader/default_loader.py",
-    remove_when="vLLM's compatibility hash follows from the content of the weights",
+    remove_when="vLLM's compatibility hash includes the content of the weights",
 )
 
 
@@ -49,8 +49,8 @@ HANDSHAKE_METADATA = Patch(
     parameters=("self",),
     needs="pull",
     why=_OTHER_WEIGHTS,
-    upstream="vllm/v1/worker/gpu_worker.py; asked by the engine core when every worker has its KV cache",
-    remove_when="vLLM's compatibility hash follows from the content of the weights",
+    upstream="vllm/v1/worker/gpu_worker.py; called by the engine core when every worker has its KV cache",
+    remove_when="vLLM's compatibility hash includes the content of the weights",
 )
 
 
@@ -79,8 +79,8 @@ def _of_engine(attribute: str, parameters: tuple[str, ...], why: str, upstream: 
 COLLECTIVE_RPC = _of_engine(
     "collective_rpc",
     ("method", "timeout", "args", "kwargs"),
-    "halves of one prompt, or of one pair of servers, would be computed with other weights.",
-    "every weight update comes as one (update_weights, reload_weights, methods of worker extensions)",
+    "parts of one prompt, or the two servers of one hand-over, would be computed with different weights.",
+    "every weight update is a collective_rpc (update_weights, reload_weights, methods of worker extensions)",
 )
 
 
@@ -90,7 +90,7 @@ def collective_rpc(call: Call) -> Any:
     try:
         return call.proceed()
     finally:
-        # Also where it has failed on some worker, and not on another.
+        # Also if the call has failed, because it may have succeeded on other workers.
         if changes_adapters(method):
             for side in bound_sides(call.instance.scheduler):
                 side.adapters_changed()
@@ -100,7 +100,7 @@ def collective_rpc(call: Call) -> Any:
 WAKE_UP = _of_engine(
     "wake_up",
     ("tags",),
-    "an engine that was put to sleep at level 2 wakes up with weights that are none.",
+    "an engine that was put to sleep at level 2 would wake up without valid weights and still hand over KV.",
     "sleep mode discards weights",
 )
 
@@ -113,7 +113,7 @@ def wake_up(call: Call) -> Any:
         identify_again(call.instance, has_changed=False)
 
 
-_ADAPTER = "KV of an adapter that was replaced under its name would be taken for the other one's."
+_ADAPTER = "KV of an adapter that was replaced under the same name would be taken for the new adapter's."
 
 ADD_LORA = _of_engine("add_lora", ("lora_request",), _ADAPTER, "load_inplace")
 
@@ -124,12 +124,12 @@ def add_lora(call: Call) -> Any:
     for side in bound_sides(call.instance.scheduler):
         if request.load_inplace:
             side.adapters_changed(request.lora_int_id)
-        # Files that are replaced after the workers have read them are not what computes.
+        # Identify the files before the workers load them: they may be replaced afterwards.
         side.read.adapter_of(request)
     try:
         found = call.proceed()
     except BaseException:
-        # What was there before may be what computes, on some worker at least.
+        # At least one worker may still compute with the earlier adapter.
         for side in bound_sides(call.instance.scheduler):
             side.read.doubt(request.lora_int_id)
         raise

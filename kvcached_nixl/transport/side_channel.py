@@ -2,7 +2,7 @@
 """Both ends of vLLM's side channel: a ZMQ socket in each engine core that answers requests for handshakes.
 
 The stock listener parses a request and looks up its rank without handling errors; an error ends its thread, and every
-later handshake waits in vain. This listener answers every request that it can read, in the format of every supported
+later handshake times out. This listener answers every request that it can read, in the format of every supported
 vLLM (``_nixl_handshake_listener`` in ``v1/nixl_connector.py`` and ``v1/nixl/base_scheduler.py``): since 0.26 a request
 also names the rank's pipeline stage, and the answer has a second frame, the listener's clock. So a stock peer gets as
 far as comparing hashes, which refuses it with a readable message.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill WRITEs: one share of an attempt, on decode's side. Owned by the transfer thread."""
+"""Decode's side of one part of an attempt that prefill WRITEs. Owned by the transfer thread."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ __all__ = ["WritePart"]
 
 
 class WritePart:
-    """One rank of prefill writes into blocks that this rank has registered, and says with the last WRITE what it wrote.
+    """One rank of prefill writes into blocks that this rank has registered. The manifest with its last WRITE says what
+    it has written.
 
     Args:
-        is_read: it has been read already, and prefill says what it was.
+        is_read: this rank has READ the KV already, and prefill only sends the checksums.
 
     Attributes:
-        agent: who was told of the blocks, and may write until it has stopped, is gone or is fenced.
-        is_abandoned: its engine is not at its address any more, so nobody can ask it.
+        agent: the peer that was told of the blocks, and may write until it has stopped, is dead or is fenced.
+        is_abandoned: another engine answers at the peer's address, so the peer can no longer be asked to stop.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class WritePart:
         if self._staging_window is not None:
             self._staging_window.stop()
         if self.agent is None or self._is_read:
-            # Nobody was told where to write.
+            # No peer was told where to write.
             self.is_idle = not self._is_comparing
         if self.agent is not None and self._context.own is not None:
             withdrawal = Withdrawal(self._attempt.number, self._context.own)
@@ -92,18 +93,18 @@ class WritePart:
 
     @property
     def is_dead(self) -> bool:
-        """Whether whoever was told of the blocks is a process of this host that has ended."""
+        """Whether the peer that was told of the blocks is a process on this host that has ended."""
         return self._process is not None and self._context.host.is_dead(self._process)
 
     @property
     def may_write(self) -> bool:
-        """Whether somebody was told of blocks, and may write them still."""
+        """Whether a peer was told of blocks and may still write them."""
         return self.agent is not None and not self._is_read and not self.is_idle
 
     def fence(self) -> bool:
-        """Whoever was told of the blocks is not heard of: `fenced` is called when it cannot write any more.
+        """Called when the peer does not answer. `fenced` is called once it can no longer write.
 
-        Returns: whether it can be kept from it.
+        Returns: whether the peer can be fenced: it writes through a gate, and only over a network.
         """
         if self._passage is None or not self._is_behind_network:
             return False
@@ -111,18 +112,18 @@ class WritePart:
         return True
 
     def fenced(self) -> None:
-        self._end_without("is not heard of, and cannot write here any more")
+        self._end_without("does not answer, and is now fenced: it can no longer write here")
 
     def dead(self) -> None:
-        """Whoever was told of the blocks is gone for good."""
-        self._end_without("is gone")
+        """The peer that was told of the blocks has ended."""
+        self._end_without("is dead")
 
     def cut_off(self) -> None:
-        reason = f"rank {self.address.tp_rank} of prefill has taken too long, and what it writes through is closed"
+        reason = f"rank {self.address.tp_rank} of prefill has taken too long: the gate that it writes through is closed"
         self._fail(HandOverFailed(FailureCause.LOST, reason))
 
     def finish(self) -> None:
-        """Its attempt is."""
+        """Called when the attempt is finished: leaves the gate."""
         if self._passage is not None:
             WriteGates.leave(self, self._passage)
 
@@ -132,7 +133,7 @@ class WritePart:
             self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
 
     def take(self, message: StagingRequest | Written | Stopped) -> None:
-        """What the rank says of this attempt."""
+        """Takes a message of the peer about this attempt."""
         if isinstance(message, StagingRequest):
             if self._staging_window is not None and not self._is_stopping:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
@@ -142,7 +143,7 @@ class WritePart:
             self._end()
             cause = FailureCause(message.cause) if message.cause in set(FailureCause) else FailureCause.STOPPED
             if cause is FailureCause.RESTARTED:
-                # It answers, as somebody else than is known here.
+                # The engine at this address has another incarnation than this rank knows.
                 self._context.peers.probe(self.address)
             reason = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
             self._fail(HandOverFailed(cause, reason))
@@ -153,7 +154,7 @@ class WritePart:
         last = message.index if message.is_last else self._last
         self._highest = max(self._highest, message.index)
         if last is not None and (self._highest > last or self._last not in (None, last)):
-            # Somebody counts wrongly, so the bytes cannot be trusted; but it has not said that it stopped.
+            # The numbers contradict each other, so the bytes cannot be trusted. But the peer may still be writing.
             self._fail(
                 HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill numbers WRITEs wrongly")
             )
@@ -177,7 +178,7 @@ class WritePart:
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        """Quiet: everything has been written, and nothing is copied any more."""
+        """Ends the part if everything has been written, copied out of the slab and compared."""
         if self.is_idle or (
             self._staging_window is not None
             and not self._has_stopped
@@ -204,7 +205,7 @@ class WritePart:
         self._context.contained(lambda _: self._compared(wrong), self._fail)("")
 
     def _compared(self, wrong: HandOverFailed | None) -> None:
-        """The blocks are not read any more."""
+        """Called when the checksums were compared, so the blocks are no longer read."""
         self._is_comparing, self._is_compared = False, True
         if wrong is None:
             if self._has_stopped:
@@ -215,19 +216,19 @@ class WritePart:
             return
         if wrong.cause is FailureCause.CHECKSUM and self._known is not None:
             self._context.distrust(self.address, self._known.incarnation)
-        # Everything has been written.
+        # Every WRITE has arrived, so the peer no longer writes.
         self._end()
         self._fail(wrong)
 
     def _end(self) -> None:
-        """Nobody writes any more."""
+        """The peer no longer writes. The part is idle once nothing is copied or compared any more."""
         self._has_stopped = True
         if self._staging_window is not None:
             self._staging_window.close(self.address.tp_rank)
         self.is_idle = (self._staging_window is None or not self._staging_window.is_copying) and not self._is_comparing
 
     def _copied(self, failed: str) -> None:
-        """A range is where it belongs, or could not be copied there."""
+        """A range was copied from the slab into its blocks, or ``failed`` says why not."""
         if self._has_stopped:
             self._end()
             self._attempt.settle()
@@ -243,13 +244,13 @@ class WritePart:
             context.peers.send(self.address, encode(room), only=self.agent)
 
     def _misfit(self, made: Manifest) -> HandOverFailed | None:
-        """Why what was written is not what was wanted."""
+        """Why the KV that prefill wrote is not what decode asked for; None if it is."""
         spec = self._attempt.spec
         if made.digest != spec.digest or made.num_tokens != spec.num_tokens:
             return HandOverFailed(FailureCause.DIGEST, f"prefill wrote {made.num_tokens} tokens of another prompt")
         if self._known is not None and made.incarnation != self._known.incarnation:
             self._context.peers.probe(self.address)
-            return HandOverFailed(FailureCause.RESTARTED, "prefill has been started again, or its weights were changed")
+            return HandOverFailed(FailureCause.RESTARTED, "prefill was restarted, or its weights were changed")
         if spec.manifest is not None and made.request_id != spec.manifest.request_id:
             return HandOverFailed(FailureCause.PROTOCOL, "prefill wrote another request than the parameters name")
         return None
@@ -278,7 +279,7 @@ class WritePart:
         try:
             gate = self._enter(known)
         except TransportError as error:
-            self._fail(HandOverFailed(FailureCause.LOST, f"this rank cannot be written: {error}"))
+            self._fail(HandOverFailed(FailureCause.LOST, f"no gate to write through could be opened: {error}"))
             return
         registration = Registration(
             attempt=spec.attempt,
@@ -301,21 +302,21 @@ class WritePart:
         try:
             context.transport.send(known.agent, encode(registration))
         except TransportError as error:
-            # It was not told, so it will not write.
+            # The peer was not told of the blocks, so it will not write.
             self.finish()
             context.peers.lost(known.agent)
             if self._is_begun_again:
                 reason = f"rank {self.address.tp_rank} of prefill was not reached: {error}"
                 self._fail(HandOverFailed(FailureCause.LOST, reason))
             else:
-                # It may have been started again since it was met.
+                # The peer may have been restarted since the handshake.
                 self._is_begun_again = True
                 self.begin()
             return
         self.agent = known.agent
 
     def _enter(self, known: ConnectedPeer) -> bytes:
-        """What it is to be written through."""
+        """Joins a gate. Returns the NIXL metadata of the agent that the peer has to write through."""
         context = self._context
         if self._is_read or self._gates is None:
             return b""
