@@ -39,8 +39,9 @@ from enum import Enum
 from typing import Any
 
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.transfer_mode import TransferMode
 
-__all__ = ["SERVER_LOGGER", "Gate", "MemoryPath", "Server", "Settings", "TransferMode", "read_gate"]
+__all__ = ["SERVER_LOGGER", "Gate", "MemoryPath", "Server", "Settings", "read_gate"]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
@@ -79,13 +80,6 @@ def read_gate(environ: Mapping[str, str]) -> Gate:
         consequence="It is not clear whether the NIXL connector may be patched.",
         remedy="Correct or unset KVCACHED_NIXL.",
     )
-
-
-class TransferMode(str, Enum):
-    """Which side starts a transfer: decode (pull) or prefill (push). Not always the side that moves the bytes."""
-
-    PULL = "pull"
-    PUSH = "push"
 
 
 class MemoryPath(str, Enum):

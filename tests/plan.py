@@ -6,9 +6,9 @@ A job is a tier, or one file of the slowest tier (e2e), with one vLLM. Its size 
 
     newcomer   every tier with one vLLM and one Python, brief where a brief form exists: within 15 minutes
     all        every job
-    turn       what CI runs. Each turn has lint, coverage (which runs unit), flow, repo, install and gpu, and contract and
-               equivalence in brief with each vLLM that servers are tested with. Then it adds as many of the other jobs
-               as fit; the number of the commit says with which one that begins.
+    turn       what CI runs. Each turn has lint, coverage (which runs unit), flow, repo, install and gpu; and contract
+               and equivalence in brief with each vLLM that servers are tested with. Then it adds as many of the other
+               jobs as fit; the number of the commit says with which one that begins.
 
 A line is "JOB VLLM brief|whole". The jobs that a turn leaves out follow, one per line, each after a "#".
 """

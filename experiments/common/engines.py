@@ -22,7 +22,7 @@ from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.scheduler.side_channel_listener import answers_of
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.base import Gate, Transport
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
@@ -173,7 +173,7 @@ class Engine:
     ) -> None:
         terms = Terms(
             block_size=planes.block_size,
-            pushes=settings.transfer_mode is TransferMode.PUSH,
+            mode=settings.transfer_mode,
             drops_blocks=False,
             recomputes=False,
             lease_seconds=settings.kv_lease_duration_seconds,

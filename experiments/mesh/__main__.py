@@ -103,7 +103,7 @@ def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, sa
     from experiments.mesh.mesh import LEASE_SECONDS, Mesh
     from experiments.mesh.report import Run, Tenth, left_over
     from experiments.mesh.tables import num_bytes, sizes
-    from kvcached_nixl.settings import TransferMode
+    from kvcached_nixl.transfer_mode import TransferMode
     from kvcached_nixl.worker.transfer import recent_set
     from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS
     from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS

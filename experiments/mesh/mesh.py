@@ -15,7 +15,8 @@ from experiments.mesh.cases import Case, End
 from experiments.mesh.members import BLOCK_SIZE, NUM_BLOCKS, Member, Memory, Task
 from experiments.mesh.troubles import Address, Troubles
 from kvcached_nixl.clock import ManualClock
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.params import RemotePrefill
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from experiments.common.engines import Ended
 from experiments.step_cost.sides import ARRIVING_BLOCKS, SIDES, Side
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.step import Reports
 
 RUNNING = 32

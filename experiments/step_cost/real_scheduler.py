@@ -34,6 +34,7 @@ from experiments.common.servers import HOST, free_ports
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
@@ -244,7 +245,7 @@ class RealScheduler:
             lease_seconds=30.0,
             num_media=0,
         )
-        return prefill_params(FAR, made, transfer_id=None, transfer_mode="pull")
+        return prefill_params(FAR, made, transfer_id=None, transfer_mode=TransferMode.PULL)
 
     def _make(self) -> Scheduler:
         making = self._making

@@ -14,7 +14,8 @@ from experiments.common.engines import Engine, Pool, Request, asks_decode, asks_
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network, Posted
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.lease import INTERVAL, beats, is_beat
@@ -174,7 +175,7 @@ class DecodeSide(Side):
                 lease_seconds=LEASE_SECONDS,
                 num_media=0,
             )
-            params = prefill_params(far.own, made, transfer_id=None, transfer_mode="pull")
+            params = prefill_params(far.own, made, transfer_id=None, transfer_mode=TransferMode.PULL)
         return Request(f"decode-{name}", tokens, params)
 
 

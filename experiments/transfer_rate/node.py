@@ -34,7 +34,8 @@ from experiments.transfer_rate.plain import Plain, agent, cut, share_cores
 from experiments.transfer_rate.timing import Computing, TimedTransport, longest_hold
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Operation, Ranges
 from kvcached_nixl.wire.params import RemotePrefill

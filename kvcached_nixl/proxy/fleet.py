@@ -152,7 +152,7 @@ def as_dict(instance: Instance) -> dict[str, object]:
         "requests": instance.requests,
         "keeping": instance.keeping,
         "outstanding_tokens": instance.tokens,
-        "transfer_mode": None if found is None else "push" if found.pushes else "pull",
+        "transfer_mode": None if found is None else found.mode.value,
         "engine_id": None if found is None else found.where.engine_id,
         "incarnation": None if found is None else found.incarnation,
         "ranks": [_rank_as_dict(instance, rank) for rank in ranks.named] or None,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 
 __all__ = ["MOST_RANKS", "RANK_HEADER", "Found", "Ranks", "range_of"]
@@ -45,20 +46,24 @@ class Found:
     Attributes:
         where: engine id, side channel and tensor-parallel size.
         incarnation: drawn when the engine started; "" if the response has no manifest.
-        pushes: the engine is in push mode, so decode may be asked at the same time.
+        mode: in push, the engine is in push mode, so decode may be asked at the same time.
     """
 
     where: RemotePrefill
     incarnation: str
-    pushes: bool
+    mode: TransferMode
 
     @classmethod
     def of(cls, params: KvTransferParams) -> Found:
         """Returns what ``params`` say. Raises `Malformed` if a coordinate is missing."""
         manifest = params.manifest
         # A server without this package cannot find a request by its transfer_id alone, so it is not used in push.
-        pushes = params.transfer_mode == "push" and manifest is not None
-        return cls(params.prefill, "" if manifest is None else manifest.incarnation, pushes)
+        mode = (
+            TransferMode.PUSH
+            if params.transfer_mode is TransferMode.PUSH and manifest is not None
+            else TransferMode.PULL
+        )
+        return cls(params.prefill, "" if manifest is None else manifest.incarnation, mode)
 
     @property
     def may_be_one_of_several(self) -> bool:
@@ -149,7 +154,7 @@ class Ranks:
         before = self._known.get(rank)
         if before == found or (rank is not None and rank not in self.named):
             return
-        if not found.pushes:
+        if not found.mode.is_push:
             # In pull the ranks need not be known: decode gets prefill's response.
             self._count, self._known = None, {None: found}
             return
@@ -181,7 +186,7 @@ class Ranks:
             not self._is_counted
             and not self._is_asking
             and self._latest is not None
-            and self._latest.pushes
+            and self._latest.mode.is_push
             and self._latest.may_be_one_of_several
             and self._clock() >= max(self._not_before, self._pulls_until)
         )

@@ -125,7 +125,7 @@ class Journey:
         with prefill.kept() as taken:
             self._record.on_first = taken
             found = prefill.ranks.found(place.rank)
-            if found is not None and found.pushes and self._may_push:
+            if found is not None and found.mode.is_push and self._may_push:
                 return await self._push(place, found)
             return await self._pull(place)
 

@@ -13,7 +13,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import Terms
-from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode
+from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.wire.params import RemotePrefill
 
 __all__ = ["StockScheduler", "start"]
@@ -53,8 +53,7 @@ class StockScheduler(Protocol):
 def start(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
     """Returns the object that the engine's thread calls for every hand-over from now on."""
     settings = Settings.from_extra_config(stock.extra_config)
-    pushes = settings.transfer_mode is TransferMode.PUSH
-    if pushes and stock.dropping_groups:
+    if settings.transfer_mode.is_push and stock.dropping_groups:
         logger.warning(
             "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
             "freed while the prompt is computed.",
@@ -68,7 +67,7 @@ def start(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
         )
     terms = Terms(
         block_size=stock.block_size,
-        pushes=pushes,
+        mode=settings.transfer_mode,
         drops_blocks=bool(stock.dropping_groups),
         recomputes=stock.recomputes,
         lease_seconds=settings.kv_lease_duration_seconds,

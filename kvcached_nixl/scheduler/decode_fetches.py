@@ -101,7 +101,7 @@ class DecodeFetches:
             return
         now = self._clock.now_seconds()
         try:
-            fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.pushes)
+            fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.mode.is_push)
         except HandOverFailed as error:
             if request.is_session:
                 self._pass_over(request, None, step)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcached_nixl.scheduler.engine import Request
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import FetchParams
@@ -32,7 +33,7 @@ class Terms:
 
     Attributes:
         block_size: tokens in a logical block.
-        pushes: prefill writes; else decode reads.
+        mode: who starts a transfer.
         drops_blocks: some KV-cache group frees blocks while a request is computed (a sliding window).
         recomputes: ``kv_load_failure_policy`` is "recompute".
         lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
@@ -40,7 +41,7 @@ class Terms:
     """
 
     block_size: int
-    pushes: bool
+    mode: TransferMode
     drops_blocks: bool
     recomputes: bool
     lease_seconds: float

@@ -95,7 +95,7 @@ class PrefillOffers:
         self._revoked_at = Deadlines[PrefillRequestId]()
         self._draining: set[int] = set()
         self._failures = failures
-        self.is_read_early = terms.pushes
+        self.is_read_early = terms.mode.is_push
 
     @property
     def num_kept(self) -> int:
@@ -188,7 +188,7 @@ class PrefillOffers:
         sending = _Sending(request, name, request.digest(num_tokens), num_tokens)
         sending.is_streamed = not self._terms.drops_blocks
         self._sending[request_id] = sending
-        if self._terms.pushes:
+        if self._terms.mode.is_push:
             # Decode's registration may arrive first: tell the workers that there is such a request.
             self._offer(request_id, sending, step)
 
@@ -236,15 +236,16 @@ class PrefillOffers:
             return False, None
         if is_whole and self._is_kept(sending, block_ids):
             assert sending.manifest is not None
-            if self._terms.pushes and (blocks.are_shared or not sending.is_streamed):
+            if self._terms.mode.is_push and (blocks.are_shared or not sending.is_streamed):
                 self._offer(request_id, sending, step)
             step.finished.append(request_id)
             self._kept[request_id] = request.adapter
             if self._closed is not None:
                 self._revoked_at[request_id] = self._clock.now_seconds() + GRACE_SECONDS
             transfer_id = (request.params or {}).get("transfer_id")
-            mode = "push" if self._terms.pushes else "pull"
-            params = prefill_params(self._own, sending.manifest, transfer_id=transfer_id, transfer_mode=mode)
+            params = prefill_params(
+                self._own, sending.manifest, transfer_id=transfer_id, transfer_mode=self._terms.mode
+            )
             return True, params
         if is_whole and not sending.is_revoked:
             lost = HandOverFailed(FailureCause.RANGE, "it no longer has the blocks of its prompt")
@@ -306,7 +307,7 @@ class PrefillOffers:
         sending.manifest = self._manifest(request_id, sending, blocks)
         # Tokens that another connector loads may turn out invalid when this step has ended, so they are not read early.
         is_held = self.is_read_early and sending.is_streamed and not blocks.are_shared
-        if is_held or (sending.manifest is not None and not self._terms.pushes):
+        if is_held or (sending.manifest is not None and not self._terms.mode.is_push):
             self._offer(request_id, sending, step, is_held=is_held)
 
     def _manifest(self, request_id: PrefillRequestId, sending: _Sending, blocks: Blocks) -> Manifest | None:

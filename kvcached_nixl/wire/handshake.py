@@ -57,7 +57,7 @@ class Tag(msgspec.Struct, frozen=True):
         planes: (number, bytes of a cell) of each kind of plane.
     """
 
-    direction: str
+    mode: str
     facts: tuple[tuple[str, str], ...]
     arrangement: str
     planes: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ class Tag(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         facts = "; ".join(f"{name} {value}" for name, value in self.facts)
         planes = ", ".join(f"{count} planes of cells of {size} bytes" for count, size in self.planes)
-        return f"{_NAME}/{PROTOCOL} {self.direction} [{facts}; {self.arrangement}; {planes}]"
+        return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {self.arrangement}; {planes}]"
 
 
 Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]

@@ -24,10 +24,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import BlockNumber, Count, Identifier, Malformed, Port, TpSize, convert, require
 from kvcached_nixl.wire.manifest import Manifest, as_json
@@ -86,7 +87,7 @@ class KvTransferParams(
     do_remote_prefill: bool | None = None
     do_remote_decode: bool | None = None
     transfer_id: Identifier | None = None
-    transfer_mode: Literal["pull", "push"] | None = None
+    transfer_mode: TransferMode | None = None
     remote_engine_id: Identifier | None = None
     remote_host: Identifier | None = None
     remote_port: Port | None = None
@@ -256,7 +257,7 @@ def _name_of(names: KvTransferParams, request_id: str) -> str:
 
 
 def prefill_params(
-    prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: str
+    prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: TransferMode
 ) -> dict[str, Any]:
     """The parameters in prefill's answer, for decode's request.
 
@@ -267,7 +268,7 @@ def prefill_params(
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
-        "transfer_mode": transfer_mode,
+        "transfer_mode": transfer_mode.value,
         "remote_request_id": manifest.request_id,
         "remote_block_ids": [[] for _ in manifest.groups],
         **msgspec.to_builtins(prefill),

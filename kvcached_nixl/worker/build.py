@@ -16,7 +16,7 @@ import torch
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.current_device import select
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
 from kvcached_nixl.transport.base import Gate, Transport
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
@@ -124,7 +124,7 @@ def start(
     memory_type = registered.memory_type or worker.memory_type
     transport = NixlTransport(worker.agent, memory_type, worker.device_id)
     tag = Tag(
-        direction=settings.transfer_mode.value,
+        mode=settings.transfer_mode.value,
         facts=worker.facts,
         arrangement=layout.arrangement.value,
         planes=tuple((len(kind.bases), kind.cell_bytes) for kind in memory),
@@ -168,11 +168,11 @@ def start(
         return open_gate(backends, registered.extents, memory_type, registered.device_id)
 
     gates = WriteGates(make, background, clock)
-    if settings.transfer_mode is TransferMode.PUSH or slab is not None:
+    if settings.transfer_mode.is_push or slab is not None:
         # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
         gates.begin()
     # Only READs need this: before a WRITE, prefill waits for the device by itself.
-    is_early = worker.answers_before_drafts and settings.transfer_mode is TransferMode.PULL
+    is_early = worker.answers_before_drafts and not settings.transfer_mode.is_push
     facade = assemble(
         transport,
         clock,
@@ -250,7 +250,7 @@ def assemble(
         gates: see `Receiver`.
         tokens: registered host memory for ownership tokens, (BUCKETS + BUFFERS, TOKENS_PER_BUCKET), all 0.
     """
-    is_push = settings.transfer_mode is TransferMode.PUSH
+    mode = settings.transfer_mode
     outcomes = OutcomeQueue(clock)
     ask: Ask = channel.ask
     peers = Peers(Handshaker(transport, compatibility, lambda rank: fits(local, rank)), clock, ask, wake.set)
@@ -261,14 +261,14 @@ def assemble(
     routes = PeerRoutes(local)
     buffers = TokenBuffers(tokens[BUCKETS:])
     context = WorkerContext(local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
-    receiver = Receiver(context, clock, settings.transfer_mode, gates, outcomes.failed, outcomes.finished)
+    receiver = Receiver(context, clock, mode, gates, outcomes.failed, outcomes.finished)
     table = TokenTable(tokens[:BUCKETS])
     registry = OfferRegistry(
         context,
         gate_connections,
         clock,
         table,
-        is_push=is_push,
+        mode=mode,
         lease_seconds=settings.kv_lease_duration_seconds,
         unmatched_seconds=settings.handover_timeout_seconds,
         done=outcomes.done,
@@ -290,7 +290,7 @@ def assemble(
 
     thread = TransferThread(context, clock, receiver, registry, outcomes, wake, wake_engine, closed, select_device)
     # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
-    is_read = not is_push and staging is None
+    is_read = not mode.is_push and staging is None
     return WorkerFacade(thread, local, table, record, offer_handshake, before_answer, is_read=is_read)
 
 

@@ -30,7 +30,8 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport, TransportError
 from kvcached_nixl.transport.memory import Network

@@ -21,7 +21,7 @@ from support.flow_memory import Shape
 from support.flow_pair import Pair
 from support.flow_schedule import Schedule
 
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 
 SEEDS = 300
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
@@ -119,7 +120,7 @@ class Pool:
 def terms(**changed: Any) -> Terms:
     fields: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
-        "pushes": False,
+        "mode": TransferMode.PULL,
         "drops_blocks": False,
         "recomputes": False,
         "lease_seconds": LEASE,
@@ -150,7 +151,7 @@ def manifest_of(
 
 
 def answer_of(manifest: Manifest, transfer_id: str | None = None) -> dict[str, Any]:
-    return prefill_params(PREFILL, manifest, transfer_id=transfer_id, transfer_mode="pull")
+    return prefill_params(PREFILL, manifest, transfer_id=transfer_id, transfer_mode=TransferMode.PULL)
 
 
 def of_decode(

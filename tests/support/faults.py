@@ -211,7 +211,9 @@ def preempted_blocks_are_not_held(patch: Patcher) -> None:
 
 def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
     real = PrefillOffers.is_read
-    patch.setattr(PrefillOffers, "is_read", lambda self, request_id: self._terms.pushes and real(self, request_id))
+    patch.setattr(
+        PrefillOffers, "is_read", lambda self, request_id: self._terms.mode.is_push and real(self, request_id)
+    )
 
 
 def blocks_that_may_be_lost_are_copied(patch: Patcher) -> None:

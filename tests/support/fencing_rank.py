@@ -36,7 +36,8 @@ import torch
 from experiments.common.server_side.few_cores import wait_for_events
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate, register_host_memory
 from kvcached_nixl.wire.handshake import Answer, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import Ranges, State
 from kvcached_nixl.transport.memory import GATE, MemoryTransport, Network, Posted
 from kvcached_nixl.wire.handshake import Process

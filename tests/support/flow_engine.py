@@ -22,7 +22,6 @@ from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.scheduler.side_channel_listener import Answers
-from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
@@ -384,7 +383,7 @@ class Engine:
         shape = kind.shape
         terms = Terms(
             block_size=shape.block_size,
-            pushes=self.settings.transfer_mode is TransferMode.PUSH,
+            mode=self.settings.transfer_mode,
             drops_blocks=kind.drops_blocks,
             recomputes=kind.recomputes,
             lease_seconds=self.settings.kv_lease_duration_seconds,

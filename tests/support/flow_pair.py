@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import is_beat

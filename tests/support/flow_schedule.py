@@ -20,7 +20,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kvcached_nixl.scheduler import decode_fetches as fetching
-from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster

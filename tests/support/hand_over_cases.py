@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.lease import is_beat

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 PACKAGE = "kvcached_nixl"
 
-BASICS = {"errors", "ids", "clock", "deadlines"}
+BASICS = {"errors", "ids", "clock", "deadlines", "transfer_mode"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ids": set(),
@@ -18,7 +18,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "current_device": set(),
     "processes": set(),
-    "settings": {"errors"},
+    "transfer_mode": set(),
+    "settings": {"errors", "transfer_mode"},
     "wire": BASICS,
     "patching": {"errors"},
     "naming": {"errors", "processes"},
@@ -29,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {*BASICS, "wire", "settings"},
     "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device"},
     "seams": {*BASICS, "wire", "settings", "transport", "compat", "patching", "scheduler", "worker", "proof"},
-    "proxy": {"errors", "settings", "wire.params"},
+    "proxy": {"errors", "settings", "transfer_mode", "wire.params"},
     "hostvmm": {"errors", "processes"},
     "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
     "cli": {"errors", "settings", "compat", "patching", "proof", "transport", "version"},

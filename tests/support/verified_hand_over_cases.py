@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvcached_nixl.scheduler import decode_fetches as fetching
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Written, decode, encode
 from kvcached_nixl.worker.geometry.descriptors import Blocks
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest

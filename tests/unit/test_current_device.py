@@ -21,7 +21,8 @@ from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.current_device import select
 from kvcached_nixl.proof import member
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.worker import build as starting
 from kvcached_nixl.worker.background import Background, Work

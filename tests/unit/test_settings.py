@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import Gate, MemoryPath, Server, Settings, TransferMode, read_gate
+from kvcached_nixl.settings import Gate, MemoryPath, Server, Settings, read_gate
+from kvcached_nixl.transfer_mode import TransferMode
 
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "TRUE"])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import Gate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Release, StagingRequest, Stopped, Written, encode
@@ -90,7 +90,7 @@ class Receiver:
             attempt.fail(HandOverFailed(FailureCause.REFUSED, str(error)))
             return
         for address in peers_of(spec.prefill, ranks):
-            if self._mode is TransferMode.PUSH or (spec.manifest is not None and self._context.staging is not None):
+            if self._mode.is_push or (spec.manifest is not None and self._context.staging is not None):
                 attempt.parts.append(WritePart(self._context, self._gates, attempt, address))
             elif spec.manifest is not None:
                 attempt.parts.append(ReadPart(self._context, attempt, address, spec.manifest, self._be_written))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Registration, Release, StagingGrant, Withdrawal
 from kvcached_nixl.wire.step import OfferUpdate
@@ -45,7 +46,7 @@ class OfferRegistry:
     """See the module.
 
     Args:
-        is_push: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
+        mode: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
         lease_seconds: how long a finished request's blocks are kept for decode without a heartbeat.
         unmatched_seconds: how long a registration waits for prefill's request to appear.
         done: called with a request whose blocks are not needed any more.
@@ -60,7 +61,7 @@ class OfferRegistry:
         clock: Clock,
         tokens: TokenTable,
         *,
-        is_push: bool,
+        mode: TransferMode,
         lease_seconds: float,
         unmatched_seconds: float,
         done: Callable[[PrefillRequestId], None],
@@ -70,7 +71,7 @@ class OfferRegistry:
         self._context = context
         self._clock = clock
         self._tokens = tokens
-        self._is_writing = is_push
+        self._mode = mode
         self._unmatched_seconds = unmatched_seconds
         self._done, self._hold_idle, self._expired = done, hold_idle, expired
         self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
@@ -89,7 +90,7 @@ class OfferRegistry:
     @property
     def is_awaiting(self) -> bool:
         """Whether a rank of decode may send something urgent at any moment, or waits for something it has sent."""
-        return bool(self._write_tasks) or (self._is_writing and bool(self._matcher.offers))
+        return bool(self._write_tasks) or (self._mode.is_push and bool(self._matcher.offers))
 
     @property
     def is_delivering(self) -> bool:
@@ -263,7 +264,7 @@ class OfferRegistry:
                 self._writer.stop(task, FailureCause.DIGEST, "prefill computed another prompt")
             else:
                 self._matcher.join(task, offer)
-        elif not self._is_writing:
+        elif not self._mode.is_push:
             # In pull only an ended request may be written: before that vLLM may give its blocks to another one.
             self._writer.stop(
                 task,

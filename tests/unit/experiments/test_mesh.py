@@ -29,7 +29,7 @@ from experiments.mesh.report import (
 )
 from experiments.mesh.tables import num_bytes, sizes
 from experiments.mesh.troubles import Troubles
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.worker.transfer import recent_set
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable

@@ -27,7 +27,7 @@ from experiments.step_cost.report import (
 )
 from experiments.step_cost.schedule_cost import ScheduleCost
 from experiments.step_cost.sides import SIDES, DecodeSide, PrefillSide, Side
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.lease import MOST_BEAT_BYTES, read_beat
 
 USUAL = Cost(

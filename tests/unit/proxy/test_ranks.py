@@ -8,6 +8,7 @@ import json
 import pytest
 
 from kvcached_nixl.proxy.ranks import MOST_FORMER, MOST_RANKS, PULL_SECONDS, Found, Ranks, range_of
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.params import RemotePrefill
 
 
@@ -20,7 +21,7 @@ class Clock:
 
 
 def found(name: str, start: str = "0", *, port: int = 5600, pushes: bool = True) -> Found:
-    return Found(RemotePrefill(name, "127.0.0.1", port), start * 16, pushes)
+    return Found(RemotePrefill(name, "127.0.0.1", port), start * 16, TransferMode.PUSH if pushes else TransferMode.PULL)
 
 
 def counted(count: int, clock: Clock | None = None) -> Ranks:

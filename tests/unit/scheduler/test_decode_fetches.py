@@ -27,6 +27,7 @@ from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import MANIFEST_KEY
@@ -111,7 +112,7 @@ def test_its_lease_is_renewed_from_its_arrival_on() -> None:
 
 
 def test_where_both_are_asked_at_once_the_name_is_renewed() -> None:
-    decode = Decode(pushes=True)
+    decode = Decode(mode=TransferMode.PUSH)
     decode.arrive(at_once())
     assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, "transfer:t", LEASE, TIMEOUT)]
 
@@ -224,7 +225,7 @@ def test_a_request_whose_prompt_is_in_the_cache_tells_prefill_so() -> None:
 
 
 def test_without_a_manifest_it_is_released_by_name_and_digest() -> None:
-    decode = Decode(pushes=True)
+    decode = Decode(mode=TransferMode.PUSH)
     request = at_once()
     decode.arrive(request)
     assert decode.match(request, 12) == NOTHING
@@ -233,7 +234,7 @@ def test_without_a_manifest_it_is_released_by_name_and_digest() -> None:
 
 
 def test_where_both_are_asked_at_once_decode_wants_all_of_its_prompt() -> None:
-    decode = Decode(pushes=True)
+    decode = Decode(mode=TransferMode.PUSH)
     request = at_once()
     decode.arrive(request)
     assert decode.match(request, 4) == (TOKENS - 4, True)
@@ -292,7 +293,7 @@ def test_a_group_may_need_nothing_of_what_is_handed_over() -> None:
 @pytest.mark.parametrize("pushes", [True, False])
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bool, recomputes: bool) -> None:
     """vLLM leaves those of tokens that it has not computed as memory happens to be (``echo`` with ``logprobs``)."""
-    decode = Decode(pushes=pushes, recomputes=recomputes)
+    decode = Decode(mode=TransferMode.PUSH if pushes else TransferMode.PULL, recomputes=recomputes)
     request = of_decode()
     request.computes_prompt = True
     decode.arrive(request)
@@ -307,7 +308,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
 @pytest.mark.parametrize("pushes", [True, False])
 def test_a_session_is_computed_here(pushes: bool, recomputes: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Row A9: its blocks go on being filled. A session that fails would go on without its beginning."""
-    decode = Decode(pushes=pushes, recomputes=recomputes)
+    decode = Decode(mode=TransferMode.PUSH if pushes else TransferMode.PULL, recomputes=recomputes)
     request = of_decode()
     request.is_session = True
     decode.arrive(request)
@@ -332,7 +333,7 @@ def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
 
 def test_a_stand_in_says_which_request_it_stands_for_and_no_prompt() -> None:
     """Row B10: its server has rejected the request, and its one token is nobody's prompt."""
-    decode = Decode(pushes=True)
+    decode = Decode(mode=TransferMode.PUSH)
     request = at_once(tokens=[0])
     request.is_stand_in = True
     decode.arrive(request)
@@ -384,7 +385,7 @@ def test_a_request_that_no_other_connector_keeps_is_told_to_vllm() -> None:
 
 def test_a_request_that_is_gone_before_it_was_looked_at_says_what_it_wanted() -> None:
     """Else prefill, which knows it by name and prompt, would keep its blocks for a lease."""
-    decode = Decode(pushes=True)
+    decode = Decode(mode=TransferMode.PUSH)
     request = at_once()
     decode.arrive(request)
     decode.finish(request)

@@ -31,6 +31,7 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id
 
@@ -68,7 +69,7 @@ def engine() -> Engine:
 
 def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     """It waits in the executor's queue while the next one is built."""
-    engine = Engine(pushes=True)
+    engine = Engine(mode=TransferMode.PUSH)
     engine.handover.arrived(of_prefill())
     first = engine.handover.take_step([Progress("p1", ([7],), True, 4)])
     told = list(first.offered)
@@ -262,7 +263,7 @@ def test_a_workers_word_ends_the_sleep(engine: Engine) -> None:
 
 
 def test_what_is_kept_and_what_waits_is_counted() -> None:
-    engine = Engine(pushes=True)
+    engine = Engine(mode=TransferMode.PUSH)
     request = engine.sending()
     engine.handover.finished(request, True, BLOCKS)
     assert engine.handover.num_kept == 1 and engine.handover.pending
@@ -284,7 +285,7 @@ def test_a_deadline_is_found_by_whoever_looks_around(engine: Engine) -> None:
 
 
 def test_only_what_may_be_read_is_held() -> None:
-    engine = Engine(pushes=True)
+    engine = Engine(mode=TransferMode.PUSH)
     engine.sending()
     engine.handover.preempted("p2")
     engine.handover.preempted("p1")
@@ -357,7 +358,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.handover = SchedulerFacade(OWN, OWN_START, "key", terms(pushes=True), self.clock, Reads())
+        self.handover = SchedulerFacade(OWN, OWN_START, "key", terms(mode=TransferMode.PUSH), self.clock, Reads())
         self.handover.bind(self)
         self.are_shared = False
         self.number = 0

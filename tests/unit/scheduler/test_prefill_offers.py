@@ -26,6 +26,7 @@ from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
@@ -102,13 +103,13 @@ def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
     assert prefill.compute(16).offered == []
     keep, params = prefill.finish(request, block_ids=([7, 3, 9, 4, 8],))
     assert keep
-    assert params == prefill_params(OWN, manifest(), transfer_id="t", transfer_mode="pull")
+    assert params == prefill_params(OWN, manifest(), transfer_id="t", transfer_mode=TransferMode.PULL)
     assert prefill.take().finished == [P1]
 
 
 def test_a_push_is_offered_from_its_arrival_on() -> None:
     """Who registers learns at once that there is such a request; further blocks are added to the earlier ones."""
-    prefill = Prefill(Pool(0, 0), pushes=True)
+    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
     assert prefill.take().offered == [offered((), 0)]
     told = [
@@ -129,7 +130,7 @@ def test_a_push_is_offered_from_its_arrival_on() -> None:
 
 
 def test_the_last_step_of_a_push_has_the_manifest() -> None:
-    prefill = Prefill(Pool(0, 0), pushes=True)
+    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH)
     prefill.arrive(of_prefill())
     prefill.take()
     (last,) = prefill.compute(TOKENS, ([7, 3, 9, 4], [1, 2, 5, 6]), replaces=True).offered
@@ -178,7 +179,7 @@ def test_what_a_manifest_names_is_known() -> None:
 
 def test_requests_of_others_are_not_told() -> None:
     """Without parameters, of decode, of both, never heard of, or with a role that is none."""
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     others = [
         Asked("plain", None),
         Asked("other", {"key": 1}),
@@ -207,7 +208,7 @@ def test_a_request_that_cannot_be_offered_is_computed_even_so(
     more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Warned of and counted once; vLLM frees its blocks as ever."""
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill(**more))
     assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
     assert not prefill.compute(TOKENS, BLOCKS, replaces=True).offered
@@ -219,7 +220,7 @@ def test_a_request_that_cannot_be_offered_is_computed_even_so(
 
 
 def test_a_request_arrives_once() -> None:
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
     prefill.take()
     prefill.arrive(request)
@@ -232,7 +233,7 @@ def test_a_request_arrives_once() -> None:
 
 def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held() -> None:
     """Also one whose prompt was computed."""
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
     prefill.take()
     prefill.compute(TOKENS, BLOCKS, replaces=True)
@@ -326,7 +327,7 @@ def test_an_aborted_staged_pull_keeps_its_blocks_until_nothing_copies_them() -> 
 
 def test_blocks_that_replace_others_are_not_added_to_them() -> None:
     """vLLM says which of the two it means; nothing else is taken for it."""
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     prefill.arrive(of_prefill())
     prefill.take()
     prefill.compute(4, ([7],), replaces=True)
@@ -335,7 +336,7 @@ def test_blocks_that_replace_others_are_not_added_to_them() -> None:
 
 def test_a_rollback_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A8: another connector's load has failed, and tokens are recomputed in the same blocks."""
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     prefill.arrive(of_prefill())
     prefill.take()
     assert prefill.compute(8, ([7, 3],), replaces=True).offered == [held(([7, 3],), 8)]
@@ -348,7 +349,7 @@ def test_a_rollback_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_another_connector_may_have_loaded_is_pushed_when_it_has_ended() -> None:
     """A8: until then it may be taken back."""
-    prefill = Prefill(Pool(are_shared=True), pushes=True)
+    prefill = Prefill(Pool(are_shared=True), mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
     assert prefill.take().offered == [offered((), 0)], "that there is such a request is said at once"
     assert prefill.compute(8, ([7, 3],), replaces=True).offered == []
@@ -365,7 +366,7 @@ def test_what_another_connector_may_have_loaded_is_pushed_when_it_has_ended() ->
 
 @pytest.mark.parametrize("pushes", [False, True])
 def test_a_request_that_has_ended_is_kept_until_every_rank_is_done(pushes: bool) -> None:
-    prefill = Prefill(pushes=pushes)
+    prefill = Prefill(mode=TransferMode.PUSH if pushes else TransferMode.PULL)
     request = prefill.arrive(of_prefill())
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert prefill.finish(request)[0]
@@ -380,7 +381,7 @@ def test_a_request_that_has_ended_is_kept_until_every_rank_is_done(pushes: bool)
 
 
 def test_an_aborted_push_is_stopped_and_kept_until_it_is() -> None:
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
     prefill.compute(4, ([7],), replaces=True)
     assert prefill.finish(request, False, ([7],)) == (True, None)
@@ -394,7 +395,7 @@ def test_an_aborted_push_is_stopped_and_kept_until_it_is() -> None:
 
 def test_a_push_that_ends_in_the_queue_is_stopped_and_keeps_nothing() -> None:
     """Decode, which may have registered, is told at once instead of after its timeout."""
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
     assert prefill.finish(request, False, ()) == (False, None)
     step = prefill.take()
@@ -404,7 +405,7 @@ def test_a_push_that_ends_in_the_queue_is_stopped_and_keeps_nothing() -> None:
 
 def test_what_was_offered_in_the_same_step_is_told_as_far_as_it_is_true() -> None:
     """It arrived, and was aborted before there was a step: who has registered hears of both; of no blocks, though."""
-    prefill = Prefill(pushes=True)
+    prefill = Prefill(mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
     assert prefill.finish(request, False, ()) == (False, None)
     step = prefill.take()
@@ -464,7 +465,7 @@ def test_a_request_that_ends_whole_without_a_step_of_ours_is_not_handed_over() -
 @pytest.mark.parametrize("pushes", [True, False])
 def test_a_session_is_not_offered(pushes: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Row A9: its blocks go on being filled with what comes later, which no digest of its first input has."""
-    prefill = Prefill(pushes=pushes)
+    prefill = Prefill(mode=TransferMode.PUSH if pushes else TransferMode.PULL)
     request = of_prefill()
     request.is_session = True
     prefill.arrive(request)

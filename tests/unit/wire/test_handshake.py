@@ -31,7 +31,7 @@ WEIGHTS = Weights("1" * 32, "2" * 32, "")
 PROCESS = Process("a-boot", "pid:[1]", 7, 2**40)
 RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40, "VRAM", True, WEIGHTS, PROCESS)
 OTHER: dict[str, list[Any]] = {
-    "direction": ["push"],
+    "mode": ["push"],
     "facts": [
         (("vLLM", "0.19.2"), ("model", "m"), ("dtype", "bf16")),
         (("vLLM", "0.19.1"), ("model", "m")),

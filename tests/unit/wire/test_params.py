@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE, Malformed
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
@@ -36,7 +37,7 @@ PREFILL_ID = "cmpl-r-0-0123abcd"
 MANIFEST = Manifest(
     PROTOCOL, "0" * 16, PREFILL_ID, "0" * 32, 10, 4, (1, 1), (BlockRange(0, (7, 3, 9)), BlockRange(8, (2,))), 30.0, 0
 )
-ANSWER = prefill_params(PREFILL, MANIFEST, transfer_id=None, transfer_mode="pull")
+ANSWER = prefill_params(PREFILL, MANIFEST, transfer_id=None, transfer_mode=TransferMode.PULL)
 BOTH_AT_ONCE: dict[str, Any] = {"do_remote_prefill": True, **COORDINATES}
 
 
@@ -307,7 +308,7 @@ def test_what_prefill_answers_leads_decode_to_it(
 ) -> None:
     """Through a router that passes it on as JSON, with any id of its own for decode's request."""
     manifest = Manifest(PROTOCOL, "0" * 16, prefill_id, "0" * 32, 3, 4, (1, 1), (BlockRange(0, (7,)),), 30.0, 0)
-    made = prefill_params(prefill, manifest, transfer_id=transfer_id, transfer_mode=mode)
+    made = prefill_params(prefill, manifest, transfer_id=transfer_id, transfer_mode=TransferMode(mode))
     answer = json.loads(json.dumps(made))
     found = read(answer, request_id=decode_id)
     assert (found.prefill, found.manifest) == (prefill, manifest)
@@ -318,7 +319,7 @@ def test_what_prefill_answers_leads_decode_to_it(
 
 def test_the_answer_of_prefill_is_these_keys() -> None:
     """Routers and stock peers know them by name; stock decode finds block ids, one list a group."""
-    assert prefill_params(PREFILL, MANIFEST, transfer_id="t", transfer_mode="push") == {
+    assert prefill_params(PREFILL, MANIFEST, transfer_id="t", transfer_mode=TransferMode.PUSH) == {
         **COORDINATES,
         "do_remote_prefill": True,
         "do_remote_decode": False,

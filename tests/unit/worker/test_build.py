@@ -12,7 +12,8 @@ import torch
 from support.kvcached_memory import Geometry
 
 from kvcached_nixl.clock import MonotonicClock
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
 from kvcached_nixl.worker.build import record_event, start

@@ -28,7 +28,8 @@ from support.worker_fakes import (
 
 from kvcached_nixl.clock import Clock, ManualClock, MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
-from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import FailureCause

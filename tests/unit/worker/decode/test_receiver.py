@@ -22,7 +22,7 @@ from support.worker_fakes import (
     wanted,
 )
 
-from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Process

@@ -20,6 +20,7 @@ from support.worker_fakes import (
 )
 
 from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Message, Registration, Release, Stopped, Withdrawal, Written, decode
@@ -49,7 +50,7 @@ class Prefill(Local):
             self.gate_connections,
             self.clock,
             self.table,
-            is_push=is_push,
+            mode=TransferMode.PUSH if is_push else TransferMode.PULL,
             lease_seconds=LEASE,
             unmatched_seconds=unmatched,
             done=self._done,

@@ -424,7 +424,7 @@ def test_who_does_not_answer_a_probe_loses_the_connection_and_is_not_called_gone
     local.turn()
     assert local.dead == []
     assert not local.peers.is_known("remote-0")
-    with pytest.raises(Exception, match="no way"):
+    with pytest.raises(Exception, match="no connection"):
         local.transport.send("remote-0", b"again")
     # When another agent answers at its address, the first one is dead.
     again = Remote(remote.address, local.network.agent("another agent"))
