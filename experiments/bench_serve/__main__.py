@@ -20,15 +20,15 @@ PROMPTS, QUICK_PROMPTS = 16, 12
 DESCRIPTION = """\
 What does vLLM's own load generator measure through the router?
 
-Runs `vllm bench serve` with a data set that it draws itself (prompts of 512 to 1,536 tokens, answers of 32 to 96)
-against the router before one prefill and one decode server over kvcached, pulling and pushing, and against one stock
-instance that has as many threads as both. The arms' servers run side by side and are asked in turn."""
+Runs `vllm bench serve` with its random data set (prompts of 512 to 1,536 tokens, answers of 32 to 96) against the
+router with one prefill and one decode server over kvcached, with pull and with push, and against one stock instance
+with as many threads as both servers together. The servers of all arms run at the same time; the arms take turns."""
 
 EPILOG = """\
-targets: every request is answered; no prompt is computed by decode instead of being handed over; hand-overs go in the
-direction of the arm. How fast each arm is, is reported: on cores that both servers share, P/D has nothing to gain.
+targets: every request is answered; decode computes no prompt instead of a hand-over; hand-overs go in the direction of
+the arm. The speed of each arm is reported without a target: where both servers share cores, P/D cannot be faster.
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every run, versions and hardware."""
 
 
@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.bench_serve.arms import MODEL
     from experiments.bench_serve.measure import measure
     from experiments.bench_serve.report import judge, table_of

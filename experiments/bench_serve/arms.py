@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serves: one instance with all cores, or prefill, decode and the router on the same cores."""
+"""The arms: one instance with all cores, or prefill, decode and the router on the same cores."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ KVCACHED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """``mode``: of the transfer, or "" for one instance that is asked directly."""
+    """One arm. ``mode`` is the transfer mode, or "" for one instance that gets its requests directly."""
 
     name: str
     mode: str = ""
 
     def specs(self, model: Path) -> list[ServerSpec]:
-        """One server, or prefill and decode."""
+        """Return the configuration of one server, or of prefill and decode."""
         common = ServerSpec(
             name="one-instance",
             model=model,
             dtype="float32",
             max_model_len=2048,
-            # As many threads as two servers have together.
+            # As many threads as the two servers of another arm have together.
             environment={"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))},
             forks=True,
         )

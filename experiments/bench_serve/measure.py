@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of all arms run from the start to the end, and the arms take turns: machines change their speed."""
+"""Measures the arms in turn, with the servers of all arms running throughout: the machine's speed varies over time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BENCH_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Run:
-    """What ``vllm bench serve`` said of one run. Milliseconds; tokens are those of answers."""
+    """Figures that ``vllm bench serve`` reported for one run. Times in milliseconds; tokens are tokens of answers."""
 
     arm: str
     at_a_time: int
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Handed:
-    """What a router counted: hand-overs by direction, and how often decode computed a prompt itself."""
+    """A router's counters: hand-overs by direction, and how often decode computed a prompt itself."""
 
     arm: str
     in_its_direction: int
@@ -50,7 +50,7 @@ class Handed:
     computed_by_decode: int
 
     def since(self, earlier: Handed) -> Handed:
-        """Without what was counted then."""
+        """Return the counts since ``earlier``."""
         return Handed(
             self.arm,
             self.in_its_direction - earlier.in_its_direction,
@@ -62,7 +62,7 @@ class Handed:
 def measure(
     at_a_time: tuple[int, ...], rounds: int, prompts: int, model: Path, logs: Path, say: Callable[[str], None]
 ) -> tuple[list[Run], list[Handed]]:
-    """Start everything, ask, stop everything."""
+    """Start all servers and routers, run all rounds, stop everything."""
     with contextlib.ExitStack() as stack:
         urls: dict[Arm, str] = {}
         for arm in ARMS:
@@ -76,7 +76,7 @@ def measure(
         routers = {arm: url for arm, url in urls.items() if arm.mode}
         learnt = {arm: handed(arm, url) for arm, url in routers.items()}
         found = []
-        # A seed each: a prompt that an engine has seen would be in its prefix cache.
+        # Each run has another seed: a prompt that an engine has seen would be in its prefix cache.
         for seed, (number, together) in enumerate(itertools.product(range(rounds), at_a_time), start=1):
             first = number % len(ARMS)
             for arm in (*ARMS[first:], *ARMS[:first]):
@@ -86,10 +86,10 @@ def measure(
 
 
 def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompts: int, seed: int) -> Run:
-    """One run of vLLM's load generator, with prompts that it draws itself.
+    """Run vLLM's load generator once, with prompts that it draws itself.
 
     Raises:
-        ServerError: it has failed.
+        ServerError: the load generator failed.
     """
     result = logs / f"{arm.mode or 'one'}-{at_a_time}-{seed}.json"
     command = [
@@ -121,7 +121,7 @@ def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompt
 
 
 def handed(arm: Arm, url: str) -> Handed:
-    """Of all that the router has served."""
+    """Return the counts of all requests that the router has served."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False).text)
     samples = [one for family in families for one in family.samples]
 

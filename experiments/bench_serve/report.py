@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From runs to a table and targets. Pure."""
+"""Computes a table and targets from runs. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FIGURES = ("requests_per_second", "tokens_per_second", "first_token_p50_ms", "fi
 
 
 def median(runs: Sequence[Run], arm: str, at_a_time: int, figure: str) -> float:
-    """Of an arm's runs with so many requests at a time."""
+    """Return the median of ``figure`` over an arm's runs with ``at_a_time`` requests at a time."""
     return statistics.median(getattr(one, figure) for one in runs if (one.arm, one.at_a_time) == (arm, at_a_time))
 
 
 def table_of(runs: Sequence[Run]) -> Table:
-    """Medians over the rounds."""
+    """Return a table of medians over the rounds."""
     table = Table(title="vllm bench serve; medians over the rounds")
-    for column in ("at a time", "arm", "requests/s", "tokens/s", "first token, ms: p50", "p99", "further, ms: p50"):
+    for column in ("at a time", "arm", "requests/s", "tokens/s", "TTFT, ms: p50", "p99", "TPOT, ms: p50"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for at_a_time, arm in sorted(dict.fromkeys((one.at_a_time, one.arm) for one in runs)):
         figures = [median(runs, arm, at_a_time, figure) for figure in FIGURES]
@@ -32,7 +32,7 @@ def table_of(runs: Sequence[Run]) -> Table:
 
 
 def judge(runs: Sequence[Run], handed: Sequence[Handed]) -> list[Verdict]:
-    """Every request is answered, and every one through a router by a hand-over."""
+    """Return the targets: every request is answered, and every one through a router by a hand-over."""
     failed = sum(one.failed for one in runs)
     verdicts = [Verdict("requests without an answer (0)", f"{failed} of {len(runs)} runs' requests", failed == 0)]
     for one in handed:
@@ -44,7 +44,7 @@ def judge(runs: Sequence[Run], handed: Sequence[Handed]) -> list[Verdict]:
                 one.computed_by_decode == 0 and total > 0,
             ),
             Verdict(
-                f"{one.arm}: handed over in this direction, once the router has learnt it (>= 0.9)",
+                f"{one.arm}: handed over in this direction, after the warm-up (>= 0.9)",
                 f"{one.in_its_direction} of {total}",
                 one.in_its_direction >= 0.9 * total > 0,
             ),

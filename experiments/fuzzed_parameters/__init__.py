@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See ``__main__.py``."""
+"""How do servers handle malformed ``kv_transfer_params`` and malformed requests around them?"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bash experiments/fuzzed_parameters/run.sh``: wrong parameters, and what servers make of them. ``--help``."""
+"""``bash experiments/fuzzed_parameters/run.sh``: send malformed parameters, judge the answers. ``--help`` explains."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ RESULTS = Path(__file__).resolve().parent / "results"
 MODES = ("pull", "push")
 
 DESCRIPTION = """\
-What do servers do with kv_transfer_params, and with requests around them, that nobody should send?
+How do servers handle malformed kv_transfer_params, and malformed requests around them?
 
-Starts a prefill and a decode server over kvcached, pulling and then pushing, and sends thousands of requests to every
-endpoint that can carry such parameters: completions, chat and batches of it, responses, messages, generate,
-invocations; streamed and not. Drawn from a seed, one to three things of each are wrong.
+Starts a prefill and a decode server over kvcached, with pull and then with push, and sends thousands of requests to
+every endpoint that can carry such parameters: completions, chat and batches of chats, responses, messages, generate,
+invocations; streamed and not. Each request has faults, drawn from a seed: one to three in its parameters, one to three
+in the rest of the request, or both.
 
-The parameters: keys dropped, set to values of another type or out of all range, taken from other requests; other block
-ids; other hosts and ports, where nobody listens or nobody answers; both roles; nothing but a role; what a router leaves
-that rebuilds them field by field; nested a hundred deep; used twice; with another prompt.
+Faults of the parameters: keys dropped, set to values of another type or out of range, or taken from other requests;
+other block ids; other hosts and ports, where no process listens or the listener never answers; both roles; only a role;
+the fields that are left by a router that rebuilds them one by one; nested a hundred levels deep; used twice; another
+prompt.
 
-The body and the headers: ids of requests that prefill keeps, of any type and length; requests that vLLM rejects under
-such ids; models, adapters, priorities, n, streams, cache salts, forms of prompts and limits; beam search,
-log-probabilities; parameters of any type; fields without and of any value; other ranks of data parallelism.
+Faults of the body and the headers: ids of requests that prefill keeps; ids of any type and length; requests that vLLM
+rejects under such ids; models, adapters, priorities, n, streams, cache salts, forms of prompts, and limits; beam
+search, log-probabilities; parameters of any type; fields removed or set to any value; other ranks of data parallelism.
 
-In between, honest requests are handed over."""
+Between these, valid requests are handed over."""
 
 EPILOG = """\
 targets, each mode:
-  no answer with HTTP 200 and a token that a server alone would not have given, or with none
-  no request without an end within 60 s (handover_timeout is 5 s), and afterwards none in a server
-  both servers live, and hand an honest request of every prompt over rightly, before, every 50 requests and afterwards
+  no answer with HTTP 200 that has no tokens, or a token that one server alone would not generate
+  every request ends within 60 s (handover_timeout is 5 s), and no request is left in a server afterwards
+  both servers stay alive, and hand over a valid request of every prompt correctly: before, every 50 requests, and after
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json."""
 
 
@@ -52,9 +54,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--count", type=int, default=10_000, help="wrong requests in each mode (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="what they are drawn from (%(default)s)")
-    parser.add_argument("--mode", choices=MODES, help="only this one; no last-VERSION file")
+    parser.add_argument("--count", type=int, default=10_000, help="malformed requests in each mode (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed that they are drawn from (%(default)s)")
+    parser.add_argument("--mode", choices=MODES, help="only this mode; does not write last-VERSION.json")
     parser.add_argument(
         "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
     )
@@ -62,7 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def specs(mode: str, policy: str) -> list[ServerSpec]:
-    """P and D."""
+    """Return the configurations of P and D."""
     from experiments.common.model import PADDED, make_model
     from experiments.common.servers import ServerSpec
     from experiments.fuzzed_parameters.endpoints import TEMPLATE
@@ -97,17 +99,17 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
 
 
 def judge(mode: str, found: Found, alive: bool) -> list[Verdict]:
-    """The targets of one mode."""
+    """Return the targets of one mode."""
     return [
         Verdict(f"{mode}: no HTTP 200 with wrong tokens", f"{len(found.wrong)}", not found.wrong),
-        Verdict(f"{mode}: no request without an end", f"{len(found.hangs)}", not found.hangs),
-        Verdict(f"{mode}: both servers live and serve rightly", "yes" if alive else "no", alive),
+        Verdict(f"{mode}: no request hangs", f"{len(found.hangs)}", not found.hangs),
+        Verdict(f"{mode}: both servers are alive and serve correctly", "yes" if alive else "no", alive),
     ]
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the modes and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.client import AnswerError
     from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.common.servers import ServerError, running
@@ -115,7 +117,7 @@ def main(options: argparse.Namespace) -> int:
 
     began = datetime.datetime.now(datetime.timezone.utc)
     stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"wrong parameters, vLLM {options.vllm}")
+    narrator = Narrator(f"malformed parameters, vLLM {options.vllm}")
     verdicts: list[Verdict] = []
     modes = []
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose body or headers are wrong in some way beside their ``kv_transfer_params``, drawn from a seed."""
+"""Draws requests with faults in the body or the headers, outside their ``kv_transfer_params``, from a seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS: tuple[Any, ...] = (
     None,
     [],
 )
-"""What a client may call a request, beside the ids of requests that there are."""
+"""Request ids that a client may send, in addition to the ids of existing requests."""
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Asked:
     """One request, before it is sent.
 
     Attributes:
-        prompts: what each choice has to be an answer to; None where nobody knows.
-        is_cut: fewer tokens may be wanted.
-        changes: what was done to it.
+        prompts: the prompts that its choices must answer; None where the right answer is unknown.
+        is_cut: whether fewer tokens may have been requested.
+        changes: names of the faults that it has.
     """
 
     endpoint: Endpoint
@@ -56,11 +56,11 @@ Change = Callable[[random.Random, Asked, Sequence[Any], Sequence[Prompt]], None]
 
 
 def change(random_: random.Random, asked: Asked, ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
-    """Make one to three things of it wrong, or other than they were.
+    """Add one to three faults or other changes to ``asked``.
 
     Args:
-        ids: of requests that the engines run or keep.
-        prompts: that a request may be for.
+        ids: ids of requests that the engines run or keep.
+        prompts: prompts that a request may have.
     """
     for _ in range(random_.choice((1, 1, 2, 3))):
         one = random_.choice(CHANGES)
@@ -73,13 +73,13 @@ def _request_id(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Seq
 
 
 def _rejected(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequence[Prompt]) -> None:
-    """vLLM tells the connector of what it has rejected, under the body's id."""
+    """A request that vLLM rejects: it tells the connector that a request with the body's id has ended."""
     asked.body["request_id"] = random_.choice(ids)
     asked.body["model"] = "no such model"
 
 
 def _rejected_later(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequence[Prompt]) -> None:
-    """Its model is right, and what is wrong is found where its prompt is looked at."""
+    """A request whose model is valid, and which vLLM rejects later, when it processes the prompt."""
     asked.body["request_id"] = random_.choice(ids)
     limit = random_.choice([key for key in asked.body if key.startswith("max_")] or ["max_tokens"])
     asked.body[limit] = random_.choice((10**6, 0, -1))
@@ -109,7 +109,7 @@ def _stream(random_: random.Random, asked: Asked, *_: Any) -> None:
     if random_.random() < 0.5:
         asked.body["stream_options"] = random_.choice(({"include_usage": True}, {}, [], None))
     if not asked.endpoint.can_stream:
-        # vLLM's batches of chats take it, and answer with the last token of each.
+        # vLLM's endpoint for batches of chats accepts it, but answers with the last token of each only.
         asked.prompts = None
 
 
@@ -125,7 +125,7 @@ def _fewer_tokens(random_: random.Random, asked: Asked, *_: Any) -> None:
 
 
 def _prompt(random_: random.Random, asked: Asked, _: Sequence[Any], prompts: Sequence[Prompt]) -> None:
-    """Completions: the prompt in another form, or several prompts. Other endpoints: something that is no prompt."""
+    """Completions: the prompt in another form, or several prompts. Other endpoints: a value that is not a prompt."""
     if asked.body.get("n", 1) != 1 or "prompt" not in asked.body:
         keys = [key for key in ("prompt", "messages", "input", "token_ids") if key in asked.body]
         asked.body[random_.choice(keys)] = copy.deepcopy(random_.choice((*HOSTILE, [-1], [10**9], [[]], "")))
@@ -138,7 +138,7 @@ def _prompt(random_: random.Random, asked: Asked, _: Sequence[Any], prompts: Seq
 
 
 def _what_is_told(random_: random.Random, asked: Asked, *_: Any) -> None:
-    """Log-probabilities of what is generated, of the prompt, and the prompt itself."""
+    """Request log-probabilities of the answer or of the prompt, or the prompt itself."""
     where = asked.body.get("sampling_params", asked.body)
     where[random_.choice(("logprobs", "prompt_logprobs", "echo", "top_logprobs"))] = random_.choice((1, True, 5, -1, 0))
     if "echo" in where:
@@ -160,7 +160,7 @@ def _parameters_of_any_type(random_: random.Random, asked: Asked, *_: Any) -> No
 
 
 def _more_of_the_engine_s(random_: random.Random, asked: Asked, *_: Any) -> None:
-    """What a client may hand to the engine beside the parameters that vLLM knows."""
+    """Extra arguments that a client may pass to the engine (``vllm_xargs``)."""
     asked.body["vllm_xargs"] = random_.choice(
         (
             {"kv_transfer_params": "x"},

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every endpoint of a server that can carry ``kv_transfer_params``: what it is asked, and what its answer says.
+"""Every endpoint of a server that can carry ``kv_transfer_params``: how to make a request, and how to read an answer.
 
-`ENDPOINTS` is asked of a server by its paths (``/openapi.json``), so a series of vLLM is sent what it has. All of them
-are asked for one prompt that has the same tokens whatever form it comes in: a chat's template adds nothing.
+Of `ENDPOINTS`, those are used that a server lists in ``/openapi.json``, so each vLLM series gets the requests that it
+supports. A prompt has the same tokens at every endpoint: the chat template adds nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["ENDPOINTS", "TEMPLATE", "TOKENS", "Endpoint", "Failed", "Prompt", "r
 
 TOKENS = 4
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-"""For ``--chat-template``."""
+"""The value of ``--chat-template``."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and what a server alone makes of it: ``TOKENS`` token ids and their text."""
+    """A prompt, and the answer of one server alone: ``TOKENS`` token ids and their text."""
 
     text: str
     token_ids: Sequence[int]
@@ -30,7 +30,7 @@ class Prompt:
     expected_text: str = ""
 
     def is_answered_by(self, found: list[int] | str, *, as_far_as_it_goes: bool = False) -> bool:
-        """Whether these are its tokens, or their text; all of them, unless fewer were asked for."""
+        """Whether ``found`` is the expected tokens or their text. ``as_far_as_it_goes``: a prefix is enough."""
         expected = self.expected_text if isinstance(found, str) else list(self.expected_ids)
         if as_far_as_it_goes:
             return len(found) > 0 and found == expected[: len(found)]
@@ -38,19 +38,19 @@ class Prompt:
 
 
 class Failed(Exception):
-    """The answer says that the request has failed, in a stream that had begun with HTTP 200."""
+    """A stream that began with HTTP 200 says that the request has failed."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One way to ask.
+    """One endpoint and format of request.
 
     Attributes:
-        name: as in a table.
-        ask: a body for a prompt, a cache salt (empty for none), parameters and ``n``.
-        tokens: where the tokens of an answer as a whole are, by choice; in a stream they are where `read` looks.
-        can_stream: whether ``stream`` is one of its fields.
-        takes_n: whether it makes several choices.
+        name: its name in tables.
+        ask: returns a body for a prompt, a cache salt (empty for none), parameters and ``n``.
+        tokens: returns the tokens or the text of each choice of an answer that is not streamed; `read` reads streams.
+        can_stream: whether it accepts ``stream``.
+        takes_n: whether it can return several choices.
     """
 
     name: str
@@ -66,7 +66,7 @@ def _common(salt: str, params: Any) -> dict[str, Any]:
     return {**body, "cache_salt": salt} if salt else body
 
 
-# vLLM takes no n above 1 with a temperature of 0; the best token is the best one all the same.
+# vLLM rejects n above 1 with a temperature of 0; with top_k 1 the best token is chosen, too.
 _BEST = {"temperature": 1.0, "top_k": 1, "ignore_eos": True}
 
 
@@ -108,7 +108,7 @@ def _anthropic(prompt: Prompt, salt: str, params: Any, _: int) -> dict[str, Any]
 
 
 def _generate(prompt: Prompt, salt: str, params: Any, n: int) -> dict[str, Any]:
-    """It hands on what its sampling parameters have beside them, and looks at nothing of that."""
+    """The endpoint passes ``extra_args`` of the sampling parameters to the engine without checking them."""
     sampling = {**_BEST, "max_tokens": TOKENS, "n": n, "extra_args": {"kv_transfer_params": params}}
     return {**_common(salt, params), "token_ids": list(prompt.token_ids), "sampling_params": sampling}
 
@@ -143,17 +143,17 @@ ENDPOINTS = (
     Endpoint("messages", "/v1/messages", _anthropic, _blocks),
     Endpoint("chat of Cohere", "/cohere/v2/chat", _anthropic, _cohere_blocks),
     Endpoint("invocations", "/invocations", _completion, _ids, takes_n=True),
-    # Of two choices that are streamed, vLLM 0.28 raises an IndexError, and as a whole it has the first.
+    # No takes_n: with two choices vLLM 0.28 raises an IndexError in a stream, and otherwise returns the first only.
     Endpoint("generate", "/inference/v1/generate", _generate, _ids),
 )
 
 
 def read(endpoint: Endpoint, content_type: str, text: str) -> list[list[int] | str]:
-    """What an answer with HTTP 200 has for each choice: token ids, or their text.
+    """Return the token ids, or their text, of each choice in an answer with HTTP 200.
 
     Raises:
-        Failed: it says that the request has failed.
-        ValueError: it ends without saying that it is whole.
+        Failed: the answer says that the request has failed.
+        ValueError: the stream ends without a reason for its end.
     """
     if not content_type.startswith("text/event-stream"):
         return endpoint.tokens(json.loads(text))
@@ -168,7 +168,7 @@ def read(endpoint: Endpoint, content_type: str, text: str) -> list[list[int] | s
             found[index] += piece
         is_whole = is_whole or _says_why(said)
     if not is_whole or not found:
-        raise ValueError(f"a stream that does not say why it ends: {text[-500:]}")
+        raise ValueError(f"the stream ends without a finish reason: {text[-500:]}")
     return [found[index] for index in sorted(found)]
 
 
@@ -179,7 +179,7 @@ def _says_error(said: Mapping[str, Any]) -> bool:
 
 
 def _says_why(said: Mapping[str, Any]) -> bool:
-    """Whether an event says that an answer is whole: every choice would say it by itself."""
+    """Whether an event has a finish reason or says that the answer is complete. Raises `Failed` for other reasons."""
     reasons = [choice.get("finish_reason") for choice in said.get("choices") or ()]
     if any(reason not in (None, "stop", "length") for reason in reasons):
         raise Failed(str(reasons))
@@ -187,7 +187,7 @@ def _says_why(said: Mapping[str, Any]) -> bool:
 
 
 def _pieces(said: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """(choice, what it has more) of an event of any endpoint."""
+    """Return (choice, its new tokens or text) for each choice in an event of any endpoint."""
     found: list[tuple[int, Any]] = []
     for choice in said.get("choices") or ():
         piece = choice.get("text")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of ``kv_transfer_params`` that are wrong in some way, drawn from a seed."""
+"""Draws malformed ``kv_transfer_params`` from a seed."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ HOSTILE: tuple[Any, ...] = (
     [1, "1", None],
 )
 HOSTS = ("127.0.0.1", "127.0.0.2", "::1", "", "no such host", "127.0.0.1:1", "[::1]")
-"""Loopback addresses, and what is no address."""
+"""Loopback addresses, and strings that are not addresses."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One request: what its params are, ``n``, and how they came to be so."""
+    """One request: its params, ``n``, and the names of the changes that were made to the params."""
 
     params: Any
     n: int
@@ -56,11 +56,11 @@ class Drawn:
 
 
 def draw(random_: random.Random, answers: Sequence[dict[str, Any]], ports: Sequence[int]) -> Drawn:
-    """A wrong set, made of what prefill has answered.
+    """Return malformed parameters, made from parameters that prefill has answered.
 
     Args:
-        answers: parameters that prefill made, of other requests among them.
-        ports: of loopback; where nobody listens, where somebody does and never answers, and prefill's own.
+        answers: parameters that prefill answered, also to other requests.
+        ports: ports of loopback: one that no process listens on, one whose listener never answers, and prefill's.
     """
     params = copy.deepcopy(random_.choice(answers))
     changes = []
@@ -152,7 +152,7 @@ def _only_the_role(random_: random.Random, params: dict[str, Any], *_: Any) -> A
 
 
 def _rebuilt_field_by_field(_: random.Random, params: dict[str, Any], *__: Any) -> Any:
-    """As a router does that knows vLLM's fields only."""
+    """Keep vLLM's own fields only, as a router does that copies known fields one by one."""
     return {key: value for key, value in params.items() if key != MANIFEST_KEY}
 
 
@@ -174,7 +174,7 @@ def _prefills_role(random_: random.Random, params: dict[str, Any], *_: Any) -> A
 
 
 def _again(_: random.Random, params: dict[str, Any], *__: Any) -> Any:
-    """Parameters that were used before, as they are."""
+    """Use parameters unchanged that were used before."""
     return params
 
 
@@ -199,7 +199,7 @@ CHANGES: tuple[Change, ...] = (
 
 
 def _somewhere(random_: random.Random, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters themselves, or the manifest in them, or one of its groups."""
+    """Return the parameters themselves, or the manifest in them, or one of its groups."""
     manifest = params.get(MANIFEST_KEY)
     if not isinstance(manifest, dict) or not manifest or random_.random() < 0.4:
         return params if params else {"": None}
@@ -211,5 +211,5 @@ def _somewhere(random_: random.Random, params: dict[str, Any]) -> dict[str, Any]
 
 
 def as_body(drawn: Drawn) -> str:
-    """JSON, lone surrogates as escapes."""
+    """Return JSON with lone surrogates as escapes."""
     return json.dumps(drawn.params, ensure_ascii=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a pair of servers with wrong parameters and bodies, and see what becomes of each request and of the servers."""
+"""Sends requests with malformed parameters and bodies to a pair of servers, and judges the answers and the servers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ HANG_SECONDS = 60.0
 REST_SECONDS = 30.0
 KEPT_ANSWERS = 24
 RENEWED_EVERY = 50
-"""Requests between two honest prefills, whose answers wrong ones are made of."""
+"""Requests between two valid prefills. Malformed parameters are made from the answers of these."""
 LENGTHS = (33, 64, 100, 150, 200)
 
 
 @dataclass
 class Found:
-    """What became of the requests: ``wrong`` and ``hangs`` say which."""
+    """Results of the requests: counts, and descriptions of those with ``wrong`` answers and of those that hang."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     by_change: Counter[str] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class Found:
 
 
 class Fuzz:
-    """One pair of servers. ``count`` requests with wrong parameters or bodies, then an honest one each way."""
+    """One pair of servers, which gets ``count`` malformed requests and, between and after them, valid ones."""
 
     def __init__(self, pair: Sequence[Server], mode: str, seed: int, progress: Callable[[str], None]) -> None:
         self.servers = pair
@@ -86,14 +86,15 @@ class Fuzz:
         return self.found
 
     async def _prompt(self, pair: Pair, letters: random.Random, length: int) -> Prompt:
-        """One whose tokens are text each, none of which ends it: endpoints that know no ``ignore_eos`` say the same."""
+        """Return a prompt whose answer is printable text without an end token: endpoints without ``ignore_eos`` must
+        give the same answer."""
         while True:
             text = "".join(letters.choices(string.ascii_lowercase, k=length))
             asked = {"model": "model", "prompt": text}
             ids = (await pair.prefill.http.post(f"{pair.prefill.base_url}/tokenize", json=asked)).json()["tokens"]
             name = f"alone-{next(self.numbers)}"
             answer = await pair.prefill.complete(ids, max_tokens=TOKENS, salt=name, request_id=name)
-            # Its text is made of the names of tokens there.
+            # This answer's text has token names instead of text, so /detokenize is needed.
             expected = answer["choices"][0]["token_ids"]
             asked = {"model": "model", "tokens": expected}
             reply = await pair.prefill.http.post(f"{pair.prefill.base_url}/detokenize", json=asked)
@@ -118,7 +119,7 @@ class Fuzz:
             places.release()
 
     def _draw(self, ports: Sequence[int]) -> Asked:
-        """A request whose parameters are wrong, or what is around them, or both."""
+        """Return a request with faults in its parameters, or in the rest of the request, or both."""
         which, salt, answer = self.random.choice(self.answers)
         others = [one for *_, one in self.random.sample(self.answers, min(4, len(self.answers)))]
         params, n, changes = copy.deepcopy(answer), 1, ["as prefill answered"]
@@ -126,7 +127,7 @@ class Fuzz:
         if is_wrong:
             drawn = draw(self.random, [answer, answer, answer, *others], ports)
             params, n, changes = drawn.params, drawn.n, drawn.change.split("+")
-        # Mostly the prompt that the parameters were made for.
+        # In most requests, the prompt that the parameters were made for.
         is_another = is_wrong and self.random.random() < 0.3
         prompt = self.random.choice(self.prompts) if is_another else self.prompts[which]
         endpoint = self.random.choice(self.endpoints)
@@ -140,7 +141,7 @@ class Fuzz:
         return asked
 
     def _ids(self) -> list[str]:
-        """What prefill calls the requests that it keeps, or kept a moment ago, and what their clients do."""
+        """Return ids of requests that prefill keeps, or kept until recently: prefill's own and those of clients."""
         kept = [answer[MANIFEST_KEY]["request_id"] for *_, answer in self.answers]
         return [*kept, *(salt for _, salt, _ in self.answers)]
 
@@ -154,7 +155,7 @@ class Fuzz:
         except asyncio.TimeoutError:
             return "hangs", ""
         except httpx.RemoteProtocolError:
-            # What /v1/responses makes of an error in a stream; honest requests tell whether the server lives.
+            # /v1/responses closes the connection on an error in a stream. Valid requests show whether the server lives.
             return "broken off", ""
         except httpx.HTTPError as error:
             return "no connection", repr(error)
@@ -168,7 +169,7 @@ class Fuzz:
             return "wrong", f"no answer: {error!r} {reply.text[:500]}"
 
     async def _rest(self, client: Client) -> None:
-        """Nothing runs or waits in a server; raises if it does for long."""
+        """Wait until no request runs or waits in a server; raises after ``REST_SECONDS``."""
         until = time.monotonic() + REST_SECONDS
         while True:
             lines = (await client.http.get(f"{client.base_url}/metrics")).text.splitlines()
@@ -178,13 +179,13 @@ class Fuzz:
             if not any(float(line.rpartition(" ")[2]) for line in counted):
                 return
             if time.monotonic() > until:
-                raise AssertionError(f"{client.base_url} has requests without an end: {counted}")
+                raise AssertionError(f"{client.base_url} has requests that do not end: {counted}")
             await asyncio.sleep(0.5)
 
     async def _honest(self, pair: Pair) -> None:
-        """One request of each prompt as a router sends them; raises unless both servers still serve rightly."""
+        """Hand over one request of each prompt as a router does; raises unless both servers still serve correctly."""
         for which, prompt in enumerate(self.prompts):
-            # Parameters that wrong ones are made of; nobody has used them.
+            # Unused parameters, which malformed ones are made from.
             kept = f"kept-{next(self.numbers)}"
             self.answers = [*self.answers, (which, kept, await self._prefilled(pair, prompt, kept))][-KEPT_ANSWERS:]
             name = f"honest-{next(self.numbers)}"
@@ -213,7 +214,7 @@ class Fuzz:
 
 
 def judge(asked: Asked, found: list[list[int] | str]) -> tuple[str, str]:
-    """What an answer with HTTP 200 is, and in words what is wrong with it."""
+    """Return the verdict on an answer with HTTP 200, and a description of what is wrong with it."""
     if asked.prompts is None:
         return "not judged", ""
     prompts = [asked.prompts[place * len(asked.prompts) // len(found)] for place in range(len(found))]
@@ -225,6 +226,6 @@ def judge(asked: Asked, found: list[list[int] | str]) -> tuple[str, str]:
 
 @contextmanager
 def silent_listener() -> Iterator[int]:
-    """A port that takes connections and never answers."""
+    """Yield a port that accepts connections and never answers."""
     with socket.create_server((HOST, free_ports(1)[0])) as silent:
         yield silent.getsockname()[1]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See ``__main__.py``."""
+"""How does the router handle malformed requests?"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bash experiments/fuzzed_router/run.sh``: requests that nobody should send, and what the router makes of them."""
+"""``bash experiments/fuzzed_router/run.sh``: send malformed requests to the router, judge the answers."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MODES = ("pull", "push")
-# The experiments' model has no chat template of its own.
+# The experiments' model has no chat template.
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 DESCRIPTION = """\
-What do clients get from the router for requests that nobody should send?
+What do clients of the router get for malformed requests?
 
-Starts a prefill and a decode server over kvcached, pulling and then pushing, and two routers before them: one as it
-starts, one with --client-params --decode-alone. Sixteen connections at a time say what is drawn from a seed. A fifth
-are valid requests whose answer decode has given alone before. The others are bodies with fields of a wrong type or out
-of all range, unknown, twice, nested too deep; bodies whose bytes were changed, cut off or encoded otherwise; valid ones
-with kv_transfer_params of the client's, as experiments/fuzzed_parameters draws them; and odd methods, paths, headers,
-lengths and chunks, bodies that do not come to an end, several requests on one connection.
+Starts a prefill and a decode server over kvcached, with pull and then with push, and two routers in front of them: one
+with default options, one with --client-params --decode-alone. Sixteen connections at a time send requests that are
+drawn from a seed. A fifth are valid requests, whose answer was taken from decode alone before. The others are bodies
+with fields of a wrong type or out of range, unknown, repeated or nested too deep; bodies whose bytes were changed, cut
+off or encoded differently; valid bodies with kv_transfer_params from the client, as experiments/fuzzed_parameters draws
+them; and odd methods, paths, headers, lengths and chunks, bodies that do not end, several requests on one connection.
 
-A 200 is compared with what decode alone says to the same body, where that takes the best token each time. A 5xx is the
-server's own if decode, asked directly, fails in the same way; the router says 502 for a server's 500, and names it."""
+A 200 is compared with the answer of decode alone to the same body if sampling is greedy. A 5xx counts as the server's
+own if decode fails in the same way when asked directly; the router answers 502 for a server's 500, and names it."""
 
 EPILOG = """\
 targets, each mode:
-  every request has a 4xx with an error as OpenAI's clients know it, or the right answer; what is no HTTP may have any
-  4xx, or the end of the connection
-  every valid request has the right answer
-  no request without an end within 60 s
-  both servers and both routers live, and serve every valid request rightly afterwards; the routers end with status 0
+  every request gets a 4xx with an error in OpenAI's format, or the right answer; for data that is not HTTP, any 4xx or
+  a closed connection
+  every valid request gets the right answer
+  every request ends within 60 s
+  both servers and both routers stay alive and afterwards serve every valid request correctly; the routers exit with 0
   requests were handed over in the direction of the mode
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
-Results: a table; results/last-VERSION.json, with the first 20 requests that were missed and what was sent."""
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
+Results: a table; results/last-VERSION.json, with the first 20 requests that missed a target, and the bytes sent."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -56,13 +56,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
     parser.add_argument("--count", type=int, default=10_000, help="connections in each mode (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="what they are drawn from (%(default)s)")
-    parser.add_argument("--mode", choices=MODES, help="only this one; no last-VERSION file")
+    parser.add_argument("--seed", type=int, default=1, help="seed that they are drawn from (%(default)s)")
+    parser.add_argument("--mode", choices=MODES, help="only this mode; does not write last-VERSION.json")
     return parser.parse_args(arguments)
 
 
 def specs(mode: str) -> list[ServerSpec]:
-    """P and D, which chat as well; a context short enough that no answer is long."""
+    """Return the configurations of P and D, with a chat template and a context so short that no answer is long."""
     import dataclasses
 
     from experiments.fuzzed_parameters.__main__ import specs as without_chat
@@ -74,25 +74,25 @@ def specs(mode: str) -> list[ServerSpec]:
 
 
 def judge(mode: str, found: Found, handed: int, trouble: str) -> list[Verdict]:
-    """The targets of one mode.
+    """Return the targets of one mode.
 
     Args:
-        handed: requests that were handed over in the direction of the mode.
-        trouble: what was wrong with a server or a router, or "".
+        handed: number of requests that were handed over in the direction of the mode.
+        trouble: description of a failure of a server or a router, or "".
     """
     total, missed, hangs = found.verdicts.total(), found.missed_count, found.verdicts["no end"]
     valid = f"{found.valid_right} of {found.valid}"
     return [
         Verdict(f"{mode}: 4xx or a right answer", f"{total - missed} of {total}", missed == 0 < total),
-        Verdict(f"{mode}: valid requests answered rightly", valid, 0 < found.valid == found.valid_right),
-        Verdict(f"{mode}: no request without an end", f"{hangs}", hangs == 0),
-        Verdict(f"{mode}: servers and routers live and serve rightly", trouble[:60] or "yes", not trouble),
+        Verdict(f"{mode}: valid requests answered correctly", valid, 0 < found.valid == found.valid_right),
+        Verdict(f"{mode}: no request hangs", f"{hangs}", hangs == 0),
+        Verdict(f"{mode}: servers and routers are alive and serve correctly", trouble[:60] or "yes", not trouble),
         Verdict(f"{mode}: requests handed over in this direction", f"{handed}", handed > 0),
     ]
 
 
 def counted(url: str) -> dict[str, int]:
-    """What a router has counted: hand-overs by direction, retries, and what decode computed instead."""
+    """Return a router's counters: hand-overs by direction, retries, and prompts that decode computed itself."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -112,10 +112,10 @@ _COUNTED = ("handovers", "retries", "decode_alone", "prefills_without_parameters
 def fuzz_mode(
     mode: str, options: argparse.Namespace, logs: Path, progress: Callable[[str], None]
 ) -> tuple[list[Verdict], dict[str, Any]]:
-    """One mode: its verdicts, and what is written of it.
+    """Run one mode; returns its verdicts and its part of the results file.
 
     Raises:
-        ServerError: something did not start.
+        ServerError: a server or a router did not start.
     """
     import httpx
 
@@ -179,13 +179,13 @@ def make_fuzz(
 
 def main(options: argparse.Namespace) -> int:
     """Run the modes and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.common.servers import ServerError
 
     began = datetime.datetime.now(datetime.timezone.utc)
     stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"the router and requests that nobody should send, vLLM {options.vllm}")
+    narrator = Narrator(f"the router and malformed requests, vLLM {options.vllm}")
     verdicts: list[Verdict] = []
     modes = []
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came back over a connection, what it says, and whether that is right. Pure."""
+"""Parses the bytes received over a connection, and compares answers. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Reply", "Said", "Unreadable", "agrees", "is_determined", "is_same_fa
 
 
 class Unreadable(ValueError):
-    """It is no answer of a server of this kind."""
+    """The bytes are not a complete answer of an OpenAI-compatible server."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer of HTTP; names of headers in lower case."""
+    """An HTTP response; names of headers in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -27,7 +27,7 @@ class Reply:
 
     @property
     def is_last(self) -> bool:
-        """Whether it says that the connection ends with it."""
+        """Whether it says that the server closes the connection after it."""
         return self.headers.get("connection", "").lower() == "close"
 
 
@@ -40,14 +40,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Said:
-    """What a model has said. ``tokens``: of the prompt and of the answer, if it tells."""
+    """A model's answer. ``tokens``: number of tokens of the prompt and of the answer, None without ``usage``."""
 
     choices: tuple[Choice, ...]
     tokens: tuple[Any, Any] | None = None
 
 
 class _Heard(io.BytesIO):
-    """What `http.client` takes for a socket; read on where the answer before has ended."""
+    """Stands in for a socket of `http.client`; reading continues where the previous answer has ended."""
 
     def makefile(self, mode: str) -> _Heard:
         return self
@@ -57,19 +57,19 @@ class _Heard(io.BytesIO):
 
 
 def replies(heard: bytes, methods: Sequence[str]) -> list[Reply]:
-    """The answers that came over one connection.
+    """Return the answers that were received over one connection.
 
     Args:
-        methods: of the requests, since an answer to HEAD has no body.
+        methods: methods of the requests, since an answer to HEAD has no body.
 
     Raises:
-        Unreadable: it is no HTTP, or ends too soon.
+        Unreadable: the bytes are not HTTP, or end too early.
     """
     found: list[Reply] = []
     stream = _Heard(heard)
     while stream.tell() < len(heard):
         if heard.find(b"\r\n\r\n", stream.tell()) < 0:
-            raise Unreadable("a head without an end")
+            raise Unreadable("incomplete headers")
         answer = http.client.HTTPResponse(cast(Any, stream), method=dict(enumerate(methods)).get(len(found)))
         try:
             answer.begin()
@@ -81,7 +81,7 @@ def replies(heard: bytes, methods: Sequence[str]) -> list[Reply]:
 
 
 def says_error(reply: Reply) -> bool:
-    """Whether it is an error as OpenAI's clients know it."""
+    """Whether it is an error in OpenAI's format."""
     try:
         error = _object(reply.body).get("error")
     except Unreadable:
@@ -90,32 +90,32 @@ def says_error(reply: Reply) -> bool:
 
 
 def read(reply: Reply) -> Said:
-    """What an answer with status 200 says, streamed or not.
+    """Return the model's answer in a response with status 200, streamed or not.
 
     Raises:
-        Unreadable: it is no answer, or a stream with an error, or without an end.
+        Unreadable: the body is not an answer, or is a stream with an error or without its end.
     """
     if not reply.headers.get("content-type", "").startswith("text/event-stream"):
         answer = _object(reply.body)
         return _said([answer], answer.get("usage"))
     events = [one.removeprefix(b"data: ") for one in reply.body.split(b"\n\n") if one]
     if not events or events.pop() != b"[DONE]":
-        raise Unreadable("a stream without its end")
+        raise Unreadable("the stream has no end event")
     parts = [_object(one) for one in events]
     if any("error" in one for one in parts):
-        raise Unreadable("a stream with an error")
+        raise Unreadable("the stream has an error")
     return _said(parts, next((one["usage"] for one in reversed(parts) if one.get("usage")), None))
 
 
 def agrees(found: Said, expected: Said) -> bool:
-    """Whether both say the same; numbers of tokens only where both tell."""
+    """Whether both answers are equal; numbers of tokens are compared only where both have them."""
     return found.choices == expected.choices and (
         found.tokens == expected.tokens or None in (found.tokens, expected.tokens)
     )
 
 
 def is_determined(body: bytes) -> bool:
-    """Whether a request has one right answer: it takes the best token each time."""
+    """Whether a request has exactly one right answer, because its sampling is greedy."""
     try:
         fields = json.loads(body)
         is_greedy = float(fields["temperature"]) == 0
@@ -125,9 +125,9 @@ def is_determined(body: bytes) -> bool:
 
 
 def is_same_failure(reply: Reply, direct: Reply) -> bool:
-    """Whether what the router answers is what a server answers to the same body, or the router's word for it.
+    """Whether the router's answer is the server's failure for the same body, or the router's form of it.
 
-    A server's 5xx is a 502 of the router's that names it; so is a stream that begins with an error.
+    For a server's 5xx, and for a stream that begins with an error, the router answers 502 and names the failure.
     """
     if reply.status == direct.status:
         return True
@@ -142,14 +142,14 @@ def _object(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise Unreadable(f"no JSON: {text[:100]!r}") from cause
+        raise Unreadable(f"not JSON: {text[:100]!r}") from cause
     if not isinstance(found, dict):
-        raise Unreadable(f"no JSON object: {text[:100]!r}")
+        raise Unreadable(f"not a JSON object: {text[:100]!r}")
     return found
 
 
 def _said(parts: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None) -> Said:
-    """Of a whole answer, or of the events of a stream."""
+    """Return the model's answer, from a complete answer or from the events of a stream."""
     texts: dict[int, str] = {}
     ids: dict[int, tuple[int, ...]] = {}
     ends: dict[int, str | None] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests, drawn from a seed: valid ones whose answer is known, and what nobody should send."""
+"""Draws bodies of requests from a seed: valid ones whose answer is known, and malformed ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IDS = tuple([3 + (7 * place + length) % 500 for place in range(length)] for len
 
 @dataclass(frozen=True)
 class Body:
-    """Of one request. ``known`` is its place in `valid`, for one whose answer is known."""
+    """The body of one request. ``known`` is its index in `valid` if its answer is known, else None."""
 
     change: str
     path: str
@@ -34,17 +34,18 @@ class Body:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """JSON; lone surrogates as escapes."""
+    """Return JSON with lone surrogates as escapes."""
     return json.dumps(fields, ensure_ascii=True).encode()
 
 
 def salted(fields: Mapping[str, Any], salt: str) -> dict[str, Any]:
-    """The same request, which shares computed blocks with no other."""
+    """Return the same request with a cache salt, so that it shares cached blocks with no other salt."""
     return {**fields, "cache_salt": salt}
 
 
 def valid() -> list[tuple[str, dict[str, Any]]]:
-    """Requests that have one right answer: paths and fields. The first of each path is what others are made of."""
+    """Return paths and fields of requests that have one right answer. Malformed ones are made from the first of each
+    path."""
     common: dict[str, Any] = {"model": "model", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     prompts: list[Any] = [*_TEXTS[1:], _TEXTS[0], *_IDS, [_TEXTS[1]], [_IDS[2]]]
     found = [(COMPLETIONS, {**common, "prompt": prompt}) for prompt in prompts]
@@ -78,8 +79,8 @@ def valid() -> list[tuple[str, dict[str, Any]]]:
 
 # -------------------------------------------------------------------------------------------------------------- fields
 
-# What only the type makes wrong is in `HOSTILE`. Nothing here is known to end vLLM's engine by itself: no grammars, no
-# token ids beyond the vocabulary where a sampler takes them unseen.
+# Values of a wrong type are in `HOSTILE`. No value here is known to end the engine of stock vLLM: no grammars, and no
+# token ids beyond the vocabulary where the sampler does not check them.
 _ODD: Mapping[str, tuple[Any, ...]] = {
     "prompt": (
         *(
@@ -172,7 +173,7 @@ _DEEP = (20, 200, 900, 1100, 20_000)
 
 
 def odd(random_: random.Random, requests: Sequence[tuple[str, dict[str, Any]]], salt: str) -> Body:
-    """A valid request with one to three of its fields, or of those that it lacks, set to what they should not be."""
+    """Return a valid request with one to three fields, present or missing, set to invalid or unusual values."""
     path, fields = random_.choice(requests)
     fields = salted(fields, salt)
     changed = []
@@ -191,7 +192,7 @@ def odd(random_: random.Random, requests: Sequence[tuple[str, dict[str, Any]]], 
 
 
 def _nested(random_: random.Random, content: bytes) -> bytes:
-    """A field more, or another prompt, nested so deep that a parser may give up."""
+    """Add a field, or replace the prompt, with a value nested so deeply that a parser may fail."""
     deep = random_.choice(_DEEP)
     opening, closing = random_.choice(((b"[", b"]"), (b'{"a":', b"}")))
     name = random_.choice((b"more", b"prompt", b"logit_bias", b"kv_transfer_params", b"stop"))
@@ -199,7 +200,7 @@ def _nested(random_: random.Random, content: bytes) -> bytes:
 
 
 def _twice(random_: random.Random, fields: Mapping[str, Any]) -> bytes:
-    """A key that is there twice; the last one counts, for whoever reads it."""
+    """Repeat a key; router and server must both use the last value."""
     name = random_.choice(list(fields))
     first = {name: random_.choice(_ODD.get(name, HOSTILE))}
     return encode(first)[:-1] + b", " + encode(fields)[1:]
@@ -264,7 +265,7 @@ _MUTATIONS: tuple[Callable[[random.Random, bytes], bytes], ...] = (
 
 
 def mutated(random_: random.Random, requests: Sequence[tuple[str, dict[str, Any]]], salt: str) -> Body:
-    """A valid request whose bytes are not what they were."""
+    """Return a valid request with changed bytes."""
     path, fields = random_.choice(requests)
     mutation = random_.choice(_MUTATIONS)
     return Body(f"bytes {mutation.__name__.strip('_')}", path, mutation(random_, encode(salted(fields, salt))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection, on which anything may be said: no library for clients sends what is no HTTP."""
+"""Sends raw bytes over one connection: no HTTP client library sends data that is not HTTP."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["exchange"]
 
 
 async def exchange(port: int, case: Case, seconds: float) -> bytes:
-    """All that one connection hears until it ends.
+    """Send a case over a new connection, and return all bytes received until the connection ends.
 
     Raises:
-        asyncio.TimeoutError: it does not end.
-        OSError: there is no connection.
+        asyncio.TimeoutError: the connection does not end in time.
+        OSError: no connection could be made.
     """
     return await asyncio.wait_for(_exchange(port, case), seconds)
 
@@ -30,7 +30,7 @@ async def _exchange(port: int, case: Case) -> bytes:
         connection.setblocking(False)
         await loop.sock_connect(connection, (HOST, port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Who refuses early need not read on; what it has said is heard all the same.
+        # A server that refuses early may stop reading, so sending may fail; its answer is received even so.
         with contextlib.suppress(ConnectionError):
             for piece in case.pieces:
                 await loop.sock_sendall(connection, piece)

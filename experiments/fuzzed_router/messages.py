@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes over one connection: bodies with an ordinary head around them, and odd heads, drawn from a seed."""
+"""Makes the bytes sent over one connection: bodies with ordinary headers, and odd requests drawn from a seed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from experiments.fuzzed_router.bodies import Body
 __all__ = ["BODY_BYTES", "CLIENT_SECONDS", "Case", "Expects", "Message", "odd_http", "plain"]
 
 BODY_BYTES = 200_000
-"""The router's --max-body-bytes: small, so that many may be too large."""
+"""The router's --max-body-bytes: small, so that many requests can exceed it."""
 CLIENT_SECONDS = 10
-"""The router's --client-timeout: a body that does not come takes so long."""
+"""The router's --client-timeout: the time after which it refuses a body that does not arrive."""
 
 
 class Expects(str, Enum):
-    """What an answer may be. An error is one as OpenAI's clients know it."""
+    """Which answers are acceptable. Errors must be in OpenAI's format unless another rule is given."""
 
     RIGHT = "right"
-    """200 with the right answer, nothing else."""
+    """Only 200 with the right answer."""
     RIGHT_OR_REFUSED = "right or refused"
     REFUSED = "refused"
     """4xx with an error."""
     SERVED = "served"
-    """Something else than a completion: below 500."""
+    """Not a completion: any status below 500."""
     NO_HTTP = "no HTTP"
-    """4xx in any form, or the end of the connection."""
+    """4xx in any format, or a closed connection."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One request on a connection. ``body`` is what its answer follows from."""
+    """One request on a connection. ``body`` determines its right answer."""
 
     method: str
     body: Body
@@ -43,11 +43,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Case:
-    """One connection.
+    """What is sent over one connection.
 
     Attributes:
-        pieces: what is sent, one after the other.
-        half_closes: the client says that nothing more comes.
+        pieces: byte strings, sent one after the other.
+        half_closes: whether the client then closes its sending side.
     """
 
     change: str
@@ -69,7 +69,7 @@ def _request(
 
 
 def plain(body: Body, expects: Expects) -> Case:
-    """An ordinary request."""
+    """Return a connection with one ordinary request."""
     return Case(body.change, (Message("POST", body, expects),), (_request(body),))
 
 
@@ -79,10 +79,10 @@ Make = Callable[[random.Random, Sequence[Body]], Case]
 
 
 def odd_http(random_: random.Random, bodies: Sequence[Body]) -> Case:
-    """A connection that is odd in some way.
+    """Return a connection with an odd request, drawn at random.
 
     Args:
-        bodies: valid ones, each with a salt of its own.
+        bodies: valid bodies, each with a different salt.
     """
     return random_.choice(_MAKES)(random_, bodies)
 
@@ -132,7 +132,7 @@ def _target_no_http(random_: random.Random, bodies: Sequence[Body]) -> Case:
 
 
 def _elsewhere(random_: random.Random, bodies: Sequence[Body]) -> Case:
-    """The router's other endpoints; nothing that would change which servers it knows."""
+    """Request another endpoint of the router, but none that changes its list of servers."""
     method, target, expects = random_.choice(
         (
             *(("GET", b"/health", Expects.SERVED), ("HEAD", b"/health", Expects.SERVED)),
@@ -200,7 +200,7 @@ def _version(random_: random.Random, bodies: Sequence[Body]) -> Case:
 
 
 def _chunked(random_: random.Random, bodies: Sequence[Body]) -> Case:
-    """In chunks of any length, with what may stand behind one, and behind all."""
+    """Send the body in chunks of any length, with valid chunk extensions and trailers."""
     content, raw = bodies[0].content, b""
     while content:
         size = random_.choice((1, 7, 100, len(content)))
@@ -248,13 +248,13 @@ def _too_long(_: random.Random, bodies: Sequence[Body]) -> Case:
 
 
 def _leaves(random_: random.Random, bodies: Sequence[Body]) -> Case:
-    """The client says no more in the middle of its head or its body."""
+    """The client closes its sending side in the middle of the headers or the body."""
     raw = _request(bodies[0])
     return _one("half closed", bodies[0], Expects.NO_HTTP, raw[: random_.randrange(1, len(raw))], half_closes=True)
 
 
 def _pieces(random_: random.Random, bodies: Sequence[Body]) -> Case:
-    """In pieces that end anywhere."""
+    """Send the request in pieces that end at random positions."""
     raw = _request(bodies[0])
     ends = sorted(random_.randrange(len(raw)) for _ in range(random_.choice((1, 3, 30))))
     pieces = tuple(raw[one:other] for one, other in zip([0, *ends], [*ends, len(raw)], strict=True))
@@ -262,7 +262,7 @@ def _pieces(random_: random.Random, bodies: Sequence[Body]) -> Case:
 
 
 def _several(random_: random.Random, bodies: Sequence[Body]) -> Case:
-    """Requests on one connection, an odd one in front: what follows it has its own answer."""
+    """Send several requests over one connection, an odd one first: each later one must get its own answer."""
     first = bodies[0]
     change, method, expects, raw = random_.choice(
         (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask routers before a pair of servers what nobody should ask, and see what becomes of each request."""
+"""Sends malformed and valid requests to routers in front of a pair of servers, and judges each answer."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ __all__ = ["FINE", "Found", "Fuzz"]
 AT_A_TIME = 16
 HANG_SECONDS = 60.0
 RENEWED_EVERY = 50
-"""Requests between two looks at the servers, and between two times that prefill is asked for parameters."""
+"""Requests between two checks that the servers are alive, and between two requests for new parameters of prefill."""
 KEPT_ANSWERS = 24
 KEPT_MISSED = 20
 SHOWN_BYTES = 4000
 SHARES = (("valid", 20), ("odd", 30), ("mutated", 20), ("params", 15), ("http", 15))
-"""Of each kind of request, in a hundred."""
+"""Percentage of each kind of request."""
 FINE = ("right", "refused", "not compared", "the server's own", "no HTTP", "served")
-"""What may become of a request: right or refused; 200 where a random token may be right, too; a failure that the server
-itself answers to the same body; an answer that the connection ends, or none, to what is no HTTP; another endpoint's."""
+"""Verdicts that do not miss a target. "not compared": 200 where sampling is random. "the server's own": a failure that
+the server itself returns for the same body. "no HTTP": 4xx or a closed connection for data that is not HTTP. "served":
+an answer of an endpoint other than completions."""
 
 
 @dataclass
 class Found:
-    """What became of the requests.
+    """Results of the requests.
 
     Attributes:
-        missed: the first of those that were neither answered rightly nor refused.
-        last: what was sent last, should a server be lost.
+        missed: the first requests with a verdict that is not in `FINE`.
+        last: the last requests sent, to find the one that ended a server.
     """
 
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -63,10 +64,10 @@ class Found:
 
 
 class Fuzz:
-    """Requests to two routers before one pair of servers.
+    """Requests to two routers in front of one pair of servers.
 
     Args:
-        plain, trusting: URLs of a router as it starts, and of one that takes clients' parameters.
+        plain, trusting: URLs of a router with default options, and of one that accepts clients' parameters.
         check_alive: raises if a server has ended.
     """
 
@@ -98,11 +99,11 @@ class Fuzz:
         self.found = Found()
 
     async def run(self, count: int) -> Found:
-        """``count`` requests, valid ones among them; then each router has to serve every valid one rightly.
+        """Send ``count`` requests, some of them valid; then each router must serve every valid one correctly.
 
         Raises:
             ServerError: a server has ended.
-            AssertionError: a server alone does not answer a valid request, or a router does not at the end.
+            AssertionError: decode alone does not answer a valid request, or a router does not do so at the end.
         """
         async with http_client(AT_A_TIME) as http:
             for path, fields in self.valid:
@@ -121,7 +122,7 @@ class Fuzz:
                             await self._renew_offers(http)
                             self.progress(f"{number} of {count}: {dict(self.found.verdicts)}")
                         await places.acquire()
-                        # Drawn here, so that the order in which requests end changes nothing.
+                        # Drawn here, not in the task: the order in which requests end must not change what is drawn.
                         task = asyncio.create_task(self._one(http, *self._draw(ports), places))
                         asked.add(task)
                         task.add_done_callback(asked.discard)
@@ -139,7 +140,7 @@ class Fuzz:
     # ----------------------------------------------------------------------------------------------------------- draw
 
     def _draw(self, ports: Sequence[int]) -> tuple[int, Case]:
-        """A router's port, and what it is asked."""
+        """Return a router's port, and the connection to make."""
         kinds, weights = zip(*SHARES, strict=True)
         (kind,) = self.random.choices(kinds, weights)
         if kind == "valid":
@@ -151,7 +152,7 @@ class Fuzz:
             valid = [self._body(self.random.randrange(len(self.valid))) for _ in range(3)]
             return self.plain, messages.odd_http(self.random, valid)
         make = bodies.odd if kind == "odd" else bodies.mutated
-        # Not to the other router: it may let decode compute a million sequences.
+        # Never to the trusting router: it could let decode compute a million sequences.
         return self.plain, messages.plain(make(self.random, self.valid, self._salt()), Expects.RIGHT_OR_REFUSED)
 
     def _body(self, place: int) -> Body:
@@ -159,7 +160,7 @@ class Fuzz:
         return Body("valid", path, bodies.encode(bodies.salted(fields, self._salt())), place)
 
     def _params(self, ports: Sequence[int]) -> Case:
-        """A valid request with parameters of the client's, which are made of what prefill has answered."""
+        """Return a valid request with parameters from the client, made from parameters that prefill has answered."""
         place, salt, offer = self.random.choice(self.offers)
         others = [one for *_, one in self.random.sample(self.offers, min(4, len(self.offers)))]
         drawn = draw(self.random, [offer, offer, offer, *others], [*ports, int(offer["remote_port"])])
@@ -173,7 +174,7 @@ class Fuzz:
         return messages.plain(Body(f"params {changes}", path, content, place), Expects.RIGHT_OR_REFUSED)
 
     def _salt(self) -> str:
-        """As long as any other, so that `_for_alone` changes no length."""
+        """Return a new salt. All have one length, so that `_for_alone` can replace them without changing lengths."""
         return f"s{self.seed:04d}-{next(self.numbers):08d}"
 
     async def _renew_offers(self, http: httpx.AsyncClient) -> None:
@@ -211,7 +212,7 @@ class Fuzz:
             places.release()
 
     async def _ask(self, http: httpx.AsyncClient, port: int, case: Case) -> tuple[str, str]:
-        """What became of a connection's requests: of the first that is not fine, else of the last."""
+        """Return the verdict on a connection's requests: of the first that is not in `FINE`, else of the last."""
         try:
             heard = await exchange(port, case, HANG_SECONDS)
             found = answers.replies(heard, [one.method for one in case.messages])
@@ -260,7 +261,7 @@ class Fuzz:
         return f"HTTP {status}", f"{said}; decode alone answers {direct.status} {direct.body[:500]!r}"
 
     async def _compare(self, http: httpx.AsyncClient, body: Body, reply: Reply) -> tuple[str, str]:
-        """A 200, with what decode says alone."""
+        """Compare a 200 with the answer of decode alone."""
         try:
             said = answers.read(reply)
         except Unreadable as error:
@@ -280,7 +281,8 @@ class Fuzz:
         return ("right", "") if answers.agrees(said, expected) else ("wrong", f"found {said}, expected {expected}")
 
     def _for_alone(self, content: bytes) -> bytes:
-        """The same body for decode alone: not with blocks that were handed over, and without the router's fields."""
+        """Return the body for decode alone: with another salt, so that no block that was handed over is reused, and
+        without the router's fields."""
         content = content.replace(f'"s{self.seed:04d}-'.encode(), f'"a{self.seed:04d}-'.encode())
         if any(name.encode() in content for name in _ROUTERS_OWN):
             fields = json.loads(content)
@@ -293,6 +295,6 @@ class Fuzz:
 
 
 _HANDED_LENGTH = 33
-"""Of a prompt that has a block to hand over."""
+"""Least length of a prompt that has a full block to hand over."""
 _PLAIN_FIELDS = {"model", "prompt", "max_tokens", "temperature", "ignore_eos"}
 _ROUTERS_OWN = ("request_id", "kv_transfer_params", "prefix_prompt_ids")

@@ -21,21 +21,21 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SIZES_GIB = (1, 8, 60)
 
 DESCRIPTION = """\
-What does the first hand-over of a pair cost, and does it cost more when kvcached reserves more?
+What does the first hand-over of a pair cost, and does the cost grow with the memory that kvcached reserves?
 
-Starts fresh pairs of real servers side by side in one run: stock vLLM, this package in both layouts, and kvcached with
-the NIXL patch it brings, each with 1, 8 and 60 GiB reserved. Measures the very first hand-over, the cold one (with a
-handshake: the first, and twenty more after decode was made to forget its peer) and the warm one, decode's resident
-memory, descriptors per block, and what this package's wrappers add to a decode step."""
+Starts fresh pairs of real servers: stock vLLM, this package in both layouts, and kvcached with its own NIXL patch, each
+with 1, 8 and 60 GiB reserved. Measures the very first hand-over; cold hand-overs, which include a handshake (the first
+one, and twenty more, each after decode was made to forget its peer); warm hand-overs, without a handshake; decode's
+resident memory; descriptors per block; and the time that this package's wrappers add to a decode step."""
 
 EPILOG = """\
-targets (of this package, both layouts; cold: the first quartile of all rounds, because what else a machine does only
-ever adds, and each NIXL agent's polling thread takes a core; else the median):
+targets (for this package, both layouts; cold figures are first quartiles over all rounds, because other load on the
+machine only adds time, and each NIXL agent's polling thread takes a core; all other figures are medians):
   cold hand-over at 60 GiB   <= 1.3 x the one at 1 GiB, <= 1.2 x stock
   resident memory            <= 64 MiB more at 60 GiB than at 1 GiB
   wrappers                   <  1 % of a decode step
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every sample, versions and hardware."""
 
 
@@ -54,14 +54,14 @@ def median(samples: list[Sample], arm: str, gib: int, what: str) -> float:
 
 
 def cold_quartiles(samples: list[Sample], arm: str, gib: int) -> list[float]:
-    """First quartile, median and third quartile of an arm's cold hand-overs, in seconds, over all rounds."""
+    """Return first quartile, median and third quartile of an arm's cold hand-overs over all rounds, in seconds."""
     return statistics.quantiles(
         [seconds for s in samples if s.arm == arm and s.reserved_gib == gib for seconds in s.cold_seconds]
     )
 
 
 def judge(samples: list[Sample], ours: list[str], stock: str) -> list[Verdict]:
-    """Rows of (target, figure, reached)."""
+    """Return the targets of each arm in ``ours``; ``stock`` is the arm to compare with."""
     rows = []
     for arm in ours:
         small, large = (cold_quartiles(samples, arm, gib)[0] for gib in (SIZES_GIB[0], SIZES_GIB[-1]))
@@ -72,17 +72,17 @@ def judge(samples: list[Sample], ours: list[str], stock: str) -> list[Verdict]:
         beside = median(samples, stock, 0, "idle_seconds")
         share = max(max(0.0, s.idle_seconds - beside) / s.step_seconds for s in samples if s.arm == arm)
         rows += [
-            (f"{arm}: cold, 60 GiB against 1 GiB (<= 1.3)", f"{large / small:.2f} x", large / small <= 1.3),
-            (f"{arm}: cold, 60 GiB against stock (<= 1.2)", f"{against_stock:.2f} x", against_stock <= 1.2),
-            (f"{arm}: memory, 60 GiB against 1 GiB (<= 64 MiB)", f"{growth / 2**20:+.0f} MiB", growth <= 64 * 2**20),
-            (f"{arm}: of an idle decode step, above stock (< 1 %)", f"{share:.2%}", share < 0.01),
+            (f"{arm}: cold, 60 GiB / 1 GiB (<= 1.3)", f"{large / small:.2f} x", large / small <= 1.3),
+            (f"{arm}: cold, 60 GiB / stock (<= 1.2)", f"{against_stock:.2f} x", against_stock <= 1.2),
+            (f"{arm}: memory, 60 GiB - 1 GiB (<= 64 MiB)", f"{growth / 2**20:+.0f} MiB", growth <= 64 * 2**20),
+            (f"{arm}: share of a decode step that wrappers add to stock (< 1 %)", f"{share:.2%}", share < 0.01),
         ]
     return [Verdict(*row) for row in rows]
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from rich.table import Table
 
     from experiments.common.client import AnswerError
@@ -121,12 +121,12 @@ def main(options: argparse.Namespace) -> int:
         "GiB",
         "first ms",
         "cold ms",
-        "q1",
+        "cold q1",
         "warm ms",
         "MiB",
         "peak",
         "descriptors",
-        "a block",
+        "per block",
         "step ms",
         "idle µs",
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cold pair: start it, hand over for the first time, read what it costs."""
+"""Measures one cold pair: starts it, makes its first hand-overs, and reads their cost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PROMPT_TOKENS = 512
 DECODE_TOKENS = 64
 WARM_HAND_OVERS = 7
 COLD_AGAIN = 20
-"""Further hand-overs before which decode was made to forget the peer: one alone is at the mercy of a busy machine."""
+"""Further hand-overs, each after decode was made to forget its peer: a single one depends on other load."""
 COLD_AGAIN_SECONDS = 30.0
-"""No further one is begun after this long."""
+"""No further cold hand-over begins after this time."""
 TIMED_CALLS = 2000
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "NixlConnector",
@@ -33,7 +33,7 @@ CONNECTOR: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A connector over one kind of memory; ``reserves`` says whether kvcached reserves a device of addresses."""
+    """A connector over one kind of memory; ``reserves``: whether kvcached reserves addresses for a whole device."""
 
     name: str
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -64,15 +64,15 @@ ARMS = (STOCK, OURS_CONTIGUOUS, OURS_APART, KVCACHED_OWN)
 
 @dataclass(frozen=True)
 class Sample:
-    """What one cold pair costs.
+    """Cost of one cold pair.
 
     Attributes:
         first_seconds: the pair's very first hand-over, from the request to decode until its first token.
-        cold_seconds: that one and each further one with a handshake, after decode was made to forget its peer.
-        warm_seconds: median of those without a handshake.
+        cold_seconds: that hand-over, and each further one after decode was made to forget its peer.
+        warm_seconds: median of hand-overs without a handshake.
         resident_bytes, peak_resident_bytes: decode's worker process after the warm hand-overs, and at its peak.
         step_seconds: one decode step of one request.
-        idle_seconds: of a step in which nothing has happened, what the connector takes in the worker.
+        idle_seconds: time of the connector in the worker during a step in which no hand-over has changed.
     """
 
     arm: str
@@ -89,12 +89,12 @@ class Sample:
 
 
 def specs(arm: Arm, reserved_gib: int, model: Path) -> list[ServerSpec]:
-    """P and D of ``arm``; ``reserved_gib`` is what kvcached takes for the device's size."""
+    """Return the configurations of P and D; ``reserved_gib`` is the device size that kvcached assumes."""
     search = (SERVER_SIDE, HERE / "server_side")
     environment = {**arm.environment, "PYTHONPATH": ":".join(map(str, search))}
     if arm.reserves:
         environment["KVCACHED_HOSTVMM_GIB"] = str(reserved_gib)
-        # Reserving is what is measured; little of it is ever backed.
+        # The cost of reserving is measured; only little of the reserved memory is ever mapped.
         environment["KVCACHED_HOSTVMM_OVERCOMMIT"] = "1"
     tag = "".join(letter if letter.isalnum() else "-" for letter in arm.name)
     return [
@@ -124,7 +124,7 @@ async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server)
             for turn in range(1 + WARM_HAND_OVERS + COLD_AGAIN + 1)
         ]
         for side in (pair.prefill, pair.decode):
-            # Both sides have computed before, so that only the hand-over is new.
+            # Both sides compute once before, so that only the hand-over happens for the first time.
             await side.answer(prompts[-1], max_tokens=2, salt="warm", request_id="warm")
         seconds = [await _first_token_seconds(pair, prompts[turn], turn) for turn in range(1 + WARM_HAND_OVERS)]
         first_seconds, warm = seconds[0], seconds[1:]
@@ -135,7 +135,9 @@ async def _measure(arm: Arm, reserved_gib: int, prefill: Server, decode: Server)
             if time.monotonic() - begun > COLD_AGAIN_SECONDS:
                 break
             if (await pair.decode.probe("forget_peers"))["forgotten"] != 1:
-                raise AnswerError("found decode without exactly one peer to forget; expected prefill's engine.")
+                raise AnswerError(
+                    "found decode with no peer or several peers to forget; expected one, prefill's engine."
+                )
             cold.append(await _first_token_seconds(pair, prompts[turn], turn))
         step_seconds = await _step_seconds(pair.decode, prompts[0])
         registration = await pair.decode.probe("registration")
@@ -168,7 +170,8 @@ async def _first_token_seconds(pair: Pair, prompt: list[int], turn: int) -> floa
 
 
 async def _step_seconds(decode: Client, prompt: list[int]) -> float:
-    """One decode step: the difference between a long and a short answer to a cached prompt, per token."""
+    """Return the time of a decode step: the difference per token between a long and a short answer to a cached
+    prompt."""
     spent = []
     for tokens in (1, 1 + DECODE_TOKENS, 1, 1 + DECODE_TOKENS, 1, 1 + DECODE_TOKENS):
         begun = time.perf_counter()
@@ -178,7 +181,7 @@ async def _step_seconds(decode: Client, prompt: list[int]) -> float:
 
 
 def _resident_bytes(server: Server) -> tuple[int, int]:
-    """Resident memory now and at its peak of the server's largest engine or worker process."""
+    """Return the current and the peak resident memory of the server's largest engine or worker process."""
     processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     engines = [process for process in processes if any(word in process.name() for word in ("Engine", "Worker"))]
     if not engines:

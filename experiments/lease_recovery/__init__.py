@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do clients get when servers die, stand still or come late, and how soon is everything as before?"""
+"""What do clients get when servers die, freeze or respond late, and how soon does the pair recover?"""

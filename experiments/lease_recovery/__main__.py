@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bash experiments/lease_recovery/run.sh``: faults, what clients got, how soon it was over. ``--help`` explains."""
+"""``bash experiments/lease_recovery/run.sh``: inflict faults, judge answers, time recovery. ``--help`` explains."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).resolve().parent / "results"
 
 DESCRIPTION = """\
-What do clients get when servers die, stand still or come late, and how soon is everything as before?
+What do clients get when servers die, freeze or respond late, and how soon does the pair recover?
 
-Starts a prefill and a decode server with a pool of 96 blocks and leases of 3 s, and asks them without a pause while, in
-an order that is drawn: either is killed at a random moment and another started on its ports; either stands still
-(SIGSTOP) for less and for more than a lease; prefill stays away until decode has its memory back; clients go away in
-every phase, among them while decode has no room for them; decode comes with the parameters of a lease that has ended
-and whose blocks others have had; an operator pauses either or both, in every mode, resets caches with running requests,
-and changes the weights of one after the other. Over kvcached pulling
-and pushing, directly and staged, over registrations that follow its pages and that do not, and the stock connector
-beside it. Every answer is compared with what a server gives alone."""
+Starts a prefill and a decode server with a pool of 96 blocks and leases of 3 s, and sends requests without a pause,
+while faults are inflicted in random order: either server is killed at a random moment and a new one is started on its
+ports; either is frozen (SIGSTOP) for less and for more than a lease; prefill stays away until decode has freed its
+memory; clients disconnect in every phase, also while their requests wait for blocks of decode; a decode request has the
+parameters of a lease that has ended and whose blocks other requests have used; an operator pauses one or both servers,
+in every mode, resets caches with running requests, and changes the weights of one server after the other.
+Arms: kvcached with pull and push, direct and staged, with registrations that follow its pages and that do not; and the
+stock connector for comparison. Every answer is compared with the answer of one server alone."""
 
 EPILOG = """\
 targets, for the arms over kvcached:
-  at least 300 requests; none answered HTTP 200 with a wrong token; none without an end
-  after every fault requests are answered rightly again, without anything else being restarted
-  a pause or a reset of an engine that serves returns within 5 s
+  at least 300 requests; none answered with HTTP 200 and a wrong token; none that hangs
+  after every fault requests are answered correctly again, without restarting anything else
+  a pause or a reset of a serving engine returns within 5 s
   blocks and kvcached's mapped pages are back at their idle level within a lease and two heartbeats, on both sides
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
-Results: tables; results/last-VERSION.json, with what every wrong answer and every error said."""
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
+Results: tables; results/last-VERSION.json, with the text of every wrong answer and every error."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Run all arms and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     import httpx
 
     from experiments.common.client import AnswerError
@@ -130,7 +130,7 @@ def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrat
         await traffic.learn()
         if arm.kvcached:
             await traffic.learn_other()
-        # What others compute with other weights, or have cached of them, would only be shown to be wrong.
+        # Not for stock: its answers after a change of weights, or from caches of other weights, would only be wrong.
         chaos = Chaos(running, traffic, narrator.update, is_operated=arm.kvcached)
         await chaos.run(options.rounds, LEAST_REQUESTS)
         return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)

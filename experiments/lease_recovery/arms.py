@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs are put through it, and what they are asked."""
+"""The arms: which pairs of servers are tested, and with which prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 96
 TOKENS = 12
 PROMPT_TOKENS = (200, 640)
-# A page group of kvcached holds 16 blocks of it, so that the pool has six.
+# A page group of kvcached holds 16 blocks of this model, so the pool has six page groups.
 MODEL = ModelShape(kv_heads=8, head_size=128)
 KVCACHED: Mapping[str, str] = {
     "ENABLE_KVCACHED": "true",
@@ -33,7 +33,7 @@ class Arm:
     """A prefill and a decode server.
 
     Attributes:
-        extra: of the connector's extra config, beside its mode and its lease.
+        extra: further extra config of the connector, besides mode and lease.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def specs(self, policy: str) -> list[ServerSpec]:
-        """P and D; ``policy`` is ``kv_load_failure_policy``."""
-        # The stock 0.19 has a timeout in place of a lease; without the same time it keeps blocks for eight minutes.
+        """Return the configurations of P and D; ``policy`` is ``kv_load_failure_policy``."""
+        # Stock 0.19 has a timeout instead of a lease; unless set to the same time, it keeps blocks for eight minutes.
         environment = dict(KVCACHED) if self.kvcached else {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(int(LEASE_SECONDS))}
         extra: dict[str, object] = {"num_threads": 0, "kv_lease_duration": int(LEASE_SECONDS)}
         if self.kvcached:
@@ -73,7 +73,7 @@ class Arm:
 PULL, PUSH = Arm("pull", "pull"), Arm("push", "push")
 STOCK = Arm("stock pull", "pull", kvcached=False)
 STAGED = (
-    # Nothing but the proof at start says that registrations of these would not follow kvcached's pages.
+    # These set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
     Arm("staged pull, pinned", "pull", environment=PINNED),
     Arm("staged push, pinned", "push", environment=PINNED),
     Arm("staged push", "push", extra={"memory_path": "device"}),
@@ -82,6 +82,6 @@ ARMS = (PULL, PUSH, *STAGED, STOCK)
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:
-    """Different prompts, each of some blocks and a part of one."""
+    """Return different prompts, each of some full blocks and a partly filled one."""
     draw = random.Random(seed)
     return [[draw.randrange(3, 500) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(count)]

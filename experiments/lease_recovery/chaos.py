@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in a pair that serves, one kind after the other, and how long each takes to be over.
+"""Inflicts faults on a serving pair, one kind after the other, and times the recovery from each.
 
-While a fault is inflicted and until it is over, clients go on asking. Then they pause, and what both sides still hold
-has to come back.
+Clients keep sending requests while a fault is inflicted and until a request is answered correctly again. Then they
+pause, and both sides must free all memory of requests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from experiments.lease_recovery.traffic import FIRST_WEIGHTS, HANG_SECONDS, OTHE
 
 CLIENTS = 4
 PAUSE_SECONDS = 0.1
-"""Before a client that had no answer asks again."""
+"""Pause of a client after a request without a correct answer."""
 LOOK_SECONDS = 0.05
 GIVE_UP_SECONDS = 4 * (LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 STALE_REQUESTS = 50
-# A lease outlives a heartbeat that is late by half of it.
+# A lease must not end when a heartbeat is late by up to half of the lease.
 _SHORTER_SECONDS, _LONGER_SECONDS = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
 SHORTER, LONGER = f"{_SHORTER_SECONDS:.2f} s", f"{_LONGER_SECONDS:.0f} s"
 GONE = "prefill is killed and stays away"
@@ -45,11 +45,11 @@ class Recovery:
     """One fault.
 
     Attributes:
-        lasted_seconds: from its beginning until both servers were there again.
-        right_seconds: from then until the first request that began afterwards was answered rightly; None if none was.
-        memory_seconds: from the end of the last request until both sides held what they hold at rest; None if they
-            did not within GIVE_UP_SECONDS.
-        leases_ended: of prefill's, from the beginning until then; None if it was another prefill in between.
+        lasted_seconds: from the beginning of the fault until both servers ran again.
+        right_seconds: from then until the first request that began later was answered correctly; None if none was.
+        memory_seconds: from the end of the last request until both sides were down to their idle memory; None if that
+            took longer than GIVE_UP_SECONDS.
+        leases_ended: leases of prefill that ended from the beginning until then; None if prefill was replaced.
     """
 
     fault: str
@@ -61,14 +61,14 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Told:
-    """What an operator asked a server for while it served, and how long that took."""
+    """A request of an operator to a serving server, and how long it took."""
 
     what: str
     seconds: float
 
 
 class Held(NamedTuple):
-    """What a server holds: a share of its blocks, and bytes that kvcached has mapped."""
+    """Memory that a server uses: the fraction of its blocks, and the bytes that kvcached has mapped."""
 
     blocks: float
     bytes: int
@@ -79,8 +79,8 @@ class Chaos:
 
     Args:
         running: the pair, P and D.
-        is_operated: whether an operator pauses them, resets their caches and changes their weights, too.
-        seed: of everything that is drawn.
+        is_operated: whether an operator also pauses them, resets their caches and changes their weights.
+        seed: seed of all random choices.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Chaos:
         self._idle: list[Held] = []
 
     def faults(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """Each kind by its name."""
+        """Return name -> function for each kind of fault."""
         return {
             "prefill is killed": lambda: self._kill(0),
             "decode is killed": lambda: self._kill(1),
@@ -121,8 +121,8 @@ class Chaos:
         }
 
     async def run(self, rounds: int, least_requests: int) -> None:
-        """Every fault ``rounds`` times in an order that is drawn, and at least so many requests in all."""
-        # A pool's first page stays mapped once it was used, and its null block counts as used.
+        """Inflict every fault ``rounds`` times in random order; end after at least ``least_requests`` requests."""
+        # One request before the idle level is read: the first page stays mapped once used, for vLLM's null block.
         await self.traffic.one()
         await asyncio.sleep(GIVE_UP_SECONDS)
         self._idle = [held for _, held in await self._held()]
@@ -144,9 +144,10 @@ class Chaos:
         traffic.fault = name
         prefill = self.running.servers[0]
         if name.endswith(SHORTER):
-            # Leases of clients that went away before must not count here; a slab holds slots for them, and no block.
+            # Wait until leases of earlier, aborted requests have ended, so that they are not counted here. Staged ones
+            # have slots of a slab and no blocks, so waiting for blocks is not enough.
             await asyncio.sleep(LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
-            # An engine says what it has counted when it steps.
+            # An engine updates its metrics only when it steps.
             await traffic.one()
         ended = await _leases_ended(prefill)
         self._asking.set()
@@ -199,7 +200,8 @@ class Chaos:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _memory_seconds(self, *sides: int) -> float | None:
-        """How long these, or both, take to hold no block of a request, and no page beyond what they hold at rest."""
+        """Return the seconds until these sides, or both, use no more blocks and pages than when idle; None if that
+        takes longer than GIVE_UP_SECONDS."""
         began = time.monotonic()
         while time.monotonic() - began < GIVE_UP_SECONDS:
             held = await self._held(*sides)
@@ -209,7 +211,7 @@ class Chaos:
         return None
 
     async def _held(self, *sides: int) -> list[tuple[int, Held]]:
-        """(side, what it holds)."""
+        """Return (side, memory that it uses) for these sides, or both."""
         servers = self.running.servers
         async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
             return [
@@ -237,11 +239,11 @@ class Chaos:
             await asyncio.gather(*(self.traffic.one(self.draw.uniform(0.02, 0.6)) for _ in range(2)))
 
     async def _clients_of_a_burst_go_away(self) -> None:
-        """More than decode has room for: some wait, and of those, half do not wait long."""
+        """Send more requests than decode has blocks for: some wait, and half of all clients disconnect soon."""
         await asyncio.gather(*(self.traffic.one(self.draw.uniform(0.3, 2.0) if n % 2 else None) for n in range(20)))
 
     async def _prefill_is_gone(self) -> None:
-        """Nobody comes back at its address until decode has all of its memory."""
+        """Kill prefill, and start no new one at its address until decode is down to its idle memory."""
         self.running.servers[0].kill()
         began = time.monotonic()
         memory = await self._memory_seconds(1)
@@ -250,7 +252,7 @@ class Chaos:
         await asyncio.to_thread(self.running.ready)
 
     async def _pause(self, *sides: int) -> None:
-        """With clients that ask on."""
+        """Pause and resume these sides while clients keep sending requests."""
         for side in sides:
             mode, clears = self.draw.choice(["keep", "wait", "abort"]), self.draw.choice(["true", "false"])
             await self._tell(side, "pause", mode=mode, clear_cache=clears)
@@ -264,7 +266,10 @@ class Chaos:
             await asyncio.sleep(self.draw.uniform(0.0, 0.5))
 
     async def _change_weights(self) -> None:
-        """One side after the other, and back: as an operator does who wants no answer of two weights."""
+        """Change the weights of one side after the other, and back.
+
+        Each side is paused with its cache cleared, as an operator does who wants no answer computed with both weights.
+        """
         self.traffic.other_until_seconds = math.inf
         for seed in (OTHER_WEIGHTS, FIRST_WEIGHTS):
             for side in self.draw.sample([0, 1], 2):
@@ -288,23 +293,25 @@ class Chaos:
 
 
 def mapped_bytes(server: Server) -> int:
-    """What kvcached has mapped for a server; 0 where there is no kvcached."""
+    """Return the bytes that kvcached has mapped for a server; 0 without kvcached."""
     return PageWatch(server.identity).mapped_bytes() or 0
 
 
 async def _leases_ended(prefill: Server) -> int:
-    """How many leases have ended since it started."""
+    """Return how many leases of prefill have ended since it started."""
     async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
         return round(sum(await _metric(http, prefill, _LEASES_ENDED)))
 
 
 async def _metric(http: httpx.AsyncClient, server: Server, name: str) -> list[float]:
-    """What a server says of itself, a value for each of its engines."""
+    """Return the values of a server's metric, one for each of its engines."""
     said = (await http.get(f"{server.base_url}/metrics")).text
     samples = (sample for family in text_string_to_metric_families(said) for sample in family.samples)
     found = [sample.value for sample in samples if sample.name == name]
     if not found:
-        raise ServerError(f"{server.spec.name} has no metric {name}; its kind changed. Nothing can be said of it.")
+        raise ServerError(
+            f"{server.spec.name} has no metric {name}; this vLLM may have renamed it. Recovery cannot be measured."
+        )
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a pair of servers: every answer is right, wrong, a clear error, or none at all."""
+"""Clients of a pair of servers. Each request gets a verdict: right, wrong, an error, or no answer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from experiments.lease_recovery.arms import TOKENS
 
 Verdict = Literal["right", "wrong", "error", "no connection", "went away", "hangs"]
 OUT_OF_DATE = "parameters out of date"
-"""What was going on for a request whose decode comes too late; others are asked meanwhile."""
+"""Value of ``fault`` for a request whose decode comes after its lease; other requests may run at the same time."""
 FIRST_WEIGHTS, OTHER_WEIGHTS = "0", "5"
-"""Of the KV probe: those that a server starts with, and some that differ."""
+"""Seeds of the KV probe: for the weights that a server starts with, and for different ones."""
 HANG_SECONDS = 90.0
-"""Longer than anything here may take, a handshake that is tried again among it, on a busy machine."""
+"""Longer than any request may take, including a handshake that is retried, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One request. ``fault``: what was going on when it began."""
+    """One finished request. ``fault`` is the fault being inflicted when it began."""
 
     verdict: Verdict
     fault: str
@@ -40,12 +40,12 @@ class Ended:
 
 @dataclass
 class Traffic:
-    """Requests through both servers, and what became of them.
+    """Requests through both servers, and their results.
 
     Attributes:
-        expected: what each prompt's answer is.
-        other: what it is with the weights that ``OTHER_WEIGHTS`` stands for.
-        other_until_seconds: a request that began before may have been computed with either weights, but not with both.
+        expected: the right answer to each prompt.
+        other: the right answer to each prompt with the weights of ``OTHER_WEIGHTS``.
+        other_until_seconds: a request that began before this time may have either answer, but no mixture of both.
     """
 
     pair: Sequence[Server]
@@ -65,11 +65,11 @@ class Traffic:
         return Counter(one.verdict for one in self.ended)
 
     async def learn(self) -> None:
-        """Let prefill answer every prompt by itself."""
+        """Get the right answers: prefill answers every prompt alone."""
         self.expected = await self._alone("alone")
 
     async def learn_other(self) -> None:
-        """The same with the other weights, which prefill has for that time."""
+        """Get the right answers with the other weights, which prefill has during this call."""
         async with http_client(1) as http:
             prefill = Client(self.pair[0].base_url, http)
             await prefill.probe("other_weights", OTHER_WEIGHTS)
@@ -86,7 +86,7 @@ class Traffic:
             ]
 
     async def one(self, leaves_after_seconds: float | None = None) -> Ended:
-        """One request, P first, then D; its client goes away after that time."""
+        """Send one request to P, then to D. Its client disconnects after ``leaves_after_seconds``, if given."""
         number = next(self._numbers)
         fault, began = self.fault, time.monotonic()
         try:
@@ -98,7 +98,7 @@ class Traffic:
         return self.ended[-1]
 
     async def stale(self, count: int, wait_seconds: float) -> list[Ended]:
-        """``count`` requests whose decode comes when the lease has ended and other requests have had the blocks."""
+        """Send ``count`` requests, each to D only after its lease has ended and other requests have used its blocks."""
         first = len(self.ended)
         async with http_client(4) as http:
             prefill, decode = (Client(server.base_url, http) for server in self.pair)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What staging costs and what it gives back, beside the direct path."""
+"""What does staging cost compared with the direct path, and how much memory does it free sooner?"""

@@ -18,24 +18,25 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("memory", "first-token", "pages")
 
 DESCRIPTION = """\
-What does staging cost, and what does it give back?
+What does staging cost, and how much memory does it free sooner?
 
-Starts pairs of real servers over kvcached on the direct path and staged through a slab in host memory, pulling and
-pushing (streamed), and compares:
-  memory       what a server keeps of the machine's memory beside kvcached's pages with 1, 8 and 60 GiB reserved, and
-               what vLLM's own host buffer would take
-  first-token  time to first token over TCP and shared memory, the pairs side by side and asked in turn; and of a pull
-               every hand-over of which is verified (verify_fraction 1)
-  pages        how long prefill's elastic blocks stay taken after its last step, and their pages mapped; and what of
-               its pool is mapped on average under load, when decode is asked half a second after prefill's answer"""
+Starts pairs of real servers over kvcached, on the direct path and staged through a slab in host memory, with pull and
+with streamed push, and compares:
+  memory       a server's resident memory besides kvcached's pages, with 1, 8 and 60 GiB reserved; and the size that
+               vLLM's own host buffer would have
+  first-token  time to first token over TCP and shared memory, with all pairs running and taking turns; also for a pull
+               whose every hand-over is verified (verify_fraction 1)
+  pages        how long prefill's blocks stay in use after its last step, and how long their pages stay mapped; and how
+               much of its pool is mapped on average under load, when decode gets a request half a second after
+               prefill's answer"""
 
 EPILOG = """\
 targets:
-  resident memory beside the direct path: at most 1.05 x the slab, the same however much is reserved
-  time to first token over TCP: at most 1.15 x the direct path's (shared memory is reported)
-  prefill's blocks stay taken for at most 1.2 x the copy
+  resident memory beyond the direct path's: at most 1.05 x the slab, whatever the reserved size
+  time to first token over TCP: at most 1.15 x the direct path's (for shared memory it is reported without a target)
+  prefill's blocks stay in use for at most 1.2 x the time of the copy
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""
 
 
@@ -44,14 +45,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer lengths and requests; writes no last-VERSION files")
-    parser.add_argument("--part", choices=PARTS, help="only this one; what last-VERSION has of the others stays")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer lengths and requests; does not write last-VERSION files"
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, help="only this part; last-VERSION.json keeps the results of the other parts"
+    )
     return parser.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     import httpx
 
     from experiments.common.client import AnswerError
@@ -92,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _report(found: Any, vllm: str, console: Any) -> list[Verdict]:
-    """Print the tables; returns what was promised and found."""
+    """Print the tables; returns the targets."""
     from experiments.memory_path.arms import PAGE_GROUP_BYTES
     from experiments.memory_path.report import (
         judge_first_token,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same pairs on the direct path and staged."""
+"""The arms: each pair once on the direct path and once staged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.push_vs_pull.arms import BLOCK_SIZE, KV_BYTES_PER_TOKEN, MAX_MO
 
 HERE = Path(__file__).resolve().parent
 PAGE_GROUP_BYTES = 2 * push_vs_pull.MODEL.layers * (2 << 20)
-"""What kvcached maps at once: a page of K and one of V in every layer."""
+"""The least that kvcached maps at a time: a page of K and one of V in every layer."""
 BLOCK_BYTES = BLOCK_SIZE * KV_BYTES_PER_TOKEN
 CHUNK_TOKENS = 512
 RESERVED_GIB = (1, 8, 60)
@@ -23,7 +23,7 @@ POOL_GIB = 2
 
 
 def staged(arm: Arm, gib: float | None = None) -> Arm:
-    """The same, through a slab in host memory, of the default size or of ``gib``."""
+    """Return ``arm`` staged through a slab in host memory, of the default size or of ``gib``."""
     size = {} if gib is None else {"staging_gib": gib}
     return dataclasses.replace(arm, name=f"{arm.name}, staged", extra={**arm.extra, "memory_path": "host", **size})
 
@@ -32,14 +32,14 @@ DIRECT = (PULL, PUSH_STREAMED)
 PAIRS = tuple((arm, staged(arm)) for arm in DIRECT)
 ARMS = tuple(arm for pair in PAIRS for arm in pair)
 VERIFIED = dataclasses.replace(PULL, name="pull, verified", extra={"verify_fraction": 1.0})
-"""Every hand-over; what that costs is reported."""
+"""Every hand-over is verified; the cost is reported without a target."""
 FIRST_TOKEN = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=5, tokens=16_384)
 FIRST_TOKEN_QUICK = Load(lengths=(512, 4096), at_a_time=(1,), most_rounds=5)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What kvcached reserves, and how many blocks vLLM plans in it."""
+    """The memory that kvcached reserves, and the number of blocks that vLLM plans in it."""
 
     gib: float
     blocks: int
@@ -47,8 +47,8 @@ class Pool:
 
 
 def planned(gib: float) -> Pool:
-    """All that is reserved is planned for, and more than there is of memory may be: little of it is ever mapped."""
-    # kvcached keeps 5 % of a device for others.
+    """Return a pool whose blocks fill ``gib``, which may exceed the machine's memory: only little is ever mapped."""
+    # kvcached leaves 5 % of a device free.
     return Pool(gib, int(0.95 * gib * 2**30 // BLOCK_BYTES), {"KVCACHED_HOSTVMM_OVERCOMMIT": "1"})
 
 
@@ -56,7 +56,7 @@ GIVING_BACK = Pool(POOL_GIB, push_vs_pull.NUM_BLOCKS, GIVES_BACK)
 
 
 def specs(arm: Arm, pool: Pool, model: Path) -> list[ServerSpec]:
-    """P and D of an arm over a pool."""
+    """Return the configurations of P and D of an arm over a pool."""
     tag = "".join(letter if letter.isalnum() else "-" for letter in f"{arm.name}-{pool.gib}")
     return [
         ServerSpec(

@@ -18,7 +18,7 @@ TOKENS = 2
 
 
 class Asking:
-    """Asks a prefill and a decode server; every prompt is another."""
+    """Sends requests to a prefill and a decode server, each with a different prompt."""
 
     def __init__(self, prefill: Server, decode: Server, http: httpx.AsyncClient) -> None:
         self.prefill, self.decode = Client(prefill.base_url, http), Client(decode.base_url, http)
@@ -29,7 +29,8 @@ class Asking:
         """Hand a prompt of ``length`` tokens over; returns when decode's first token came (monotonic seconds).
 
         Args:
-            streamed: decode is asked at once. Else with what prefill answers, ``late_seconds`` after that.
+            streamed: decode gets its request at once. Otherwise it gets the parameters of prefill's answer,
+                ``late_seconds`` after that answer.
         """
         number = next(self._names)
         name = f"request-{number}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the experiment, one after the other: never two pairs that are measured at once."""
+"""Runs the parts of the experiment one after the other, so that no two pairs are measured at the same time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUESTS, QUICK_REQUESTS = 48, 12
 
 @dataclass
 class Measured:
-    """Everything that was."""
+    """All measured figures."""
 
     resident: list[resident.Resident] = field(default_factory=list)
     samples: list[first_token.Sample] = field(default_factory=list)
@@ -30,13 +30,13 @@ class Measured:
     loaded: list[occupied.Loaded] = field(default_factory=list)
 
     def beside(self, earlier: Measured) -> Measured:
-        """With what an earlier run has of the parts that this one has not."""
+        """Return these figures, with those of ``earlier`` for parts that this run did not measure."""
         names = [one.name for one in fields(self)]
         return Measured(**{name: getattr(self, name) or getattr(earlier, name) for name in names})
 
 
 def read(path: Path) -> Measured:
-    """What a run has written; nothing if there was none."""
+    """Return the figures in a results file; empty if there is no file."""
     if not path.is_file():
         return Measured()
     said = json.loads(path.read_text())
@@ -50,7 +50,7 @@ def read(path: Path) -> Measured:
 
 
 def measure_part(part: str, found: Measured, logs: Path, narrator: Narrator, *, quick: bool) -> None:
-    """Add what is measured to ``found``."""
+    """Measure one part and add its figures to ``found``."""
     model = make_model(MODEL)
     if part == "memory":
         for gib, arm in itertools.product(RESERVED_GIB, (PULL, staged(PULL, SLAB_GIB))):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long prefill's blocks are taken and their pages mapped: after the last step of one request, and under load."""
+"""Measures how long prefill's blocks stay in use and their pages mapped: for one request, and under load."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from experiments.push_vs_pull.arms import Arm
 LOOK_SECONDS = 0.002
 SETTLE_SECONDS = 30.0
 LATE_SECONDS = 0.5
-"""Under load, how long after prefill's answer decode is asked: a router that waits for room there."""
+"""Under load, time between prefill's answer and decode's request, as with a router that waits for room on decode."""
 CLIENTS = 4
 
 
 @dataclass(frozen=True)
 class Occupied:
-    """One request, nothing else going on.
+    """One request without other load. All times but ``copied_seconds`` begin at the end of prefill's last step.
 
     Attributes:
-        occupied_seconds: from the end of prefill's last step until its blocks are free.
+        occupied_seconds: until its blocks are free.
         mapped_seconds: until their pages are unmapped.
-        copied_seconds: that prefill copied out of its blocks; 0 on the direct path.
-        whole_seconds: from the end of prefill's last step until decode's first token.
+        copied_seconds: time that prefill spent on copying KV out of its blocks; 0 on the direct path.
+        whole_seconds: until decode's first token.
     """
 
     arm: str
@@ -45,7 +45,7 @@ class Occupied:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Under load: of prefill's pool, bytes mapped on average over time; how many were handed over, in how long."""
+    """Under load: mapped bytes of prefill's pool, averaged over time; the number of hand-overs and their duration."""
 
     arm: str
     requests: int
@@ -57,7 +57,7 @@ class Loaded:
 def measure(
     arm: Arm, lengths: tuple[int, ...], rounds: int, requests: int, model: Path, logs: Path, say: Callable[[str], None]
 ) -> tuple[list[Occupied], Loaded]:
-    """Start a pair, measure, stop it."""
+    """Start a pair, measure both figures, stop it."""
     with running(specs(arm, GIVING_BACK, model), logs, say) as (prefill, decode):
         return asyncio.run(_measure(arm, lengths, rounds, requests, prefill, decode, say))
 
@@ -84,17 +84,17 @@ async def _measure(
 
 
 class _Pair:
-    """A pair whose prefill is watched."""
+    """A pair whose prefill pool is sampled."""
 
     def __init__(self, arm: Arm, asking: Asking, watch: PageWatch) -> None:
         self.arm, self.asking, self.watch = arm, asking, watch
 
     async def warm_up(self, length: int) -> None:
-        """The handshake, and the first touch of all memory."""
+        """Make hand-overs that are not measured: they include the handshake and the first touch of all memory."""
         for side in (self.asking.prefill, self.asking.decode):
             await side.probe("time_transfers")
         if (await self.asking.prefill.probe("time_copies"))["staged"] is not ("memory_path" in self.arm.extra):
-            raise AnswerError(f"{self.arm.name}: prefill is not on the memory path that it was told; see its log.")
+            raise AnswerError(f"{self.arm.name}: prefill does not use its configured memory path; see its log.")
         for _ in range(2):
             await self.one(length)
 
@@ -112,17 +112,17 @@ class _Pair:
         freed, copied = float(found["freed"]), float(found["seconds"])
         if not computed < freed <= unmapped:
             raise AnswerError(
-                f"{self.arm.name}: found blocks given back {freed - computed:.3f} s, and pages unmapped "
-                f"{unmapped - computed:.3f} s after prefill's last step; expected the one before the other."
+                f"{self.arm.name}: found blocks freed {freed - computed:.3f} s, and pages unmapped "
+                f"{unmapped - computed:.3f} s after prefill's last step; expected 0 < first <= second."
             )
         return Occupied(self.arm.name, length, freed - computed, unmapped - computed, copied, first_token - computed)
 
     def _is_mapped(self) -> bool:
-        """More than what is mapped at rest: the page of vLLM's null block."""
+        """Whether more is mapped than when idle, which is the page of vLLM's null block."""
         return (self.watch.mapped_bytes() or 0) > PAGE_GROUP_BYTES
 
     async def _unmapped(self, asking: asyncio.Task[float]) -> float:
-        """When the pages were unmapped (monotonic seconds)."""
+        """Wait until the pages are unmapped; returns that time (monotonic seconds)."""
         deadline = None
         while self._is_mapped():
             if asking.done():
@@ -136,7 +136,7 @@ class _Pair:
         return time.monotonic()
 
     async def load(self, requests: int, length: int) -> Loaded:
-        """Hand prompts over, ``CLIENTS`` at a time, decode asked late; pages are looked at all the time."""
+        """Hand prompts over, ``CLIENTS`` at a time, with late requests to decode; sample the mapped bytes meanwhile."""
         places = asyncio.Semaphore(CLIENTS)
 
         async def one() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, targets and a plot of what staging costs and gives back. Pure, but for the plot's file."""
+"""Computes tables, targets and a plot of the cost and gain of staging. No side effects except the plot's file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIB = 2**20
 
 
 def judge_resident(found: Sequence[Resident], slab_gib: float = SLAB_GIB) -> list[Verdict]:
-    """The slab and little more, however much is reserved."""
+    """Return the targets of resident memory: the slab and little more, whatever the reserved size."""
     slab_mib = slab_gib * 1024
     rows = []
     for side in dict.fromkeys(one.side for one in found):
@@ -35,7 +35,7 @@ def judge_resident(found: Sequence[Resident], slab_gib: float = SLAB_GIB) -> lis
             stock = next(one.stock_buffer_bytes for one in found if _is(one, side, gib)) / _MIB
             rows.append(
                 Verdict(
-                    f"{side}, {gib:g} GiB reserved: resident beside the direct path (<= {MOST_OF_SLAB} x the slab)",
+                    f"{side}, {gib:g} GiB reserved: resident beyond the direct path (<= {MOST_OF_SLAB} x the slab)",
                     f"{mib:.0f} MiB, slab {slab_mib:.0f} MiB; stock host buffer {stock:.0f} MiB",
                     mib <= MOST_OF_SLAB * slab_mib,
                 )
@@ -43,7 +43,7 @@ def judge_resident(found: Sequence[Resident], slab_gib: float = SLAB_GIB) -> lis
         spread = max(more.values()) - min(more.values())
         rows.append(
             Verdict(
-                f"{side}: the same however much is reserved (within {MOST_OF_SLAB - 1:.0%} of the slab)",
+                f"{side}: the same for all reserved sizes (within {MOST_OF_SLAB - 1:.0%} of the slab)",
                 f"{spread:.0f} MiB apart",
                 spread <= (MOST_OF_SLAB - 1) * slab_mib,
             )
@@ -56,7 +56,7 @@ def _is(one: Resident, side: str, gib: float) -> bool:
 
 
 def judge_first_token(found: Sequence[Cell]) -> list[Verdict]:
-    """Of staged arms over TCP, against the same arm on the direct path."""
+    """Return the targets of staged arms over TCP, compared with the same arm on the direct path."""
     table = {(one.arm, one.transport, one.prompt_tokens, one.at_a_time): one for one in found}
     rows = []
     for direct, staged in PAIRS:
@@ -76,14 +76,14 @@ def judge_first_token(found: Sequence[Cell]) -> list[Verdict]:
 
 
 def judge_occupied(found: Sequence[Occupied]) -> list[Verdict]:
-    """Staged: for the copy and little more."""
+    """Return the targets of staged arms: blocks stay in use for the time of the copy and little more."""
     rows = []
     for arm, length in dict.fromkeys((one.arm, one.prompt_tokens) for one in found if one.copied_seconds):
         these = [one for one in found if (one.arm, one.prompt_tokens) == (arm, length)]
         occupied, copied = _median(these, "occupied_seconds"), _median(these, "copied_seconds")
         rows.append(
             Verdict(
-                f"{arm}, {length} tokens: prefill's blocks stay taken (<= {MOST_OF_COPY} x the copy)",
+                f"{arm}, {length} tokens: prefill's blocks stay in use (<= {MOST_OF_COPY} x the copy)",
                 f"{occupied * 1e3:.0f} ms, the copy {copied * 1e3:.0f} ms",
                 occupied <= MOST_OF_COPY * copied,
             )
@@ -98,7 +98,7 @@ def _median(these: Sequence[Occupied], name: str) -> float:
 def table_of_occupied(found: Sequence[Occupied]) -> Table:
     """Medians."""
     table = Table(title="after prefill's last step, ms")
-    for column in ("arm", "prompt", "blocks taken for", "pages mapped for", "copied for", "first token after"):
+    for column in ("arm", "prompt", "blocks in use for", "pages mapped for", "copied for", "first token after"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, length in dict.fromkeys((one.arm, one.prompt_tokens) for one in found):
         these = [one for one in found if (one.arm, one.prompt_tokens) == (arm, length)]
@@ -109,8 +109,8 @@ def table_of_occupied(found: Sequence[Occupied]) -> Table:
 
 
 def table_of_loaded(found: Sequence[Loaded], page_group_bytes: int) -> Table:
-    """What is left of prefill's pool for somebody else."""
-    table = Table(title="under load, decode asked late: prefill's pool on average")
+    """Return a table of how much of prefill's pool is free for another model."""
+    table = Table(title="under load, with late requests to decode: prefill's pool on average")
     for column in ("arm", "requests/s", "mapped, MiB", "of the pool", "page groups free for a second model"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for one in found:
@@ -125,7 +125,7 @@ def table_of_loaded(found: Sequence[Loaded], page_group_bytes: int) -> Table:
 
 
 def plot(occupied: Sequence[Occupied], loaded: Sequence[Loaded], title: str, path: Path) -> None:
-    """How long pages stay mapped by prompt length, and what is mapped under load, an arm beside the other."""
+    """Plot how long blocks stay in use by prompt length, and the mapped bytes under load, for all arms."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -139,7 +139,7 @@ def plot(occupied: Sequence[Occupied], loaded: Sequence[Loaded], title: str, pat
             for length in lengths
         ]
         times.plot(lengths, middle, marker="o", markersize=3, label=arm)
-    times.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="blocks taken after the last step, s")
+    times.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="blocks in use after the last step, s")
     times.grid(alpha=0.3)
     times.legend(fontsize=8)
     pool.bar([one.arm for one in loaded], [one.mean_mapped_bytes / _MIB for one in loaded])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server keeps of the machine's memory beside kvcached's pages, by how much kvcached reserves."""
+"""Measures a server's resident memory besides kvcached's pages, for several reserved sizes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Resident:
-    """One server after it has served.
+    """Memory of one server after it has served.
 
     Attributes:
-        anonymous_bytes: resident, of all its processes; kvcached's pages are not among them.
-        stock_buffer_bytes: what vLLM's own host buffer would take: a copy of every block that is planned.
+        anonymous_bytes: resident memory of all its processes, without kvcached's pages.
+        stock_buffer_bytes: size that vLLM's own host buffer would have: a copy of every planned block.
     """
 
     arm: str
@@ -39,7 +39,7 @@ class Resident:
 
 
 def measure(arm: Arm, reserved_gib: float, model: Path, logs: Path, say: Callable[[str], None]) -> list[Resident]:
-    """Start a pair, hand over as much at a time as the slab holds, read, stop it."""
+    """Start a pair, hand over as much at a time as the slab holds, read its memory, stop it."""
     pool = planned(reserved_gib)
     with running(specs(arm, pool, model), logs, say) as servers:
         say(f"{arm.name}, {reserved_gib} GiB reserved: serving")
@@ -51,7 +51,7 @@ def measure(arm: Arm, reserved_gib: float, model: Path, logs: Path, say: Callabl
 
 
 def anonymous_bytes(server: Server) -> int:
-    """Of all processes of its session."""
+    """Return the anonymous resident memory of all processes of the server's session."""
     total = 0
     for process in psutil.process_iter():
         try:
@@ -59,7 +59,7 @@ def anonymous_bytes(server: Server) -> int:
                 found = process.memory_info()
                 total += found.rss - found.shared
         except (psutil.Error, ProcessLookupError):
-            # It has ended meanwhile.
+            # The process has ended meanwhile.
             continue
     return total
 

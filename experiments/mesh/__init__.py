@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a hand-over cost the same, and an engine keep the same, however many were before and whoever came and went?"""
+"""Do hand-over cost and engine memory stay flat over many hand-overs, while engines restart and disappear?"""

@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FULL, QUICK = (64, 100_000, 100), (8, 2_000, 40)
-"""Engines of each role, hand-overs, and hand-overs from one thing that is done to an engine to the next."""
+"""Engines of each role, hand-overs, and hand-overs between two faults of engines."""
 AT_ONCE = 4
 TENTHS = 10
 
 DESCRIPTION = """\
-Does a hand-over cost the same, and an engine keep the same, however many were before and whoever came and went?
+Do hand-over cost and engine memory stay flat over many hand-overs, while engines restart and disappear?
 
-64 prefill and 64 decode engines in one process: the real scheduler halves and the real workers of this package, over
-the in-memory transport, turned by hand on a virtual clock. A router hands 100,000 requests from any prefill to any
-decode, first in one direction, then in the other; some are in decode's prefix cache, some clients go away, and with
-push half of them are asked on both sides at once. Every hundred hand-overs something is done to an engine: it is
-started again at the same or at another port, replaced by another engine, away for a while, gone without a word, or
-loses a connection. Every byte that decode gets is compared."""
+Runs 64 prefill and 64 decode engines in one process: the real scheduler and worker halves of this package, over the
+in-memory transport, driven step by step on a virtual clock. A router hands over 100,000 requests from any prefill to
+any decode engine, first with one transfer mode, then with the other. Some requests are in decode's prefix cache, some
+clients disconnect, and with push, half of the requests reach both sides at the same time. Once in a hundred hand-overs
+an engine has a fault: it restarts at the same or at another port, is replaced by another engine, is away for a while,
+disappears without notice, or loses a connection. Every byte that decode receives is compared."""
 
 EPILOG = """\
-targets, in both directions:
-  no wrong byte; no client without its KV where nothing was done to its two engines
-  a hand-over costs <= 1.25 x in the last tenth of the run what it costs in the first; so does what is kept per peer
-  no table of any engine grows (entries in the last three tenths, against the first three)
-  at the end every block is free, no word is kept, and every table is empty when peers that nobody names are forgotten
+targets, for both transfer modes:
+  no wrong byte; no client without its KV unless one of its two engines had a fault
+  a hand-over in the last tenth of the run costs <= 1.25 x one in the first tenth; the same for memory per peer
+  no table of any engine grows (entries in the last three tenths, compared with the first three)
+  at the end every block is free, no ownership token is left, and every table is empty once unused peers are forgotten
 
-exit status: 0 all targets reached; 1 one was missed
+exit status: 0 all targets reached; 1 a target was missed
 Results: tables; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
 
 
@@ -50,7 +50,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of whatever is drawn (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (%(default)s)")
     parser.add_argument(
         "--quick", action="store_true", help="8 and 8 engines, 2,000 hand-overs; writes last-VERSION-quick files"
     )
@@ -59,13 +59,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.mesh.cases import End
     from experiments.mesh.mesh import NotAtRest
     from experiments.mesh.report import judge, plot, table_of, table_of_ends
 
-    # Each engine that ends is worth a warning to many others.
+    # Many engines log a warning for each engine that ends.
     logging.disable(logging.WARNING)
     size = QUICK if options.quick else FULL
     narrator = Narrator(f"a mesh of {size[0]} and {size[0]} engines, {size[1]:,} hand-overs each way")
@@ -75,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             run = measure(mode, *size, options.seed, narrator.say)
         except NotAtRest as left:
-            verdicts.append(Verdict(f"{mode}: every request comes to rest", f"not {left}", False))
+            verdicts.append(Verdict(f"{mode}: every request ends", f"not {left}", False))
             continue
         runs.append(run)
         verdicts += judge(run, End.WRONG.value, End.FAILED.value)
@@ -95,7 +95,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, say: Callable[[str], None]) -> Run:
-    """One direction. Raises `NotAtRest`: something of requests that have ended is left."""
+    """Run one transfer mode. Raises `NotAtRest` if engines still have state of requests that have ended."""
     import gc
 
     import psutil
@@ -109,7 +109,7 @@ def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, sa
     from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS
 
     count = hand_overs // TENTHS
-    # Full before the first tenth ends, so that it shows when what is remembered grows beyond it.
+    # Small enough that every RecentSet is full before the first tenth ends; growth beyond the capacity is then visible.
     remembered = recent_set.CAPACITY = max(1, count // engines // 4)
     mesh = Mesh(TransferMode(mode), engines, AT_ONCE * engines, events, seed)
     empty_bytes = num_bytes(mesh.roots)
@@ -119,7 +119,7 @@ def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, sa
         mesh.run(count)
         spent = mesh.seconds - before
         mesh.settle()
-        # Names of what has ended are kept for a lease.
+        # Names of ended requests are kept for one lease.
         mesh.rest(2 * LEASE_SECONDS)
         gc.collect()
         tables = sizes(mesh.roots)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over of the mesh, as its router sees it."""
+"""One hand-over of the mesh, from the router's point of view."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class End(enum.Enum):
     """What the client got.
 
-    FAILED: both its engines lived all the time and nothing was done to either or to what connects them, and it has no
-    KV even so.
+    FAILED: the request got no KV, although both engines stayed alive and neither they nor their connection had a fault.
     """
 
     RIGHT = "right bytes"
@@ -30,12 +29,12 @@ class Case:
     """One hand-over.
 
     Attributes:
-        seed: what its prompt follows from.
-        is_decode_first: both sides are asked at once, decode a little earlier.
-        aborts_at: round in which its client goes; None if it does not.
-        troubles: of its two engines when it began.
-        is_cut: the connection of the two was lost, and none of them has noticed yet.
-        waiting: requests of it that have not ended.
+        seed: determines its prompt.
+        is_decode_first: both sides get their requests together, decode a little earlier.
+        aborts_at: round in which its client disconnects; None if it does not.
+        troubles: number of faults of its two engines when it began.
+        is_cut: the connection of the two engines was lost, and neither has noticed yet.
+        waiting: number of its requests that have not ended.
     """
 
     number: int

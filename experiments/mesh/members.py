@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of the mesh: a few blocks of real memory, and a loop that computes a pattern in place of KV."""
+"""An engine of the mesh: a few blocks of real memory, and a loop that writes a pattern instead of computing KV."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Task:
     """A request inside an engine.
 
     Attributes:
-        num_cached: tokens of a decode request that are in its prefix cache.
-        rounds: for which it still decodes.
+        num_cached: tokens of a decode request that are in decode's prefix cache.
+        rounds: number of rounds that it still decodes.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class Task:
 
 
 class Memory:
-    """K and V of every block: a token's cell follows from the prompt's seed and its place."""
+    """K and V of every block. The prompt's seed and the token's position determine the content of a cell."""
 
     def __init__(self) -> None:
         self._cells: npt.NDArray[np.uint64] = np.zeros((2, NUM_BLOCKS, BLOCK_SIZE), dtype=np.uint64)
@@ -64,13 +64,13 @@ class Memory:
         return Planes(bases, *strides, CELL_BYTES, NUM_BLOCKS, BLOCK_SIZE, num_heads=1)
 
     def fill(self, seed: int, blocks: list[int], begin: int, end: int) -> None:
-        """Compute the tokens ``begin`` to ``end``, which start and end blocks."""
+        """Write the cells of tokens ``begin`` to ``end``; both must be at a block boundary."""
         used = blocks[begin // BLOCK_SIZE : end // BLOCK_SIZE]
         cells = _cells(seed, begin, end).reshape(len(used), BLOCK_SIZE)
         self._cells[0, used], self._cells[1, used] = cells, ~cells
 
     def holds(self, seed: int, blocks: list[int]) -> bool:
-        """Whether they hold all of the prompt."""
+        """Whether the blocks contain the cells of the whole prompt."""
         cells = _cells(seed, 0, len(blocks) * BLOCK_SIZE).reshape(len(blocks), BLOCK_SIZE)
         return bool((self._cells[0, blocks] == cells).all() and (self._cells[1, blocks] == ~cells).all())
 
@@ -79,12 +79,12 @@ class Member:
     """One engine, until its process ends.
 
     Args:
-        answered: called with a prefill request that has ended, and the parameters for decode's, None if there are none.
-        ended: called with a decode request that has ended, and whether it had its KV.
+        answered: called with an ended prefill request, and the parameters for decode's request, None without any.
+        ended: called with an ended decode request, and whether it had its KV.
 
     Attributes:
-        seconds: of this process that the hand-over has taken, on both threads.
-        troubles: how often something was done to it that its hand-overs may suffer from.
+        seconds: CPU time of this process for hand-overs, both for the engine's and for the transfer thread.
+        troubles: number of its faults that may make its hand-overs fail.
     """
 
     def __init__(
@@ -107,24 +107,24 @@ class Member:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing of any request is left."""
+        """Whether no state of any request is left."""
         handover = self.engine.handover
         return not (self.tasks or self.engine.pool.tables or handover.pending or handover.num_kept)
 
     def add(self, task: Task) -> None:
-        """A client's request."""
+        """Accept a client's request."""
         self.tasks[task.request.request_id] = task
         begun = time.thread_time()
         self.engine.handover.arrived(task.request)
         self.seconds += time.thread_time() - begun
 
     def abort(self, task: Task) -> None:
-        """The client of a request has gone."""
+        """Called when the client of a request has disconnected."""
         if task.state is State.ENDED or not self.is_alive:
             return
         state, task.state = task.state, State.ENDED
         is_kept, _ = self.engine.handover.finished(task.request, False, (task.blocks,))
-        # One that was fetching is named among the received.
+        # A request that was fetching keeps its blocks until it is reported as received.
         if state is not State.FETCHING and not is_kept:
             self._forget(task)
         if task.case.prefill_task is task:
@@ -133,13 +133,13 @@ class Member:
             self._ended(task, False)
 
     def turn(self) -> None:
-        """What its transfer thread does now."""
+        """Run one turn of its transfer thread."""
         begun = time.thread_time()
         self.engine.side.thread.turn()
         self.seconds += time.thread_time() - begun
 
     def step(self) -> None:
-        """One step of its loop, if it has anything to do."""
+        """Run one step of its loop, if it has work."""
         begun = time.thread_time()
         handover = self.engine.handover
         if not (self.tasks or handover.pending or handover.num_waiting or handover.num_kept):
@@ -214,7 +214,7 @@ class Member:
         if task.rounds >= 0:
             return
         if task.request.num_prompt_tokens > task.num_cached:
-            # Once more: nothing of another hand-over may have arrived meanwhile.
+            # Compared again: a late write of another hand-over must not have changed the blocks meanwhile.
             self._check(task)
         task.state = State.ENDED
         self.engine.handover.finished(task.request, True, (task.blocks,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on one network and one clock, a router, and somebody who ends engines. One thread; the clock is virtual."""
+"""Engines on one in-memory network, a router, and faults of engines. Single-threaded, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.params import RemotePrefill
 
 ROUND_SECONDS = 2.0
-"""Virtual; a hand-over takes some ten rounds."""
+"""Virtual time of a round; a hand-over takes about ten rounds."""
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
 ASK_SECONDS = 5.0
-"""Until a handshake that nobody answers has failed."""
+"""Time after which an unanswered handshake fails."""
 LATE_ROUNDS = 3
 SETTLE_ROUNDS = 400
 LONGEST_PROMPT_BLOCKS = 8
@@ -32,11 +32,11 @@ SHARE_ABORTED, SHARE_CACHED = 0.04, 0.2
 
 
 class NotAtRest(Exception):
-    """Something of requests that have ended is left in engines."""
+    """Engines still have state of requests that have ended."""
 
 
 class SideChannel:
-    """What `Channel` asks for: the answer comes in the next round, or never."""
+    """Implements `Channel`. Answers arrive in the next round, or never."""
 
     def __init__(self, mesh: Mesh, address: Address) -> None:
         self._mesh = mesh
@@ -53,23 +53,23 @@ class SideChannel:
             member.engine.handover.woken()
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 class Mesh:
     """See the module.
 
     Args:
-        num: engines of each role.
-        at_once: hand-overs that are under way at the same time.
-        events: something is done to an engine, once in so many hand-overs.
+        num: number of engines of each role.
+        at_once: number of hand-overs under way at the same time.
+        events: number of hand-overs per fault of an engine; 0 for no faults.
 
     Attributes:
-        ends: hand-overs that have ended, by what the client got.
-        done: what was done to engines.
-        roles: engines that run; ``frozen`` ones of them have vanished.
-        cuts: prefill and decode engines whose connection was lost, until one of them has noticed.
-        later: (round, what happens then).
+        ends: number of ended hand-overs, by what the client got.
+        done: number of faults, by kind.
+        roles: running engines; those in ``frozen`` cannot be reached.
+        cuts: pairs of prefill and decode engine whose connection was lost, until one of them has noticed.
+        later: (round, action to run in it).
     """
 
     def __init__(self, mode: TransferMode, num: int, at_once: int, events: int, seed: int = 1) -> None:
@@ -102,21 +102,21 @@ class Mesh:
 
     @property
     def members(self) -> list[Member]:
-        """All that run."""
+        """All running engines."""
         return [member for role in self.roles.values() for member in role]
 
     @property
     def seconds(self) -> float:
-        """Of this process that hand-overs have taken in all engines, those that have ended included."""
+        """CPU time of this process for hand-overs in all engines, including engines that have ended."""
         return self.retired_seconds + sum(member.seconds for member in self.members)
 
     @property
     def roots(self) -> list[object]:
-        """What all of a hand-over that an engine keeps hangs on, of each engine."""
+        """The objects of each engine from which all of its state of hand-overs can be reached."""
         return [root for one in self.members for root in (one.engine.handover, one.engine.side)]
 
     def run(self, count: int) -> None:
-        """So many hand-overs, until each has ended."""
+        """Run ``count`` hand-overs until each has ended."""
         self._to_start += count
         while self._to_start or self._open:
             while self._to_start and len(self._open) < self._at_once and self._begin():
@@ -127,7 +127,7 @@ class Mesh:
             self._advance()
 
     def settle(self) -> None:
-        """Until nothing of any request is left in any engine that runs; whoever is away comes back before."""
+        """Run rounds until no engine has state of any request; engines that are away come back first."""
         until = self.round + SETTLE_ROUNDS
         while self.later or self.frozen or not all(member.is_settled for member in self.members):
             if self.round >= until:
@@ -138,7 +138,7 @@ class Mesh:
             self._advance()
 
     def rest(self, seconds: float) -> None:
-        """Let time pass."""
+        """Run rounds without new requests for ``seconds`` of virtual time."""
         until = self.clock.now_seconds() + seconds
         while self.clock.now_seconds() < until:
             self._advance()
@@ -168,7 +168,7 @@ class Mesh:
             at, host, port, tp_rank, future = question
             member = self.listening.get((host, port))
             if member is None:
-                future.set_exception(ConnectionRefusedError(f"nobody listens at {host}:{port}"))
+                future.set_exception(ConnectionRefusedError(f"no engine listens at {host}:{port}"))
             elif member not in self.frozen:
                 future.set_result(member.engine.answers[tp_rank])
             elif self.clock.now_seconds() - at < ASK_SECONDS:
@@ -179,7 +179,7 @@ class Mesh:
     # ------------------------------------------------------------------------------------------------------- the router
 
     def _begin(self) -> bool:
-        """One more hand-over; False if one side has no engine at the moment."""
+        """Begin one more hand-over; returns False if one role has no engine at the moment."""
         sides = [[one for one in self.roles[role] if one not in self.frozen] for role in ("prefill", "decode")]
         if not all(sides):
             return False
@@ -198,7 +198,7 @@ class Mesh:
             is_cut=(prefill, decode) in self.cuts,
         )
         self._open[case] = None
-        # The router holds it until it has been answered.
+        # For the prefill request: the case stays open until prefill has answered.
         case.waiting = 1
         if case.is_decode_first:
             self._ask_decode(case, asks_decode(prefill.engine.own, case.name))
@@ -234,7 +234,7 @@ class Mesh:
         if params is not None and not case.is_decode_first:
             self._ask_decode(case, params)
         elif params is None and case.decode_task is not None and self.draw.random() < 0.5:
-            # A router that hears of an error gives up the other half, too; or forgets to.
+            # On an error, a router aborts the other half, too; some routers do not.
             case.is_aborted = True
             case.decode.abort(case.decode_task)
         self._less(case)
@@ -284,7 +284,7 @@ class Mesh:
         return member
 
     def end(self, member: Member) -> Address:
-        """Its process ends; whatever its clients wanted is gone."""
+        """End its process; all requests of its clients fail. Returns its address."""
         self.network.kill(member.agent)
         self.retired_seconds += member.seconds
         member.is_alive = False
@@ -301,7 +301,7 @@ class Mesh:
         return address
 
     def _gone(self, member: Member, task: Task) -> None:
-        """A client's connection to an engine that has ended."""
+        """Called for each request of an engine that has ended: its client loses the connection."""
         if task.state.name == "ENDED":
             return
         if task.case.prefill_task is task:

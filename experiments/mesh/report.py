@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tenths of a run to targets, a table and a plot. Pure, but for the plot's file."""
+"""Computes targets, tables and a plot from the tenths of a run. No side effects except the plot's file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_GROWTH = 1.25
-"""Of the last tenth over the first: what else the machine does shows in both."""
+"""Limit of the last tenth relative to the first. Not 1: other load on the machine shows in both."""
 STALE_KEPT = 16
 REMEMBERED = ("OfferRegistry._finished",)
-"""The last registrations, and requests of prefill, that were over, as many as are remembered at most."""
+"""Tables that remember finished registrations and finished prefill requests, up to a fixed capacity."""
 NEVER_EMPTY = frozenset({"TokenBuffers._free", *REMEMBERED})
 
 
 @dataclass(frozen=True)
 class Tenth:
-    """A tenth of the hand-overs, and what engines keep when all of it has come to rest.
+    """A tenth of the hand-overs, and the state that engines keep after all of them have ended.
 
     Attributes:
-        microseconds: of this process, for one hand-over, in both its engines.
-        peers: ranks that are known, summed over all engines.
-        bytes_per_peer: that engines keep beyond what they kept before the first hand-over.
-        resident_mib: of the process.
+        microseconds: CPU time of this process for one hand-over, in both its engines.
+        peers: number of known ranks, summed over all engines.
+        bytes_per_peer: memory of engines per known rank, beyond their memory before the first hand-over.
+        resident_mib: resident memory of the process.
         tables: entries of each table, summed over all engines.
     """
 
@@ -44,12 +44,12 @@ class Tenth:
 
 @dataclass(frozen=True)
 class Run:
-    """One direction.
+    """The run of one transfer mode.
 
     Attributes:
-        ends: by what the client got.
-        done: what was done to engines.
-        left: after the last hand-over and after all peers are forgotten, what is not as it was in the beginning.
+        ends: number of hand-overs, by what the client got.
+        done: number of faults, by kind.
+        left: state that is left after the last hand-over, when all peers are forgotten.
     """
 
     mode: str
@@ -61,7 +61,7 @@ class Run:
 
 
 def judge(run: Run, wrong: str, failed: str) -> list[Verdict]:
-    """``wrong``, ``failed``: the ends that must not be."""
+    """Return the targets of a run. ``wrong``, ``failed``: keys of ``run.ends`` that must not occur."""
     first, last = run.tenths[0], run.tenths[-1]
     cost = last.microseconds / first.microseconds
     memory = last.bytes_per_peer / first.bytes_per_peer
@@ -69,7 +69,7 @@ def judge(run: Run, wrong: str, failed: str) -> list[Verdict]:
     bad = [f"{run.ends[end]} have {end}" for end in (wrong, failed) if run.ends.get(end)]
     return [
         Verdict(
-            f"{run.mode}: no wrong byte, and nobody without KV to whom nothing was done",
+            f"{run.mode}: no wrong byte, and no client without KV unless one of its engines had a fault",
             ", ".join(bad) or "none",
             not bad,
         ),
@@ -81,17 +81,17 @@ def judge(run: Run, wrong: str, failed: str) -> list[Verdict]:
         ),
         Verdict(f"{run.mode}: no table grows", ", ".join(grown) or "none", not grown),
         Verdict(
-            f"{run.mode}: at the end every block is free, no word is kept, every table is empty",
-            ", ".join(run.left) or "so it is",
+            f"{run.mode}: at the end every block is free, no ownership token is left, every table is empty",
+            ", ".join(run.left) or "yes",
             not run.left,
         ),
     ]
 
 
 def grown_tables(run: Run) -> list[str]:
-    """Those that are larger in the last three tenths than in the first three.
+    """Return the tables that are larger in the last three tenths than in the first three.
 
-    An entry per engine is none too many; nor are as many as deadlines keep before they clear up.
+    Allowed beyond `MOST_GROWTH`: one entry per engine; for stale deadlines, as many as are kept before a clean-up.
     """
     found = []
     for name in sorted({name for tenth in run.tenths for name in tenth.tables}):
@@ -102,29 +102,29 @@ def grown_tables(run: Run) -> list[str]:
 
 
 def left_over(tables: Mapping[str, int], blocks: int, words: int, remembered: int) -> list[str]:
-    """What is left of a mesh at rest that nobody names any more.
+    """Return the state left in an idle mesh after all peers are forgotten.
 
     Args:
-        blocks: that are not free.
-        words: engines that keep some.
-        remembered: registrations, and requests that have ended, that all engines remember at most.
+        blocks: number of blocks that are not free.
+        words: number of engines with ownership tokens left.
+        remembered: most finished registrations and requests that all engines together remember.
     """
     found = [f"{name} has {count}" for name, count in tables.items() if count and not _may_hold(name)]
     found += [f"{name} has {tables[name]}" for name in REMEMBERED if tables.get(name, 0) > remembered]
     if blocks:
         found.append(f"{blocks} blocks are not free")
     if words:
-        found.append(f"{words} engines keep words")
+        found.append(f"{words} engines keep ownership tokens")
     return found
 
 
 def _may_hold(name: str) -> bool:
-    # Counters of what was dropped have a few names for ever.
+    # Counters of dropped messages keep a few names for ever.
     return name in NEVER_EMPTY or name.endswith(".dropped")
 
 
 def table_of(runs: Sequence[Run], title: str) -> Table:
-    """One row per tenth."""
+    """Return a table with one row per tenth."""
     from rich.table import Table
 
     table = Table(title=title)
@@ -145,10 +145,10 @@ def table_of(runs: Sequence[Run], title: str) -> Table:
 
 
 def table_of_ends(runs: Sequence[Run]) -> Table:
-    """What clients got, and what was done to engines."""
+    """Return a table of what clients got, and of the faults of engines."""
     from rich.table import Table
 
-    table = Table(title="what clients got; what was done to engines")
+    table = Table(title="what clients got, and faults of engines")
     for column in ("direction", "what", "how often"):
         table.add_column(column, justify="right" if column == "how often" else "left")
     for run in runs:
@@ -159,7 +159,7 @@ def table_of_ends(runs: Sequence[Run]) -> Table:
 
 
 def plot(runs: Sequence[Run], title: str, path: Path) -> None:
-    """Cost of a hand-over and memory per peer over the tenths."""
+    """Plot the cost of a hand-over and the memory per peer over the tenths."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an object of ours holds on to: every table in it, by the name of its place, and the bytes of all."""
+"""Finds all tables in objects of this package: entries by the name of the attribute, and the total size in bytes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvcached_nixl.worker.transfer.recent_set import RecentSet
 _TABLES = (dict, set, list, collections.deque)
 STALE = ", stale"
 _SHARED = (ManualClock, MemoryGate, MemoryTransport, Network)
-"""Not the engine's own: what they hold belongs to the mesh."""
+"""Not counted: these are shared, and their content belongs to the mesh, not to an engine."""
 _NOT_COUNTED = (type, types.ModuleType, types.FunctionType, np.ndarray, *_SHARED)
 
 
 def sizes(roots: Iterable[object]) -> Counter[str]:
-    """``Class.attribute`` -> entries, summed over all objects of this package that the roots lead to.
+    """Return ``Class.attribute`` -> entries, summed over all objects of this package reachable from the roots.
 
-    What is itself a table goes by the name of where it is kept; what deadlines keep of those that were moved or dropped
-    is counted apart, as `STALE`.
+    An object that is itself a table has the name of the attribute that refers to it. Entries of `Deadlines` that were
+    moved or dropped are counted separately, with the suffix `STALE`.
     """
     found: Counter[str] = Counter()
     for place, one in _objects(roots):
@@ -43,7 +43,7 @@ def sizes(roots: Iterable[object]) -> Counter[str]:
 
 
 def num_bytes(roots: Iterable[object]) -> int:
-    """Bytes of all objects of this package that the roots lead to, and of their tables and what is in these."""
+    """Return the bytes of all objects of this package reachable from the roots, with their tables and contents."""
     seen: set[int] = set()
     total = 0
     for _, one in _objects(roots):
@@ -59,7 +59,7 @@ def num_bytes(roots: Iterable[object]) -> int:
 
 
 def _objects(roots: Iterable[object]) -> Iterator[tuple[str, object]]:
-    """Objects of this package, each once, and where each is kept."""
+    """Yield each reachable object of this package once, with the name of the attribute that refers to it."""
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [("", root) for root in roots]
     while waiting:

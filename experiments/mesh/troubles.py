@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to engines of the mesh."""
+"""Faults of engines in the mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AWAY_ROUNDS = (10, 60)
 
 @dataclass(frozen=True)
 class Address:
-    """Where peers find an engine."""
+    """The engine id, host and port under which peers reach an engine."""
 
     engine_id: str
     host: str
@@ -30,7 +30,7 @@ class Troubles:
         self._mesh = mesh
 
     def one(self) -> None:
-        """Something happens to an engine, if its role has another one."""
+        """Inflict a random fault on a random engine, unless it is the only reachable one of its role."""
         kinds: dict[str, Callable[[str, Member], None]] = {
             "restarted": self.restart,
             "restarted at another port": self.move,
@@ -68,7 +68,7 @@ class Troubles:
         self._mesh.later.append((back, lambda: self._mesh.roles[role].append(self._mesh.start(address))))
 
     def vanish(self, role: str, member: Member) -> None:
-        """Its host is back after a while, and refuses what belongs to connections of before."""
+        """The engine cannot be reached. After a while its host is back and refuses traffic of earlier connections."""
         self._mesh.network.vanish(member.agent)
         self._mesh.frozen.add(member)
         member.troubles += 1

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much sooner does a client have its first token when prefill pushes, and what is left of the transfer?"""
+"""How much sooner does a client get its first token with push, and how much transfer is left after prefill?"""

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).resolve().parent / "results"
 
 DESCRIPTION = """\
-How much sooner does a client have its first token when prefill pushes its KV, instead of decode pulling it?
+How much sooner does a client get its first token when prefill pushes KV than when decode pulls it?
 
-Starts pairs of real servers side by side and asks them in turn: stock pull, stock push (vLLM 0.28), and over kvcached's
-contiguous memory pull, push of whole requests, and push streamed chunk by chunk while prefill computes. Over shared
-memory, over TCP, and over TCP on a link (where a network namespace can be made) that carries KV 1.2 times as fast as
-prefill makes it on this machine. Prompts of 128 to 8,192 tokens, 1, 2, 4 and 8 at a time.
-Measures time to first token, time per output token, and what is left of the transfer after prefill's last step."""
+Starts pairs of real servers, which run at the same time and take turns: stock pull; stock push (vLLM 0.28); and over
+kvcached's contiguous memory: pull, push of whole requests, and push streamed chunk by chunk while prefill computes.
+Transports: shared memory; TCP; and, where a network namespace can be made, TCP over a link that carries KV 1.2 times
+as fast as prefill computes it on this machine. Prompts of 128 to 8,192 tokens, 1, 2, 4 and 8 at a time.
+Measures time to first token, time per output token, and how long the transfer continues after prefill's last step."""
 
 EPILOG = """\
 targets:
-  over TCP, streamed push against pull, p50 of time to first token: >= 1.5 x from 1,024 tokens up, never worse
-  streamed push: what is left after the last step does not grow: <= 1.1 x what a prompt of one chunk leaves
-  against stock push: >= 1.2 x from 2,048 tokens up
+  over TCP, p50 of time to first token, pull / streamed push: >= 1.5 from 1,024 tokens up, never below 1
+  streamed push: the transfer time left after the last step does not grow: <= 1.1 x that of a prompt of one chunk
+  p50 of time to first token, stock push / streamed push: >= 1.2 from 2,048 tokens up
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""
 
 
@@ -47,14 +47,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer lengths and requests; writes no last-VERSION files")
-    parser.add_argument("--transport", metavar="WORD", help="only transports whose name holds WORD; as for --quick")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer lengths and requests; does not write last-VERSION files"
+    )
+    parser.add_argument(
+        "--transport",
+        metavar="WORD",
+        help="only transports whose name contains WORD; does not write last-VERSION files",
+    )
     return parser.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     import httpx
 
     from experiments.common.client import AnswerError
@@ -108,7 +114,7 @@ def _samples(
     stamp: str,
     narrator: Narrator,
 ) -> tuple[list[Sample], dict[str, dict[str, float | None]]]:
-    """All of them, and in Gbit/s what each transport carried and what prefill made of KV meanwhile."""
+    """Return all samples, and for each transport its rate and the rate at which prefill computed KV, in Gbit/s."""
     from experiments.common.model import make_model
     from experiments.push_vs_pull.arms import ARMS, FULL, KV_BYTES_PER_TOKEN, MODEL, QUICK
     from experiments.push_vs_pull.measure import measure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who moves the bytes, over what, and which prompts how many at a time."""
+"""The arms: who moves the bytes, over which transports, and the load: prompts and requests at a time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MODEL = ModelShape(
     sliding_window_tokens=32,
     full_attention_every=8,
 )
-"""KV_BYTES_PER_TOKEN in float32. All layers keep all of it, in one KV-cache group, because vLLM's hybrid manager is
-disabled; attention is windowed in all but one so that long prompts do not take long to compute."""
+"""A model with KV_BYTES_PER_TOKEN in float32. All layers keep the KV of all tokens, in one KV-cache group, because
+vLLM's hybrid manager is disabled. All layers but one have windowed attention: long prompts compute quickly."""
 KV_BYTES_PER_TOKEN = 16 * 1024
 CHUNK_TOKENS = 128
-"""Eight chunks in the shortest prompt for which streaming is to pay."""
+"""So the shortest prompt with a target for streaming has eight chunks."""
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 8704
 NUM_BLOCKS = 2304
@@ -37,8 +37,8 @@ KV_GIB = 2
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries the bytes. ``of_prefill``: its rate, as a multiple of that at which prefill makes KV of one prompt;
-    None for as fast as the machine copies."""
+    """A transport. ``of_prefill``: its rate as a multiple of the rate at which prefill computes KV of one prompt;
+    None for no limit."""
 
     name: str
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class Transport:
 SHARED_MEMORY = Transport("shared memory")
 TCP = Transport("TCP", {"UCX_TLS": "tcp"})
 TCP_LINK = Transport("TCP, a link", {"UCX_TLS": "tcp"}, 1.2)
-"""A little faster than prefill makes KV, however fast this machine is just now. A device that makes 128 KiB of KV a
-token, 20,000 tokens a second, is in the same place behind 25 Gbit/s."""
+"""A little faster than prefill computes KV at the machine's current speed. Comparable: a device that computes 20,000
+tokens a second with 128 KiB of KV each, on a link of 25 Gbit/s."""
 TRANSPORTS = (SHARED_MEMORY, TCP, TCP_LINK)
 
 
@@ -61,8 +61,8 @@ TRANSPORTS = (SHARED_MEMORY, TCP, TCP_LINK)
 class Arm:
     """One way of handing over.
 
-    ``streamed``: both servers are asked at once, and blocks travel while prefill computes. Else decode is asked with
-    what prefill answered. ``only``: the vLLM that has it, if not all do.
+    ``streamed``: both servers get their requests at once, and blocks are transferred while prefill computes. Otherwise
+    decode gets the parameters of prefill's answer. ``only``: the vLLM series that supports it, None for all.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Arm:
 
     @property
     def servers(self) -> str:
-        """Names what its servers are; arms of one name share them."""
+        """A key for the configuration of its servers; arms with the same key share servers."""
         return f"{self.connector}{dict(self.extra)}{self.kvcached}"
 
 
@@ -88,9 +88,10 @@ ARMS = (STOCK_PULL, STOCK_PUSH, PULL, PUSH_WHOLE, PUSH_STREAMED)
 
 @dataclass(frozen=True)
 class Load:
-    """Prompt lengths (tokens), how many requests at a time, and how many rounds of those at most.
+    """Prompt lengths (tokens), numbers of requests at a time, and the most rounds of each.
 
-    ``tokens``: about how many a cell computes; long prompts have fewer rounds, and some at least.
+    ``tokens``: approximate number of tokens that each cell computes, so longer prompts get fewer rounds, down to a
+    minimum.
     """
 
     lengths: tuple[int, ...] = (128, 512, 1024, 2048, 4096, 8192)
@@ -99,7 +100,7 @@ class Load:
     tokens: int = 24_576
 
     def rounds(self, length: int, at_a_time: int) -> int:
-        """How often a cell asks for ``at_a_time`` prompts of ``length`` tokens at once."""
+        """Return how often a cell sends ``at_a_time`` prompts of ``length`` tokens at once."""
         least = {1: 3, 2: 2}
         return max(least.get(at_a_time, 1), min(self.most_rounds, self.tokens // (length * at_a_time)))
 
@@ -109,7 +110,7 @@ QUICK = Load(lengths=(128, 1024, 4096), at_a_time=(1, 4), most_rounds=5)
 
 
 def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
-    """P and D of an arm over a transport."""
+    """Return the configurations of P and D of an arm over a transport."""
     environment: dict[str, str] = {
         **transport.environment,
         "PYTHONPATH": f"{SERVER_SIDE}:{HERE / 'server_side'}",
@@ -119,9 +120,9 @@ def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
             "ENABLE_KVCACHED": "true",
             "KVCACHED_CONTIGUOUS_LAYOUT": "true",
             "KVCACHED_HOSTVMM_GIB": str(2 * KV_GIB),
-            # Pages that were mapped stay mapped, as stock memory does: the kernel clears emulated pages when they are
-            # first touched, which takes longer than the transfer, and which a device does not do. A minimum would
-            # map fresh pages beside those.
+            # Keep mapped pages mapped, as stock memory is. The kernel clears pages of the emulation when they are first
+            # touched, which takes longer than the transfer; a device does not do that. A minimum above 0 would map
+            # further, untouched pages.
             "KVCACHED_MIN_RESERVED_PAGES": "0",
             "KVCACHED_MAX_RESERVED_PAGES": str(NUM_BLOCKS),
         }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All arms over one transport: what their clients see, and what is left of the transfer when prefill has computed.
+"""Measures all arms over one transport: latency for clients, and the transfer time left after prefill's last step.
 
-Machines like these change their speed from minute to minute, by more than arms differ. So the servers of all arms run
-from the start to the end, and the arms take turns: request by request, each time from another one on.
+The machine's speed varies from minute to minute by more than the arms differ. So the servers of all arms run
+throughout, and the arms take turns request by request, with a different arm first each time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Sample:
 
     Attributes:
         first_token_seconds: from the client's request until decode's first token.
-        token_seconds: each further token.
-        exposed_seconds: from the end of prefill's last step until decode's connector has everything; only measured one
-            request at a time.
+        token_seconds: average time of each further token.
+        exposed_seconds: from the end of prefill's last step until decode's connector has all KV; only measured with one
+            request at a time, else None.
     """
 
     arm: str
@@ -55,15 +55,15 @@ def measure(
     say: Callable[[str], None],
     enter: Callable[[Transport, float], None],
 ) -> list[Sample]:
-    """Start a pair for each kind of servers, send the load to all arms in turn, stop them.
+    """Start a pair for each server configuration, send the load to all arms in turn, stop the servers.
 
     Args:
-        transports: of one environment, so that the same servers serve them all.
-        enter: makes the network into that transport's; told how many tokens prefill computes in a second.
+        transports: transports with the same environment, so that the same servers can use all of them.
+        enter: configures the network for a transport; called with the tokens that prefill computes per second.
     """
     with contextlib.ExitStack() as stack:
         pairs = {
-            # One after another: on few cores, together they would all be late.
+            # Started one after another: on few cores, all together would start too slowly.
             arm.servers: stack.enter_context(running(specs(arm, transports[0], model), logs, say))
             for arm in {arm.servers: arm for arm in arms}.values()
         }
@@ -83,7 +83,7 @@ async def _ask(
     async with http_client(max(load.at_a_time)) as http:
         runs = [_Run(arm, *pairs[arm.servers], http) for arm in arms]
         for run in {run.arm.servers: run for run in runs}.values():
-            # The handshake, both sides' first steps and the first touch of their memory are another experiment's.
+            # Not measured here: the handshake, both sides' first steps and the first touch of their memory.
             say(f"warming up, {run.arm.name}")
             await run.warm_up(load)
         for transport in transports:
@@ -108,13 +108,13 @@ class _Run:
         self.prefill, self.decode = Client(prefill.base_url, http), Client(decode.base_url, http)
 
     async def warm_up(self, load: Load) -> None:
-        """Ask for as much at once as any load does."""
+        """Send as many of the longest prompts at once as the load has at most."""
         for side in (self.prefill, self.decode):
             await side.probe("time_transfers")
         await asyncio.gather(*(self._one(max(load.lengths)) for _ in range(max(load.at_a_time))))
 
     async def prefill_tokens_per_second(self, load: Load) -> float:
-        """Of the longest prompt, nobody else asking; the median of three."""
+        """Return the rate for the longest prompt without other requests; the median of three."""
         prompt, seconds = [2] * max(load.lengths), []
         for _ in range(3):
             name = f"speed-{next(self.names)}"
@@ -124,7 +124,7 @@ class _Run:
         return len(prompt) / statistics.median(seconds)
 
     async def together(self, transport: Transport, length: int, at_a_time: int) -> list[Sample]:
-        """Ask for ``at_a_time`` prompts of ``length`` tokens at once."""
+        """Send ``at_a_time`` prompts of ``length`` tokens at once."""
         answers = await asyncio.gather(*(self._one(length) for _ in range(at_a_time)))
         exposed = await self._exposed() if at_a_time == 1 else None
         return [
@@ -137,7 +137,7 @@ class _Run:
         return float(received - computed)
 
     async def _one(self, length: int) -> tuple[float, float]:
-        """Returns the seconds until decode's first token, and for each one after it."""
+        """Return the seconds until decode's first token, and the average for each later one."""
         number = next(self.names)
         name = f"request-{number}"
         prompt = [2 + (number * 131 + place * 7 + place * place) % 500 for place in range(length)]

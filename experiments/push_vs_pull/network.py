@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network of the experiment's own, whose loopback can be given a rate: a link between two machines, on one.
+"""A network namespace whose loopback has a rate limit: emulates a link between two machines on one machine.
 
 Linux only. Needs the right to make a network namespace (CAP_SYS_ADMIN), ``unshare``, ``ip`` and ``tc``.
 """
@@ -16,11 +16,11 @@ APART = ("unshare", "--net", "--mount")
 
 
 def enter(arguments: Sequence[str]) -> bool:
-    """Start this program again in a network of its own; returns whether it is there, False if it cannot be."""
+    """Restart this program in a new network namespace. Returns True inside it, False if it cannot be made."""
     if os.environ.get(INSIDE):
         return True
     commands = (
-        # UCX looks for interfaces in /sys and wants another one than the loopback, over which their traffic goes.
+        # UCX looks for interfaces in /sys and needs one besides the loopback. Its traffic still uses the loopback.
         "mount -t sysfs none /sys",
         "ip link set lo up",
         "ip link add link0 type veth peer name link1",
@@ -42,6 +42,6 @@ def enter(arguments: Sequence[str]) -> bool:
 
 
 def limit(gbit_per_second: float | None) -> None:
-    """Give the loopback a rate, or none; only inside."""
+    """Set the loopback's rate limit, or remove it (None). Call it only inside the namespace."""
     rate = ["pfifo"] if gbit_per_second is None else f"tbf rate {gbit_per_second}gbit burst 256kb latency 20ms".split()
     subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *rate], check=True)

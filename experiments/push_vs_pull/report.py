@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to cells, targets, tables and a plot. Pure, but for the plot's file."""
+"""Computes cells, targets, a table and a plot from samples. No side effects except the plot's file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TCP_NAMES = frozenset(one.name for one in TRANSPORTS if one.is_tcp)
 
 @dataclass(frozen=True)
 class Cell:
-    """All samples of one arm, transport, prompt length and number at a time. Seconds; p99 of few is their maximum."""
+    """Summary of one arm, transport, prompt length and number at a time. Seconds; p99 of few is their maximum."""
 
     arm: str
     transport: str
@@ -37,13 +37,13 @@ class Cell:
 
 
 def percentile(values: Sequence[float], hundredths: int) -> float:
-    """The smallest value that at least that many hundredths do not exceed."""
+    """Return the smallest value that at least ``hundredths`` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-hundredths * len(ordered) // 100) - 1)]
 
 
 def cells(samples: Sequence[Sample]) -> list[Cell]:
-    """Sum up, in the order in which they were measured."""
+    """Summarise samples per cell, in the order in which they were measured."""
     found = []
     for arm, transport, length, at_a_time in dict.fromkeys(
         (one.arm, one.transport, one.prompt_tokens, one.at_a_time) for one in samples
@@ -72,7 +72,7 @@ def cells(samples: Sequence[Sample]) -> list[Cell]:
 
 
 def judge(found: Sequence[Cell]) -> list[Verdict]:
-    """Of all cells."""
+    """Return the targets of all cells."""
     table = {(one.arm, one.transport, one.prompt_tokens, one.at_a_time): one for one in found}
     rows: list[Verdict] = []
     for (arm, transport, length, at_a_time), pull in table.items():
@@ -105,7 +105,7 @@ def judge(found: Sequence[Cell]) -> list[Verdict]:
 
 
 def _hidden(table: dict[tuple[str, str, int, int], Cell], transport: str) -> list[Verdict]:
-    """What a streamed push leaves to do after the last step, against a prompt that is one chunk."""
+    """Return the targets for a streamed push's transfer time after the last step, relative to a one-chunk prompt."""
     rows = []
     chunk = table.get((PUSH_STREAMED.name, transport, CHUNK_TOKENS, 1))
     for (arm, where, length, at_a_time), streamed in table.items():
@@ -114,7 +114,7 @@ def _hidden(table: dict[tuple[str, str, int, int], Cell], transport: str) -> lis
         assert streamed.exposed_p50 is not None and chunk.exposed_p50 is not None
         rows.append(
             Verdict(
-                f"{transport}, {length} tokens: left after the last step, against a prompt of one chunk (<= 1.1 x)",
+                f"{transport}, {length} tokens: transfer left after the last step, / a prompt of one chunk (<= 1.1 x)",
                 f"{streamed.exposed_p50 * 1e3:.0f} ms of {chunk.exposed_p50 * 1e3:.0f} ms",
                 streamed.exposed_p50 <= 1.1 * chunk.exposed_p50,
             )
@@ -123,7 +123,7 @@ def _hidden(table: dict[tuple[str, str, int, int], Cell], transport: str) -> lis
 
 
 def table_of_cells(found: Sequence[Cell], title: str) -> Table:
-    """One row per cell, the arms of one load side by side."""
+    """Return a table with one row per cell; the arms of one load are in adjacent rows."""
     table = Table(title=title)
     for column in ("over", "prompt", "at once", "arm", "n", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "left"):
         table.add_column(column, justify="left" if column in ("over", "arm") else "right", no_wrap=True)
@@ -145,7 +145,7 @@ def table_of_cells(found: Sequence[Cell], title: str) -> Table:
 
 
 def plot(found: Sequence[Cell], title: str, path: Path) -> None:
-    """Time to first token over prompt length, one at a time, a panel per transport, p50 with p90 above it."""
+    """Plot time to first token over prompt length for one request at a time: a panel per transport, p50 to p90."""
     import matplotlib
 
     matplotlib.use("agg")

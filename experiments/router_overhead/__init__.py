@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does the router cost, beside servers that are called directly and beside other proxies?"""
+"""What does the router add to a request, compared with calling servers directly and with other proxies?"""

@@ -24,20 +24,21 @@ MEMORY_STREAMS = 64
 DESCRIPTION = """\
 What does the router add to a request, and how many does it serve on one core?
 
-Stub servers answer at once: a prefill leg with its parameters, a decode leg with 16 events in one write. Arms: the
-client asks both servers itself (direct); the router; a proxy of the usual demo's shape, FastAPI and httpx, which asks
-both, too (pass-through); nginx as a plain reverse proxy before decode alone, if it is installed. What is measured has
-one core of its own, servers and clients the others. As fast as it goes, each stream asks again when it has its answer:
-that says how many requests a second there are, and the times are those of waiting in line. Paced, all streams together
-send 100 requests a second: those times are what a request costs. All arms are measured in one run."""
+Stub servers answer at once: prefill with its parameters, decode with 16 events in one write. Arms: the client calls
+both servers itself (direct); the router; a simple proxy like the usual demo, with FastAPI and httpx, which also calls
+both servers (pass-through); and, if it is installed, nginx as a plain reverse proxy in front of decode alone. The
+measured process has a core for itself; servers and clients use the others.
+Two kinds of load. As fast as possible: each stream sends its next request when it has the answer, which gives the
+requests a second; times then are mostly queueing. Paced: all streams together send 100 requests a second, so times are
+the cost of a request. All arms are measured in one run."""
 
 EPILOG = """\
 targets:
-  paced, 64 streams: the router adds less than 3 ms to the time to the first token (p50)
-  as fast as it goes: at least 1.5 times the pass-through's requests a second, with every number of streams
-  memory after 100,000 requests at most 1.1 times what it is after 10,000; no request fails
+  paced, 64 streams: the router adds less than 3 ms to the time to first token (p50)
+  as fast as possible: at least 1.5 times the pass-through's requests a second, with every number of streams
+  memory after 100,000 requests at most 1.1 times the memory after 10,000; no request fails
 
-exit status: 0 all targets reached; 1 one was missed
+exit status: 0 all targets reached; 1 a target was missed
 Results: a table; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
 
 
@@ -47,14 +48,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
     parser.add_argument(
-        "--quick", action="store_true", help="seconds, without memory; writes last-VERSION-quick files, proves nothing"
+        "--quick",
+        action="store_true",
+        help="seconds, without the memory target; too short for conclusions; writes last-VERSION-quick files",
     )
     return parser.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.router_overhead.report import judge, plot, table_of
 
@@ -75,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measure(quick: bool, say: Any) -> tuple[list[dict[str, Any]], dict[str, float] | None, dict[str, str]]:
-    """Returns rows of figures, the router's memory, and what was left out and why."""
+    """Measure all arms. Returns rows of figures, the router's memory, and the arms left out with the reason."""
     from experiments.router_overhead import arms
     from experiments.router_overhead.load import load
 
@@ -128,13 +131,13 @@ def _memory(ports: list[int], pid: int, say: Any) -> dict[str, float]:
 
 
 async def _warm(ports: list[int]) -> None:
-    """Until the arm answers: a router first looks whether its servers do."""
+    """Wait until the arm answers: a router first checks whether its servers do."""
     from experiments.router_overhead.load import load
 
     for _ in range(100):
         if (await load(ports, 1, 0.1)).whole:
             return
-    raise RuntimeError(f"nothing behind the ports {ports} answers HTTP 200 within 10 s")
+    raise RuntimeError(f"found no answer with HTTP 200 on the ports {ports} within 10 s")
 
 
 class _nothing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared, as processes: the router, the pass-through and nginx before the same stub servers."""
+"""Starts the processes to compare: the router, the pass-through and nginx, in front of the same stub servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ http {{
 
 
 def ports(count: int) -> list[int]:
-    """Free ones of a moment ago."""
+    """Return ports that were free a moment ago."""
     with contextlib.ExitStack() as stack:
         found = []
         for _ in range(count):
@@ -39,14 +39,14 @@ def ports(count: int) -> list[int]:
 
 
 def cores() -> tuple[set[int], set[int]]:
-    """One core for what is measured, the rest for servers and clients; the same one where there is no other."""
+    """Return the core of the measured process, and those of servers and clients; the same if there is only one."""
     usable = sorted(os.sched_getaffinity(0))
     return {usable[0]}, set(usable[1:]) or {usable[0]}
 
 
 @contextlib.contextmanager
 def process(command: Sequence[str], port: int, on: set[int]) -> Iterator[int]:
-    """A process on some cores, once it listens. Yields its id; ended at the end."""
+    """Run a process on the cores ``on`` during a ``with`` block. Yields its id when it listens."""
     running = subprocess.Popen(
         command, preexec_fn=lambda: os.sched_setaffinity(0, on), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
@@ -56,7 +56,7 @@ def process(command: Sequence[str], port: int, on: set[int]) -> Iterator[int]:
             with contextlib.suppress(OSError), socket.create_connection((HOST, port), 1.0):
                 break
             if running.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"found {command[0:4]} ended or silent; expected it to listen on {port}")
+                raise RuntimeError(f"found {command[0:4]} ended or not listening; expected it to listen on {port}")
             time.sleep(0.05)
         yield running.pid
     finally:
@@ -82,7 +82,7 @@ def passthrough_command(port: int, prefill: int, decode: int) -> list[str]:
 
 
 def nginx_command(port: int, decode: int, folder: Path) -> list[str] | None:
-    """None where nginx is not installed."""
+    """Return nginx's command, or None where it is not installed."""
     found = shutil.which("nginx")
     if found is None:
         return None
@@ -92,12 +92,12 @@ def nginx_command(port: int, decode: int, folder: Path) -> list[str] | None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process, now."""
+    """Return a process's current resident memory."""
     fields = Path(f"/proc/{pid}/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process has had, all its threads."""
+    """Return the CPU time of a process, over all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

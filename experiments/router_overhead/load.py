@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of requests, as cheap as Python lets them be: raw sockets, answers looked at only for where they end."""
+"""Streams of requests with little cost of their own: raw sockets, and answers are read only to find their end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BODY = json.dumps({"model": "m", "prompt": "some words " * 200, "max_tokens": 1
 
 
 def request(body: bytes = _BODY) -> bytes:
-    """A request of some 2 KB."""
+    """Return a request of about 2 KB."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
 
 
 @dataclass
 class Seen:
-    """Of one arm with so many streams; seconds."""
+    """Times of one arm with one number of streams, in seconds."""
 
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Seen:
     wall_seconds: float = 0.0
 
     def summary(self) -> dict[str, float]:
-        """Requests a second, and milliseconds."""
+        """Return counts, requests a second, and percentiles in milliseconds."""
 
         def at(times: Sequence[float], percent: int) -> float:
             return 1000 * (quantiles(times, n=100)[percent - 1] if len(times) > 1 else (times or [0.0])[0])
@@ -45,17 +45,17 @@ class Seen:
 
 
 class Connection:
-    """One keep-alive connection, opened when it is needed."""
+    """One keep-alive connection, opened on first use."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, sent: bytes) -> float:
-        """Send and read to the end. Returns when the body began.
+        """Send a request and read the whole answer. Returns when the body began; with a Content-Length, when it ended.
 
         Raises:
-            ConnectionError: anything but HTTP 200.
+            ConnectionError: the status is not 200, or the answer is incomplete.
         """
         if self._streams is None:
             self._streams = await asyncio.open_connection(HOST, self._port)
@@ -74,11 +74,11 @@ class Connection:
         while not last.endswith(b"\r\n0\r\n\r\n"):
             piece = await reader.read(65536)
             if not piece:
-                raise ConnectionError("it ended before its end")
+                raise ConnectionError("the connection ended before the answer was complete")
             began = began or time.perf_counter()
             last = (last + piece)[-512:]
         if b"[DONE]" not in last:
-            raise ConnectionError("no end of events")
+            raise ConnectionError("the stream ended without [DONE]")
         return began
 
     async def close(self) -> None:
@@ -88,10 +88,10 @@ class Connection:
 
 
 async def stream(ports: Sequence[int], seen: Seen, ends_at: float, period_seconds: float, late: float) -> None:
-    """One stream of requests until a time: as soon as the last has ended, or every so often.
+    """Send requests one after another until ``ends_at``: at once after each answer, or every ``period_seconds``.
 
     Args:
-        ports: asked one after the other for each request; the last one's answer is timed from the first one's request.
+        ports: each request goes to all ports in turn; times are from the first port's request to the last one's answer.
     """
     connections = [Connection(port) for port in ports]
     sent = request()
@@ -116,7 +116,7 @@ async def stream(ports: Sequence[int], seen: Seen, ends_at: float, period_second
 
 
 async def load(ports: Sequence[int], streams: int, seconds: float, per_second: float = 0.0) -> Seen:
-    """So many streams for so long; with ``per_second`` all together send so many, evenly."""
+    """Run ``streams`` streams for ``seconds``. With ``per_second``, all together send that many requests, evenly."""
     seen = Seen()
     period = streams / per_second if per_second else 0.0
     begun = time.perf_counter()

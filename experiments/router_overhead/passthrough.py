@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy of the usual demo's shape, FastAPI and httpx: ``python -m experiments.router_overhead.passthrough PORT P D``.
+"""A simple proxy, as demos use, with FastAPI and httpx: ``python -m experiments.router_overhead.passthrough PORT P D``.
 
-Prefill is asked with one token, its parameters go to decode, decode's answer is streamed. No limits, no failures, no
-counting: what it costs is what these two libraries cost.
+Prefill gets the request with one token, its parameters go to decode, decode's answer is streamed. It has no limits, no
+handling of failures and no metrics, so its cost is that of the two libraries.
 """
 
 from __future__ import annotations

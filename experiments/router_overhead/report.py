@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what was seen to targets, a table and a plot. Pure, but for the plot's file."""
+"""Computes targets, a table and a plot from the measured rows. No side effects except the plot's file."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def find(rows: Rows, arm: str, streams: int, paced: bool) -> Mapping[str, Any] | None:
-    """The row of an arm, if it was measured."""
+    """Return the row of an arm, or None if it was not measured."""
     wanted = (arm, streams, paced)
     return next((row for row in rows if (row["arm"], row["streams"], row["paced"]) == wanted), None)
 
 
 def judge(rows: Rows, memory: Mapping[str, float] | None) -> list[Verdict]:
-    """Latency where the router is not full, throughput where it is, memory over all."""
+    """Return the targets: latency where the router has spare time, throughput where it is saturated, and memory."""
     verdicts = []
     direct, router = find(rows, "direct", AT_STREAMS, True), find(rows, "router", AT_STREAMS, True)
     if direct and router:
         added = router["first_p50_ms"] - direct["first_p50_ms"]
-        words = f"p50 until the first token, added at {AT_STREAMS} streams, paced (< {ADDED_MS:g} ms)"
+        words = f"p50 of time to first token, added at {AT_STREAMS} streams, paced (< {ADDED_MS:g} ms)"
         verdicts.append(Verdict(words, f"{added:.2f} ms", added < ADDED_MS))
     for streams in sorted({row["streams"] for row in rows if not row["paced"]}):
         ours, theirs = find(rows, "router", streams, False), find(rows, "pass-through", streams, False)
         if ours and theirs:
             times = ours["per_second"] / theirs["per_second"]
-            words = f"requests a second, {streams} streams, over the pass-through's (>= {TIMES_PASSTHROUGH:g})"
+            words = f"requests a second, {streams} streams, router / pass-through (>= {TIMES_PASSTHROUGH:g})"
             verdicts.append(Verdict(words, f"{times:.2f}", times >= TIMES_PASSTHROUGH))
     failed = sum(row["failed"] for row in rows if row["arm"] == "router")
     verdicts.append(Verdict("requests that failed at the router (0)", str(failed), failed == 0))
     if memory is not None:
         growth = memory["end_bytes"] / memory["begin_bytes"]
-        words = (
-            f"memory after {memory['requests']:,.0f} requests, over what it was after a tenth (<= {MEMORY_GROWTH:g})"
-        )
+        words = f"memory after {memory['requests']:,.0f} requests / after a tenth of them (<= {MEMORY_GROWTH:g})"
         verdicts.append(Verdict(words, f"{growth:.3f}", growth <= MEMORY_GROWTH))
     return verdicts
 
 
 def table_of(rows: Rows) -> Table:
-    """A row for each arm, number of streams and pace."""
+    """Return a table with a row for each arm, number of streams and pace."""
     from rich.table import Table
 
-    table = Table(title="before servers that answer at once; milliseconds (core: of the measured process, per request)")
+    table = Table(
+        title="with servers that answer at once; milliseconds (core: CPU time of the measured process per request)"
+    )
     for column in ("arm", "streams", "pace", "requests/s", "first p50", "p99", "whole p50", "p99", "core", "failed"):
         table.add_column(column, justify="left" if column in ("arm", "pace") else "right")
     for row in rows:
         times = (f"{row[name]:.2f}" for name in ("first_p50_ms", "first_p99_ms", "whole_p50_ms", "whole_p99_ms"))
-        pace = "even" if row["paced"] else "as fast as it goes"
+        pace = "paced" if row["paced"] else "as fast as possible"
         table.add_row(
             row["arm"],
             str(row["streams"]),
@@ -73,7 +73,7 @@ def table_of(rows: Rows) -> Table:
 
 
 def plot(rows: Rows, path: Path) -> None:
-    """Requests a second and time to first token, over streams."""
+    """Plot requests a second and time to first token over the number of streams."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -86,7 +86,7 @@ def plot(rows: Rows, path: Path) -> None:
             panel.plot([row["streams"] for row in line], [row[name] for row in line], marker="o", label=arm)
         panel.set(xscale="log", yscale="log", xlabel="streams")
         panel.grid(alpha=0.3)
-    panels[0].set_title("requests a second, as fast as it goes")
+    panels[0].set_title("requests a second, as fast as possible")
     panels[1].set_title("time to first token, p50, paced, ms")
     panels[0].legend(fontsize=8)
     figure.tight_layout()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two servers, prefill and decode, that answer at once: ``python -m experiments.router_overhead.stub PORT PORT``.
 
-Nothing is looked at but where a request ends, so that they cost as little as they can.
+They only look for the end of a request, so that they cost as little as possible.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ END = _event("length") + _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Stub(asyncio.Protocol):
-    """One connection. ``token_seconds`` 0: the answer is one write."""
+    """One connection. ``token_seconds`` is the pause between tokens; 0: the whole answer is one write."""
 
     def __init__(self, is_prefill: bool, token_seconds: float) -> None:
         self._is_prefill = is_prefill

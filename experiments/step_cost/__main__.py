@@ -26,27 +26,29 @@ REPETITIONS, QUICK_REPETITIONS = 3_000, 200
 SCHEDULE_REPETITIONS, QUICK_SCHEDULE_REPETITIONS = 300, 40
 
 DESCRIPTION = """\
-What do hand-overs that wait cost a step of the engine, and an engine that has nothing to compute? Three arms:
+What do waiting hand-overs cost a step of the engine, and an idle engine? Three arms:
 
-schedule   vLLM's own scheduler, stepped as EngineCore.step does it (schedule(), in it the connector's metadata, and
-           update_from_output(); no model, no workers), with 32 running requests and 0 to 10,000 that wait: hand-overs
-           for KV that does not come, requests kept for a decode that does not come; without a connector, with the stock
-           one and with this package. Milliseconds of the engine's thread: what else runs on the machine does not count.
-hand-over  This package's share alone, both halves of an engine over the in-memory transport, both directions: an
-           ordinary step on the engine's thread, with the Step pickled as vLLM's multiprocess executor does it, a turn
-           of the transfer thread, a request that arrives, a turn that sends beats, a turn that reads some.
-idle       Real servers, alone, with two data-parallel ranks and below MultiConnector, whose hand-overs wait, are queued
-           behind, are kept or are paused: CPU seconds per second of all their processes."""
+schedule   vLLM's own scheduler, stepped as EngineCore.step does it (schedule(), which includes the connector's
+           metadata, and update_from_output(); no model, no workers), with 32 running and 0 to 10,000 waiting requests:
+           decode requests whose KV never arrives, or prefill requests that are kept for a decode that never comes.
+           Without a connector, with the stock one, and with this package. Times are CPU milliseconds of the engine's
+           thread, so other load on the machine does not count.
+hand-over  This package alone: both halves of an engine over the in-memory transport, both transfer modes. Measured:
+           an ordinary step on the engine's thread, with the Step pickled as vLLM's multiprocess executor does it; a
+           turn of the transfer thread; the arrival of a request; a turn that sends heartbeats; a turn that reads some.
+idle       Real servers: one alone, one with two data-parallel ranks, one with the connector below MultiConnector. Their
+           hand-overs wait, have another request queued behind them, are kept for decode, or are paused. Measured: CPU
+           seconds per second of all their processes."""
 
 EPILOG = """\
 targets (medians; the 99th percentile is shown, too):
-  schedule: with as many waiting, a step with this package takes at most 1.25 times that with the stock connector, and
-    0.2 ms
-  hand-over: 10,000 waiting, either side and direction: a step < 1 ms, an idle turn < 0.1 ms; no beat larger than 4,096
-    bytes
+  schedule: for each number of waiting requests, a step with this package takes at most 1.25 times a step with the stock
+    connector, plus 0.2 ms
+  hand-over: with 10,000 waiting, on either side and with either transfer mode: a step < 1 ms, an idle turn < 0.1 ms; no
+    heartbeat message larger than 4,096 bytes
   idle: each state costs less than 0.05 CPU seconds per second more than the same server without requests
 
-exit status: 0 all targets reached; 1 one was missed
+exit status: 0 all targets reached; 1 a target was missed
 Results: tables; results/last-VERSION.json (hand-over), last-VERSION-schedule.json and last-VERSION-idle.json with
 versions and hardware; results/last-VERSION.png."""
 
@@ -61,17 +63,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; writes last-VERSION-quick files")
     parser.add_argument(
-        "--arm", action="append", choices=ARMS, metavar="ARM", help=f"of {', '.join(ARMS)}; repeatable; all if left out"
+        "--arm",
+        action="append",
+        choices=ARMS,
+        metavar="ARM",
+        help=f"one of {', '.join(ARMS)}; repeatable; all arms by default",
     )
     return parser.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import Narrator, stdout_console, write_json
 
-    # Requests that go are worth a word each.
+    # Each request that is aborted logs a warning.
     logging.disable(logging.WARNING)
     narrator = Narrator("what waiting hand-overs cost an engine")
     console, verdicts = stdout_console(), []
@@ -97,7 +103,7 @@ def _schedule(options: argparse.Namespace, narrator: Narrator) -> Measured:
     repetitions = QUICK_SCHEDULE_REPETITIONS if options.quick else SCHEDULE_REPETITIONS
     costs = [cost for waiting in WAITING for cost in measure_schedule(waiting, repetitions, narrator.say)]
     costs.sort(key=lambda one: (one.kind, not one.has_room, one.engine, one.mode, one.waiting))
-    title = f"vLLM's own scheduler with requests that wait, {repetitions} steps each, milliseconds of its thread"
+    title = f"vLLM's own scheduler with waiting requests, {repetitions} steps each, milliseconds of its thread"
     return costs, judge_schedule(costs), table_of_schedule(costs, title), {"repetitions": repetitions}
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine costs that has nothing to compute: real servers, whose requests wait, are kept, paused or queued.
+"""Measures the cost of an idle engine: real servers whose requests wait, are kept, paused or queued.
 
-Counted is what the kernel has charged to all processes of a server, in CPU seconds per second, over some seconds in
-which nothing comes and nothing goes.
+The figure is the CPU time that the kernel charged to all processes of a server, in CPU seconds per second, over some
+seconds in which no request arrives or ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from experiments.common.targets import Verdict
 __all__ = ["EMPTY", "MOST_MORE", "SUBJECTS", "IdleCost", "judge_idle", "measure_idle"]
 
 MOST_MORE = 0.05
-"""CPU seconds per second that a server may cost more than one without requests."""
+"""CPU seconds per second that a server may use beyond one without requests."""
 EMPTY = "no requests"
 SETTLE_SECONDS = 2.0
 BLOCKS, BLOCK_SIZE = 96, 32
 WAITING = 4
-# Four of them have less than half of the pool, and the queued one needs more than they leave.
+# Four waiting requests take less than half of the pool; the queued one needs more blocks than they leave.
 WAITING_TOKENS, QUEUED_TOKENS = 300, 1900
-# Longer than all that is done with a server.
+# Longer than all measurements of one server, so that no lease ends meanwhile.
 LEASE_SECONDS = 240
 TIMEOUT_SECONDS = 300.0
 ENGINES = ("EngineCore", "Worker")
@@ -41,7 +41,7 @@ ENGINES = ("EngineCore", "Worker")
 
 @dataclass(frozen=True)
 class IdleCost:
-    """CPU seconds per second of a server: all of its processes, and of those its engines and workers."""
+    """CPU seconds per second of a server: of all its processes, and of its engine and worker processes only."""
 
     server: str
     state: str
@@ -94,7 +94,7 @@ SUBJECTS = (
 
 
 def measure_idle(seconds: float, logs: Path, say: Callable[[str], None]) -> list[IdleCost]:
-    """Every server in every state; each beside a peer that it waits for."""
+    """Measure every server in every state, each together with a peer that its hand-overs wait for."""
     found = []
     for subject in SUBJECTS:
         say(f"{subject.name}: starting")
@@ -104,7 +104,7 @@ def measure_idle(seconds: float, logs: Path, say: Callable[[str], None]) -> list
 
 
 def judge_idle(costs: list[IdleCost]) -> list[Verdict]:
-    """Each state beside the same server without requests."""
+    """Return the targets: each state compared with the same server without requests."""
     empty = {one.server: one.cpu for one in costs if one.state == EMPTY}
     found = []
     for one in costs:
@@ -136,7 +136,7 @@ async def _measure(
             await look(f"{WAITING} hand-overs wait")
             async with asking.queued():
                 await look(f"{WAITING} hand-overs wait, one queued for blocks")
-        # A pause ends hand-overs that wait.
+        # A pause ends waiting hand-overs, so they may get an answer.
         async with asking.waits(until_paused=True), asking.paused():
             await look(f"{WAITING} hand-overs waited, paused")
         async with AsyncExitStack() as stack:
@@ -149,10 +149,10 @@ async def _measure(
 
 
 class Asking:
-    """Brings a server into a state, for the length of a block.
+    """Brings a server into a state for the duration of a ``with`` block.
 
     Args:
-        rank: the one that gets everything, if there are several.
+        rank: the data-parallel rank that gets all requests, None if the server has only one.
     """
 
     def __init__(self, server: Server, peer: Server, http: httpx.AsyncClient, rank: int | None) -> None:
@@ -163,11 +163,11 @@ class Asking:
         self._count = 0
 
     async def warm(self) -> None:
-        """Something has been computed before."""
+        """Compute one request, so that first-time costs are not measured."""
         (await self._complete(100, None)).raise_for_status()
 
     async def kept(self) -> None:
-        """One more request whose KV is kept until its lease ends."""
+        """Send one more prefill request, whose KV is kept until its lease ends."""
         answer = await self._complete(200, {"do_remote_decode": True, "do_remote_prefill": False})
         answer.raise_for_status()
         if not answer.json().get("kv_transfer_params"):
@@ -175,7 +175,7 @@ class Asking:
 
     @asynccontextmanager
     async def waits(self, *, until_paused: bool = False) -> AsyncIterator[None]:
-        """Hand-overs wait for a peer that lives and is never asked for them."""
+        """Let hand-overs wait for a peer that is alive but never gets their prefill requests."""
         async with AsyncExitStack() as stack:
             for _ in range(WAITING):
                 self._count += 1
@@ -186,13 +186,13 @@ class Asking:
 
     @asynccontextmanager
     async def queued(self) -> AsyncIterator[None]:
-        """An ordinary request for which there are not enough blocks."""
+        """Queue an ordinary request for which there are not enough blocks."""
         async with self._pending(QUEUED_TOKENS, None):
             yield
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """As an operator pauses it; whether that has returned is another question."""
+        """Pause the server as an operator does; does not wait for the pause to return."""
         pausing = asyncio.create_task(self._http.post(f"{self._server.base_url}/pause?mode=keep"))
         try:
             yield
@@ -231,7 +231,7 @@ async def _cost(name: str, state: str, server: Server, seconds: float) -> IdleCo
 
 
 def _spent(server: Server) -> dict[int, tuple[str, float]]:
-    """CPU seconds of each process of a server, with its name."""
+    """Return pid -> (name, CPU seconds) of each process of a server."""
     root = psutil.Process(server.process.pid)
     found = {}
     for one in (root, *root.children(recursive=True)):

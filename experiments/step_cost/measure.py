@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time what a step, a turn, an arrival and a beat cost while hand-overs wait."""
+"""Times a step, a turn of the transfer thread, an arrival and a heartbeat turn while hand-overs wait."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.step import Reports
 
 RUNNING = 32
-"""Requests that a step computes; none of them is handed over."""
+"""Requests that each step computes; none of them is handed over."""
 ARRIVALS, BEAT_INTERVALS = 50, 10
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one thing, in milliseconds."""
+    """Percentiles of one kind of time, in milliseconds."""
 
     p50: float
     p99: float
@@ -29,17 +29,17 @@ class Times:
 
 @dataclass(frozen=True)
 class Cost:
-    """For one direction, side and number of waiting hand-overs.
+    """Times for one transfer mode, side and number of waiting hand-overs.
 
     Attributes:
-        step: all that the engine's thread pays for in a step: the scheduler's half, to and from bytes as vLLM's
+        step: time of a step on the engine's thread: the scheduler's half, pickling and unpickling as vLLM's
             multiprocess executor does it, and the worker's half.
-        scheduler, pickled, worker: the same, apart.
-        idle_turn: of the transfer thread, with nothing that has arrived, ended or is due.
+        scheduler, pickled, worker: these three parts, separately.
+        idle_turn: a turn of the transfer thread in which nothing has arrived, ended or is due.
         arrival: of a request of a thousand tokens, until it waits for KV or is computed.
-        beat_turn: of the transfer thread, in which it sends or reads beats; None where there are none.
-        most_beats: in one turn.
-        largest_beat_bytes: 0 where there are none.
+        beat_turn: a turn of the transfer thread that sends or reads heartbeats; None without heartbeats.
+        most_beats: most heartbeats in one turn.
+        largest_beat_bytes: size of the largest heartbeat; 0 without heartbeats.
     """
 
     direction: str
@@ -57,7 +57,7 @@ class Cost:
 
 
 def measure(waiting: int, repetitions: int, say: Callable[[str], None]) -> list[Cost]:
-    """Both directions and both sides."""
+    """Measure both transfer modes and both sides."""
     found = []
     for mode in TransferMode:
         for kind in SIDES:
@@ -77,11 +77,11 @@ def _measure(side: Side, waiting: int, repetitions: int) -> Cost:
         for found in side.beat_turns():
             seconds = _seconds(side.turn)
             found = found or side.beats()
-            # Decode looks once more than it has anything to send.
+            # After the last heartbeat, decode's iterator yields once more; that turn sends nothing.
             if found:
                 beaten.append(seconds)
                 notifications.append(found)
-    # Had a beat not been read, its leases would have ended by now.
+    # Raises if leases have ended, which is the case if a heartbeat was not read.
     _step(side)
     return Cost(
         side.mode.value,
@@ -100,14 +100,14 @@ def _measure(side: Side, waiting: int, repetitions: int) -> Cost:
 
 
 def times(seconds: list[float]) -> Times:
-    """Nothing is interpolated: the 99th percentile of few is the largest."""
+    """Return percentiles without interpolation: the 99th percentile of few values is the largest."""
     ordered = sorted(seconds)
     middle, last = (ordered[max(0, -(-share * len(ordered) // 100) - 1)] for share in (50, 99))
     return Times(middle * 1e3, last * 1e3)
 
 
 def _step(side: Side) -> tuple[float, float, float]:
-    """Seconds of the scheduler, of pickling, of the worker."""
+    """Return the seconds of the scheduler, of pickling, and of the worker in one step."""
     handover, worker = side.engine.handover, side.engine.side
     progress = [Progress(f"running-{number}", (), False, 100) for number in range(RUNNING)]
     begun = time.perf_counter()

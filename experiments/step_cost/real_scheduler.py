@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own scheduler with any number of requests that wait, stepped by hand: what ``EngineCore.step`` asks of it.
+"""Runs vLLM's own scheduler with any number of waiting requests, making the calls of ``EngineCore.step``.
 
-Real: the scheduler, its KV-cache manager and block pool, the connector's engine half, stock or with this package's
-patches. Left out: the model and the workers, which say nothing while nothing happens; each running request gets one
-token a step.
+Real: the scheduler, its KV-cache manager and block pool, the connector's scheduler half, stock or with this package's
+patches. Left out: the model and the workers, which have nothing to report while requests wait; each running request
+gets one token per step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 __all__ = ["RUNNING", "Kind", "Making", "RealScheduler", "Spent", "patched"]
 
 RUNNING = 32
-"""Requests that a step computes; none of them is handed over."""
+"""Requests that each step computes; none of them is handed over."""
 SLOTS = 256
 BLOCK_SIZE = 32
 MAX_TOKENS = 16_384
@@ -53,19 +53,19 @@ RESERVED = "_inflight_prefill_reserved_blocks"
 
 
 class Kind(str, Enum):
-    """What waits."""
+    """Kind of the waiting requests."""
 
     QUEUED = "queued"
-    """Ordinary requests, behind as many as may run."""
+    """Ordinary requests, queued because as many run as may."""
     DECODE = "decode"
-    """For KV that does not come."""
+    """Decode requests that wait for KV that never arrives."""
     PREFILL = "prefill"
-    """Nothing but blocks: kept for a decode that does not come."""
+    """Finished prefill requests whose blocks are kept for a decode that never comes."""
 
 
 class Spent(NamedTuple):
-    """Seconds of the engine's thread, of one step: all of it; ``schedule()``; in it the connector's metadata;
-    ``update_from_output()``.
+    """CPU seconds of the engine's thread in one step: the whole step; ``schedule()``; the connector's metadata, which
+    is part of ``schedule()``; ``update_from_output()``.
     """
 
     step: float
@@ -76,7 +76,8 @@ class Spent(NamedTuple):
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """With this package's patches; without kvcached, whose pool costs the same however many wait."""
+    """Apply this package's patches during a ``with`` block. Without kvcached: its pool's cost does not depend on how
+    many requests wait."""
     registry = Registry(reason_to_skip)
     registry.add(PATCHES)
     registry.complete()
@@ -90,7 +91,8 @@ def patched() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Making:
-    """What a scheduler is made of. ``mode`` None: no connector; ``is_ours``: whose parameters it is asked with."""
+    """Configuration of a scheduler. ``mode`` None: no connector. ``is_ours``: with this package, so requests carry its
+    parameters instead of stock vLLM's."""
 
     kind: Kind
     mode: str | None
@@ -99,10 +101,10 @@ class Making:
 
 
 class RealScheduler:
-    """See the module. `close` it.
+    """See the module. Must be closed with `close`.
 
     Args:
-        has_room: more may run than do. Else vLLM does not look at what waits.
+        has_room: whether more requests may run than do. If not, vLLM does not look at the waiting ones.
     """
 
     def __init__(self, making: Making, *, has_room: bool) -> None:
@@ -111,7 +113,7 @@ class RealScheduler:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._in_connector = 0.0
         self.scheduler = self._make()
-        # What runs is not handed over, and outlives every measurement.
+        # Running requests are not handed over, and are long enough to outlast every measurement.
         for _ in range(RUNNING):
             self._add(None, MAX_TOKENS - 2 * BLOCK_SIZE)
         self._time_connector()
@@ -131,7 +133,8 @@ class RealScheduler:
         self.scheduler.shutdown()
 
     def step(self) -> Spent:
-        """What ``EngineCore.step`` asks of the scheduler. Nothing in it waits: what else runs here does not count."""
+        """Make the scheduler's calls of ``EngineCore.step``. Timed in CPU time of the thread, which other load on the
+        machine does not change; none of the calls blocks."""
         self._in_connector = 0.0
         begun = time.thread_time()
         output = self.scheduler.schedule()
@@ -143,15 +146,16 @@ class RealScheduler:
         return Spent(scheduled - begun + over - computed, scheduled - begun, self._in_connector, over - computed)
 
     def arrival(self) -> Spent:
-        """A step that takes in one more of what waits; it waits from then on, too."""
+        """Run a step that admits one more request of the waiting kind, which then waits as well."""
         self._wait()
         return self.step()
 
     @contextmanager
     def _admitting_quickly(self) -> Iterator[None]:
-        """vLLM from 0.24 on adds up, for each hand-over that it admits, what all others may still need.
+        """Disable vLLM's sum of reserved blocks while requests are admitted.
 
-        That is ten thousand times ten thousand here. There are blocks for all, so it need not until all wait.
+        Since 0.24, for each hand-over that it admits, vLLM sums the blocks that all others may still need: quadratic,
+        ten thousand times ten thousand here. The pool has blocks for all, so the sum is not needed until all wait.
         """
         if hasattr(Scheduler, RESERVED):
             setattr(self.scheduler, RESERVED, lambda: 0)
@@ -165,7 +169,7 @@ class RealScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Those that are neither running nor gone."""
+        """Number of requests that are in the scheduler and do not run."""
         return len(self.scheduler.requests) - len(self.scheduler.running)
 
     def _all_wait(self) -> bool:
@@ -180,7 +184,7 @@ class RealScheduler:
         return found == self._making.waiting
 
     def _computed(self, output: Any) -> ModelRunnerOutput:
-        """A token for whatever has all its tokens computed; the workers have nothing to report."""
+        """Return the model's output: a token for each request with all its tokens computed, no reports of workers."""
         ids = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[one] for one in ids]
         return ModelRunnerOutput(
@@ -231,7 +235,7 @@ class RealScheduler:
             return {**asks_decode(FAR, f"t{number}"), **blocks}
         if making.mode == "push":
             return asks_decode(FAR, f"t{number}")
-        # The request that comes next; its digest is looked at when prefill is met, which never happens.
+        # For the next request. Its digest is compared only after a handshake with prefill, which never happens.
         tokens = self._prompt(number + 1)
         made = Manifest(
             protocol=PROTOCOL,
@@ -273,7 +277,7 @@ class RealScheduler:
             kv_transfer_config=transfer if making.mode is not None else None,
         )
         config.cache_config.block_size = BLOCK_SIZE
-        # As many as all can have at the same time, and vLLM's own.
+        # As many as all requests can have at the same time, and vLLM's null block.
         num_blocks = 1 + 2 * making.waiting + RUNNING * MAX_TOKENS // BLOCK_SIZE
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=32, dtype=config.model_config.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From costs to targets, a table and a plot. Pure, but for the plot's file."""
+"""Computes targets, tables and a plot from the measured costs. No side effects except the plot's file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOCK, OURS = "stock connector", "this package"
 
 
 def judge(costs: Sequence[Cost]) -> list[Verdict]:
-    """Of medians with the most waiting, and of all beats."""
+    """Return the targets of the hand-over arm: medians with the most waiting, and the size of all heartbeats."""
     found = []
     for one in costs:
         if one.waiting == MOST_WAITING:
@@ -32,22 +32,24 @@ def judge(costs: Sequence[Cost]) -> list[Verdict]:
             for what, limit, spent in (("a step", STEP_MS, one.step), ("an idle turn", IDLE_TURN_MS, one.idle_turn)):
                 found.append(Verdict(f"{where}: {what} (< {limit:g} ms)", f"{spent.p50:.4f} ms", spent.p50 < limit))
     largest = max((one.largest_beat_bytes for one in costs), default=0)
-    # As many names as fit go into each, so the largest is about the limit wherever many wait.
+    # A heartbeat names as many requests as fit, so the largest is close to the limit wherever many wait.
     found.append(
-        Verdict(f"no beat is larger than {MOST_BEAT_BYTES:,} bytes", f"{largest:,}", 0 < largest <= MOST_BEAT_BYTES)
+        Verdict(
+            f"no heartbeat is larger than {MOST_BEAT_BYTES:,} bytes", f"{largest:,}", 0 < largest <= MOST_BEAT_BYTES
+        )
     )
     return found
 
 
 def table_of(costs: Sequence[Cost], title: str) -> Table:
-    """One row per direction, side and number."""
+    """Return a table with one row per transfer mode, side and number of waiting hand-overs."""
     from rich.table import Table
 
     table = Table(title=title)
     left = ("direction", "side")
     for column in (
         *("direction", "side", "waiting", "step p50", "p99", "engine", "pickle", "worker"),
-        *("idle turn", "p99", "arrival", "p99", "beats sent or read", "p99", "number"),
+        *("idle turn", "p99", "arrival", "p99", "heartbeats sent or read", "p99", "number"),
     ):
         table.add_column(column, justify="left" if column in left else "right")
     for one in costs:
@@ -67,7 +69,7 @@ def table_of(costs: Sequence[Cost], title: str) -> Table:
 
 
 def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
-    """A step and an idle turn over the number that waits, with what they may cost."""
+    """Plot a step and an idle turn over the number of waiting hand-overs, with their limits."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -95,7 +97,7 @@ def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
 
 
 def judge_schedule(costs: Sequence[ScheduleCost]) -> list[Verdict]:
-    """Medians with the most waiting, beside the stock connector's with as many."""
+    """Return the targets of the schedule arm: medians with the most waiting, compared with the stock connector's."""
     most = [one for one in costs if one.waiting == MOST_WAITING]
     stock = {(one.kind, one.has_room): one.step.p50 for one in most if one.engine == STOCK}
     found = []
@@ -110,7 +112,7 @@ def judge_schedule(costs: Sequence[ScheduleCost]) -> list[Verdict]:
 
 
 def table_of_schedule(costs: Sequence[ScheduleCost], title: str) -> Table:
-    """One row per kind, engine and number."""
+    """Return a table with one row per kind of waiting request, engine and number."""
     from rich.table import Table
 
     table = Table(title=title)
@@ -128,7 +130,7 @@ def table_of_schedule(costs: Sequence[ScheduleCost], title: str) -> Table:
 
 
 def table_of_idle(costs: Sequence[IdleCost], title: str) -> Table:
-    """One row per server and state."""
+    """Return a table with one row per server and state."""
     from rich.table import Table
 
     table = Table(title=title)

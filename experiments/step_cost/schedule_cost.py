@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the scheduler's side of vLLM's step while requests wait: without a connector, with the stock one, with ours."""
+"""Times the scheduler's part of vLLM's step while requests wait: without a connector, with stock, with this package."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ALONE = "no connector"
 
 @dataclass(frozen=True)
 class ScheduleCost:
-    """For one engine, kind and number of what waits; milliseconds of the engine's thread.
+    """Times for one engine, kind and number of waiting requests; CPU milliseconds of the engine's thread.
 
     Attributes:
-        has_room: more may run than do, so that vLLM looks at all that waits.
-        schedule, connector, update: of a step: ``schedule()``, in it ``build_connector_meta()``; and
-            ``update_from_output()``.
-        arrival: a step that takes in one more; None where none is taken in.
+        has_room: whether more requests may run than do, so that vLLM looks at all waiting ones.
+        schedule, connector, update: parts of a step: ``schedule()``; ``build_connector_meta()``, which is part of
+            ``schedule()``; and ``update_from_output()``.
+        arrival: a step that admits one more request; None where none is admitted.
     """
 
     engine: str
@@ -44,8 +44,8 @@ class ScheduleCost:
 
 
 def measure_schedule(waiting: int, repetitions: int, say: Callable[[str], None]) -> list[ScheduleCost]:
-    """Every engine, with room for more and without."""
-    # Only here: what is measured is read and judged where there is no vLLM, too.
+    """Measure every engine, with room for more running requests and without."""
+    # Imported here, not at the top: results are also read and judged where vLLM is not installed.
     from experiments.step_cost.real_scheduler import Kind, patched
 
     found = []

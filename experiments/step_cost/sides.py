@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine with any number of hand-overs that wait, opposite one that says nothing, on a clock that stands still."""
+"""One engine with any number of waiting hand-overs, and a peer that sends nothing, on a clock that does not advance."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ BLOCK_SIZE = 16
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 480.0
 ARRIVING_BLOCKS = 64
 AT_ONCE = 500
-"""Requests that are put in one step while a side is made."""
+"""Requests added per step while a side is set up."""
 
 
 class _Channel:
-    """Any question is answered by the engine opposite, at once."""
+    """Side channel: the engine opposite answers every request at once."""
 
     def __init__(self, engines: dict[str, Engine], opposite: str) -> None:
         self._engines = engines
@@ -45,14 +45,14 @@ class _Channel:
         return future
 
     def wake(self, host: str, port: int, key: str) -> None:
-        """Nobody sleeps."""
+        """Nothing to wake: no engine sleeps."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 class Side:
-    """See the module. Nothing that is sent or posted arrives, unless `sent` delivers it."""
+    """See the module. Transfers and notifications do not arrive by themselves; `sent` takes notifications out."""
 
     name = ""
 
@@ -61,7 +61,7 @@ class Side:
         self.clock = ManualClock()
         self.network = Network()
         self._numbers = itertools.count()
-        # What engines may move, for as long as they are there.
+        # Keeps the memory of engines alive: they refer to it by address only.
         self._memory: list[object] = []
         self._engines: dict[str, Engine] = {}
         self._engines["far"] = self._make("far", "near", 1)
@@ -79,26 +79,26 @@ class Side:
         self.turn()
 
     def sent(self) -> list[bytes]:
-        """Notifications that go with no transfer, since the last call; they are gone."""
+        """Return and drop the notifications sent since the last call, except those that belong to a transfer."""
         found = [one for one in self.network.pending if not one.is_transfer]
         for one in found:
             self.network.drop(one)
         return [one.notification for one in found]
 
     def beats(self) -> list[bytes]:
-        """Those that were sent and are under way."""
+        """Return the heartbeats that were sent and have not been taken out."""
         return [one.notification for one in self.network.pending if is_beat(one.notification)]
 
     def arriving(self) -> Request:
-        """A request of a thousand tokens."""
+        """Return a request of a thousand tokens."""
         raise NotImplementedError
 
     def take_in(self, request: Request, blocks: list[int]) -> None:
-        """What vLLM asks of a connector until the request waits for KV, or is computed."""
+        """Make vLLM's calls to a connector up to the point where the request waits for KV, or is computed."""
         raise NotImplementedError
 
     def go(self, request: Request) -> None:
-        """Its client has gone; until nothing of it is left."""
+        """Abort the request and step until nothing of it is left."""
         table = self.engine.pool.tables.get(request.request_id, [])
         self.engine.handover.finished(request, False, (list(table),))
         for _ in range(2):
@@ -106,11 +106,14 @@ class Side:
         self.engine.pool.free(request.request_id)
 
     def beat_turns(self) -> Iterator[list[bytes]]:
-        """An interval later, beats for all that wait: before each turn that sends some here, or that reads these."""
+        """Advance the clock by one heartbeat interval and yield before each turn that sends or reads heartbeats.
+
+        Yields the heartbeats to be read in that turn; an empty list where this side sends them.
+        """
         raise NotImplementedError
 
     def _wait(self, names: list[str]) -> None:
-        """So many more hand-overs."""
+        """Add a waiting hand-over per name."""
         raise NotImplementedError
 
     def _names(self) -> Iterator[str]:
@@ -130,7 +133,7 @@ class Side:
 
 
 class DecodeSide(Side):
-    """Requests wait for KV: with pull for a READ that does not end, with push for a WRITE that nobody posts."""
+    """Requests wait for KV: with pull for a READ that does not end, with push for a WRITE that is never posted."""
 
     name = "decode"
 
@@ -170,7 +173,7 @@ class DecodeSide(Side):
                 num_tokens=len(tokens),
                 block_size=BLOCK_SIZE,
                 context_parallel=(1, 1),
-                # Far's blocks, which nobody will ever read.
+                # Blocks of the engine "far"; their content is never used.
                 groups=(BlockRange(0, tuple(range(num_blocks))),),
                 lease_seconds=LEASE_SECONDS,
                 num_media=0,
@@ -180,7 +183,7 @@ class DecodeSide(Side):
 
 
 class PrefillSide(Side):
-    """Requests are kept for decode; and with push as many registrations wait for requests that have not come."""
+    """Requests are kept for decode; with push, as many registrations wait for prefill requests that never arrive."""
 
     name = "prefill"
 
@@ -197,7 +200,7 @@ class PrefillSide(Side):
         self.clock.advance(INTERVAL * LEASE_SECONDS)
         kept = list(self.engine.pool.tables)
         for first in range(0, len(kept), MOST_DUE):
-            # As decode sends them: as many as are due in one turn of its own.
+            # As decode sends them: as many as are due in one of its turns.
             found = list(beats(kept[first : first + MOST_DUE]))
             self.network.agents["near"].inbox += (("far", one) for one in found)
             yield found

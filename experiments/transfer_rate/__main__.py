@@ -14,23 +14,23 @@ from experiments.common.targets import as_json, exit_status, table_of_targets
 RESULTS = Path(__file__).resolve().parent / "results"
 
 DESCRIPTION = """\
-What does a long hand-over reach of what plain NIXL reaches with the same bytes in the same descriptors?
+Which fraction of plain NIXL's rate does a long hand-over reach, with the same bytes in the same descriptors?
 
-Two processes with real NIXL agents hand over 64k tokens, 1 GiB: 32 layers with K and V of 256 bytes a token, in blocks
-of 16 tokens that lie scattered in the pool as after some use, so that no runs of them can be joined. A block is one
-descriptor of 256 KiB (kvcached's contiguous layout) or 64 of 4 KiB (non-contiguous). A hand-over is timed from the step
-that tells decode's worker of the request until its engine is told that the KV is there, with everything that this
-package does: descriptors, batches, the budget, the word. Plain NIXL is one transfer with all descriptors, asked for
-without a pause; for comparison, the same in batches as this package makes them. Both are measured with idle engines and
-with engines that compute: a thread that uses Python's interpreter for 2 ms, then leaves it for 2 ms, on either side.
-Arms take turns; the first round does not count."""
+Two processes with real NIXL agents hand over 64k tokens, 1 GiB: 32 layers with K and V of 256 bytes a token each, in
+blocks of 16 tokens that are scattered over the pool as after some use, so that no blocks can be joined. A block is one
+descriptor of 256 KiB (kvcached's contiguous layout) or 64 descriptors of 4 KiB (non-contiguous).
+A hand-over is timed from the step that passes the request to decode's worker until the engine is told that the KV has
+arrived, with all work of this package: descriptors, batches, the budget, the ownership token. Plain NIXL is one
+transfer with all descriptors, polled without a pause; also measured is plain NIXL in this package's batches. All are
+measured with idle engines and with engines that compute, that is, a thread on each side that uses Python's interpreter
+for 2 ms and then leaves it for 2 ms. Arms take turns; the first round does not count."""
 
 EPILOG = """\
 targets, with idle engines, over shared memory and TCP, in both directions and layouts:
   a hand-over reaches >= 0.9 of plain NIXL's rate (medians)
-  one post of ours keeps Python's interpreter from the engine's thread for <= 1 ms (median of 20)
+  posting one batch of this package blocks Python's interpreter for the engine's thread for <= 1 ms (median of 20)
 
-exit status: 0 all targets reached; 1 one was missed; 2 something could not be set up
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""
 
 
@@ -40,13 +40,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose NIXL is used (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="8k tokens, 3 rounds; writes last-VERSION-quick files")
-    parser.add_argument("--only", metavar="WORD", help="only settings whose name holds WORD; writes no files")
+    parser.add_argument("--only", metavar="WORD", help="only settings whose name contains WORD; writes no files")
     return parser.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
-    # Only here: --help has to work without the environment that these need.
+    # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.transfer_rate.arms import DIRECTIONS, FULL, LAYOUTS, QUICK, TRANSPORTS
     from experiments.transfer_rate.pairs import NodeError, measure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: who moves which bytes, how they lie, and over what."""
+"""The arms, layouts, transports and load that are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLANES = 2 * LAYERS
 PAGE_BYTES = BLOCK_SIZE * CELL_BYTES
 BLOCK_BYTES = PLANES * PAGE_BYTES
 SPARE_BLOCKS = 1.25
-"""Blocks in a pool, of those that one hand-over takes."""
+"""Blocks in a pool, as a multiple of those that one hand-over needs."""
 
 CONTIGUOUS, APART = "contiguous", "non-contiguous"
 LAYOUTS = (CONTIGUOUS, APART)
@@ -23,7 +23,7 @@ DIRECTIONS = ("pull", "push")
 
 @dataclass(frozen=True)
 class Over:
-    """A transport, by the environment that UCX reads."""
+    """A transport, selected by environment variables that UCX reads."""
 
     name: str
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ TRANSPORTS = (Over("shared memory"), Over("TCP", {"UCX_TLS": "tcp"}))
 
 @dataclass(frozen=True)
 class Arm:
-    """``batched``: plain NIXL with the descriptors cut into transfers as we cut them."""
+    """One arm. ``batched``: plain NIXL with the descriptors cut into transfers as this package cuts them."""
 
     name: str
     is_ours: bool = False
@@ -64,11 +64,12 @@ FULL, QUICK = Load(65_536, 5), Load(8_192, 3)
 
 @dataclass(frozen=True)
 class Sample:
-    """One move.
+    """One measured transfer.
 
     Attributes:
-        parts: of a hand-over, where its seconds went.
-        piece_seconds: what a piece of the engine's work took meanwhile, on the side that moves; see `node.Computing`.
+        parts: seconds of a hand-over, by what they were spent on.
+        piece_seconds: duration of each piece of the engine's work meanwhile, on the side that moves the bytes; see
+            `timing.Computing`.
     """
 
     transport: str

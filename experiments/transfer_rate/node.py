@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine in its own process: its half of a hand-over over a real NIXL agent, and a second agent for plain NIXL.
 
-The parent asks it by the names of `Node`'s methods, over a pipe.
+The parent calls `Node`'s methods by name, over a pipe.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHECKED_BLOCKS = 64
 
 
 def planes(address: int, num_blocks: int, layout: str) -> Planes:
-    """As kvcached lays blocks out: all layers of a block side by side, or each layer's K and V apart."""
+    """Return kvcached's layout of blocks: all layers of a block adjacent, or K and V of each layer apart."""
     distance, stride = (PAGE_BYTES, BLOCK_BYTES) if layout == CONTIGUOUS else (num_blocks * PAGE_BYTES, PAGE_BYTES)
     bases = tuple(address + place * distance for place in range(PLANES))
     return Planes(bases, stride, CELL_BYTES, CELL_BYTES, CELL_BYTES, num_blocks, BLOCK_SIZE, num_heads=1)
@@ -72,17 +72,17 @@ class _Channel:
         self._woken.set()
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 class Node:
-    """See the module. One hand-over at a time."""
+    """See the module. Does one hand-over at a time."""
 
     def __init__(self, name: str, direction: str, layout: str, tokens: int, seed: int) -> None:
         num_blocks = int(tokens // BLOCK_SIZE * SPARE_BLOCKS) + 1
         self._memory = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
         self._words_of_memory = np.frombuffer(self._memory, dtype=np.uint64)
-        # Every page is there, and prefill's cells say where they are.
+        # Touches every page. Each cell of prefill holds its own position, which `_check` compares.
         self._words_of_memory[:] = np.arange(len(self._words_of_memory), dtype=np.uint64) if name == "prefill" else 1
         address = int(self._words_of_memory.ctypes.data)
         self._planes = planes(address, num_blocks, layout)
@@ -113,11 +113,11 @@ class Node:
         self._requests: dict[str, Request] = {}
 
     def close(self) -> None:
-        """End its thread."""
+        """Stop the transfer thread."""
         self._engine.side.close()
 
     def introduce(self) -> dict[str, Any]:
-        """What the other node needs to know."""
+        """Return what the other node needs for `meet`."""
         return {"answers": self._engine.answers, "plain": self._plain.metadata(), "planes": self._planes}
 
     def meet(self, far: dict[str, Any]) -> None:
@@ -126,9 +126,9 @@ class Node:
         self._far_planes: Planes = far["planes"]
 
     def compute(self, is_on: bool) -> tuple[float, ...]:
-        """Begin to use the interpreter as an engine's thread does; or end it, and say what each piece took.
+        """Start a thread that uses the interpreter as an engine's thread does; or stop it and return its times.
 
-        To be called between steps: a step of ours ends what it begins.
+        Call it between steps: a step resets the transfer thread's ``engine_computes``.
         """
         if is_on:
             self._computing.start()
@@ -136,7 +136,7 @@ class Node:
         return () if is_on else self._computing.stop()
 
     def offer(self, name: str) -> dict[str, Any]:
-        """Prefill: a request is computed and kept. Returns the parameters for decode."""
+        """Prefill: compute a request and keep its blocks. Returns the parameters for decode."""
         request = self._requests[name] = Request(name, self._prompt(name), asks_prefill())
         blocks = self._allocate(name)
         self._engine.handover.arrived(request)
@@ -147,7 +147,7 @@ class Node:
         return params
 
     def fetch(self, name: str, params: dict[str, Any], is_computing: bool) -> tuple[float, float]:
-        """Decode: a request gets its KV. Returns when it was told to the worker, and when the engine is told."""
+        """Decode: get the KV of a request. Returns when the worker got the request, and when the engine was woken."""
         request = Request(name, self._prompt(params["remote_request_id"]), params)
         blocks = self._allocate(name)
         handover = self._engine.handover
@@ -176,7 +176,7 @@ class Node:
         return begun, reported
 
     def end(self, name: str) -> None:
-        """Prefill: until nobody needs a request's blocks."""
+        """Prefill: wait until a request's blocks are no longer needed, and free them."""
         until = time.monotonic() + END_SECONDS
         while name not in self._engine.step().sent:
             if not self._woken.wait(min(0.05, until - time.monotonic())) and time.monotonic() > until:
@@ -186,31 +186,31 @@ class Node:
         self._engine.pool.free(name)
 
     def take_parts(self) -> dict[str, float]:
-        """Where this side's seconds went since the last call."""
+        """Return what this side's seconds were spent on since the last call."""
         return self._transport.take()
 
     def draw(self, name: str) -> list[int]:
-        """Blocks as a request would get them, for plain NIXL."""
+        """Return blocks as a request would get them, for plain NIXL."""
         blocks = self._allocate(name)
         self._engine.pool.free(name)
-        # The next one gets others.
+        # Rotate the free list, so that the next call returns other blocks.
         free = self._engine.pool.free_blocks
         free[:] = free[len(blocks) // 3 :] + free[: len(blocks) // 3]
         return blocks
 
     def move(self, operation: Operation, local: list[int], remote: list[int], batched: bool) -> tuple[float, int]:
-        """Plain NIXL. Returns seconds, and the number of descriptors."""
+        """Transfer with plain NIXL. Returns seconds, and the number of descriptors."""
         here, there = self._ranges(local, remote)
         return self._plain.move(operation, here, there, Budget() if batched else None), len(here)
 
     def check(self, local: list[int], remote: list[int]) -> None:
-        """Decode: whether some blocks hold what prefill has in its own."""
+        """Decode: raise unless a sample of blocks has the content of prefill's blocks."""
         self._check(local, remote)
 
     def hold(self, operation: Operation, local: list[int], remote: list[int]) -> float:
-        """How long one post of ours keeps the interpreter from every other thread.
+        """Return how long posting one of this package's batches blocks the interpreter for all other threads.
 
-        The median of several.
+        The median of several posts.
         """
         here, there = self._ranges(local, remote)
         held: list[float] = []
@@ -240,7 +240,7 @@ class Node:
         return list(found)
 
     def _check(self, local: list[int], remote: list[int]) -> None:
-        """A few cells of a few blocks: prefill's say where they are in its memory."""
+        """Compare a few cells of a few blocks: prefill's cells hold their position in its memory."""
         for place in range(0, len(local), max(1, len(local) // CHECKED_BLOCKS)):
             for plane in (0, PLANES - 1):
                 here = self._offset(self._planes, plane, local[place])
@@ -250,18 +250,18 @@ class Node:
 
     @staticmethod
     def _offset(planes: Planes, plane: int, block: int) -> int:
-        """Of a block's first cell, in words of 64 bits from the memory's beginning."""
+        """Return the offset of a block's first cell from the beginning of memory, in 64-bit words."""
         return (planes.bases[plane] - planes.bases[0] + block * planes.block_stride_bytes) // 8
 
 
 def hash_of(name: str) -> int:
-    """A token that stands for a name."""
+    """Return a token id derived from a name, so that prompts differ."""
     return sum(name.encode()) % 50_000
 
 
 def serve(connection: Connection, environment: Mapping[str, str], *arguments: Any) -> None:
     """Run a node until the pipe is closed."""
-    # UCX reads it when NIXL is imported.
+    # Before NIXL is imported: UCX reads the environment then.
     os.environ.update(environment)
     logging.disable(logging.INFO)
     share_cores()
@@ -279,5 +279,5 @@ def serve(connection: Connection, environment: Mapping[str, str], *arguments: An
             except Exception as cause:  # noqa: BLE001 - the parent raises it
                 connection.send((False, f"{type(cause).__name__}: {cause}"))
     finally:
-        # NIXL's threads may hold an ordinary exit up for ever.
+        # NIXL's threads may block an ordinary exit for ever.
         os._exit(0)

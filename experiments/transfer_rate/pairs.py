@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode node, and moves between them, one arm after the other."""
+"""A prefill and a decode node, and transfers between them, one arm after the other."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ANSWER_SECONDS = 180.0
 
 
 class NodeError(Exception):
-    """A node could not do what it was asked to."""
+    """A call to a node failed, or the node has ended."""
 
 
 class Remote:
-    """A node in a process of its own: ``remote(method, *values)``."""
+    """Calls methods of a node in another process: ``remote(method, *values)``."""
 
     def __init__(self, over: Over, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -52,7 +52,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Pair:
-    """``mover``: the side that READs or WRITEs."""
+    """Two connected nodes. ``mover`` is the side that READs or WRITEs."""
 
     prefill: Remote
     decode: Remote
@@ -69,12 +69,12 @@ class Pair:
         return "READ" if self.direction == "pull" else "WRITE"
 
     def drawn(self, name: str) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Blocks of the mover and of the other side; of decode and of prefill."""
+        """Return blocks of the mover and of the other side, and then blocks of decode and of prefill."""
         theirs, ours = self.prefill("draw", name), self.decode("draw", name)
         return (ours, theirs, ours, theirs) if self.direction == "pull" else (theirs, ours, ours, theirs)
 
     def sample(self, arm: Arm, number: int) -> Sample:
-        """One move of everything."""
+        """Transfer everything once, with ``arm``."""
         name = f"cmpl-{number:08x}-0-{number:08x}"
         parts: dict[str, float] = {}
         if arm.is_ours:
@@ -93,14 +93,14 @@ class Pair:
         return Sample(self.transport, self.direction, self.layout, arm.name, seconds, descriptors, parts, tuple(pieces))
 
     def hold_seconds(self) -> float:
-        """For how long one post of ours keeps the interpreter to itself."""
+        """Return how long posting one of this package's batches blocks the interpreter."""
         here, there, _, _ = self.drawn("hold")
         found: float = self.mover("hold", self.operation, here, there)
         return found
 
     @contextmanager
     def _computing(self, arm: Arm) -> Iterator[list[float]]:
-        """Both engines compute meanwhile; afterwards the list holds what the mover's pieces of work took."""
+        """Let both engines compute if ``arm`` does; afterwards the list has the times of the mover's pieces of work."""
         pieces: list[float] = []
         sides = (self.prefill, self.decode) if arm.computing else ()
         for side in sides:
@@ -116,7 +116,7 @@ class Pair:
 
 @contextmanager
 def pair(over: Over, direction: str, layout: str, load: Load) -> Iterator[Pair]:
-    """Two nodes that have met."""
+    """Yield two connected nodes."""
     nodes = [
         Remote(over, name, direction, layout, load.tokens, seed) for seed, name in enumerate(("prefill", "decode"))
     ]
@@ -133,11 +133,11 @@ def pair(over: Over, direction: str, layout: str, load: Load) -> Iterator[Pair]:
 def measure(
     over: Over, direction: str, layout: str, load: Load, say: Callable[[str], None]
 ) -> tuple[list[Sample], float]:
-    """All arms in turn, as often as ``load`` says, after one of each that does not count; and `Pair.hold_seconds`."""
+    """Measure all arms in turn for ``load.rounds``, after a round that does not count; and `Pair.hold_seconds`."""
     samples: list[Sample] = []
     with pair(over, direction, layout, load) as made:
         for turn in range(load.rounds + 1):
-            # Another one comes first each time.
+            # A different arm is first in each round.
             for place in range(len(ARMS)):
                 arm = ARMS[(turn + place) % len(ARMS)]
                 sample = made.sample(arm, turn * len(ARMS) + place)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL as it is: an agent, and a move that is asked for without a pause until it has ended."""
+"""Plain NIXL: an agent, and a transfer whose state is polled without a pause until it has ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 
 def agent(memory_address: int, memory_bytes: int) -> Any:
-    """A NIXL agent that has registered this memory."""
+    """Return a NIXL agent that has registered this memory."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     made = nixl_agent(str(uuid.uuid4()), nixl_agent_config(backends=["UCX"]))
@@ -28,7 +28,7 @@ def agent(memory_address: int, memory_bytes: int) -> Any:
 
 
 def share_cores() -> None:
-    """Agents made from now on wait for events: on a few cores their threads would take each other's time."""
+    """Make agents created later wait for events: on few cores their polling threads would take each other's time."""
     for name in BINDINGS:
         try:
             bindings = importlib.import_module(name)
@@ -38,7 +38,7 @@ def share_cores() -> None:
 
 
 def cut(lengths: Any, budget: Budget) -> list[slice]:
-    """Rows of each transfer, as `TransferQueue` cuts them."""
+    """Return the rows of each transfer, cut as `TransferQueue` cuts them."""
     until = np.concatenate(([0], np.cumsum(lengths)))
     found, row = [], 0
     while row < len(lengths):
@@ -50,7 +50,7 @@ def cut(lengths: Any, budget: Budget) -> list[slice]:
 
 
 class Plain:
-    """One side. ``far``: the other side's metadata."""
+    """Plain NIXL on one side. ``meet`` takes the other side's metadata."""
 
     def __init__(self, memory_address: int, memory_bytes: int) -> None:
         self._agent = agent(memory_address, memory_bytes)
@@ -63,7 +63,7 @@ class Plain:
         self._peer = peer_name(self._agent.add_remote_agent(far))
 
     def move(self, operation: Operation, local: Ranges, remote: Ranges, budget: Budget | None) -> float:
-        """Seconds from the descriptors to the end; cut as ``budget`` says, or all in one transfer."""
+        """Return the seconds from making descriptors to the end; cut by ``budget``, or all in one transfer if None."""
         rows = deque([slice(0, len(local))] if budget is None else cut(local[:, 1], budget))
         in_flight: deque[Any] = deque()
         done: deque[Any] = deque()
@@ -80,13 +80,13 @@ class Plain:
         return seconds
 
     def finish(self, handle: Any) -> None:
-        """Wait for a transfer, and give it back."""
+        """Wait for a transfer, and release its handle."""
         while self._is_in_flight(handle):
             continue
         self._agent.release_xfer_handle(handle)
 
     def post(self, operation: Operation, local: Ranges, remote: Ranges) -> Any:
-        """One transfer."""
+        """Post one transfer; returns its handle."""
         sides = (descriptors(self._agent, one, "DRAM") for one in (local, remote))
         handle = self._agent.initialize_xfer(operation, *sides, self._peer, b"")
         self._agent.transfer(handle)

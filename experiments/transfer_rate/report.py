@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to cells, targets, tables and a plot. Pure, but for the plot's file."""
+"""Computes cells, targets, a table and a plot from samples. No side effects except the plot's file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PARTS = ("descriptors", "posting", "looking", "word")
 
 @dataclass(frozen=True)
 class Cell:
-    """All samples of one arm in one setting; medians.
+    """Medians of all samples of one arm in one setting.
 
     Attributes:
-        parts: seconds of a hand-over by what they went to; what is left is waiting.
-        transfers: that a hand-over was cut into.
-        piece_seconds: of the engine's work, see `timing.PIECE_SECONDS`; and its 99th percentile.
+        parts: seconds of a hand-over, by what they were spent on; the rest is waiting.
+        transfers: number of transfers that a hand-over was cut into.
+        piece_seconds: median and 99th percentile of the engine's pieces of work, see `timing.PIECE_SECONDS`.
     """
 
     transport: str
@@ -47,7 +47,7 @@ class Cell:
 
 
 def cells(samples: Sequence[Sample], num_bytes: int) -> list[Cell]:
-    """Sum up, in the order of the settings, the arms of one setting together."""
+    """Summarise samples in the order of the settings, with the arms of one setting adjacent."""
     found = []
     for transport, direction, layout in dict.fromkeys((one.transport, one.direction, one.layout) for one in samples):
         for arm in ARMS:
@@ -78,29 +78,29 @@ def cells(samples: Sequence[Sample], num_bytes: int) -> list[Cell]:
 
 
 def judge(found: Sequence[Cell], held: Mapping[tuple[str, str, str], float]) -> list[Verdict]:
-    """``held``: by setting, for how long one post keeps the interpreter."""
+    """Return the targets. ``held``: by setting, how long one post blocks the interpreter."""
     table = {(one.setting, one.arm): one for one in found}
     rows = []
     for setting in dict.fromkeys(one.setting for one in found):
         plain, ours = table.get((setting, PLAIN.name)), table.get((setting, OURS.name))
         if plain is not None and ours is not None:
             share = plain.seconds / ours.seconds
-            target = f"{', '.join(setting)}: of plain NIXL's rate (>= {LEAST_SHARE})"
+            target = f"{', '.join(setting)}: fraction of plain NIXL's rate (>= {LEAST_SHARE})"
             rows.append(Verdict(target, f"{share:.2f}", share >= LEAST_SHARE))
     for setting, seconds in held.items():
-        target = f"{', '.join(setting)}: one post keeps the interpreter (<= {MOST_HOLD_SECONDS * 1e3:g} ms)"
+        target = f"{', '.join(setting)}: one post blocks the interpreter (<= {MOST_HOLD_SECONDS * 1e3:g} ms)"
         rows.append(Verdict(target, f"{seconds * 1e3:.2f} ms", seconds <= MOST_HOLD_SECONDS))
     return rows
 
 
 def table_of(found: Sequence[Cell], title: str) -> Table:
-    """One row per cell."""
+    """Return a table with one row per cell."""
     from rich.table import Table
 
     table = Table(title=title)
     left = ("over", "", "layout", "arm")
     for column in (
-        *("over", "", "layout", "arm", "GB/s", "ms", "descriptors", "posting", "looking", "word", "waiting"),
+        *("over", "", "layout", "arm", "GB/s", "ms", "descriptors", "posting", "polling", "token", "waiting"),
         *("transfers", "engine p50", "p99"),
     ):
         table.add_column(column, justify="left" if column in left else "right")
@@ -123,7 +123,7 @@ def table_of(found: Sequence[Cell], title: str) -> Table:
 
 
 def plot(found: Sequence[Cell], title: str, path: Path) -> None:
-    """A panel per transport, a group of bars per direction and layout, a bar per arm."""
+    """Plot rates: a panel per transport, a group of bars per direction and layout, a bar per arm."""
     import matplotlib
 
     matplotlib.use("agg")

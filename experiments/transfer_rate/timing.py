@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the seconds of a hand-over go, and what the engine's thread has of its time meanwhile."""
+"""Times the parts of a hand-over, and how much the engine's thread is delayed meanwhile."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport
 
 PIECE_SECONDS = 0.002
-"""Of Python at a time, and as long without: about what an engine does between two layers of work for its device."""
+"""Time of a piece of Python work, and of the pause after it: similar to an engine between two layers of device work."""
 
 
 LEAST_GAP_SECONDS = 0.00003
-"""A thread that waits for less was not kept from anything."""
+"""Shorter gaps do not count as waiting for the interpreter."""
 
 
 class TimedTransport:
-    """A transport that notes how long its calls take. Kept open by whoever made the inner one."""
+    """A transport that records how long its calls take. The owner of the inner transport closes it."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -65,7 +65,7 @@ class TimedTransport:
         return found
 
     def timed(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:
-        """The same action, noted as ``name``."""
+        """Return ``action`` wrapped so that its time is added to ``name``."""
 
         def act(*arguments: Any) -> Any:
             begun = time.perf_counter()
@@ -77,17 +77,17 @@ class TimedTransport:
         return act
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last call, by what was done."""
+        """Return the seconds since the last call, by what they were spent on."""
         found, self.spent = self.spent, defaultdict(float)
         return dict(found)
 
 
 class Computing:
-    """A thread that uses the interpreter as an engine's does: a piece of Python, then as long without."""
+    """A thread that uses the interpreter as an engine's does: a piece of Python work, then a pause as long."""
 
     def __init__(self) -> None:
         self._count = 1000
-        # By the core's time: whatever else the machine does must not make pieces smaller.
+        # Calibrated in CPU time: other load on the machine must not make the pieces smaller.
         while (spent := _seconds(self._count, time.thread_time)) < PIECE_SECONDS:
             self._count = int(self._count * min(2.0, 1.1 * PIECE_SECONDS / max(spent, 1e-6))) + 1
         self._pieces: list[float] = []
@@ -101,7 +101,7 @@ class Computing:
         self._thread.start()
 
     def stop(self) -> tuple[float, ...]:
-        """Seconds that each piece took."""
+        """Stop the thread; returns the seconds that each piece took."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -113,9 +113,9 @@ class Computing:
 
 
 def longest_hold(action: Callable[[], object]) -> float:
-    """The longest time, in seconds, for which another thread waited for the interpreter while ``action`` was called.
+    """Return the longest time, in seconds, that another thread waited for the interpreter during ``action``.
 
-    What it waited for a core is left out, as far as the kernel has counted it; take the median of several even so.
+    Its waiting time for a core is subtracted as far as the kernel has counted it; take the median of several even so.
     """
     longest, stop, is_running = 0.0, False, threading.Event()
 
@@ -138,7 +138,7 @@ def longest_hold(action: Callable[[], object]) -> float:
                     longest, before = max(longest, gap - (waited - before)), waited
 
     switch_interval = sys.getswitchinterval()
-    # Whoever waits for the interpreter gets it at once, so what remains is held without a break.
+    # A thread that waits for the interpreter gets it at the next chance, so only uninterrupted holding is measured.
     sys.setswitchinterval(1e-5)
     thread = threading.Thread(target=spin)
     thread.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that tells what was registered, forgets its peers, and times what each step pays."""
+"""A worker extension that reports registrations, forgets its peers, and times the connector's share of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _connector() -> Any:
 
 
 def _side() -> Any:
-    """This package's side of the connector; None where another one serves."""
+    """Return this package's worker facade; None where another connector serves."""
     return vars(_connector()).get("_kvcached_nixl")
 
 
@@ -24,7 +24,7 @@ class CostProbe(KvProbe):
     """Runs in the worker process, between two engine steps."""
 
     def kv_probe_registration(self) -> dict[str, Any]:
-        """Blocks, descriptors that a block takes, and descriptors that were made before any request came."""
+        """Return the number of blocks, of descriptors per block, and of descriptors made before the first request."""
         worker = _connector().connector_worker
         if _side() is not None:
             extents = sum(found.descCount() for found in worker._registered_descs) - 1
@@ -33,7 +33,7 @@ class CostProbe(KvProbe):
         return {"num_blocks": worker.num_blocks, "a_block": made // worker.num_blocks, "descriptors": made}
 
     def kv_probe_forget_peers(self) -> dict[str, Any]:
-        """Let go of every remote agent, as when it is gone: the next hand-over is cold."""
+        """Drop every remote agent, as if its engine had ended, so that the next hand-over is cold."""
         side, worker = _side(), _connector().connector_worker
         if side is not None:
             peers = side.thread._context.peers
@@ -55,7 +55,7 @@ class CostProbe(KvProbe):
         return {"forgotten": len(engines)}
 
     def kv_probe_idle_seconds(self, calls: int) -> dict[str, Any]:
-        """Seconds per call of what every step asks the connector, where nothing has happened."""
+        """Return the seconds per ``get_finished`` call, which every step makes, while no hand-over changes."""
         get_finished = _connector().get_finished
         begun = time.perf_counter()
         for _ in range(calls):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that tells how long prefill has copied out of its blocks, and when kvcached got them back.
+"""A worker extension that reports how long prefill copied KV out of its blocks, and when kvcached got the blocks back.
 
-It tells what TransferProbe tells, too, and is for an executor that has the worker in the engine's process.
+Also reports what TransferProbe reports. Needs an executor that runs the worker in the engine's process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StagingProbe(TransferProbe):
     _freed: dict[str, float]
 
     def kv_probe_time_copies(self) -> dict[str, Any]:
-        """Note from now on how long each copy takes, and when blocks are free. Returns whether KV is staged."""
+        """Start recording how long each copy takes, and when blocks are freed. Returns whether KV is staged."""
         from kvcached.kv_cache_manager import KVCacheManager
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -28,7 +28,7 @@ class StagingProbe(TransferProbe):
         free = KVCacheManager.free
 
         def timed_free(*args: Any) -> Any:
-            # It unmaps pages, too.
+            # Noted before the call: free unmaps pages, too, which takes time.
             freed["at"] = time.monotonic()
             return free(*args)
 
@@ -48,8 +48,8 @@ class StagingProbe(TransferProbe):
         return {"staged": True}
 
     def kv_probe_copied(self) -> dict[str, Any]:
-        """How long was copied since the last call (seconds, all in all), in how many pieces, and when blocks were last
-        given back (monotonic seconds)."""
+        """Return the total seconds of copying since the last call, the number of copies, and when blocks were last
+        freed (monotonic seconds)."""
         taken = list(self._copied_seconds)
         del self._copied_seconds[: len(taken)]
         return {"seconds": sum(taken), "copies": len(taken), "freed": self._freed["at"]}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that tells when prefill's last step had been computed and when decode had everything.
+"""A worker extension that reports when prefill's last step was computed and when decode had all KV.
 
-Times are the machine's monotonic clock, which all processes of it share.
+Times are from the machine's monotonic clock, which all its processes share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TransferProbe(KvProbe):
     _times: dict[str, float]
 
     def kv_probe_time_transfers(self) -> dict[str, Any]:
-        """Note the end of every step and of every receive from now on."""
+        """Start recording the end of every step and of every receive."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
@@ -26,7 +26,7 @@ class TransferProbe(KvProbe):
         self._times = times = {"computed": 0.0, "received": 0.0}
 
         def timed_wait_for_save() -> Any:
-            # The CPU worker has computed when it gets here.
+            # On a CPU, the computation of the step is complete when the worker calls this.
             times["computed"] = time.monotonic()
             return wait_for_save()
 
@@ -40,5 +40,5 @@ class TransferProbe(KvProbe):
         return {}
 
     def kv_probe_times(self) -> dict[str, Any]:
-        """When the last step with something to compute had ended, and when the last receive had (seconds)."""
+        """Return when the last step that computed something ended, and when the last receive ended (seconds)."""
         return dict(self._times)

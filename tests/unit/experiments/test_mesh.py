@@ -98,7 +98,7 @@ def test_deadlines_may_keep_a_few_that_were_moved() -> None:
         ({"tables": {"OfferRegistry._finished": 10}}, []),
         ({"tables": {"OfferRegistry._finished": 11}}, ["OfferRegistry._finished has 11"]),
         ({"blocks": 3}, ["3 blocks are not free"]),
-        ({"words": 2}, ["2 engines keep words"]),
+        ({"words": 2}, ["2 engines keep ownership tokens"]),
     ],
 )
 def test_what_is_left_over_is_named(changes: dict[str, Any], words: list[str]) -> None:
@@ -170,7 +170,7 @@ def test_a_table_that_is_not_cleared_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_word_that_is_not_removed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenTable, "remove", lambda self, owner: None)
     found = experiment.measure("pull", 3, 50, 0, 1, lambda words: None)
-    assert any(words.endswith("engines keep words") for words in found.left)
+    assert any(words.endswith("engines keep ownership tokens") for words in found.left)
 
 
 def test_blocks_that_nobody_gives_back_keep_the_mesh_from_rest(monkeypatch: pytest.MonkeyPatch) -> None:
