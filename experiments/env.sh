@@ -7,24 +7,26 @@ usage() {
 usage: bash experiments/env.sh [VLLM_VERSION]                            (default: KVCACHED_NIXL_VLLM, or 0.28.0)
        bash experiments/env.sh --remove VLLM_VERSION... | --unused
 
-Creates or refreshes .venvs/vllm-VERSION: that vLLM, NIXL, kvcached and this package in editable mode, with the tools of
-the tests. Where nvidia-smi finds a GPU: vLLM's CUDA build, and kvcached built for CUDA. Elsewhere: vLLM's CPU build, and
-the same kvcached built over host memory. In it, `vllm serve` works.
+Creates or refreshes .venvs/vllm-VERSION with that vLLM, NIXL, kvcached, this package in editable mode, and the test
+tools; `vllm serve` works in it. If nvidia-smi finds a GPU: vLLM's CUDA build, and kvcached built for CUDA. Otherwise:
+vLLM's CPU build, and the same kvcached built over host memory.
 
-Everything is pinned with hashes in experiments/locks/. A second call finds nothing to do and returns at once.
-The last line on standard output is the environment's folder; all else goes to standard error:
+Everything is pinned with hashes in experiments/locks/. Idempotent: a second call has nothing to do and returns at once.
+The last line on standard output is the environment's folder; all other output goes to standard error:
 
     venv=$(bash experiments/env.sh 0.28.0 | tail -n 1)
     "$venv/bin/vllm" serve MODEL
 
---remove deletes the environments of those versions, or with --unused of all versions that no lock names. Nothing may be
-running from them. What was downloaded stays in the cache of uv; `.venvs/tools/bin/uv cache clean` empties that.
+--remove deletes the environments of those versions; with --unused, of all versions that have no lock. No process may be
+running from them. Downloads stay in uv's cache; `.venvs/tools/bin/uv cache clean` empties it.
 
-needs: Linux on x86-64, python3.11 with its headers, a C++ compiler, disk space (it says how much before downloading;
-       what uv's cache holds on the same file system, as where another environment has the same torch, takes none).
-       With a GPU: CUDA's toolkit, for its headers and libcudart, in CUDA_HOME, beside nvcc or in /usr/local/cuda.
+needs: Linux on x86-64, python3.11 with its headers, a C++ compiler, and disk space (the amount is printed before the
+       download; packages that are in uv's cache on the same file system, such as another environment's torch, take no
+       further space). With a GPU: the CUDA toolkit, for its headers and libcudart, in CUDA_HOME, next to nvcc, or in
+       /usr/local/cuda.
        A folder of wheels in PIP_FIND_LINKS is used; a CPU wheel of torch in it saves several GB.
-exit status: 0 ready, or removed; 2 something is missing (what, and what to do, is said); else a step failed (its output is above).
+exit status: 0 ready, or removed; 2 something is missing (see the message for what to do);
+             else a step failed (see its output).
 END
 }
 
@@ -46,7 +48,7 @@ known=" $(sed -n 's/^\([0-9][^ ]*\) .*/\1/p' "$locks/versions.in" | tr '\n' ' ')
 if [[ ${1:-} == --remove ]]; then
     shift
     doomed=("$@")
-    [[ $# -gt 0 ]] || refuse "no version after --remove" "versions, or --unused" "Nothing was removed" "Name them"
+    [[ $# -gt 0 ]] || refuse "no version after --remove" "versions, or --unused" "Nothing was removed" "Name the versions"
     if [[ $* == --unused ]]; then
         doomed=()
         for place in "$root"/.venvs/vllm-*/; do
@@ -57,7 +59,7 @@ if [[ ${1:-} == --remove ]]; then
     fi
     for version in "${doomed[@]}"; do
         [[ $version =~ ^[0-9][0-9A-Za-z.]*$ && -d $root/.venvs/vllm-$version ]] || refuse "no $root/.venvs/vllm-$version" \
-            "an environment" "Nothing more was removed" "Name one that is there"
+            "an environment" "Nothing more was removed" "Name an existing environment"
         exec 9>"$root/.venvs/.lock-$version"
         flock 9
         rm -rf "$root/.venvs/vllm-$version" "$root/.venvs/.lock-$version"
@@ -66,16 +68,16 @@ if [[ ${1:-} == --remove ]]; then
     exit 0
 fi
 
-# ------------------------------------------------------------------------------------------------ what this machine has
+# -------------------------------------------------------------------------------------------- properties of the machine
 version=${1:-${KVCACHED_NIXL_VLLM:-0.28.0}}
 version=${version##* }
 venv=$root/.venvs/vllm-$version
 python=$venv/bin/python
-[[ $known == *" $version "* ]] || refuse "vLLM version $version" "one of:${known% }" "There is no lock for another" \
+[[ $known == *" $version "* ]] || refuse "vLLM version $version" "one of:${known% }" "There is no lock for other versions" \
     "Add a line to experiments/locks/versions.in and run experiments/locks/update.sh"
 torch=$(sed -n "s/^${version//./\\.} *\([0-9]*\.[0-9]*\)\..*/torch-\1/p" "$locks/versions.in")
 
-# pip reads its configuration, uv does not: hand it the folders of wheels, in both ways they can be given.
+# uv does not read pip's configuration, so pass it the folders of wheels: from PIP_FIND_LINKS or pip's global.find-links.
 find_links=${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null || true)}
 uv_options=(--no-deps)
 for place in $find_links; do uv_options+=(--find-links "$place"); done
@@ -83,7 +85,7 @@ for place in $find_links; do uv_options+=(--find-links "$place"); done
 kind=cpu
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then kind=cuda; fi
 
-# A CPU build of torch is no quarter of the size, but only a folder of wheels may have it.
+# A CPU build of torch is less than a quarter of the size, but it is available only from a folder of wheels.
 offers_cpu_torch() {
     local wheel place
     [[ $kind == cpu && -f $locks/$torch-cpu-wheel.txt ]] || return 1
@@ -93,7 +95,7 @@ offers_cpu_torch() {
     done
     return 1
 }
-# A torch that is not built for CUDA makes NIXL load whichever of its builds is there: one is enough.
+# With a torch that is not built for CUDA, NIXL loads whichever of its builds is installed: one is enough.
 torch_lock=$locks/$torch.txt
 unpacked_mb=([0]=6800)
 if offers_cpu_torch; then
@@ -108,13 +110,13 @@ digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
 sources_of_kvcached() {
     find kvcached_nixl/hostvmm -type f -not -name '*.pyc' -not -name README.md | LC_ALL=C sort
 }
-# Only what goes into the compiled build: the run-time half of hostvmm is used from the source tree.
+# Only the inputs of the compiled build: the run-time part of hostvmm is used from the source tree.
 kvcached_inputs=("$locks/kvcached.txt" "$torch_lock")
 if [[ $kind == cpu ]]; then
     while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
 fi
 want_packages="packages $kind $(digest "${used_locks[@]}" experiments/common/vllm_metadata.py)"
-# kvcached for a GPU is compiled against the installed torch, so it is built again when that changes.
+# kvcached for a GPU is compiled against the installed torch, so it is rebuilt when torch changes.
 wanted_kvcached() {
     local torch=
     if [[ $kind == cuda ]]; then
@@ -135,12 +137,12 @@ fi
 mkdir -p "$root/.venvs"
 printf '*\n' >"$root/.venvs/.gitignore"
 exec 9>"$root/.venvs/.lock-$version"
-flock --nonblock 9 || { say "another call is making $venv; waiting for it"; flock 9; }
+flock --nonblock 9 || { say "another call is creating $venv; waiting for it"; flock 9; }
 
-# ------------------------------------------------------------------------------------- refuse before anything is fetched
-[[ $(uname -sm) == "Linux x86_64" ]] || refuse "$(uname -sm)" "Linux x86_64" "The locks hold wheels for that only" \
+# -------------------------------------------------------------------------------- refuse before anything is downloaded
+[[ $(uname -sm) == "Linux x86_64" ]] || refuse "$(uname -sm)" "Linux x86_64" "The locks have wheels for that platform only" \
     "Use such a machine"
-base=$(command -v python3.11) || refuse "no python3.11 on PATH" "CPython 3.11, which the locks are made for" \
+base=$(command -v python3.11) || refuse "no python3.11 on PATH" "CPython 3.11, the version of the locks" \
     "No environment can be made" "Install it (Debian, Ubuntu: apt-get install python3.11-dev python3.11-venv)"
 headers=$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 [[ -f $headers/Python.h ]] || refuse "no $headers/Python.h" "Python's headers" "kvcached cannot be compiled" \
@@ -149,20 +151,20 @@ compiler=
 for candidate in ${CXX:-c++ g++ clang++}; do
     if command -v "$candidate" >/dev/null; then compiler=$candidate && break; fi
 done
-[[ -n $compiler ]] || refuse "no C++ compiler (tried ${CXX:-c++ g++ clang++})" "one that knows C++17" \
+[[ -n $compiler ]] || refuse "no C++ compiler (tried ${CXX:-c++ g++ clang++})" "one that supports C++17" \
     "kvcached cannot be compiled" "Install one (Debian, Ubuntu: apt-get install g++) or set CXX"
 
-# As torch looks for it when an extension is built.
+# The same search that torch does when it builds an extension.
 cuda_home=${CUDA_HOME:-${CUDA_PATH:-}}
 if [[ $kind == cuda && -z $cuda_home ]]; then
     cuda_home=/usr/local/cuda
     if nvcc=$(command -v nvcc); then cuda_home=${nvcc%/bin/nvcc}; fi
 fi
 [[ $kind == cpu || -f $cuda_home/include/cuda.h ]] || refuse "no $cuda_home/include/cuda.h" "CUDA's toolkit" \
-    "kvcached cannot be compiled for this GPU" "Install it (its headers and libcudart), or set CUDA_HOME to where it is"
+    "kvcached cannot be compiled for this GPU" "Install it (its headers and libcudart), or set CUDA_HOME to its folder"
 
 uv=$tools/bin/uv
-# uv links files from its cache where it can; what it need not download takes no disk.
+# Whether all packages of a lock are in uv's cache and can be linked from it: these take no disk space.
 is_cached() { # LOCK
     local place=(--target "$root/.venvs/.none") cache
     [[ -x $uv && ${UV_LINK_MODE:-hardlink} == hardlink ]] || return 1
@@ -174,14 +176,14 @@ is_cached() { # LOCK
 }
 if ! is_current packages "$want_packages"; then
     asked=$(mktemp)
-    needed_mb=500 # what is compiled here
+    needed_mb=500 # for compiled files
     for each in "${!used_locks[@]}"; do
         is_cached "${used_locks[each]}" || needed_mb=$((needed_mb + unpacked_mb[each]))
     done
     rm -f "$asked"
     free_mb=$(df --output=avail -m "$root/.venvs" | tail -n 1 | tr -d ' ')
     ((free_mb >= needed_mb)) || refuse "$free_mb MB free for $root/.venvs" "$needed_mb MB" \
-        "The installation would end half done" "Free some, or give PIP_FIND_LINKS a folder with a CPU wheel of torch"
+        "The installation would stop halfway" "Free some space, or name a folder with a CPU wheel of torch in PIP_FIND_LINKS"
     say "$venv takes up to $needed_mb MB of disk; $free_mb are free"
 fi
 
@@ -200,17 +202,17 @@ if [[ ! -f $tools/.stamp || $(<"$tools/.stamp") != "$want_tools" ]]; then
         printf '%s' "$want_tools" >"$tools/.stamp"
     ) 8>"$root/.venvs/.lock-tools"
 fi
-# Compiled here, on all cores at once: where PYTHONDONTWRITEBYTECODE is set, each process would compile vLLM and torch anew.
+# Bytecode is compiled here, on all cores: with PYTHONDONTWRITEBYTECODE, each process would compile vLLM and torch again.
 install() { "$uv" pip install "${quiet[@]}" --python "$python" --compile-bytecode "${uv_options[@]}" "$@" >&2; }
 quiet=(--quiet)
 [[ -t 2 ]] && quiet=()
 
-[[ -x $python ]] || { step "making $venv" && "$uv" venv --quiet --no-python-downloads --python "$base" "$venv" >&2; }
+[[ -x $python ]] || { step "creating $venv" && "$uv" venv --quiet --no-python-downloads --python "$base" "$venv" >&2; }
 mkdir -p "$stamps"
 
 if ! is_current packages "$want_packages"; then
     rm -f "$stamps/packages"
-    step "installing vLLM $version for ${kind^^}, torch, NIXL and the rest (minutes)"
+    step "installing vLLM $version for ${kind^^}, torch, NIXL and other packages (minutes)"
     install --require-hashes "${used_locks[@]/#/--requirements=}"
     if [[ $kind == cpu ]]; then "$python" experiments/common/vllm_metadata.py "$version"; fi
     printf '%s' "$want_packages" >"$stamps/packages"
@@ -221,7 +223,7 @@ if ! is_current kvcached "$want_kvcached"; then
     rm -f "$stamps/kvcached"
     if [[ $kind == cuda ]]; then
         step "building kvcached for CUDA (a minute)"
-        # uv keeps what it has built, whichever torch that was built with, and leaves a version that is installed as it is.
+        # By default, uv reuses a cached build whatever torch it was built with, and skips a version that is installed.
         CUDA_HOME=$cuda_home LIBRARY_PATH=$cuda_home/lib64/stubs${LIBRARY_PATH:+:$LIBRARY_PATH} \
             install --no-cache --reinstall-package kvcached --no-build-isolation --require-hashes -r "$locks/kvcached.txt"
     else
@@ -241,10 +243,10 @@ if ! is_current project "$want_project"; then
     printf '%s' "$want_project" >"$stamps/project"
 fi
 
-# With no deps resolved, this is what would notice a lock that has gone wrong.
+# Dependencies are not resolved (--no-deps), so only this check finds a lock that is wrong.
 "$python" -c 'import vllm, nixl, msgspec, wrapt, kvcached.vmm_ops' >&2 || {
     status=$?
-    rm -f "$stamps"/* # or the next call would find nothing to do
+    rm -f "$stamps"/* # otherwise the next call would find nothing to do
     refuse "an environment whose packages do not import (status $status)" \
         "vllm, nixl, msgspec, wrapt and kvcached.vmm_ops to import" "No server would start" "Remove $venv and run this again"
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# usage: run.sh EXPERIMENT [ARGUMENT...]   sets up the vLLM that --vllm names, then runs the experiment in it.
+# usage: run.sh EXPERIMENT [ARGUMENT...]   sets up the vLLM given with --vllm, then runs the experiment in it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 experiment=$1
@@ -19,7 +19,7 @@ for argument in "$@"; do
 done
 
 environment=$(bash experiments/env.sh "$version" | tail -n 1) || {
-    echo "experiments/env.sh $version failed; $experiment was not run. Its message above says what to do." >&2
+    echo "experiments/env.sh $version failed; $experiment was not run. See its message above for what to do." >&2
     exit 2
 }
 exec "$environment/bin/python" -m "experiments.$experiment" "$@"

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Faults in a pair that serves: what clients get, and how soon it is over. --help explains.
+# Inflicts faults on a serving pair: what clients get, and how soon it recovers. --help explains.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/../run.sh" lease_recovery "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Writes the locks of tests/pythons.sh, for all Pythons that pyproject.toml admits; options go to "uv pip compile".
+# Writes the locks of tests/pythons.sh, for all Pythons that pyproject.toml allows; passes options to "uv pip compile".
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 compile() {
@@ -10,5 +10,5 @@ compile() {
 project=(--extra proxy --extra dev ../../pyproject.toml)
 compile "$@" "${project[@]}" pythons.in --output-file pythons.txt
 compile "$@" pythons-torch.in --constraint pythons.txt --output-file pythons-torch.txt
-# Each bound as it is declared, and the newest of what that requires in turn.
+# The lowest allowed version of each direct requirement, and the newest allowed version of their requirements.
 compile "$@" "${project[@]}" --resolution lowest-direct --output-file lowest.txt
