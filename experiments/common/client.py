@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Talk to servers: completions with log-probabilities, the prefill/decode hand-over, and the KV probe."""
+"""Client of the servers: completions with log-probabilities, the prefill/decode hand-over, and the KV probe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TOP_LOGPROBS = 5
 
 
 class AnswerError(RuntimeError):
-    """A server answered something that cannot be compared."""
+    """A server's answer is an error or malformed, so it cannot be compared."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client sees: generated token ids, the log-probability of each, and of the best alternatives."""
+    """What a client receives: generated token ids, the log-probability of each, and of the best alternatives."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -36,8 +36,9 @@ class Answer:
 class HandOver:
     """One request through P and D.
 
-    ``transfer`` is what the KV probe's records call it. ``sent_block_ids`` and ``sent_digests`` are per KV-cache group,
-    read from P's memory while P held the blocks for D; empty where only P's own records can tell (D was asked first).
+    ``transfer`` is its name in the KV probe's records. ``sent_block_ids`` and ``sent_digests`` are per KV-cache group,
+    read from P's memory while P kept the blocks for D; empty where only the records of P's probe have them (D was asked
+    first).
     """
 
     answer: Answer
@@ -48,7 +49,7 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Offer:
-    """What P holds for D: the parameters of its answer, and its block ids and their digests per KV-cache group."""
+    """What P keeps for D: the parameters of its answer, and its block ids and their digests per KV-cache group."""
 
     params: dict[str, Any]
     block_ids: list[list[int]]
@@ -66,7 +67,7 @@ def per_group(block_ids: list[Any]) -> list[list[int]]:
 
 
 def offered_blocks(params: Mapping[str, Any]) -> list[list[int]]:
-    """Return the block ids in P's answer, per group: of the manifest or, on a stock server, vLLM's own."""
+    """Return the block ids in P's answer, per group: from the manifest or, on a stock server, ``remote_block_ids``."""
     manifest = params.get(MANIFEST_KEY)
     if manifest is not None:
         return [list(group["block_ids"]) for group in manifest["groups"]]
@@ -74,7 +75,7 @@ def offered_blocks(params: Mapping[str, Any]) -> list[list[int]]:
 
 
 class Client:
-    """An asynchronous client of one server, whose model (or adapter) it asks for by one name."""
+    """An asynchronous client of one server; all requests name the same model (or adapter)."""
 
     def __init__(self, base_url: str, http: httpx.AsyncClient, model: str = "model") -> None:
         self.base_url = base_url
@@ -105,7 +106,7 @@ class Client:
     async def token_times(
         self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str, kv_transfer_params: dict[str, Any]
     ) -> list[float]:
-        """Stream one greedy completion; returns when each token came, in ``time.perf_counter()`` seconds."""
+        """Stream one greedy completion; returns each token's arrival time in ``time.perf_counter()`` seconds."""
         asked = self._completion(prompt, max_tokens, salt, request_id, kv_transfer_params)
         asked["json"]["stream"] = True
         arrived: list[float] = []
@@ -116,16 +117,16 @@ class Client:
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
                     if "error" in json.loads(line.removeprefix("data: ")):
-                        raise AnswerError(f"{self.base_url} broke {request_id} off: {line[:500]}")
+                        raise AnswerError(f"{self.base_url} streamed an error for {request_id}: {line[:500]}")
                     arrived.append(time.perf_counter())
         if not arrived:
-            raise AnswerError(f"{self.base_url} sent nothing for {request_id}")
+            raise AnswerError(f"{self.base_url} streamed no token for {request_id}")
         return arrived
 
     def _completion(
         self, prompt: list[int], max_tokens: int, salt: str, request_id: str, params: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """What a greedy completion is asked with, for httpx."""
+        """Return httpx's arguments for a greedy completion."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -139,17 +140,17 @@ class Client:
         return {"url": f"{self.base_url}/v1/completions", "json": body, "headers": {"X-Request-Id": request_id}}
 
     async def answer(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> Answer:
-        """Complete ``prompt`` on this server alone."""
+        """Complete ``prompt`` on this server, without a hand-over."""
         return read_answer(
             await self.complete(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id), max_tokens
         )
 
     async def probe(self, method: str, *args: object) -> dict[str, Any]:
-        """Call a KV-probe method on every worker; return what the first one answers, which holds for all."""
+        """Call a KV-probe method on every worker; return the first worker's answer, which is the same for all."""
         return (await self.probe_ranks(method, *args))[0]
 
     async def probe_ranks(self, method: str, *args: object) -> list[dict[str, Any]]:
-        """Call a KV-probe method (see ``server_side/kv_probe.py``) on every worker; return what each answers."""
+        """Call a KV-probe method (see ``server_side/kv_probe.py``) on every worker; return each one's answer."""
         reply = await self.http.post(
             f"{self.base_url}/collective_rpc", json={"method": f"kv_probe_{method}", "args": list(args)}
         )
@@ -162,15 +163,15 @@ class Client:
 
 
 def joined(digests: Sequence[list[list[str]]]) -> list[list[str]]:
-    """The digests of blocks per KV-cache group, each of which tells of all ranks' parts of the block."""
+    """Return one digest per block and KV-cache group, joined from the digests of all ranks' parts of the block."""
     return [["+".join(parts) for parts in zip(*groups, strict=True)] for groups in zip(*digests, strict=True)]
 
 
 def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The probes' records of those transfers that every rank has one of, with the digests of all ranks' parts.
+    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined.
 
     Args:
-        records: of each rank, in any order.
+        records: the probe's records of each rank, in any order.
     """
     first, *others = records or [[]]
     known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
@@ -182,7 +183,7 @@ def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
 
 
 def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
-    """Return the comparable part of a completion; a short or odd one raises :class:`AnswerError`."""
+    """Return the comparable part of a completion; raises :class:`AnswerError` if it is too short or malformed."""
     choice = reply["choices"][0]
     answer = Answer(
         token_ids=list(choice["token_ids"]),
@@ -199,10 +200,10 @@ def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode server, and the router's part between them.
+    """A prefill and a decode server. Does what a router does between them.
 
-    ``coordinates`` is where D finds P; needed where D is asked first. ``keeps_blocks``: P's blocks hold what it offers
-    until D has it; else only P's own records can tell what was in them.
+    ``coordinates`` is P's address for D; needed where D is asked first. ``keeps_blocks``: P's blocks keep the offered
+    KV until D has it, so the client can read them; otherwise only the records of P's probe have their digests.
     """
 
     prefill: Client
@@ -211,7 +212,7 @@ class Pair:
     keeps_blocks: bool = True
 
     async def prefill_only(self, prompt: list[int], *, salt: str, request_id: str) -> Offer:
-        """Prefill on P and read the digests of the blocks it now holds for D."""
+        """Prefill on P and read the digests of the blocks that it now keeps for D."""
         asked = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -237,7 +238,7 @@ class Pair:
     async def decode_offered(
         self, offer: Offer, prompt: list[int], *, max_tokens: int, salt: str, request_id: str
     ) -> HandOver:
-        """Decode on D with P's parameters."""
+        """Decode on D with the parameters of P's answer."""
         decoded = await self.decode.complete(
             prompt, max_tokens=max_tokens, salt=salt, request_id=request_id, kv_transfer_params=offer.params
         )
@@ -269,7 +270,7 @@ class Pair:
         try:
             while name not in (await self.decode.probe("pending"))["pending"]:
                 if decoding.done():
-                    # It raises if D answered with an error, and the caller sees what a missing record means if not.
+                    # read_answer raises if D answered with an error. If not, the caller reports the missing record.
                     return HandOver(read_answer(decoding.result(), max_tokens), name, [], [])
                 await asyncio.sleep(LOOK_SECONDS)
             await self.prefill.complete(
@@ -285,7 +286,7 @@ class Pair:
 
 
 def http_client(concurrency: int) -> httpx.AsyncClient:
-    """Return a client for ``concurrency`` requests at a time; proxies of the environment are not for loopback."""
+    """Return a client for ``concurrency`` requests at a time. It ignores proxy settings of the environment."""
     return httpx.AsyncClient(
         timeout=REQUEST_TIMEOUT_SECONDS,
         trust_env=False,

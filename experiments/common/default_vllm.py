@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM that experiments take where ``--vllm`` is not given: that of experiments/run.sh."""
+"""The version of vLLM that experiments use without ``--vllm``; must be the same as in experiments/run.sh."""
 
 from __future__ import annotations
 

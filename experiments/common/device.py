@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the experiments' servers are given for the device of this machine: a GPU where torch finds one, else the CPU."""
+"""Environment and arguments of servers for this machine's device: a GPU where torch finds one, else the CPU."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from kvcached_nixl.compat.versions import found_version
 
 REGISTRATION = "KVCACHED_HOSTVMM_REGISTRATION"
 PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
-"""A registration is of the pages that were mapped then, as a network card's is, so that KV has to be staged."""
+"""A registration covers the pages that were mapped at that time, as a network card's does, so KV must be staged."""
 FOLLOWS: Mapping[str, str] = {REGISTRATION: "follows"}
-"""A registration follows the pages, so that KV need not be staged."""
+"""A registration follows the pages as they are remapped, so KV need not be staged."""
 RUNNERS: Mapping[str, Mapping[str, str]] = {"V1": {SWITCH: "0"}, "V2": {SWITCH: "1"}}
-"""vLLM's model runners; without a GPU Triton interprets the second one's kernels (server_side/triton_kernels.py)."""
+"""vLLM's model runners. Without a GPU, Triton interprets the kernels of V2 (server_side/triton_kernels.py)."""
 INTERPRETED: Mapping[str, str] = {"TRITON_INTERPRET": "1"}
 MEMORY_PATHS = {"pinned": "device", "follows": "direct"}
-"""On a GPU nobody can choose how registrations behave; the path that they would lead to is asked for instead."""
+"""On a GPU the behaviour of registrations cannot be set, so ``memory_path`` sets the path that it would lead to."""
 GPU_MEMORY_FRACTION = 0.12
-"""Of the GPU, for each server: six of them share it."""
+"""Fraction of the GPU's memory for each server: six servers share it."""
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    # Else each server keeps a core busy by doing nothing, and all compute on one (server_side/few_cores.py).
+    # Without it, each idle server keeps a core busy, and all servers compute on one core (server_side/few_cores.py).
     "EXPERIMENT_FEW_CORES": "1",
 }
 
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether torch, if it is there, finds one; imports torch."""
+    """Whether torch is installed and finds a GPU. Imports torch."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -43,7 +43,7 @@ def has_gpu() -> bool:
 
 
 def num_gpus() -> int:
-    """How many torch finds, if it is there; imports torch."""
+    """Return how many GPUs torch finds; 0 if torch is not installed. Imports torch."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -52,23 +52,24 @@ def num_gpus() -> int:
 
 
 def runner_of(asked: Mapping[str, str], vllm: str | None) -> str:
-    """Return the model runner of a server: what is asked for, else the first that kvcached accepts with this vLLM."""
+    """Return the model runner of a server: the one set in ``asked``, else the first that kvcached accepts with
+    ``vllm``."""
     return named(bool(int(asked[SWITCH]))) if SWITCH in asked else (accepted(vllm) or ("V1",))[0]
 
 
 def runner_environment(asked: Mapping[str, str]) -> dict[str, str]:
-    """Return what a server of the installed vLLM is told so that it has that runner."""
+    """Return the environment variables that select that runner in a server of the installed vLLM."""
     runner = runner_of(asked, found_version("vllm"))
     return {**RUNNERS[runner], **(INTERPRETED if runner == "V2" and not has_gpu() else {})}
 
 
 def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> dict[str, str]:
-    """Return the environment of a server: the device's, then what is asked for as far as the device knows it.
+    """Return the environment of a server: the device's variables, then those of ``asked`` that apply to the device.
 
     Args:
-        asked: what its arm asks for.
+        asked: environment variables of its arm.
         kv_space_gib: vLLM's KV budget on a CPU, in GiB.
-        forks: whether its engine is to be forked; a process that has used a GPU cannot be.
+        forks: whether its engine is forked; ignored on a GPU, since a process that has used one cannot be forked.
     """
     if has_gpu():
         known = {name: value for name, value in asked.items() if "HOSTVMM" not in name}
@@ -79,12 +80,12 @@ def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> 
 
 
 def arguments() -> list[str]:
-    """Return what ``vllm serve`` is told of the device."""
+    """Return the arguments of ``vllm serve`` for the device."""
     return ["--gpu-memory-utilization", str(GPU_MEMORY_FRACTION)] if has_gpu() else []
 
 
 def transfer(asked: Mapping[str, str], config: Mapping[str, object]) -> dict[str, object]:
-    """Return the value of ``--kv-transfer-config``: on a GPU, with the path that ``asked``'s registrations lead to."""
+    """Return the value of ``--kv-transfer-config``; on a GPU, with the ``memory_path`` that ``asked`` stands for."""
     registration = asked.get(REGISTRATION)
     if not has_gpu() or registration is None:
         return dict(config)

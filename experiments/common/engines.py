@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without vLLM: both real halves of a hand-over on a pool of numbered blocks. Nothing is computed.
+"""An engine without vLLM: this package's real scheduler and worker halves on a pool of numbered blocks, no compute.
 
-Whoever drives it says what is scheduled, and turns its transfer thread or starts it.
+The caller decides what is scheduled, and either runs the turns of its transfer thread or starts the thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
 
 
 class _Reads:
-    """How requests are read: they are what is asked for already."""
+    """Reads requests. `Request` already has the attributes that the scheduler half needs, so it is returned as is."""
 
     def __call__(self, request: Any) -> Any:
         return request
@@ -52,12 +52,12 @@ class _Reads:
         return False
 
     def forget(self, adapter: int | None) -> None:
-        """No adapter is known."""
+        """Nothing to do: no adapter is known."""
 
 
 @dataclass(eq=False)
 class Request:
-    """What our scheduler asks of a request of vLLM's."""
+    """The attributes that this package's scheduler half reads from a request of vLLM."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -78,7 +78,7 @@ class Request:
 
 
 class Pool:
-    """Numbered blocks, and whose they are. Number 0 is vLLM's placeholder, and nobody's."""
+    """Numbered blocks, and which request has which. Number 0 is vLLM's null block, which no request has."""
 
     are_shared = False
     stalled = None
@@ -89,14 +89,14 @@ class Pool:
         self.tables: dict[str, list[int]] = {}
 
     def allocate(self, request_id: str, count: int) -> list[int] | None:
-        """None if there are too few."""
+        """Return ``count`` blocks for the request, or None if there are too few."""
         if len(self.free_blocks) < count:
             return None
         found = self.tables[request_id] = [self.free_blocks.pop() for _ in range(count)]
         return found
 
     def free(self, request_id: str) -> None:
-        """What it still has."""
+        """Free the blocks that the request still has."""
         self.free_blocks += self.tables.pop(request_id, ())
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
@@ -116,7 +116,7 @@ class Pool:
 
 
 class _AtOnce:
-    """Opens and closes gates when it is asked to. Where no hand-over is verified, no digest is asked for."""
+    """Opens and closes gates at once, in ``submit``. Checksums are never requested: no hand-over is verified."""
 
     def __init__(self) -> None:
         self._ended: deque[Callable[[], None]] = deque()
@@ -130,11 +130,11 @@ class _AtOnce:
             self._ended.popleft()()
 
     def close(self, *, is_dropping: bool) -> None:
-        """There is nothing to stop."""
+        """Nothing to stop."""
 
 
 class Ended(NamedTuple):
-    """Requests whose blocks are free, that wait no more, and those of them whose KV has not come."""
+    """Requests whose blocks may be freed, requests that no longer wait, and those of the latter that got no KV."""
 
     sent: set[str]
     received: set[str]
@@ -151,12 +151,13 @@ class Engine:
     """See the module.
 
     Args:
-        own: where peers find it.
-        words: registered host memory, as `host_words` makes it.
-        make_gate: opens what it is written through; else that is its own agent. It is on a host of its own then.
+        own: its address for peers.
+        words: registered host memory for ownership tokens, as `host_words` makes it.
+        make_gate: opens a write gate, that is, an agent that prefill writes through; with it, the engine counts as
+            being on a host of its own. Without it, prefill writes through the engine's own agent.
 
     Attributes:
-        answers: what its side channel answers, by rank.
+        answers: the answers of its side channel, by rank.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Engine:
         self.answers = answers_of({0: envelope}, self.handover.incarnation)
 
     def step(self, progress: Iterable[Progress] = (), compute: Callable[[], None] = lambda: None) -> Ended:
-        """One step of the engine's loop, in vLLM's order."""
+        """One step of the engine's loop; the calls are in vLLM's order."""
         step = self.handover.take_step(progress)
         self.side.begin_step(step)
         compute()
@@ -235,17 +236,17 @@ class Engine:
 
 
 def host_words() -> TokenArray:
-    """The table of words and the rows that decode reads into."""
+    """Return memory for the ownership-token table, and for the rows that decode reads a peer's tokens into."""
     return np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
 
 
 def asks_prefill(name: str | None = None) -> dict[str, Any]:
-    """``kv_transfer_params`` of a prefill request; ``name``: under which decode's request meets it."""
+    """Return ``kv_transfer_params`` of a prefill request. ``name`` is the transfer id that matches decode's request."""
     return {"do_remote_decode": True, "do_remote_prefill": False, **({} if name is None else {"transfer_id": name})}
 
 
 def asks_decode(prefill: RemotePrefill, name: str) -> dict[str, Any]:
-    """``kv_transfer_params`` of a decode request that prefill's meets under ``name``."""
+    """Return ``kv_transfer_params`` of a decode request whose transfer id is ``name``."""
     fields: dict[str, Any] = msgspec.to_builtins(prefill)
     return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **fields}
 

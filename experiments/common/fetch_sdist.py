@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Download the source archive that a lock pins: ``python fetch_sdist.py LOCK FOLDER``; prints its path.
 
-pip is the client and checks the hash. ``pip download`` insists on reading a source archive's metadata, which for
-kvcached means running a ``setup.py`` that imports torch; a stand-in torch that can be imported is enough for that, and
-nothing is built with it. Run it with an interpreter that has pip and setuptools.
+pip downloads it and checks the hash. ``pip download`` always reads a source archive's metadata, which for kvcached
+means running a ``setup.py`` that imports torch. A stub of torch is enough for that; nothing is built with it. Run it
+with an interpreter that has pip and setuptools.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models with random weights and a byte-level tokenizer, made on the spot: nothing is downloaded.
+"""Makes small models with random weights and a byte-level tokenizer; nothing is downloaded.
 
-The weights are drawn wide enough (standard deviation 0.08) that greedy output follows every KV block; the
-byte-equivalence harness proves that instead of trusting it. ``python -m experiments.common.model`` makes one and prints
-its folder.
+The weights have a standard deviation of 0.08, wide enough that greedy output depends on every KV block; the
+byte-equivalence harness checks that. ``python -m experiments.common.model`` makes one and prints its folder.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "models"
 FORMAT = 2
-"""Part of a model's folder name; raise it when this file makes other files from the same shape."""
+"""Part of a model's folder name. Increase it when this module's output for a shape changes, or old files are used."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model is made from; sizes are in elements. ``head_size`` 0 stands for ``hidden / heads``.
+    """Dimensions of a model, in elements. ``head_size`` 0 stands for ``hidden / heads``.
 
-    ``sliding_window_tokens`` makes layers attend to that many tokens only, all but one of ``full_attention_every``;
-    vLLM plans two KV-cache groups for them unless its hybrid manager is disabled. 0 gives full attention everywhere.
+    ``sliding_window_tokens``: layers attend to that many tokens only, except one layer in ``full_attention_every``;
+    vLLM then plans two KV-cache groups unless its hybrid manager is disabled. 0: full attention in all layers.
     """
 
     layers: int = 4
@@ -48,7 +47,7 @@ class ModelShape:
 
     @property
     def family(self) -> str:
-        """``qwen2``, or ``llama`` where layers differ in their attention window or heads have a size of their own."""
+        """``qwen2``; ``llama`` where layers differ in their attention window, or ``head_size`` is set."""
         return "llama" if self.sliding_window_tokens or self.head_size else "qwen2"
 
 
@@ -58,12 +57,12 @@ MQA = ModelShape(kv_heads=1)
 ODD_LAYERS = ModelShape(layers=3)
 SLIDING_AND_FULL = ModelShape(sliding_window_tokens=128)
 PADDED = ModelShape(vocabulary=510)
-"""vLLM rounds its embedding up to 512 rows. It takes a token id as large as the vocabulary (``max_token_id`` in
-``vllm/tokenizers/hf.py``); one row fewer than that, and such a request ends the engine, stock as well."""
+"""vLLM rounds the embedding up to 512 rows. It accepts a token id equal to the vocabulary's size (``max_token_id`` in
+``vllm/tokenizers/hf.py``); without a row for that id, such a request ends the engine, also in stock vLLM."""
 
 
 def make_model(shape: ModelShape = GQA, *, cache: Path = CACHE) -> Path:
-    """Return the folder of the model of ``shape``, making it (about a second) unless it is there already."""
+    """Return the folder of the model of ``shape``; makes it (about a second) if it does not exist."""
     key = hashlib.sha256(json.dumps([FORMAT, asdict(shape)], sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / f"{shape.family}-{key}"
     if (folder / "complete").is_file():
@@ -146,7 +145,7 @@ def _write_tokenizer(shape: ModelShape, folder: Path) -> None:
     vocabulary = {"<s>": 0, "</s>": 1}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[letter] = len(vocabulary)
-    # Greedy output may name any id below the vocabulary size, and each must decode to something.
+    # Greedy output may contain any id below the vocabulary size, and each must decode to some text.
     while len(vocabulary) < shape.vocabulary:
         vocabulary[f"<spare-{len(vocabulary)}>"] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -157,7 +156,8 @@ def _write_tokenizer(shape: ModelShape, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
-        # Else transformers adds a token for these: vLLM takes its id, the model has no such row, and the engine ends.
+        # Without it, transformers adds a padding token: vLLM accepts its id, the model has no row for it, and the
+        # engine ends.
         "pad_token": "</s>",
         "unk_token": "<s>",
         "model_max_length": shape.max_positions,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch kvcached's own account of its pages from outside, while servers work.
+"""Samples kvcached's memory counters from another process while servers run.
 
 kvcached keeps three 64-bit integers per engine in shared memory: the pool's limit, the bytes in use, the bytes mapped
-in reserve. Each engine has a name of its own for it, which begins with ``KVCACHED_IPC_NAME`` (`own_names`). Its page
-allocator rewrites them after every map and every unmap (``csrc/page_allocator.cpp``, ``update_memory_usage``; ``kvtop``
-shows the same figures), in whichever process the engine runs. Sampling can miss a change but never invent one, so what
-is counted here is a lower bound.
+in reserve. Each engine has its own shared-memory name, which begins with ``KVCACHED_IPC_NAME`` (`own_names`). Its page
+allocator updates them after every map and unmap (``csrc/page_allocator.cpp``, ``update_memory_usage``; ``kvtop`` shows
+the same figures), in the process that the engine runs in. Sampling can miss a change but never invent one, so the
+counts here are lower bounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAYOUT = struct.Struct("=qqq")
 
 @dataclass(frozen=True)
 class PageCount:
-    """At least how many bytes were mapped, unmapped, and mapped after an unmap, and how far the pool went."""
+    """Lower bounds of the bytes mapped, unmapped, and mapped after an unmap; and the range of the pool's size."""
 
     samples: int = 0
     limit_bytes: int = 0
@@ -35,7 +35,7 @@ class PageCount:
 
 
 def count_pages(samples: list[tuple[int, int]]) -> PageCount:
-    """Count rises and falls in ``samples`` of (limit, mapped bytes); ``remapped`` is what rose after the first fall."""
+    """Sum rises and falls in ``samples`` of (limit, mapped bytes); ``remapped`` sums the rises after the first fall."""
     if not samples:
         return PageCount()
     mapped = unmapped = remapped = 0
@@ -50,15 +50,16 @@ def count_pages(samples: list[tuple[int, int]]) -> PageCount:
 
 
 def own_names(wish: str, folder: Path = SHARED_MEMORY) -> list[str]:
-    """The names of the engines here that were given ``KVCACHED_IPC_NAME=wish``; kvcached alone takes it as it is."""
+    """Return the names used by engines started with ``KVCACHED_IPC_NAME=wish``. kvcached without this package uses
+    ``wish`` itself."""
     return sorted(path.name for path in (folder / wish, *folder.glob(f"{wish}-*")) if path.exists())
 
 
 class PageWatch:
-    """Samples one engine's account on a thread of its own for as long as a ``with`` block.
+    """Samples one engine's counters on a separate thread during a ``with`` block.
 
     Args:
-        ipc_name: the engine's, or what it was started with if it is the only one with that.
+        ipc_name: the engine's name, or its ``KVCACHED_IPC_NAME`` if no other engine was started with the same.
     """
 
     def __init__(self, ipc_name: str, folder: Path = SHARED_MEMORY) -> None:
@@ -81,7 +82,7 @@ class PageWatch:
         self._thread.join()
 
     def sample(self) -> None:
-        """Read the account once; consecutive equal readings are kept as one. From any thread."""
+        """Read the counters once; consecutive equal readings are kept as one. May be called on any thread."""
         try:
             content = self._account().read_bytes()
         except FileNotFoundError:
@@ -98,25 +99,25 @@ class PageWatch:
         if self._path is None:
             names = own_names(self._ipc_name, self._folder)
             if len(names) > 1:
-                raise ValueError(f"found the accounts {names}; expected one. Watch each of them by its own name.")
+                raise ValueError(f"found the engines {names}; expected one. Watch each of them by its own name.")
             if not names:
                 raise FileNotFoundError(self._ipc_name)
             self._path = self._folder / names[0]
         return self._path
 
     def mapped_bytes(self) -> int | None:
-        """Return the bytes mapped now, None if there is no account."""
+        """Return the bytes mapped now, None if the engine has no counters."""
         self.sample()
         return self._samples[-1][1] if self._samples else None
 
     @property
     def limit_bytes(self) -> int:
-        """The pool's limit; 0 if there is no account."""
+        """The pool's limit; 0 if the engine has no counters."""
         self.sample()
         return self._samples[-1][0] if self._samples else 0
 
     def count(self) -> PageCount:
-        """Return the counts so far; call it after the block."""
+        """Return the counts so far; call it after the ``with`` block."""
         return count_pages(self._samples)
 
     def _watch(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress while it works, a table at the end, JSON with versions and hardware beside the figures."""
+"""Output of an experiment: progress while it runs, a table at the end, JSON with versions and hardware."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN_PROGRESS_SECONDS = 15.0
 
 
 class Narrator:
-    """Says what is going on, on stderr: a live line on a terminal, else a plain line now and then."""
+    """Prints progress on stderr: a live line on a terminal, else a plain line now and then."""
 
     def __init__(self, title: str) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -38,11 +38,11 @@ class Narrator:
         return time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._console.print(f"[dim]{self.seconds:6.1f} s[/dim]  {text}", soft_wrap=True)
 
     def update(self, text: str) -> None:
-        """Show what is being waited for; replaced by the next one."""
+        """Show the current activity; the next update replaces it."""
         if self._console.is_terminal:
             if self._status is None:
                 self._status = self._console.status(text)
@@ -60,7 +60,7 @@ class Narrator:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the installed version of each package that matters here, None where it is not installed."""
+    """Return the installed version of each package that results depend on, None where it is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -87,7 +87,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit the working tree is at, with ``+changes`` if it differs, or None outside a repository."""
+    """Return the commit of the working tree, with ``+changes`` if files differ from it; None outside a repository."""
     found = subprocess.run(
         ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"],
         capture_output=True,
@@ -98,7 +98,7 @@ def commit() -> str | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` with versions, hardware and commit added; the file is complete or not there."""
+    """Write ``content`` with versions, hardware and commit added. Atomic: no reader sees an incomplete file."""
     whole = {"commit": commit(), "versions": versions(), "hardware": hardware(), **content}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -107,5 +107,5 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def stdout_console() -> Console:
-    """Return the console for results; without colours unless stdout is a terminal, wide enough not to cut words."""
+    """Return the console for results: colours only on a terminal; elsewhere wide enough not to cut words."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, highlight=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a process, before servers that run."""
+"""Starts the router as a process in front of running servers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TAIL_CHARACTERS = 4000
 
 @contextlib.contextmanager
 def routed(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *options: str) -> Iterator[str]:
-    """Start ``kvcached-nixl proxy``, and yield its URL, without a path, when it knows all servers to be up.
+    """Start ``kvcached-nixl proxy``; yields its URL, without a path, when it reports all servers as up.
 
     Raises:
-        ServerError: it did not start, or did not end well.
+        ServerError: the router did not start, or ended with a status other than 0.
     """
     (port,) = free_ports(1)
     servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]

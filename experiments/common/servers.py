@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start and stop real ``vllm serve`` processes: own session, free ports, own IPC names, bounded wait, no leftovers."""
+"""Starts and stops real ``vllm serve`` processes: each in its own session, with free ports and its own IPC names.
+
+Every wait is bounded, and stopping a server removes what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from experiments.common import device
 
 SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""Servers run the package of this tree, also where an environment was made for another worktree."""
+"""Servers import the package from this tree, even if their environment was made for another worktree."""
 HOST = "127.0.0.1"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""vLLM's executor for one device, by its path: by its short name, vLLM >= 0.28 replaces it on a CPU by one that keeps
-two more processes per server spinning, and four of them on two cores stall a hand-over for seconds."""
+"""vLLM's executor for one device, by its full path. By its short name, vLLM >= 0.28 replaces it on a CPU with one that
+keeps two more processes per server busy-waiting; four of those on two cores stall a hand-over for seconds."""
 READY_SECONDS = 300.0
 STOP_SECONDS = 20.0
 LOG_TAIL_LINES = 40
@@ -44,19 +47,19 @@ ENVIRONMENT: Mapping[str, str] = {
     "TOKENIZERS_PARALLELISM": "false",
     # vLLM compiles one sampler helper even under --enforce-eager; on a cold machine that costs minutes per server.
     "TORCH_COMPILE_DISABLE": "1",
-    # What vLLM keeps about the models it has seen; two versions of it would throw out each other's.
+    # vLLM's cache of model information. Two versions of vLLM with one folder would discard each other's entries.
     "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache-of-vllm"),
 }
 GIVES_BACK: Mapping[str, str] = {
     "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
     "KVCACHED_MIN_RESERVED_PAGES": "0",
     "KVCACHED_MAX_RESERVED_PAGES": "0",
-    # What stays cached would keep its page mapped.
+    # A cached block would keep its page mapped.
     "KVCACHED_MAX_CACHED_TOKENS": "0",
 }
-"""kvcached gives a page back as soon as it is empty, so that one that is kept shows."""
+"""Makes kvcached unmap a page as soon as it is empty, so that a leaked block is visible as a mapped page."""
 INHERITED_PREFIXES_DROPPED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "UCX_", "NIXL_", "TRITON_", "PYTHONPATH")
-"""Settings of the caller's shell that would make an arm something else than its name says."""
+"""Prefixes of environment variables that servers do not inherit: they would change what an arm runs."""
 
 
 class ServerError(RuntimeError):
@@ -66,8 +69,8 @@ class ServerError(RuntimeError):
 def free_ports(count: int) -> list[int]:
     """Return ``count`` distinct loopback ports that were free a moment ago.
 
-    They are below the range from which the kernel takes ports for outgoing connections: NIXL's own sockets would
-    otherwise take one of them before the server that it was meant for has bound it.
+    They are below the kernel's range for outgoing connections: otherwise one of NIXL's own sockets could take a port
+    before the server that it is reserved for has bound it.
     """
     lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates = random.SystemRandom().sample(range(10_000, min(lowest_ephemeral, 32_768)), 200)
@@ -83,15 +86,15 @@ def free_ports(count: int) -> list[int]:
             return found
     raise ServerError(
         f"found {len(found)} free ports of {len(candidates)} tried on {HOST}; expected {count}. No server can be "
-        "started. End what occupies them."
+        "started. Stop the processes that use these ports."
     )
 
 
 def group_is_alive(group: int) -> bool:
-    """Return whether any process of ``group`` still runs; one that only waits to be reaped does not."""
+    """Return whether any process of ``group`` still runs; zombies do not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # The command's name, in parentheses, may hold anything: what follows it is state, parent, group.
+            # The command's name, in parentheses, may contain spaces and parentheses; then come state, parent, group.
             state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
             if int(found) == group and state not in "ZX":
                 return True
@@ -100,11 +103,11 @@ def group_is_alive(group: int) -> bool:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server: a name for its log, what it serves, and how its arm differs from the others.
+    """Configuration of one server: a name for its log, the model, and the settings of its arm.
 
     ``kv_transfer`` is the value of ``--kv-transfer-config`` or None for an instance without a connector.
-    ``kv_space_gib`` is vLLM's own KV budget on a CPU (VLLM_CPU_KVCACHE_SPACE, whole GiB). ``forks`` halves the time to
-    start there; ``vllm serve`` itself spawns its engine.
+    ``kv_space_gib`` is vLLM's own KV budget on a CPU (VLLM_CPU_KVCACHE_SPACE, whole GiB). ``forks``: the engine is
+    forked, which halves the time to start on a CPU; ``vllm serve`` itself spawns its engine.
     """
 
     name: str
@@ -127,7 +130,7 @@ class ServerSpec:
         """Return the argument list of ``vllm serve`` on ``port``.
 
         Args:
-            engine_id: what its connector calls itself, unless ``kv_transfer`` says so.
+            engine_id: the connector's engine id, unless ``kv_transfer`` has one.
         """
         command = [
             *(str(self.executable), "serve", str(self.model), "--host", HOST, "--port", str(port)),
@@ -148,10 +151,10 @@ class ServerSpec:
 
 
 class Server:
-    """A running ``vllm serve``; made by :func:`running`. Not for several threads.
+    """A running ``vllm serve``; made by :func:`running`. Not thread-safe.
 
     Args:
-        ports: of HTTP and of the side channel, if it is to listen where another did.
+        ports: of HTTP and of the side channel, to reuse those of an earlier server; None takes free ones.
     """
 
     def __init__(self, spec: ServerSpec, logs: Path, ports: tuple[int, int] | None = None) -> None:
@@ -185,7 +188,7 @@ class Server:
 
     @property
     def coordinates(self) -> dict[str, object]:
-        """Where a decode server finds this one, in ``kv_transfer_params``."""
+        """This server's address for a decode server, as fields of ``kv_transfer_params``."""
         return {
             "remote_engine_id": (self.spec.kv_transfer or {}).get("engine_id", self.identity),
             "remote_host": HOST,
@@ -215,17 +218,17 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """End the whole session by SIGKILL, as a machine that is lost does; nothing is said to anybody."""
+        """End the whole session by SIGKILL, like a machine that fails: no peer is notified."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
 
     def stand_still(self) -> None:
-        """Stop every process where it is, as a debugger or a frozen container does, until :meth:`go_on`."""
+        """Stop every process (SIGSTOP), as a debugger or a frozen container does, until :meth:`go_on`."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After :meth:`stand_still`."""
+        """Continue every process (SIGCONT) after :meth:`stand_still`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGCONT)
 
@@ -236,15 +239,15 @@ class Server:
         self.go_on()
 
     def stop(self) -> None:
-        """End the whole session: first by SIGTERM, after a bounded wait by SIGKILL; then remove what it left."""
+        """End the whole session by SIGTERM, after a bounded wait by SIGKILL; then remove the files that it left."""
         self.ask_to_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_SECONDS)
-        # The leader may be gone while its children are not.
+        # The leader may have ended while its children still run.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
-        # Only once every process is gone are its ports and its memory free for the next server.
+        # The ports and the memory are free for the next server only when every process has ended.
         deadline = time.monotonic() + STOP_SECONDS
         while group_is_alive(self.process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -259,9 +262,9 @@ class Server:
 
 
 class Running:
-    """Servers that live as long as a ``with`` block: started together on entering, waited for by :meth:`ready`.
+    """Servers that run during a ``with`` block: started together on entry, waited for by :meth:`ready`.
 
-    Starting takes most of an experiment's time, so several of these may be entered before the first is waited for.
+    Starting takes most of an experiment's time, so several blocks may be entered before the first ``ready``.
     """
 
     def __init__(self, specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None) -> None:
@@ -271,7 +274,7 @@ class Running:
         self.servers: list[Server] = []
 
     def __enter__(self) -> Running:
-        # Else a terminated experiment leaves its servers, which are in sessions of their own.
+        # Servers are in sessions of their own: without this, a terminated experiment would leave them running.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             for spec in self.specs:
@@ -287,7 +290,7 @@ class Running:
         self.stop()
 
     def ready(self) -> list[Server]:
-        """Return the servers once all of them answer; :class:`ServerError` if one ends or takes too long."""
+        """Return the servers when all of them answer; raises :class:`ServerError` if one ends or takes too long."""
         waiting = list(self.servers)
         begun = time.monotonic()
         while waiting := [server for server in waiting if not server.is_ready()]:
@@ -305,13 +308,13 @@ class Running:
         return self.servers
 
     def replace(self, index: int, spec: ServerSpec | None = None) -> Server:
-        """Start another server in place of the one at ``index``, which is dead, on the same ports; not ready yet.
+        """Start a new server on the ports of the dead one at ``index``. It is returned before it is ready.
 
         Args:
-            spec: of the other one, if it is not like the dead one.
+            spec: configuration of the new server; None for that of the dead one.
         """
         dead = self.servers[index]
-        # What it left in shared memory is nobody's now.
+        # Remove what the dead server left in shared memory.
         dead.stop()
         generation = int(dead.spec.name.partition("+")[2] or 0) + 1
         spec = replace(spec or dead.spec, name=f"{dead.spec.name.partition('+')[0]}+{generation}")
@@ -319,7 +322,7 @@ class Running:
         return self.servers[index]
 
     def stop(self) -> None:
-        """Stop all servers; again is harmless."""
+        """Stop all servers. Idempotent."""
         servers, self.servers = self.servers, []
         with contextlib.ExitStack() as stack:
             for server in servers:
@@ -332,6 +335,6 @@ class Running:
 def running(
     specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None
 ) -> Iterator[list[Server]]:
-    """Start ``specs`` together, yield the servers when all of them answer, and stop them whatever happens."""
+    """Start ``specs`` together, yield the servers when all of them answer, and always stop them afterwards."""
     with Running(specs, logs, on_wait) as launched:
         yield launched.ready()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an experiment promises, what was found, and whether that is enough."""
+"""Targets of an experiment: the limit, the measured figure, and whether the target was reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """``target`` says what is promised and its limit, ``found`` the figure with its unit."""
+    """One target. ``target`` is its text with the limit, ``found`` the measured figure with its unit."""
 
     target: str
     found: str
@@ -19,8 +19,8 @@ class Verdict(NamedTuple):
 
 
 def table_of_targets(verdicts: Iterable[Verdict]) -> Table:
-    """A row for each."""
-    # Only here: --help has to work without the environment that this needs.
+    """Return a table with a row per verdict."""
+    # Imported here, not at the top: --help has to work without an environment.
     from rich.table import Table
 
     table = Table(title="targets")
@@ -32,10 +32,10 @@ def table_of_targets(verdicts: Iterable[Verdict]) -> Table:
 
 
 def as_json(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
-    """For a file of results."""
+    """Return the verdicts as they are stored in a results file."""
     return [verdict._asdict() for verdict in verdicts]
 
 
 def exit_status(verdicts: Iterable[Verdict]) -> int:
-    """0 if all are reached, else 1."""
+    """Return 0 if all targets were reached, else 1."""
     return 0 if all(verdict.reached for verdict in verdicts) else 1

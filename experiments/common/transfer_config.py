@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value of ``--kv-transfer-config``."""
+"""Reads and extends the value of ``--kv-transfer-config``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ EXTRA = "kv_connector_extra_config"
 
 
 def extra_of(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return its extra config."""
+    """Return the ``kv_connector_extra_config`` of ``config``."""
     extra = config.get(EXTRA) or {}
     assert isinstance(extra, Mapping)
     return extra
 
 
 def with_extra(config: Mapping[str, object], extra: Mapping[str, object]) -> dict[str, object]:
-    """Return ``config`` with more extra config, which counts where both say something."""
+    """Return ``config`` with ``extra`` merged into its extra config; ``extra`` wins where both have a key."""
     return {**config, EXTRA: {**extra_of(config), **extra}}

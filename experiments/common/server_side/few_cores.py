@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For several servers on few cores: no thread spins, and no two servers are sent to one core.
+"""Settings for several servers on few cores: no thread busy-waits, and no two servers are pinned to one core.
 
-NIXL's progress thread polls its sockets without a pause: NIXL's Python API gives its C++ agent a delay of 0 and no way
-to ask for another. That keeps one core per engine busy, and where two engines share two cores, everything that is
-measured or tested is the queue for those. With a delay, the same thread sleeps in the same poll until an event comes.
+NIXL's progress thread polls its sockets without a pause: NIXL's Python API passes a delay of 0 to its C++ agent and
+offers no way to change it. That keeps one core per engine busy, so with two engines on two cores every measurement is
+mostly waiting for a core. With a delay, the same thread sleeps in the same poll until an event arrives.
 
-vLLM's NIXL connector moves the main thread of a CPU worker to the last core of its NUMA node, away from the OpenMP
-threads that compute. Without those (``VLLM_CPU_OMP_THREADS_BIND=nobind``, one thread) it is the main thread that
-computes, and all servers of a machine would do so on one core.
+vLLM's NIXL connector pins the main thread of a CPU worker to the last core of its NUMA node, away from the OpenMP
+threads that compute. Without such threads (``VLLM_CPU_OMP_THREADS_BIND=nobind``, one thread) the main thread computes,
+and all servers of a machine would compute on that one core.
 
-A start is little else than importing vLLM, and on a CPU it does so once more in every process it spawns.
+Most of a server's start is importing vLLM, and on a CPU every process that it spawns imports vLLM again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 BINDINGS = ("nixl_cu12._bindings", "nixl_cu13._bindings")
 WAIT_MICROSECONDS = 10000
 DELAY_PLACE = 5
-"""Of the delay among the arguments of a configuration, up to NIXL 0.10; later it is an attribute."""
+"""Position of the delay among the arguments of nixlAgentConfig up to NIXL 0.10; later versions have an attribute."""
 
 
 def wait_for_events(bindings: ModuleType) -> None:
-    """Progress threads of agents made from ``bindings`` from now on wait for events, and look around once a while."""
+    """Make progress threads of agents created later wait for events, at most ``WAIT_MICROSECONDS`` at a time."""
     make_config, make_agent = bindings.nixlAgentConfig, bindings.nixlAgent
     is_attribute = "pthrDelay" in vars(make_config)
 
@@ -44,10 +44,10 @@ def wait_for_events(bindings: ModuleType) -> None:
 
 
 def use_every_core() -> None:
-    """Threads of this process stay where the scheduler puts them."""
+    """Disable pinning: threads of this process stay where the kernel's scheduler puts them."""
     os.sched_setaffinity = lambda pid, mask: None
 
 
 def fork_processes(system_utils: ModuleType) -> None:
-    """Engines and workers are forked from a process that has imported everything, where vLLM for CPUs spawns them."""
+    """Fork engines and workers from the process that has imported vLLM; vLLM's CPU build would spawn them."""
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM worker extension that reads, records and corrupts KV blocks; loaded by the experiments' servers only.
 
-Give the folder of this file as ``PYTHONPATH`` and ``kv_probe.KvProbe`` as ``--worker-extension-cls``; call the
-methods through ``/collective_rpc`` (``VLLM_SERVER_DEV_MODE=1``). Runs in the worker process, on its main thread,
-between two engine steps. It hooks the connector's *instance*, so whatever a package under test has done to the
-classes stays in force and is what gets measured.
+Set ``PYTHONPATH`` to the folder of this file and ``--worker-extension-cls`` to ``kv_probe.KvProbe``; call the methods
+through ``/collective_rpc`` (``VLLM_SERVER_DEV_MODE=1``). Runs in the worker process, on its main thread, between two
+engine steps. It hooks the connector's *instance*, so patches of the classes by the package under test stay in place
+and are measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-# The kernel faults (SIGILL) a process that uses AMX tiles without having asked for them. In vLLM's CPU attention it is
-# torch.compile that asks, by the way; these servers run without it (see common/servers.py).
+# The kernel ends (SIGILL) a process that uses AMX tiles without requesting them first. For vLLM's CPU attention,
+# torch.compile happens to request them, but these servers run without it (see common/servers.py).
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 
@@ -28,7 +28,7 @@ BlockIds = list[list[int]]
 
 
 class ProbeError(RuntimeError):
-    """The probe met a KV cache or a connector that it does not understand."""
+    """The probe found a KV cache or a connector that it does not support, or was not armed."""
 
 
 def normalise_block_ids(block_ids: Any) -> BlockIds:
@@ -117,8 +117,8 @@ def _zero_a_block(caches: list[torch.Tensor], block_ids: list[int], index: int) 
 
 DROP_TAIL_BLOCK = "drop_tail_block"
 STEP, OVER = "kvcached_nixl_step", "kvcached-nixl:over:"
-"""kvcached_nixl's words: the attribute of the connector's metadata under which it tells its workers of hand-overs, and
-what its workers put before the number of one that has ended."""
+"""Names that kvcached_nixl uses: the attribute of the connector's metadata with the hand-overs for its workers, and
+the prefix that its workers put before the number of a finished attempt."""
 DAMAGES: dict[str, Damage] = {
     "swap_two_blocks": _swap_two_blocks,
     "shift_v_by_a_head": _shift_v_by_a_head,
@@ -133,7 +133,7 @@ def step_pushes(connector: Any) -> bool:
 
 
 def stages(connector: Any) -> bool:
-    """Whether KV is copied out of this engine's blocks before it travels: they are soon another request's."""
+    """Whether KV is copied out of this engine's blocks before the transfer, so that other requests soon reuse them."""
     side = vars(connector).get("_kvcached_nixl")
     return side is not None and side.thread._context.staging is not None
 
@@ -141,10 +141,10 @@ def stages(connector: Any) -> bool:
 # -------------------------------------------------------------------------------------------------------- recording
 @dataclass
 class Pending:
-    """A request whose blocks are on the way, and what its tail block held before.
+    """A request whose blocks are being transferred, and the content of its tail block before the transfer.
 
-    ``transfer`` pairs it with the sender's request: the id that has there when D reads, the name both agreed on when P
-    writes. ``remote`` are the sender's blocks, None when P writes: D never hears of them.
+    ``transfer`` pairs it with the sender's request: its request id on P when D reads, the transfer name that both sides
+    use when P writes. ``remote`` are the sender's blocks; None when P writes, because D does not learn them.
     """
 
     transfer: str
@@ -154,7 +154,8 @@ class Pending:
 
 
 def step_methods(vllm: str | None = None) -> tuple[str, str]:
-    """Return the connector's methods that a step calls first and last, of the installed vLLM or of another."""
+    """Return the names of the first and the last connector method that a step calls, of the installed vLLM or
+    ``vllm``."""
     series = Version(vllm or importlib.metadata.version("vllm")).release[:2]
     first = "start_load_kv" if series < (0, 29) else "handle_preemptions"
     return first, "get_finished" if series < (0, 30) else "get_transfer_results"
@@ -162,12 +163,12 @@ def step_methods(vllm: str | None = None) -> tuple[str, str]:
 
 @dataclass
 class Recorder:
-    """Digests every received block when the connector reports the request as received, and every one that prefill wrote
-    or copied when it reports the request as sent: then the blocks are still the request's.
+    """Digests the received blocks of a request when the connector reports it as received, and the blocks that prefill
+    wrote or copied when the connector reports it as sent: at that time the blocks still belong to the request.
 
-    A request is known by its id, one that kvcached_nixl receives by the number of its attempt. ``begin`` stands for the
-    first of the connector's bound methods that a step calls, on that one instance, ``finish`` or
-    ``finish_with_results`` for the last, ``transfer`` for its NIXL agent's.
+    The key of a request is its id; of one that kvcached_nixl receives, the number of its attempt. On the connector's
+    instance, ``begin`` replaces the first method that a step calls, ``finish`` or ``finish_with_results`` the last one;
+    ``transfer`` replaces its NIXL agent's ``transfer``.
     """
 
     groups: list[list[torch.Tensor]]
@@ -183,7 +184,7 @@ class Recorder:
     plan: tuple[str, int] | None = None
 
     def begin(self, *args: Any, **kwargs: Any) -> Any:
-        # handle_preemptions is given the metadata before it is bound.
+        # vLLM passes the metadata to handle_preemptions before it binds the metadata to the connector.
         metadata = kwargs.get("kv_connector_metadata") or self.connector._connector_metadata or args[0]
         step = vars(metadata).get(STEP)
         if step is None:
@@ -274,7 +275,7 @@ class Recorder:
 class KvProbe:
     """Methods that vLLM mixes into its worker class; every name starts with ``kv_probe_`` to collide with nothing."""
 
-    # Supplied by vLLM's worker.
+    # Set by vLLM's worker.
     model_runner: Any
     vllm_config: Any
 
@@ -286,7 +287,7 @@ class KvProbe:
             tensors = []
             for name in group.layer_names:
                 cache = layers[name].kv_cache
-                # One tensor per virtual engine until vLLM 0.18, the tensor itself since.
+                # Until vLLM 0.18 a list with one tensor per virtual engine; since then the tensor itself.
                 tensors.append(cache[0] if isinstance(cache, list) else cache)
             groups.append(tensors)
         return groups
@@ -313,7 +314,7 @@ class KvProbe:
         return {"digests": digests(self._kv_probe_groups(), normalise_block_ids(block_ids))}
 
     def kv_probe_arm(self) -> dict[str, Any]:
-        """Start recording what this server receives and pushes; a second call changes nothing."""
+        """Start recording what this server receives and pushes. Idempotent."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
@@ -341,15 +342,15 @@ class KvProbe:
         return recorder
 
     def kv_probe_take(self) -> dict[str, Any]:
-        """Return what was received and pushed since the last call and forget it; and what is still on the way."""
+        """Return and clear the records of what was received and pushed; and the transfers still under way."""
         recorder = self._kv_probe_recorder()
         taken, recorder.records = recorder.records, []
         sent, recorder.sent = recorder.sent, []
         return {"records": taken, "sent": sent, "pending": [one.transfer for one in recorder.pending.values()]}
 
     def kv_probe_pending(self) -> dict[str, Any]:
-        """Return the transfers that are on the way to this server, those it has begun to offer, and how often it posted
-        a transfer to NIXL."""
+        """Return the transfers under way to this server, those it has begun to offer, and how many transfers it has
+        posted to NIXL."""
         recorder = self._kv_probe_recorder()
         return {
             "posted": recorder.posted,
@@ -358,16 +359,16 @@ class KvProbe:
         }
 
     def kv_probe_plant(self, kind: str, index: int) -> dict[str, Any]:
-        """Damage the blocks of the next received request: ``index`` is a place among its received blocks."""
+        """Damage the blocks of the next received request. ``index`` is a position in its list of received blocks."""
         if kind != DROP_TAIL_BLOCK and kind not in DAMAGES:
             raise ProbeError(f"found the corruption {kind!r}; expected one of {sorted([*DAMAGES, DROP_TAIL_BLOCK])}.")
         self._kv_probe_recorder().plan = (kind, int(index))
         return {"planted": kind, "index": int(index)}
 
     def kv_probe_other_weights(self, seed: str) -> dict[str, Any]:
-        """Change the weights in place, as a trainer does that sends some; equal on all servers for one seed.
+        """Change the weights in place, as a trainer that sends new weights does; equal on all servers for one seed.
 
-        0 stands for the weights of the start.
+        Seed 0 restores the weights of the start.
         """
         generator = torch.Generator().manual_seed(int(seed))
         parameters = sorted(self.model_runner.get_model().named_parameters())

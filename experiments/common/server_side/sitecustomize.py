@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python imports this at the start of every process of the experiments' servers."""
+"""Imported by Python at the start of every process of the experiments' servers."""
 
 import os
 
 if os.environ.get("EXPERIMENT_HOSTVMM"):
-    # kvcached with the NIXL patch it brings, without this package's: only its host memory is made to work.
+    # kvcached with its own NIXL patch and without this package's patches: only its host-memory emulation is enabled.
     from kvcached_nixl.hostvmm import activate
 
     activate()
