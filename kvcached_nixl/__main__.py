@@ -17,7 +17,7 @@ from kvcached_nixl.cli import report
 from kvcached_nixl.cli.report import Report
 from kvcached_nixl.compat.versions import found_version, import_vllm
 from kvcached_nixl.errors import MissingDependency, Refused
-from kvcached_nixl.settings import SERVER_LOGGER, Gate, read_gate
+from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
 from kvcached_nixl.version import __version__
 
 _DESCRIPTION = """\
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger(SERVER_LOGGER).disabled = True
     gate = _gate()
     os.environ["ENABLE_KVCACHED"] = "true"
-    if gate == Gate.PACKAGE_OFF.value:
+    if gate == ActivationGate.PACKAGE_OFF.value:
         del os.environ["KVCACHED_NIXL"]
     with _only_ours_on_standard_output():
         found = _take_stock(options.model)
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         found = dataclasses.replace(found, gate=gate)
         print(report.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-        if gate != Gate.ON.value:
+        if gate != ActivationGate.ON.value:
             print(f"\nThis package is {gate}. The above is what ENABLE_KVCACHED=true would give.")
     return 1 if found.refused else 0
 

@@ -41,7 +41,7 @@ from typing import Any
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.transfer_mode import TransferMode
 
-__all__ = ["SERVER_LOGGER", "Gate", "MemoryPath", "Server", "Settings", "read_gate"]
+__all__ = ["SERVER_LOGGER", "ActivationGate", "MemoryPath", "Server", "Settings", "read_gate"]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
@@ -53,7 +53,7 @@ LONGEST_SECONDS = 86_400
 """One day: the longest lease that a manifest may carry."""
 
 
-class Gate(Enum):
+class ActivationGate(Enum):
     """Whether this package may patch anything, and which variable turned it off."""
 
     ON = "on"
@@ -61,19 +61,19 @@ class Gate(Enum):
     PACKAGE_OFF = "off: KVCACHED_NIXL=0"
 
 
-def read_gate(environ: Mapping[str, str]) -> Gate:
+def read_gate(environ: Mapping[str, str]) -> ActivationGate:
     """Read the gate. ENABLE_KVCACHED is read exactly as kvcached itself reads it.
 
     Raises:
         SettingsError: KVCACHED_NIXL has none of the accepted values.
     """
     if environ.get("ENABLE_KVCACHED", "").lower() not in ("1", "true"):
-        return Gate.KVCACHED_OFF
+        return ActivationGate.KVCACHED_OFF
     word = environ.get("KVCACHED_NIXL", "")
     if word.lower() in ("", "1", "true"):
-        return Gate.ON
+        return ActivationGate.ON
     if word.lower() in ("0", "false"):
-        return Gate.PACKAGE_OFF
+        return ActivationGate.PACKAGE_OFF
     raise SettingsError(
         found=f"KVCACHED_NIXL={word!r}",
         expected="0 or false to turn this package off; 1, true or unset to leave it on",

@@ -23,7 +23,7 @@ from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.scheduler.side_channel_listener import answers_of
 from kvcached_nixl.settings import Settings
-from kvcached_nixl.transport.base import Gate, Transport
+from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
 from kvcached_nixl.wire.params import RemotePrefill
@@ -170,7 +170,7 @@ class Engine:
         planes: Planes,
         pool: Pool,
         words: TokenArray,
-        make_gate: Callable[[], Gate] | None = None,
+        make_gate: Callable[[], WriteGate] | None = None,
     ) -> None:
         terms = Terms(
             block_size=planes.block_size,

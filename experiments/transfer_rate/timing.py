@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport
 
 PIECE_SECONDS = 0.002
 """Time of a piece of Python work, and of the pause after it: similar to an engine between two layers of device work."""
@@ -54,13 +54,13 @@ class TimedTransport:
             self.spent["transfers"] += 1
         return handle
 
-    def state(self, handle: Handle) -> State:
+    def state(self, handle: Handle) -> TransferState:
         begun = time.perf_counter()
         found = self._inner.state(handle)
         ended = time.perf_counter()
         if self._word is None or handle is not self._word[0]:
             self.spent["looking"] += ended - begun
-        elif found is not State.IN_FLIGHT:
+        elif found is not TransferState.IN_FLIGHT:
             self.spent["word"] += ended - self._word[1]
         return found
 

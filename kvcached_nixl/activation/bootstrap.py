@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from kvcached_nixl.activation.import_hooks import lift, raise_barrier
 from kvcached_nixl.compat.names import ROOTS
 from kvcached_nixl.errors import Refused, not_importable
-from kvcached_nixl.settings import SERVER_LOGGER, Gate, read_gate
+from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
 
 if TYPE_CHECKING:
     from kvcached_nixl.hostvmm.activation import Activation
@@ -87,8 +87,8 @@ def install() -> Installation | None:
     try:
         gate = read_gate(os.environ)
     except Refused as error:
-        gate, refusal = Gate.ON, error
-    if gate is not Gate.ON:
+        gate, refusal = ActivationGate.ON, error
+    if gate is not ActivationGate.ON:
         return _Holder.installation
     with _Holder.lock:
         if _Holder.installation is None:

@@ -15,13 +15,15 @@ from kvcached_nixl.compat.model_runner_query import ask
 from kvcached_nixl.compat.series import Capability, Provision
 from kvcached_nixl.compat.versions import environment_refusals, found_version, row_of
 from kvcached_nixl.errors import Refused, SettingsError
-from kvcached_nixl.patching import Outcome, Registry, State
+from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
 from kvcached_nixl.settings import read_gate
 from kvcached_nixl.version import __version__
 
 __all__ = ["Report", "asked", "make", "render", "to_json"]
 
-_COLOURS = MappingProxyType({State.APPLIED: "32", State.SKIPPED: "33", State.REFUSED: "31", State.PENDING: "2"})
+_COLOURS = MappingProxyType(
+    {PatchState.APPLIED: "32", PatchState.SKIPPED: "33", PatchState.REFUSED: "31", PatchState.PENDING: "2"}
+)
 _RUNNER = "runner"
 
 
@@ -40,7 +42,7 @@ class Report:
 
     gate: str
     versions: Mapping[str, str | None]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PatchOutcome, ...]
     capabilities: Mapping[Capability, Provision]
     refusals: tuple[tuple[str, Refused], ...]
     runners: tuple[RunnerFound, ...] = ()

@@ -9,7 +9,7 @@ order and keeps their outcomes.
 from __future__ import annotations
 
 from kvcached_nixl.patching.call import Call, Decisions
-from kvcached_nixl.patching.record import ANY_PARAMETERS, Outcome, Patch, Place, Seam, State, Target
+from kvcached_nixl.patching.record import ANY_PARAMETERS, Patch, PatchOutcome, PatchState, Place, Seam, Target
 from kvcached_nixl.patching.registry import Judge, Registry
 
 __all__ = [
@@ -17,11 +17,11 @@ __all__ = [
     "Call",
     "Decisions",
     "Judge",
-    "Outcome",
+    "PatchOutcome",
     "Patch",
     "Place",
     "Registry",
     "Seam",
-    "State",
+    "PatchState",
     "Target",
 ]

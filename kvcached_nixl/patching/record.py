@@ -22,7 +22,7 @@ from typing import Any, Literal
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching.call import Call
 
-__all__ = ["ANY_PARAMETERS", "Kind", "Outcome", "Patch", "Place", "Process", "Seam", "State", "Target"]
+__all__ = ["ANY_PARAMETERS", "Kind", "PatchOutcome", "Patch", "Place", "Process", "Seam", "PatchState", "Target"]
 
 Kind = Literal["method", "classmethod", "staticmethod", "property", "function"]
 Process = Literal["scheduler", "worker", "frontend", "every"]
@@ -134,7 +134,7 @@ class Seam:
         return self.wrapper(call)
 
 
-class State(Enum):
+class PatchState(Enum):
     """The state of a patch. `PENDING` is only possible before `Registry.complete`."""
 
     PENDING = "pending"
@@ -144,14 +144,14 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PatchOutcome:
     """The state of one patch with its reason: where it was applied, why it was skipped, or what refused it.
 
-    ``cause`` is set exactly when the state is `State.REFUSED`.
+    ``cause`` is set exactly when the state is `PatchState.REFUSED`.
     """
 
     name: str
-    state: State
+    state: PatchState
     reason: str
     cause: Refused | None = None
     notes: tuple[str, ...] = ()

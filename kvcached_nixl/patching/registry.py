@@ -25,7 +25,7 @@ from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching.attach import Attachment, attach
 from kvcached_nixl.patching.call import Call
 from kvcached_nixl.patching.contract import find_seat, locate
-from kvcached_nixl.patching.record import Outcome, Patch, Seam, State
+from kvcached_nixl.patching.record import Patch, PatchOutcome, PatchState, Seam
 
 __all__ = ["Judge", "Registry"]
 
@@ -37,7 +37,7 @@ Judge = Callable[[Patch], "str | None"]
 @dataclass
 class _Entry:
     seam: Seam
-    state: State = State.PENDING
+    state: PatchState = PatchState.PENDING
     reason: str = "its module is not imported yet"
     cause: Refused | None = None
     notes: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Entry:
             self.notes.append(text)
 
     def refuse(self, cause: Refused) -> None:
-        self.state, self.reason, self.cause = State.REFUSED, cause.line, cause
+        self.state, self.reason, self.cause = PatchState.REFUSED, cause.line, cause
 
 
 class Registry:
@@ -84,13 +84,13 @@ class Registry:
             if not self._active:
                 return
             for entry in self._entries:
-                if entry.state is State.PENDING:
+                if entry.state is PatchState.PENDING:
                     self._decide(entry, module)
 
     def complete(self) -> None:
         """Decide every patch; imports targets that are not imported yet. Never raises; read `refusals` afterwards."""
         for entry in tuple(self._entries):
-            if entry.state is State.PENDING:
+            if entry.state is PatchState.PENDING:
                 self._seek(entry)
         with self._lock:
             for entry in self._entries:
@@ -105,11 +105,11 @@ class Registry:
             if all(name != known for known, _ in self._refusals):
                 self._refusals.append((name, cause))
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[PatchOutcome, ...]:
         """One outcome per patch, in order of registration."""
         with self._lock:
             return tuple(
-                Outcome(
+                PatchOutcome(
                     name=entry.seam.patch.name,
                     state=entry.state,
                     reason=entry.reason,
@@ -138,7 +138,7 @@ class Registry:
                 if entry.attachment is not None:
                     left += entry.attachment.restore()
                     entry.attachment = None
-                    entry.state, entry.reason = State.SKIPPED, "uninstalled"
+                    entry.state, entry.reason = PatchState.SKIPPED, "uninstalled"
         return tuple(left)
 
     def _watch(self, name: str) -> None:
@@ -163,14 +163,14 @@ class Registry:
         try:
             reason = self._judge(patch)
             if reason is not None:
-                entry.state, entry.reason = State.SKIPPED, reason
+                entry.state, entry.reason = PatchState.SKIPPED, reason
                 return
             for note in patch.prepare() if patch.prepare is not None else ():
                 entry.note(note)
             seat = find_seat(patch, containers[0])
             call = functools.partial(Call, name=patch.name, signature=seat.signature, registry=self, note=entry.note)
             entry.attachment = attach(entry.seam, seat, call)
-            entry.state, entry.reason = State.APPLIED, seat.where
+            entry.state, entry.reason = PatchState.APPLIED, seat.where
         except Refused as error:
             entry.refuse(error)
         except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
@@ -193,11 +193,11 @@ class Registry:
                 entry.refuse(_unforeseen(patch, error))
                 return
             self.imported(module)
-            if entry.state is not State.PENDING:
+            if entry.state is not PatchState.PENDING:
                 return
             missing.append(str(place))
         with self._lock:
-            if entry.state is State.PENDING:
+            if entry.state is PatchState.PENDING:
                 self._absent(entry, missing)
 
     def _absent(self, entry: _Entry, missing: list[str]) -> None:
@@ -212,7 +212,7 @@ class Registry:
         if reason is None and patch.when_absent == "skip":
             reason = f"not there: {', '.join(missing)}"
         if reason is not None:
-            entry.state, entry.reason = State.SKIPPED, reason
+            entry.state, entry.reason = PatchState.SKIPPED, reason
             return
         entry.refuse(
             ContractChanged(

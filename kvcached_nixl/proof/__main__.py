@@ -12,7 +12,7 @@ import sys
 import msgspec
 
 from kvcached_nixl.hostvmm import activate
-from kvcached_nixl.proof.member import Answered
+from kvcached_nixl.proof.member import MemberAnswer
 from kvcached_nixl.proof.prover import prove_lanes
 from kvcached_nixl.proof.result import Question
 
@@ -25,7 +25,7 @@ def main() -> int:
 
     try:
         said = prove_lanes(question)
-    except Answered as error:
+    except MemberAnswer as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(f"{msgspec.json.encode(said).decode()}\n")

@@ -25,9 +25,9 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.lanes import ucx_of_this_process
 from kvcached_nixl.proof.result import Question, Ucx
 from kvcached_nixl.transport.agent import NixlTransport, make_agent
-from kvcached_nixl.transport.base import Operation, Ranges, State
+from kvcached_nixl.transport.base import Operation, Ranges, TransferState
 
-__all__ = ["MIXED", "PAGES", "PAGE_BYTES", "Answered", "Member", "Remote"]
+__all__ = ["MIXED", "PAGES", "PAGE_BYTES", "MemberAnswer", "Member", "Remote"]
 
 PAGE_BYTES = 2 << 20
 PAGES = 4
@@ -46,7 +46,7 @@ Place = str
 """``elastic``: kvcached's pages, mapped or not; ``ordinary``: other memory of the device; ``host``: host memory."""
 
 
-class Answered(Exception):
+class MemberAnswer(Exception):
     """A member reported a failure, or did not answer. The message gives the reason."""
 
 
@@ -141,10 +141,10 @@ class Member:
     def _move(self, operation: Operation, local: Ranges, remote: Ranges, *, is_host: bool) -> float:
         begun = time.perf_counter()
         handle = self._transport.post(operation, self._peer, local, remote, is_host=is_host)
-        while (state := self._transport.state(handle)) is State.IN_FLIGHT:
+        while (state := self._transport.state(handle)) is TransferState.IN_FLIGHT:
             if time.perf_counter() - begun > ANSWER_SECONDS / 2:
                 raise TimeoutError(f"a {operation} of {len(local)} descriptors did not end")
-        if state is State.FAILED:
+        if state is TransferState.FAILED:
             raise OSError(f"a {operation} of {len(local)} descriptors failed")
         self._transport.release(handle)
         return time.perf_counter() - begun
@@ -199,19 +199,19 @@ class Remote:
         try:
             self._pipe.send((name, arguments, options))
         except OSError as error:
-            raise Answered(f"the process ended before {name}") from error
+            raise MemberAnswer(f"the process ended before {name}") from error
 
     def answer(self) -> Any:
         """Wait for the result of the last command; raises as `call` does."""
         try:
             if not self._pipe.poll(self._seconds):
-                raise Answered(f"{self._told} did not end within {self._seconds:g} s")
+                raise MemberAnswer(f"{self._told} did not end within {self._seconds:g} s")
             failed, answer = self._pipe.recv()
             self._seconds = ANSWER_SECONDS
         except (EOFError, OSError) as error:
-            raise Answered(f"the process ended in {self._told}") from error
+            raise MemberAnswer(f"the process ended in {self._told}") from error
         if failed:
-            raise Answered(failed)
+            raise MemberAnswer(failed)
         return answer
 
 

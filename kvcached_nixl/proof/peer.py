@@ -14,7 +14,7 @@ import numpy as np
 from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.transport.agent import NixlTransport, make_agent
-from kvcached_nixl.transport.base import Ranges, State, TransportError
+from kvcached_nixl.transport.base import Ranges, TransferState, TransportError
 from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
 from kvcached_nixl.wire.planes import Planes
 
@@ -27,7 +27,7 @@ READ_SECONDS = 30.0
 TRIES = 3
 
 
-class Channel(Protocol):
+class PeerChannel(Protocol):
     """The part of the side channel that is used here."""
 
     def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]: ...
@@ -52,7 +52,7 @@ class PeerFound(msgspec.Struct, frozen=True):
     descriptors: float
 
 
-def read_from(channel: Channel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
+def read_from(channel: PeerChannel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
     """Handshake with a rank as decode does, and read some of its blocks, whatever they contain.
 
     Args:
@@ -122,10 +122,10 @@ def _seconds(transport: NixlTransport, peer: str, landing: int, remote: Ranges) 
     local = np.stack((begins, remote[:, 1]), axis=1)
     begun = time.perf_counter()
     handle = transport.post("READ", peer, local, remote)
-    while (state := transport.state(handle)) is State.IN_FLIGHT:
+    while (state := transport.state(handle)) is TransferState.IN_FLIGHT:
         if time.perf_counter() - begun > READ_SECONDS:
             raise TimeoutError(f"a READ of {int(remote[:, 1].sum())} bytes did not end")
-    if state is State.FAILED:
+    if state is TransferState.FAILED:
         raise TransportError("a READ failed")
     transport.release(handle)
     return time.perf_counter() - begun

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kvcached_nixl.proof.lanes import carriers, is_never_chosen, only_copies, transports_of
-from kvcached_nixl.proof.member import MIXED, PAGE_BYTES, PAGES, SMALL_BYTES, Answered, Place, Remote
+from kvcached_nixl.proof.member import MIXED, PAGE_BYTES, PAGES, SMALL_BYTES, MemberAnswer, Place, Remote
 from kvcached_nixl.proof.result import AS_CONFIGURED, LaneFound, Question, Rates, Said, Ucx
 from kvcached_nixl.transport.base import Operation
 
@@ -67,7 +67,7 @@ def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneF
             if question.backends != ("UCX",) or name == AS_CONFIGURED or is_behind_another or name in carried:
                 return pair.found
             unusable.append(f"UCX moves bytes over {', '.join(sorted(carried)) or 'nothing'} with UCX_TLS={one}")
-        except Answered as error:
+        except MemberAnswer as error:
             if is_never_chosen(name, pair.said):
                 return LaneFound(name, one, never="it does not detect peer failure, so NIXL does not use it")
             unusable.append(f"{error}, with UCX_TLS={one}" if one else str(error))
@@ -79,7 +79,7 @@ def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneF
 class _Pair:
     """Two members: one with kvcached's pages, as in a server, and a peer. Each reads and writes the other's memory.
 
-    `check` and `measure` raise `Answered` if nothing can be moved.
+    `check` and `measure` raise `MemberAnswer` if nothing can be moved.
     """
 
     def __init__(self, question: Question, found: LaneFound) -> None:

@@ -33,7 +33,7 @@ from kvcached_nixl.proxy.models import models
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.record import Record, Recorder
-from kvcached_nixl.proxy.request_body import Route, read
+from kvcached_nixl.proxy.request_body import ApiRoute, read
 from kvcached_nixl.proxy.request_flow import Journey
 
 __all__ = ["Routed", "create_app"]
@@ -148,7 +148,7 @@ class Routed:
             )
         refuse_odd_head(scope, options.max_body_bytes)
         body = await read_body(receive, options.max_body_bytes, options.client_timeout_seconds, take)
-        asked = read(Route(scope["path"]), body, allows_params=options.client_params)
+        asked = read(ApiRoute(scope["path"]), body, allows_params=options.client_params)
         record.asked(asked)
         watching = asyncio.create_task(until_left(receive, guard, out))
         try:
@@ -207,7 +207,7 @@ def create_app(options: Options) -> tuple[Starlette, Routed]:
 
     app = Starlette(
         routes=[
-            *(Path(route.value, routed, methods=["POST"]) for route in Route),
+            *(Path(route.value, routed, methods=["POST"]) for route in ApiRoute),
             Path("/v1/models", list_models),
             Path("/health", health),
             Path("/metrics", metrics),

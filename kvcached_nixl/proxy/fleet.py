@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.proxy.health import watch
-from kvcached_nixl.proxy.instance import Instance, Place, Role, State
+from kvcached_nixl.proxy.instance import Booking, Health, Instance, Role
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted, make
@@ -115,18 +115,18 @@ class Fleet:
     def is_known(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance
 
-    def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Place | None:
+    def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Booking | None:
         """Returns where a request goes, preferably a server neither tried nor doubted; None if no server is up."""
         usable = [one for one in self if one.role is role and one.is_usable]
         fresh = [one for one in usable if one.name not in tried] or usable
         fresh = [one for one in fresh if not one.is_doubted] or fresh
         return self._choose(role, request, [place for one in fresh for place in one.places])
 
-    def choose_rank(self, instance: Instance, request: Wanted) -> Place:
+    def choose_rank(self, instance: Instance, request: Wanted) -> Booking:
         """Returns where on this server a request goes."""
-        return self._choose(instance.role, request, instance.places) or Place(instance, None)
+        return self._choose(instance.role, request, instance.places) or Booking(instance, None)
 
-    def _choose(self, role: Role, request: Wanted, places: list[Place]) -> Place | None:
+    def _choose(self, role: Role, request: Wanted, places: list[Booking]) -> Booking | None:
         if not places:
             return None
         return places[self._policies[role].choose([one.server.load(one.rank) for one in places], request)]
@@ -156,7 +156,7 @@ def as_dict(instance: Instance) -> dict[str, object]:
         "engine_id": None if found is None else found.where.engine_id,
         "incarnation": None if found is None else found.incarnation,
         "ranks": [_rank_as_dict(instance, rank) for rank in ranks.named] or None,
-        "last_failure": instance.last_failure if instance.state is not State.UP else "",
+        "last_failure": instance.last_failure if instance.state is not Health.UP else "",
     }
 
 

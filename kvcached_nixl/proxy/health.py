@@ -9,7 +9,7 @@ import re
 
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
-from kvcached_nixl.proxy.instance import Instance, Role, State
+from kvcached_nixl.proxy.instance import Health, Instance, Role
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 
@@ -33,12 +33,12 @@ async def watch(instance: Instance, options: Options, metrics: Metrics) -> None:
         except LegFailed as failure:
             failures += 1
             # A server that is new or down needs only one failed check; one that is up needs `health_failures` in a row.
-            if instance.state is not State.UP or failures >= options.health_failures:
+            if instance.state is not Health.UP or failures >= options.health_failures:
                 _eject(instance, failure, metrics)
         else:
             failures = 0
             instance.is_doubted = False
-            if instance.state is not State.UP:
+            if instance.state is not Health.UP:
                 logger.info("%s server %s: up", instance.role.value, instance.name)
                 instance.came_up()
             if instance.role is Role.DECODE and looks % LOOKS_PER_METRICS == 0:
@@ -48,9 +48,9 @@ async def watch(instance: Instance, options: Options, metrics: Metrics) -> None:
 
 
 def _eject(instance: Instance, failure: LegFailed, metrics: Metrics) -> None:
-    if instance.state is State.UP:
+    if instance.state is Health.UP:
         metrics.ejections.labels(instance.role.value, instance.name).inc()
-    if instance.state is not State.DOWN:
+    if instance.state is not Health.DOWN:
         logger.warning(
             "%s server %s gets no requests: %s. Its health is checked again at growing intervals.",
             instance.role.value,
@@ -74,8 +74,8 @@ def pause_seconds(failures: int, is_up: bool, options: Options) -> float:
 
 
 async def _pause(instance: Instance, options: Options, failures: int) -> None:
-    seconds = pause_seconds(failures, instance.state is State.UP, options)
-    if instance.state is State.UP and failures:
+    seconds = pause_seconds(failures, instance.state is Health.UP, options)
+    if instance.state is Health.UP and failures:
         await asyncio.sleep(seconds)
         return
     waiting = asyncio.ensure_future(instance.suspected.wait())

@@ -15,7 +15,7 @@ from kvcached_nixl.proxy.connections import Connections
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.ranks import Ranks
 
-__all__ = ["Instance", "Load", "Place", "Role", "State"]
+__all__ = ["Instance", "InstanceLoad", "Booking", "Role", "Health"]
 
 
 class Role(str, Enum):
@@ -25,7 +25,7 @@ class Role(str, Enum):
     DECODE = "decode"
 
 
-class State(str, Enum):
+class Health(str, Enum):
     """Health of a server, as its health checks report it."""
 
     NEW = "new"
@@ -34,7 +34,7 @@ class State(str, Enum):
     DOWN = "down"
 
 
-class Load(NamedTuple):
+class InstanceLoad(NamedTuple):
     """What a policy knows about a server.
 
     Attributes:
@@ -49,7 +49,7 @@ class Load(NamedTuple):
     tokens: int
 
 
-class Place(NamedTuple):
+class Booking(NamedTuple):
     """Where a request can go: a server and one of its data-parallel ranks. If ``rank`` is None, the server chooses."""
 
     server: Instance
@@ -75,7 +75,7 @@ class Instance:
         self.role = role
         self.url = url
         self.name = address_of(url)
-        self.state = State.NEW
+        self.state = Health.NEW
         self.is_draining = False
         self.is_doubted = False
         self.is_warned = False
@@ -90,23 +90,23 @@ class Instance:
         self.quiet.set()
         self.connections = Connections(self.name, url, connect_timeout_seconds)
         self._guards: set[Guard] = set()
-        self._of_ranks: dict[int, Load] = {}
+        self._of_ranks: dict[int, InstanceLoad] = {}
 
     @property
     def is_usable(self) -> bool:
         """Whether new requests may go to this server."""
-        return self.state is State.UP and not self.is_draining
+        return self.state is Health.UP and not self.is_draining
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[Booking]:
         """Where a request can go on this server: one place per rank if several are known, otherwise one place."""
-        return [Place(self, rank) for rank in self.ranks.named or (None,)]
+        return [Booking(self, rank) for rank in self.ranks.named or (None,)]
 
-    def load(self, rank: int | None) -> Load:
+    def load(self, rank: int | None) -> InstanceLoad:
         """Load of the whole server, or of one rank. For a rank only the legs are counted that named it."""
         if rank is None:
-            return Load(self.name, self.requests, self.tokens)
-        return self._of_ranks.get(rank) or Load(f"{self.name}#{rank}", 0, 0)
+            return InstanceLoad(self.name, self.requests, self.tokens)
+        return self._of_ranks.get(rank) or InstanceLoad(f"{self.name}#{rank}", 0, 0)
 
     @property
     def is_busy(self) -> bool:
@@ -165,14 +165,14 @@ class Instance:
 
     def went_down(self, reason: str) -> None:
         """Mark the server as down, and end all its legs with an error."""
-        self.state = State.DOWN
+        self.state = Health.DOWN
         self.last_failure = reason
         self.ranks.forget()
         for guard in tuple(self._guards):
             guard.end(LegFailed(RouterFailure.LOST, self.name, "its health checks fail", status=502))
 
     def came_up(self) -> None:
-        self.state = State.UP
+        self.state = Health.UP
         self.is_doubted = self.is_warned = False
 
     def _count(self, rank: int | None, requests: int, tokens: int) -> None:
@@ -181,6 +181,6 @@ class Instance:
         if rank is None:
             return
         before = self.load(rank)
-        self._of_ranks[rank] = Load(before.name, before.requests + requests, before.tokens + tokens)
+        self._of_ranks[rank] = InstanceLoad(before.name, before.requests + requests, before.tokens + tokens)
         if not self._of_ranks[rank].requests:
             del self._of_ranks[rank]

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvcached_nixl.proxy.instance import Instance, State
+from kvcached_nixl.proxy.instance import Health, Instance
 
 __all__ = ["Metrics"]
 
@@ -98,7 +98,7 @@ class _Gauges(Collector):
         )
         for one in self._instances():
             where = [one.role.value, one.name]
-            up.add_metric(where, float(one.state is State.UP))
+            up.add_metric(where, float(one.state is Health.UP))
             requests.add_metric(where, one.requests)
             tokens.add_metric(where, one.tokens)
         yield from (up, requests, tokens)

@@ -15,7 +15,7 @@ from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.ranks import Found
 from kvcached_nixl.wire.params import Malformed, parse
 
-__all__ = ["Beside", "NoParameters", "Offer", "read_offer"]
+__all__ = ["Beside", "NoParameters", "RemoteOffer", "read_offer"]
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -26,7 +26,7 @@ _prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
 
 
 @dataclass(frozen=True)
-class Offer:
+class RemoteOffer:
     """What prefill's response says about the hand-over.
 
     Attributes:
@@ -38,7 +38,7 @@ class Offer:
     found: Found | None
 
 
-def read_offer(name: str, said: bytes) -> Offer:
+def read_offer(name: str, said: bytes) -> RemoteOffer:
     """Read prefill's response.
 
     Args:
@@ -50,11 +50,11 @@ def read_offer(name: str, said: bytes) -> Offer:
     try:
         raw = _prefill_answer.decode(said).kv_transfer_params
         if bytes(raw) == b"null":
-            return Offer(None, None)
+            return RemoteOffer(None, None)
         params = parse(raw)
         if not params.do_remote_prefill:
-            return Offer(None, None)
-        return Offer(raw, Found.of(params))
+            return RemoteOffer(None, None)
+        return RemoteOffer(raw, Found.of(params))
     except (msgspec.MsgspecError, Malformed, RecursionError) as error:
         reason = f"prefill's response cannot be used: {str(error)[:200]}"
         raise LegFailed(RouterFailure.ANSWER, name, reason) from error
@@ -67,7 +67,7 @@ class NoParameters(LegFailed):
 class Beside:
     """In push: watches prefill's leg, and ends decode's leg when the hand-over cannot succeed any more."""
 
-    def __init__(self, prefilling: asyncio.Task[Offer], prefill: Instance, found: Found) -> None:
+    def __init__(self, prefilling: asyncio.Task[RemoteOffer], prefill: Instance, found: Found) -> None:
         self._prefilling = prefilling
         self._prefill = prefill
         self._found = found
@@ -75,7 +75,7 @@ class Beside:
     def watch(self, guard: Guard, out: Outgoing) -> None:
         """End ``guard`` when prefill's leg fails, unless the response to the client has begun."""
 
-        def judge(prefilling: asyncio.Task[Offer]) -> None:
+        def judge(prefilling: asyncio.Task[RemoteOffer]) -> None:
             if out.has_begun or prefilling.cancelled():
                 return
             failure = prefilling.exception()
@@ -86,7 +86,7 @@ class Beside:
 
         self._prefilling.add_done_callback(judge)
 
-    def _judge(self, offer: Offer) -> Exception | None:
+    def _judge(self, offer: RemoteOffer) -> Exception | None:
         if offer.found is None:
             return NoParameters(
                 RouterFailure.ANSWER,

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, cast
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.proxy.affinity import PrefixTree
-from kvcached_nixl.proxy.instance import Load
+from kvcached_nixl.proxy.instance import InstanceLoad
 
 __all__ = ["POLICIES", "LeastTokens", "Policy", "PowerOfTwo", "PrefixAffinity", "RoundRobin", "Wanted", "make"]
 
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
 class Policy(Protocol):
     """Chooses a server among those of one role."""
 
-    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+    def choose(self, candidates: Sequence[InstanceLoad], request: Wanted) -> int:
         """Returns an index into ``candidates``, which is never empty."""
         ...
 
@@ -50,7 +50,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+    def choose(self, candidates: Sequence[InstanceLoad], request: Wanted) -> int:
         self._turn += 1
         return self._turn % len(candidates)
 
@@ -61,7 +61,7 @@ class LeastTokens:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+    def choose(self, candidates: Sequence[InstanceLoad], request: Wanted) -> int:
         self._turn += 1
         count, turn = len(candidates), self._turn
         return min(range(count), key=lambda place: (candidates[place].tokens, (place - turn) % count))
@@ -73,7 +73,7 @@ class PowerOfTwo:
     def __init__(self, draw: random.Random | None = None) -> None:
         self._draw = draw or random.Random()
 
-    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+    def choose(self, candidates: Sequence[InstanceLoad], request: Wanted) -> int:
         if len(candidates) == 1:
             return 0
         one, other = self._draw.sample(range(len(candidates)), 2)
@@ -92,7 +92,7 @@ class PrefixAffinity:
         self._tree = PrefixTree()
         self._otherwise = LeastTokens()
 
-    def choose(self, candidates: Sequence[Load], request: Wanted) -> int:
+    def choose(self, candidates: Sequence[InstanceLoad], request: Wanted) -> int:
         known = self._tree.servers(request.namespace, request.prefix)
         least = min(one.tokens for one in candidates)
         near = [

@@ -15,7 +15,7 @@ from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.ranks import RANK_HEADER, range_of
-from kvcached_nixl.proxy.request_body import Asked, Route
+from kvcached_nixl.proxy.request_body import ApiRoute, Asked
 
 __all__ = ["ask_rank_count"]
 
@@ -39,7 +39,7 @@ async def ask_rank_count(server: Instance, asked: Asked, headers: list[tuple[byt
         with server.leg(0) as guard:
             guard.limit(options.connect_timeout_seconds + options.health_interval_seconds, late)
             headers = [*headers, (RANK_HEADER, b"%d" % NOBODY)]
-            reply = await server.connections.ask("POST", Route.COMPLETIONS.value, headers, body)
+            reply = await server.connections.ask("POST", ApiRoute.COMPLETIONS.value, headers, body)
             try:
                 said = await reply.body(MOST_ANSWER_BYTES)
             finally:

@@ -16,7 +16,7 @@ from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.outgoing import GIVEN_UP, Events, Outgoing
 from kvcached_nixl.proxy.record import Record
-from kvcached_nixl.proxy.request_body import Asked, Route
+from kvcached_nixl.proxy.request_body import ApiRoute, Asked
 
 __all__ = ["relay", "require_success"]
 
@@ -67,7 +67,7 @@ async def relay(
 
 async def _stream(
     server: Instance,
-    route: Route,
+    route: ApiRoute,
     reply: Reply,
     pieces: AsyncIterator[bytes],
     out: Outgoing,
@@ -79,7 +79,7 @@ async def _stream(
     pause = LegFailed(RouterFailure.TIME, server.name, "the server stopped in the middle of its response", status=504)
     slow = ClientLeft()
     try:
-        held = await _first(events, pieces, FIRST_EVENTS if route is Route.CHAT else 1)
+        held = await _first(events, pieces, FIRST_EVENTS if route is ApiRoute.CHAT else 1)
         if events.has_ended and not events.is_complete:
             raise LegFailed(RouterFailure.BROKEN, server.name, "the server's response ended before its first token")
         if events.has_error:

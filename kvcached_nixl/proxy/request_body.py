@@ -19,7 +19,7 @@ import msgspec
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.wire.params import KvTransferParams, Malformed, TokenId, parse
 
-__all__ = ["Alone", "Asked", "Route", "decode_body", "prefill_body", "read"]
+__all__ = ["Alone", "Asked", "ApiRoute", "decode_body", "prefill_body", "read"]
 
 DEFAULT_MAX_TOKENS = 256
 """Assumed for a request without a limit, when servers' outstanding tokens are compared."""
@@ -27,7 +27,7 @@ BYTES_PER_TOKEN = 4
 _INT64 = 2**63
 
 
-class Route(str, Enum):
+class ApiRoute(str, Enum):
     """The routed endpoints: path of a client's request, and of each leg."""
 
     COMPLETIONS = "/v1/completions"
@@ -66,7 +66,7 @@ class Asked:
         prompt_tokens, max_tokens: estimates of the work, for load balancing only.
     """
 
-    route: Route
+    route: ApiRoute
     fields: dict[str, msgspec.Raw]
     params: KvTransferParams | None
     raw_params: msgspec.Raw | None
@@ -113,7 +113,7 @@ _NOT_FOR_PREFILL = frozenset(
 _ODD_NUMBER = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}")
 
 
-def read(route: Route, body: bytes, *, allows_params: bool) -> Asked:
+def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
     """Parse a client's body.
 
     Args:
@@ -136,7 +136,7 @@ def read(route: Route, body: bytes, *, allows_params: bool) -> Asked:
                 "prefix_prompt_ids: found two that differ, in the body and in kv_transfer_params; expected one of them",
             )
         ids = params.prefix_prompt_ids
-    text = bytes(fields.get("prompt" if route is Route.COMPLETIONS else "messages", msgspec.Raw(b"")))
+    text = bytes(fields.get("prompt" if route is ApiRoute.COMPLETIONS else "messages", msgspec.Raw(b"")))
     alone, reason, param = _alone(route, fields, known, text)
     if params is None or params.is_hint:
         params = raw_params = None
@@ -170,7 +170,7 @@ def prefill_body(asked: Asked, transfer_id: str | None, leg_id: str) -> bytes:
         "stream": False,
         "kv_transfer_params": KvTransferParams.for_prefill(transfer_id),
     }
-    if asked.route is Route.CHAT:
+    if asked.route is ApiRoute.CHAT:
         fields["max_completion_tokens"] = 1
     return _encode(fields, leg_id)
 
@@ -269,7 +269,7 @@ def _own_params(
 
 
 def _alone(
-    route: Route, fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], text: bytes
+    route: ApiRoute, fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], text: bytes
 ) -> tuple[Alone | None, str, str]:
     """Returns why there is no hand-over, the error text without ``--decode-alone``, and the field it is about."""
     n, several = known.get("n"), ""
@@ -279,13 +279,13 @@ def _alone(
         several, name = f"n: found {n}", "n"
     elif known.get("use_beam_search"):
         several, name = "use_beam_search: found true", "use_beam_search"
-    elif route is Route.COMPLETIONS and (count := _prompts(fields)) > 1:
+    elif route is ApiRoute.COMPLETIONS and (count := _prompts(fields)) > 1:
         several, name = f"prompt: found a list of {count}", "prompt"
     if several:
         reason = f"{several}; expected one sequence, because each needs its own hand-over. Send them one by one"
         return Alone.SEVERAL, reason, name
     if known.get("prompt_logprobs") is not None or (
-        route is Route.COMPLETIONS and known.get("echo") and known.get("logprobs") is not None
+        route is ApiRoute.COMPLETIONS and known.get("echo") and known.get("logprobs") is not None
     ):
         return Alone.LOGPROBS, "", ""
     if any((limit := known.get(name)) is not None and limit < 1 for name in ("max_tokens", "max_completion_tokens")):

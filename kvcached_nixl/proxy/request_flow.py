@@ -23,8 +23,8 @@ import msgspec
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import Answered, LegFailed, Refusal, RouterFailure
 from kvcached_nixl.proxy.fleet import Fleet
-from kvcached_nixl.proxy.instance import Instance, Place, Role
-from kvcached_nixl.proxy.offer import Beside, NoParameters, Offer, read_offer
+from kvcached_nixl.proxy.instance import Booking, Instance, Role
+from kvcached_nixl.proxy.offer import Beside, NoParameters, RemoteOffer, read_offer
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.policy import Wanted
@@ -144,7 +144,7 @@ class Journey:
             self._record.prefill = ""
         await self._answer_leg(place.server, asked.raw_params)
 
-    async def _pull(self, prefill: Place) -> None:
+    async def _pull(self, prefill: Booking) -> None:
         self._record.direction = "pull"
         offer = await self._prefill_leg(prefill, None)
         if offer.raw is None:
@@ -163,7 +163,7 @@ class Journey:
                 self._fleet.metrics.retries.labels(failure.cause.value).inc()
                 decode = other.server
 
-    async def _push(self, prefill: Place, found: Found) -> None:
+    async def _push(self, prefill: Booking, found: Found) -> None:
         self._record.direction = "push"
         decode = self._choose_decode()
         transfer_id = secrets.token_hex(16)
@@ -181,7 +181,7 @@ class Journey:
 
     # ------------------------------------------------------------------------------------------------------------ legs
 
-    async def _prefill_leg(self, place: Place, transfer_id: str | None) -> Offer:
+    async def _prefill_leg(self, place: Booking, transfer_id: str | None) -> RemoteOffer:
         asked, options, prefill = self._asked, self._options, place.server
         leg_id = self._leg_id()
         late = LegFailed(RouterFailure.TIME, prefill.name, "prefill did not answer in time", status=504)
@@ -239,7 +239,7 @@ class Journey:
             if self._fleet.is_known(server):
                 metrics.legs.labels(server.role.value, server.name, outcome).inc()
 
-    def _learn(self, place: Place, offer: Offer) -> None:
+    def _learn(self, place: Booking, offer: RemoteOffer) -> None:
         """Update what the router knows about prefill from its response."""
         prefill = place.server
         if offer.found is not None:

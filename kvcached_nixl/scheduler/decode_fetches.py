@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId
-from kvcached_nixl.scheduler.engine import Blocks, Request
+from kvcached_nixl.scheduler.engine import BlockPool, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import FetchRequest, Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
@@ -220,7 +220,7 @@ class DecodeFetches:
         """Whether the workers may be writing into a request's blocks."""
         return DecodeRequestId(request_id) in self._attempt_of
 
-    def finished(self, request: Request, blocks: Blocks, step: Step) -> None:
+    def finished(self, request: Request, blocks: BlockPool, step: Step) -> None:
         """A request ended, whether its KV had arrived or not."""
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.pop(request_id, None)
@@ -256,7 +256,7 @@ class DecodeFetches:
         if held:
             self._kept_by_others[ended] = held
 
-    def let_go(self, request_ids: Iterable[str], blocks: Blocks) -> None:
+    def let_go(self, request_ids: Iterable[str], blocks: BlockPool) -> None:
         """Other connectors have released the blocks of these requests."""
         for request_id in map(DecodeRequestId, request_ids):
             for number in self._kept_by_others.pop(request_id, ()):
@@ -266,7 +266,7 @@ class DecodeFetches:
     # ------------------------------------------------------------------------------------------------------- results
 
     def collect(
-        self, failures: Iterable[tuple[int, HandOverFailed]], finished: Iterable[int], blocks: Blocks, step: Step
+        self, failures: Iterable[tuple[int, HandOverFailed]], finished: Iterable[int], blocks: BlockPool, step: Step
     ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
         """Takes what the workers have reported, and ends the requests that have timed out.
 
@@ -299,7 +299,7 @@ class DecodeFetches:
         aborted, self._aborted = self._aborted, set()
         return received | failed | aborted, failed
 
-    def revoke(self, reason: str, blocks: Blocks, step: Step, *, adapter: int | None = None) -> None:
+    def revoke(self, reason: str, blocks: BlockPool, step: Step, *, adapter: int | None = None) -> None:
         """Ends every hand-over that is under way: its request fails, or is recomputed, immediately.
 
         Args:
@@ -336,7 +336,7 @@ class DecodeFetches:
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _end_late(self, ended: set[int], blocks: Blocks, step: Step) -> None:
+    def _end_late(self, ended: set[int], blocks: BlockPool, step: Step) -> None:
         """Fails the requests that have timed out, except attempts that the workers have just reported as finished."""
         now, late = self._clock.now_seconds(), f"its KV has not come within {self._terms.timeout_seconds:g} s"
         for number in self._deadlines.take_due(now):
@@ -346,7 +346,7 @@ class DecodeFetches:
         for request_id in self._queued.take_due(now):
             self._give_up_queued(request_id, HandOverFailed(FailureCause.DEADLINE, late), step)
 
-    def _take_away(self, number: int, attempt: _Attempt, cause: HandOverFailed, blocks: Blocks, step: Step) -> None:
+    def _take_away(self, number: int, attempt: _Attempt, cause: HandOverFailed, blocks: BlockPool, step: Step) -> None:
         """Fails the attempt, and holds its blocks because transfers into them may be in flight."""
         self._end(number, attempt, cause, step)
         self._hold(number, attempt, blocks)
@@ -387,20 +387,20 @@ class DecodeFetches:
         prefill_request_id = self._prefill_request_id(request_id)
         self._failures.not_received(request_id, failure, attempt=number, prefill_request_id=prefill_request_id)
 
-    def _give_up(self, number: int, blocks: Blocks) -> None:
+    def _give_up(self, number: int, blocks: BlockPool) -> None:
         attempt = self._attempts[number]
         attempt.is_waiting = False
         self._deadlines.pop(number, None)
         self._hold(number, attempt, blocks)
 
-    def _hold(self, number: int, attempt: _Attempt, blocks: Blocks) -> None:
+    def _hold(self, number: int, attempt: _Attempt, blocks: BlockPool) -> None:
         """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
         before = self._holds.num_blocks
         self._holds.take(blocks, attempt.request_id, number)
         attempt.is_held = True
         self.num_quarantined_blocks += self._holds.num_blocks - before
 
-    def _give_back(self, number: int, blocks: Blocks) -> None:
+    def _give_back(self, number: int, blocks: BlockPool) -> None:
         before = self._holds.num_blocks
         self._holds.give_back(blocks, number)
         self.num_quarantined_blocks -= before - self._holds.num_blocks

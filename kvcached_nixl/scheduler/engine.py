@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvcached_nixl.wire.step import BlockIds
 
-__all__ = ["Blocks", "Progress", "Reader", "Request"]
+__all__ = ["BlockPool", "Progress", "Reader", "Request"]
 
 
 class Request(Protocol):
@@ -102,7 +102,7 @@ class Progress(NamedTuple):
     begin_token: int = 0
 
 
-class Blocks(Protocol):
+class BlockPool(Protocol):
     """The KV-cache blocks of an engine."""
 
     @property

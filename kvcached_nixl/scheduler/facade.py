@@ -14,12 +14,19 @@ from typing import Any
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import Blocks, Progress, Reader, Request
+from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.side_channel_listener import Answers, Envelope, Listener, answers_of, is_staged, weights_of
+from kvcached_nixl.scheduler.side_channel_listener import (
+    Answers,
+    Envelope,
+    HandshakeListener,
+    answers_of,
+    is_staged,
+    weights_of,
+)
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
@@ -62,18 +69,18 @@ class SchedulerFacade:
         self._step = self._new_step()
         self._quarantined = 0
         self._has_news = False
-        self._blocks: Blocks | None = None
+        self._blocks: BlockPool | None = None
         self._wake: Callable[[], None] | None = None
         self._failed: set[str] = set()
         self._stalled: tuple[str, float] | None = None
         self._refused: list[tuple[str, int]] = []
-        self._listener: Listener | None = None
+        self._listener: HandshakeListener | None = None
         self._weights: dict[Any, Any] | None = None
         self._quiet_by_seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------ the engine's loop
 
-    def bind(self, blocks: Blocks) -> None:
+    def bind(self, blocks: BlockPool) -> None:
         """Sets the engine's KV-cache blocks; called before the first request. Idempotent: the first call counts."""
         if self._blocks is None:
             self._blocks = blocks
@@ -82,7 +89,7 @@ class SchedulerFacade:
         """Sets the function that wakes the engine; it may be called from any thread."""
         self._wake = wake
 
-    def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], Listener]) -> None:
+    def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], HandshakeListener]) -> None:
         """Sets the handshakes of this engine's ranks. Called when the workers have registered their memory, and again
         when their weights may have changed. The side channel answers peers with them until `close`."""
         self._offering.is_read_early |= is_staged(metadata)
@@ -354,7 +361,7 @@ class SchedulerFacade:
         failed, self._failed = self._failed, set()
         return failed
 
-    def _bound(self) -> Blocks:
+    def _bound(self) -> BlockPool:
         assert self._blocks is not None, "no request has entered the engine"
         return self._blocks
 

@@ -10,7 +10,7 @@ import itertools
 import secrets
 from typing import Any
 
-from kvcached_nixl.scheduler.engine import Blocks
+from kvcached_nixl.scheduler.engine import BlockPool
 
 __all__ = ["Holds"]
 
@@ -28,14 +28,14 @@ class Holds:
     def num_blocks(self) -> int:
         return self._num_blocks
 
-    def take(self, blocks: Blocks, request_id: str, number: int | None = None) -> int:
+    def take(self, blocks: BlockPool, request_id: str, number: int | None = None) -> int:
         """Takes all blocks from a request and holds them. Returns the number of the hold."""
         number = next(self._numbers) if number is None else number
         self._held[number] = blocks.take(request_id)
         self._num_blocks += len(self._held[number])
         return number
 
-    def give_back(self, blocks: Blocks, number: int) -> bool:
+    def give_back(self, blocks: BlockPool, number: int) -> bool:
         """Frees the blocks of a hold: no transfer uses them any more. Returns whether there was such a hold."""
         held = self._held.pop(number, None)
         if held is None:

@@ -15,7 +15,7 @@ from typing import Any
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.scheduler.engine import Blocks, Progress, Request
+from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import NULL_BLOCK_ID, Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
@@ -192,7 +192,7 @@ class PrefillOffers:
             # Decode's registration may arrive first: tell the workers that there is such a request.
             self._offer(request_id, sending, step)
 
-    def scheduled(self, progress: Iterable[Progress], blocks: Blocks, step: Step) -> None:
+    def scheduled(self, progress: Iterable[Progress], blocks: BlockPool, step: Step) -> None:
         """Offers the tokens that the step being built computes."""
         for one in progress:
             step.is_idle = False
@@ -214,7 +214,7 @@ class PrefillOffers:
         sending = self._sending.get(PrefillRequestId(request_id))
         return sending is not None and sending.manifest is not None
 
-    def preempted(self, request_id: str, blocks: Blocks, step: Step) -> None:
+    def preempted(self, request_id: str, blocks: BlockPool, step: Step) -> None:
         """A request is preempted while workers may read its blocks: holds them until no rank reads them."""
         sending = self._sending[PrefillRequestId(request_id)]
         sending.block_ids, sending.ready_tokens, sending.manifest = (), 0, None
@@ -224,7 +224,7 @@ class PrefillOffers:
         step.preempted.append((PrefillRequestId(request_id), hold))
 
     def finished(
-        self, request: Request, is_whole: bool, block_ids: BlockIds, blocks: Blocks, step: Step
+        self, request: Request, is_whole: bool, block_ids: BlockIds, blocks: BlockPool, step: Step
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed.
 
@@ -263,7 +263,7 @@ class PrefillOffers:
             step.unkept.add(request_id)
         return False, None
 
-    def let_go(self, blocks: Blocks) -> set[str]:
+    def let_go(self, blocks: BlockPool) -> set[str]:
         """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.
 
         Only while the engine is paused: a pause waits until vLLM has freed all requests, and transfers of a decode
@@ -275,7 +275,7 @@ class PrefillOffers:
         self._let_go |= {one: self._holds.take(blocks, one) for one in found}
         return set(found)
 
-    def ended(self, sent: Iterable[str], quiet: Iterable[int], blocks: Blocks) -> None:
+    def ended(self, sent: Iterable[str], quiet: Iterable[int], blocks: BlockPool) -> None:
         """Takes what all ranks have reported: requests whose blocks vLLM frees now, and idle holds, which are freed."""
         for hold in quiet:
             if hold in self._draining:
@@ -292,7 +292,7 @@ class PrefillOffers:
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _advance(
-        self, request_id: PrefillRequestId, sending: _Sending, one: Progress, blocks: Blocks, step: Step
+        self, request_id: PrefillRequestId, sending: _Sending, one: Progress, blocks: BlockPool, step: Step
     ) -> None:
         is_done = sending.manifest is not None and not one.replaces and one.num_computed_tokens >= sending.num_tokens
         if one.replaces or not sending.block_ids:
@@ -310,7 +310,7 @@ class PrefillOffers:
         if is_held or (sending.manifest is not None and not self._terms.mode.is_push):
             self._offer(request_id, sending, step, is_held=is_held)
 
-    def _manifest(self, request_id: PrefillRequestId, sending: _Sending, blocks: Blocks) -> Manifest | None:
+    def _manifest(self, request_id: PrefillRequestId, sending: _Sending, blocks: BlockPool) -> Manifest | None:
         if sending.ready_tokens < sending.num_tokens:
             return None
         if sending.request.adapter and sending.request.digest(sending.num_tokens) != sending.digest:

@@ -10,13 +10,13 @@ import msgspec
 
 from kvcached_nixl.wire.handshake import Answer, Weights, read_rank
 
-__all__ = ["Answers", "Envelope", "Listener", "answers_of", "is_staged", "weights_of"]
+__all__ = ["Answers", "Envelope", "HandshakeListener", "answers_of", "is_staged", "weights_of"]
 
 Answers = Mapping[int, tuple[str, bytes]]
 """Rank -> (compatibility string, metadata)."""
 
 
-class Listener(Protocol):
+class HandshakeListener(Protocol):
     """The listening side of a side channel."""
 
     def answer(self, answers: Answers) -> None:

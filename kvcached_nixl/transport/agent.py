@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, TransportError
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, TransportError
 
 __all__ = [
     "NixlGate",
@@ -34,7 +34,7 @@ __all__ = [
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
-_STATES = MappingProxyType({"DONE": State.DONE, "PROC": State.IN_FLIGHT})
+_STATES = MappingProxyType({"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT})
 
 
 def peer_name(name: bytes | str) -> str:
@@ -50,12 +50,12 @@ def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0
     return agent.get_xfer_descs(rows, memory_type)
 
 
-def state_of(agent: Any, handle: Handle) -> State:
+def state_of(agent: Any, handle: Handle) -> TransferState:
     """The state of a transfer."""
     try:
-        return _STATES.get(agent.check_xfer_state(handle), State.FAILED)
+        return _STATES.get(agent.check_xfer_state(handle), TransferState.FAILED)
     except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
-        return State.FAILED
+        return TransferState.FAILED
 
 
 def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequence[str]) -> Any:
@@ -127,7 +127,7 @@ def open_gate(
 
 
 class NixlGate:
-    """`transport.base.Gate` over NIXL. An agent ends with its last reference, so nothing else may hold one."""
+    """`transport.base.WriteGate` over NIXL. An agent ends with its last reference, so nothing else may hold one."""
 
     def __init__(self, agent: Any) -> None:
         self._agent: Any = agent
@@ -224,7 +224,7 @@ class NixlTransport:
             self._agent.transfer(handle)
         return handle
 
-    def state(self, handle: Handle) -> State:
+    def state(self, handle: Handle) -> TransferState:
         return state_of(self._agent, handle)
 
     def release(self, handle: Handle) -> None:

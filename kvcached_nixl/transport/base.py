@@ -9,7 +9,7 @@ Guarantees that the rest of the package relies on:
 * A posted transfer cannot be cancelled (nixl#2067). Until its state is no longer IN_FLIGHT, it may use the memory on
   both sides. A FAILED transfer may have moved any part of its bytes, and NIXL has not waited for the rest (nixl#2044):
   it is idle only after its peer was removed, which closes the connection. This holds on the side that posted it; on the
-  other side removing a peer changes nothing (`Gate`).
+  other side removing a peer changes nothing (`WriteGate`).
 * Notifications may arrive late, more than once, out of order, or never.
 
 Threads: used by one thread.
@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Gate", "Handle", "Operation", "Ranges", "State", "Transport", "TransportError"]
+__all__ = ["WriteGate", "Handle", "Operation", "Ranges", "TransferState", "Transport", "TransportError"]
 
 Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
@@ -34,7 +34,7 @@ Handle: TypeAlias = Any
 Operation: TypeAlias = Literal["READ", "WRITE"]
 
 
-class State(Enum):
+class TransferState(Enum):
     IN_FLIGHT = "in flight"
     DONE = "done"
     FAILED = "failed"
@@ -44,7 +44,7 @@ class TransportError(Exception):
     """Nothing was posted or sent."""
 
 
-class Gate(Protocol):
+class WriteGate(Protocol):
     """An agent that is used only for peers to write through into this side's memory.
 
     NIXL cannot revoke a peer's access. Removing the peer and deregistering the memory do not keep it from writing: over
@@ -137,7 +137,7 @@ class Transport(Protocol):
         """
         ...
 
-    def state(self, handle: Handle) -> State:
+    def state(self, handle: Handle) -> TransferState:
         """The state of a transfer. Poll until it is not in flight: the call that returns DONE notifies the peer."""
         ...
 

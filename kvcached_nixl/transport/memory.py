@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, TransportError
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, TransportError
 
 __all__ = ["MemoryGate", "MemoryTransport", "Network", "Posted"]
 
@@ -34,7 +34,7 @@ class Posted:
     operation: Operation | None = None
     local: Ranges | None = None
     remote: Ranges | None = None
-    state: State = State.IN_FLIGHT
+    state: TransferState = TransferState.IN_FLIGHT
     untold: bool = True
     released: bool = False
 
@@ -93,7 +93,7 @@ class Network:
         notification."""
         if self.is_stuck(posted):
             return
-        self._end(posted, State.DONE, 1.0)
+        self._end(posted, TransferState.DONE, 1.0)
         if not posted.is_transfer:
             self.notify(posted)
 
@@ -106,12 +106,12 @@ class Network:
 
     def drop(self, posted: Posted) -> None:
         """Loses the notification; the bytes of a transfer arrive."""
-        self._end(posted, State.DONE, 1.0)
+        self._end(posted, TransferState.DONE, 1.0)
         posted.untold = False
 
     def fail(self, posted: Posted, moved: float = 0.0) -> None:
         """Ends a transfer with an error after a fraction ``moved`` of its ranges; loses its notification."""
-        self._end(posted, State.FAILED, moved)
+        self._end(posted, TransferState.FAILED, moved)
 
     def deliver_all(self) -> None:
         """Delivers until nothing is pending that can arrive, including what is sent in the meantime."""
@@ -124,7 +124,7 @@ class Network:
         """Whether it cannot arrive, because its sender or receiver has vanished."""
         return bool(self.vanished & {one.partition(GATE)[0] for one in (posted.sender, posted.receiver)})
 
-    def _end(self, posted: Posted, state: State, share: float) -> None:
+    def _end(self, posted: Posted, state: TransferState, share: float) -> None:
         """Ends it in a state, after moving a fraction ``share`` of its ranges."""
         del self.pending[posted]
         posted.state = state
@@ -197,14 +197,14 @@ class MemoryTransport:
         self.network.post(posted)
         return posted
 
-    def state(self, handle: Handle) -> State:
-        state: State = handle.state
-        if state is State.DONE and handle.untold:
+    def state(self, handle: Handle) -> TransferState:
+        state: TransferState = handle.state
+        if state is TransferState.DONE and handle.untold:
             self.network.notify(handle)
         return state
 
     def release(self, handle: Handle) -> None:
-        if handle.state is State.IN_FLIGHT or handle.released:
+        if handle.state is TransferState.IN_FLIGHT or handle.released:
             raise AssertionError(f"found a {handle.operation} {handle.state.value}, released: {handle.released}")
         handle.released = True
 
@@ -222,7 +222,7 @@ class MemoryTransport:
 
 
 class MemoryGate:
-    """See `kvcached_nixl.transport.base.Gate`; made by :meth:`Network.open_gate`.
+    """See `kvcached_nixl.transport.base.WriteGate`; made by :meth:`Network.open_gate`.
 
     Attributes:
         is_held: `close` fails.

@@ -18,7 +18,7 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
-from kvcached_nixl.transport.base import Gate, Transport
+from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode.receiver import Receiver
@@ -164,7 +164,7 @@ def start(
     )
     backends = tuple(worker.backends)
 
-    def make() -> Gate:
+    def make() -> WriteGate:
         return open_gate(backends, registered.extents, memory_type, registered.device_id)
 
     gates = WriteGates(make, background, clock)

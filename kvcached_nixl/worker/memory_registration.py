@@ -15,13 +15,13 @@ from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.geometry.layout import Layout, Page, plan
-from kvcached_nixl.worker.staging.sizing import Load, make_slab
+from kvcached_nixl.worker.staging.sizing import SlabLoad, make_slab
 from kvcached_nixl.worker.staging.slab import Slab
 
-__all__ = ["Registered", "StockWorker", "register"]
+__all__ = ["Registered", "NixlRegistrar", "register"]
 
 
-class StockWorker(Protocol):
+class NixlRegistrar(Protocol):
     """What this module reads from vLLM's NIXL worker; implemented by ``compat.nixl_worker.WorkerView``."""
 
     @property
@@ -66,7 +66,7 @@ class Registered:
 
 
 def register(
-    worker: StockWorker, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
+    worker: NixlRegistrar, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
 ) -> Registered:
     """Register ``kv_caches``: layer name -> attention's tensor, kvcached's memory; or a slab in their place.
 
@@ -96,7 +96,7 @@ def register(
         worker.register_memory(extents, device_id)
         return Registered(layout, extents=extents, device_id=device_id)
     block_size = next(iter(layout.device_views.values())).shape[layout.axes.token]
-    load = Load(*worker.load, block_size)
+    load = SlabLoad(*worker.load, block_size)
     slab = make_slab(layout, path, load, settings)
     is_host = path is MemoryPath.HOST
     where = 0 if is_host else device_id

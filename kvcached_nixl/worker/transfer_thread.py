@@ -29,7 +29,7 @@ from typing import Any
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import Gate, Transport, TransportError
+from kvcached_nixl.transport.base import Transport, TransportError, WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.lease import beats, is_beat, read_beat
@@ -287,7 +287,7 @@ class TransferThread:
                 self._receiver.begin(attempt)
 
     def _hear(self) -> None:
-        listening: list[Transport | Gate] = [self._transport, *self._receiver.gates]
+        listening: list[Transport | WriteGate] = [self._transport, *self._receiver.gates]
         for one in listening:
             try:
                 heard = one.received()

@@ -25,7 +25,7 @@ from support.fencing_rank import NUM_BLOCKS
 from support.transports import until
 
 from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate
-from kvcached_nixl.transport.base import State
+from kvcached_nixl.transport.base import TransferState
 
 SECONDS = 120.0
 TRIES = 3
@@ -118,7 +118,7 @@ def test_what_comes_through_a_gate_is_heard_there_and_nothing_comes_when_it_is_c
 
     until(arrived)
     assert heard == [(agent.name, b"written")] and bool((target == 7).all())
-    until(lambda: transport.state(handle) is State.DONE)
+    until(lambda: transport.state(handle) is TransferState.DONE)
     transport.release(handle)
     assert gate.close() and gate.close()
 

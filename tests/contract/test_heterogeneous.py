@@ -33,7 +33,7 @@ from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport, TransportError
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
@@ -191,8 +191,8 @@ class Recorded:
         self.unreleased += 1
         return handle
 
-    def state(self, handle: Handle) -> State:
-        return State.IN_FLIGHT if self.held else self._transport.state(handle)
+    def state(self, handle: Handle) -> TransferState:
+        return TransferState.IN_FLIGHT if self.held else self._transport.state(handle)
 
     def release(self, handle: Handle) -> None:
         self._transport.release(handle)
@@ -954,8 +954,8 @@ def test_a_read_that_fails_ends_the_attempt_when_all_others_have_ended(
         posted.append(post(*arguments, **options))
         return posted[-1]
 
-    def looked(handle: Any) -> State:
-        return State.IN_FLIGHT if held and handle in posted[: share - 1] else state(handle)
+    def looked(handle: Any) -> TransferState:
+        return TransferState.IN_FLIGHT if held and handle in posted[: share - 1] else state(handle)
 
     reader.transport.post = noted  # type: ignore[method-assign]
     reader.transport.state = looked  # type: ignore[method-assign]

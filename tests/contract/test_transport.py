@@ -12,7 +12,7 @@ import pytest
 from support.transports import MEMORY_BYTES, Side, sides, until  # noqa: F401
 
 from kvcached_nixl.transport.agent import NixlTransport
-from kvcached_nixl.transport.base import State, Transport, TransportError
+from kvcached_nixl.transport.base import TransferState, Transport, TransportError
 
 UNASKED_SECONDS = 0.3
 
@@ -51,7 +51,7 @@ def test_a_write_moves_its_ranges_and_nothing_else_and_then_notifies(sides: tupl
     expected[77_777:82_777] = one.memory[10:5010]
     expected[:3] = one.memory[200_000:200_003]
     assert np.array_equal(other.memory, expected)
-    until(lambda: one.transport.state(handle) is State.DONE)
+    until(lambda: one.transport.state(handle) is TransferState.DONE)
     one.transport.release(handle)
 
 
@@ -63,7 +63,7 @@ def test_a_read_fetches_its_ranges_and_nothing_else(is_host: bool, sides: tuple[
     peer = one.transport.add_peer(other.transport.metadata())
     here, there = ranges(one, (10, 5000), (200_000, 3)), ranges(other, (77_777, 5000), (0, 3))
     handle = one.transport.post("READ", peer, here, there, is_host=is_host)
-    until(lambda: one.transport.state(handle) is State.DONE)
+    until(lambda: one.transport.state(handle) is TransferState.DONE)
     expected = np.zeros(MEMORY_BYTES, dtype=np.uint8)
     expected[10:5010] = other.memory[77_777:82_777]
     expected[200_000:200_003] = other.memory[:3]
@@ -79,7 +79,7 @@ def test_a_read_sees_what_was_there_before_it_was_posted(sides: tuple[Side, Side
     for value in range(1, 20):
         other.memory[:8] = value
         handle = one.transport.post("READ", peer, ranges(one, (0, 8)), ranges(other, (0, 8)))
-        until(lambda handle=handle: one.transport.state(handle) is State.DONE)
+        until(lambda handle=handle: one.transport.state(handle) is TransferState.DONE)
         assert (one.memory[:8] == value).all()
         one.transport.release(handle)
 
@@ -119,7 +119,7 @@ def test_many_writes_each_notify_once(sides: tuple[Side, Side]) -> None:
     ]
     arrived = notifications(other.transport, 50, [(one, handle) for handle in handles])
     assert sorted(int(n) for _, n in arrived) == list(range(50))
-    until(lambda: all(one.transport.state(handle) is State.DONE for handle in handles))
+    until(lambda: all(one.transport.state(handle) is TransferState.DONE for handle in handles))
     for handle in handles:
         one.transport.release(handle)
     assert other.transport.received() == []
@@ -174,7 +174,7 @@ def test_a_peer_may_be_removed_whatever_nixl_says(sides: tuple[Side, Side]) -> N
     assert one.transport.add_peer(other.transport.metadata()) == peer
     other.memory[:8] = 7
     handle = one.transport.post("READ", peer, ranges(one, (0, 8)), ranges(other, (0, 8)))
-    until(lambda: one.transport.state(handle) is State.DONE)
+    until(lambda: one.transport.state(handle) is TransferState.DONE)
     assert (one.memory[:8] == 7).all()
     one.transport.release(handle)
 

@@ -17,7 +17,7 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.base import Ranges, State
+from kvcached_nixl.transport.base import Ranges, TransferState
 from kvcached_nixl.transport.memory import GATE, MemoryTransport, Network, Posted
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
@@ -93,14 +93,14 @@ class Wire(Network):
         """Delivers the remaining bytes of a failed transfer."""
         self.rests.remove(rest)
         self.pending[rest] = None
-        self._end(rest, State.DONE, 1.0)
+        self._end(rest, TransferState.DONE, 1.0)
 
     def notify(self, posted: Posted) -> None:
         super().notify(posted)
         if posted.notification:
             self.said.append(posted)
 
-    def _end(self, posted: Posted, state: State, share: float) -> None:
+    def _end(self, posted: Posted, state: TransferState, share: float) -> None:
         assert self.cluster is not None
         if posted.local is not None and posted.receiver in self.agents:
             self.cluster.watch(posted, int(len(posted.local) * share))

@@ -15,7 +15,7 @@ import pytest
 from kvcached_nixl.scheduler import decode_fetches as fetching
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Written, decode, encode
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status, Worker
@@ -287,7 +287,9 @@ def test_peers_take_turns(made: Made) -> None:
     planes = (pair.decode.workers[0].memory.planes,)
     for agent in ("a", "a", "a", "b"):
         asked = ChecksumRequest(agent, planes, lambda agent=agent: wanted[agent])  # type: ignore[misc]
-        checksums.of_sent(asked, ([(Blocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed)))  # type: ignore[misc]
+        checksums.of_sent(
+            asked, ([(KernelBlocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed))
+        )  # type: ignore[misc]
     for _ in range(2):
         runs.run()
         checksums.turn()

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
-from kvcached_nixl.transport.base import State
+from kvcached_nixl.transport.base import TransferState
 from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
@@ -300,7 +300,7 @@ class Local:
         return [one for one in self.network.pending if one.is_transfer]
 
     def unreleased(self) -> list[Posted]:
-        return [one for one in self.transport.unreleased() if one.state is not State.IN_FLIGHT]
+        return [one for one in self.transport.unreleased() if one.state is not TransferState.IN_FLIGHT]
 
 
 def manifest(

@@ -10,31 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import Gate, MemoryPath, Server, Settings, read_gate
+from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, read_gate
 from kvcached_nixl.transfer_mode import TransferMode
 
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "TRUE"])
 def test_the_gate_opens_for_one_and_true_in_any_case(word: str) -> None:
     """Exactly kvcached's own values."""
-    assert read_gate({"ENABLE_KVCACHED": word}) is Gate.ON
+    assert read_gate({"ENABLE_KVCACHED": word}) is ActivationGate.ON
 
 
 @pytest.mark.parametrize("environ", [{}, *({"ENABLE_KVCACHED": w} for w in ("", "0", "false", "yes", "on", " 1"))])
 def test_the_gate_stays_closed_for_everything_else(environ: dict[str, str]) -> None:
     """Where kvcached would stay off, so does this package."""
-    assert read_gate(environ) is Gate.KVCACHED_OFF
+    assert read_gate(environ) is ActivationGate.KVCACHED_OFF
 
 
 @pytest.mark.parametrize("word", ["0", "false", "False"])
 def test_kvcached_nixl_zero_turns_this_package_off_alone(word: str) -> None:
     """kvcached stays on."""
-    assert read_gate({"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": word}) is Gate.PACKAGE_OFF
+    assert read_gate({"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": word}) is ActivationGate.PACKAGE_OFF
 
 
 def test_an_unclear_word_is_refused_only_when_it_matters() -> None:
     """With kvcached off there is nothing to decide."""
-    assert read_gate({"KVCACHED_NIXL": "maybe"}) is Gate.KVCACHED_OFF
+    assert read_gate({"KVCACHED_NIXL": "maybe"}) is ActivationGate.KVCACHED_OFF
     with pytest.raises(SettingsError, match="maybe"):
         read_gate({"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "maybe"})
 

@@ -43,7 +43,7 @@ class _Held:
     executor: weakref.ref[Any] | None
 
 
-class _Holder:
+class _NameHolder:
     held: _Held | None = None
 
 
@@ -55,7 +55,7 @@ def withdraw_name() -> tuple[str, ...]:
 
     Returns: a note for the report.
     """
-    if _Holder.held is not None:
+    if _NameHolder.held is not None:
         return ()
     try:
         utils = _module("utils")
@@ -86,7 +86,7 @@ def own_engine(executor: Any, config: Any, logger: logging.Logger) -> None:
     except ContractChanged:
         claim.release()
         raise
-    _Holder.held = _Held(claim, weakref.ref(executor))
+    _NameHolder.held = _Held(claim, weakref.ref(executor))
     setattr(config, _RIDES, claim.name)
     logger.info("kvcached's name of this engine is %s (as shown by kvctl; requested: %s).", claim.name, wish)
 
@@ -106,15 +106,15 @@ def join_engine(config: Any) -> None:
             remedy="Use one of vLLM's own executors (mp, ray, uni), or one that calls the constructor of Executor and "
             "passes vllm_config on; with kvcached and this package in the environment of every process.",
         )
-    held = _Holder.held
+    held = _NameHolder.held
     if held is None or held.claim.name != name:
-        held = _Holder.held = _Held(join(name, _places(_module("utils"))), None)
+        held = _NameHolder.held = _Held(join(name, _places(_module("utils"))), None)
     _set(held.claim.name)
 
 
 def give_up_name() -> None:
     """Called when the engine of this process has ended, and kvcached with it. Removes the files under its name."""
-    held, _Holder.held = _Holder.held, None
+    held, _NameHolder.held = _NameHolder.held, None
     if held is not None:
         held.claim.release()
         withdraw_name()
@@ -128,7 +128,7 @@ def clear_left() -> None:
 
 
 def _refuse_second() -> None:
-    held = _Holder.held
+    held = _NameHolder.held
     if held is None or held.claim.pid != os.getpid():
         return
     if held.executor is not None and held.executor() is not None:

@@ -25,7 +25,7 @@ from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 
 __all__ = ["Attempt", "Part"]
 
@@ -64,7 +64,7 @@ class Attempt:
         staging_window: the slots its KV arrives in; None until a rank of prefill is to be told of them.
     """
 
-    def __init__(self, spec: FetchSpec, blocks: tuple[Blocks, ...], changed: Callable[[Attempt], None]) -> None:
+    def __init__(self, spec: FetchSpec, blocks: tuple[KernelBlocks, ...], changed: Callable[[Attempt], None]) -> None:
         self.spec = spec
         self.blocks = blocks
         self.parts: list[Part] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.base import Gate
+from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
@@ -63,7 +63,7 @@ class Receiver:
         self.dropped: Counter[str] = Counter()
 
     @property
-    def gates(self) -> Iterable[Gate]:
+    def gates(self) -> Iterable[WriteGate]:
         """Agents that may receive notifications, besides this rank's own."""
         return self._gates or ()
 

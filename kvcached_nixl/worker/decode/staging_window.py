@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.slots import Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
@@ -51,7 +51,7 @@ class StagingWindow:
     def __init__(
         self,
         staging: Staging,
-        blocks: Sequence[Blocks],
+        blocks: Sequence[KernelBlocks],
         end_token: int,
         step: int,
         num_writers: int,

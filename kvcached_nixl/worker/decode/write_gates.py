@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode: the gates that prefill writes through, and how a rank that does not answer is fenced. Once per worker.
 
-All ranks of prefill write through one gate (`transport.base.Gate`). To fence one of them, a second gate is opened for
-all later registrations. The first is closed when no other rank writes through it any more, or after DRAIN_SECONDS.
+All ranks of prefill write through one gate (`transport.base.WriteGate`). To fence one of them, a second gate is opened
+for all later registrations. The first is closed when no other rank writes through it any more, or after DRAIN_SECONDS.
 After that no registration that was made through it can be written.
 
     present ─► retired ─► closing ─► closed        its parts are told that they are fenced
@@ -21,10 +21,10 @@ from typing import Protocol
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import Gate
+from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.worker.background import Work
 
-__all__ = ["WriteGates", "GateUse", "Written"]
+__all__ = ["WriteGates", "GateUse", "GatedPart"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -34,7 +34,7 @@ AGAIN_SECONDS = 10.0
 """Time between opening two gates, so that only a few are open; and before a failed open or close is retried."""
 
 
-class Written(Protocol):
+class GatedPart(Protocol):
     """A part that is registered through a gate; implemented by `write_part.WritePart`."""
 
     @property
@@ -65,10 +65,10 @@ class GateUse:
         is_tried: the background thread is closing it now.
     """
 
-    gate: Gate
+    gate: WriteGate
     metadata: bytes
-    parts: dict[Written, None] = field(default_factory=dict)
-    fenced: set[Written] = field(default_factory=set)
+    parts: dict[GatedPart, None] = field(default_factory=dict)
+    fenced: set[GatedPart] = field(default_factory=set)
     closes_at_seconds: float | None = None
     is_closing: bool = False
     is_tried: bool = False
@@ -90,7 +90,7 @@ class WriteGates:
         make: opens a gate; called on the background thread, except for the first gate.
     """
 
-    def __init__(self, make: Callable[[], Gate], works: Works, clock: Clock) -> None:
+    def __init__(self, make: Callable[[], WriteGate], works: Works, clock: Clock) -> None:
         self._make = make
         self._works = works
         self._clock = clock
@@ -103,7 +103,7 @@ class WriteGates:
         """Number of gates that are not closed."""
         return (self._present is not None) + len(self._retired)
 
-    def __iter__(self) -> Iterator[Gate]:
+    def __iter__(self) -> Iterator[WriteGate]:
         """Gates whose notifications have to be read."""
         if self._present is not None:
             yield self._present.gate
@@ -121,21 +121,21 @@ class WriteGates:
             self._present = GateUse(gate, gate.metadata())
         return self._present
 
-    def join(self, part: Written) -> GateUse:
+    def join(self, part: GatedPart) -> GateUse:
         """Return the gate for a part that is about to be registered. Raises `TransportError` as `begin`."""
         passage = self.begin()
         passage.parts[part] = None
         return passage
 
     @staticmethod
-    def leave(part: Written, passage: GateUse) -> None:
+    def leave(part: GatedPart, passage: GateUse) -> None:
         """The part's attempt is finished, or the part was not registered after all."""
         passage.parts.pop(part, None)
         passage.fenced.discard(part)
 
     @staticmethod
-    def fence(part: Written, passage: GateUse) -> None:
-        """Fence a part whose writer does not answer; calls `Written.fenced` once that cannot write any more."""
+    def fence(part: GatedPart, passage: GateUse) -> None:
+        """Fence a part whose writer does not answer; calls `GatedPart.fenced` once that cannot write any more."""
         if part in passage.parts:
             passage.fenced.add(part)
 

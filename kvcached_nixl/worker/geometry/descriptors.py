@@ -27,7 +27,7 @@ from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.transport.base import Ranges
 from kvcached_nixl.wire.planes import Planes
 
-__all__ = ["Blocks", "Descriptors", "Route", "misfit"]
+__all__ = ["KernelBlocks", "Descriptors", "Route", "misfit"]
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class Descriptors:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class KernelBlocks:
     """A request's kernel blocks of one KV-cache group on one side: ``ids[i]`` holds the tokens from
     ``first_token + i * block_size`` on."""
 
@@ -103,7 +103,9 @@ class Route:
         begins, lengths = _runs(here, there, np.full(len(here), run_bytes))
         self._here, self._there, self._lengths = here[begins], there[begins], lengths
 
-    def descriptors(self, local_blocks: Blocks, remote_blocks: Blocks, first_token: int, end_token: int) -> Descriptors:
+    def descriptors(
+        self, local_blocks: KernelBlocks, remote_blocks: KernelBlocks, first_token: int, end_token: int
+    ) -> Descriptors:
         """Returns descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
 
         If ``end_token`` is inside a block on both sides, the rest of the smaller block is moved as well.
@@ -146,7 +148,7 @@ def _within_step(local: Planes, remote: Planes, step: int, heads: int) -> tuple[
     return found[0], found[1], run
 
 
-def _block_offsets(planes: Planes, blocks: Blocks, starts: Int64Array) -> Int64Array:
+def _block_offsets(planes: Planes, blocks: KernelBlocks, starts: Int64Array) -> Int64Array:
     """Returns the offset in bytes of each token of ``starts`` from a plane's base."""
     ids = np.asarray(blocks.ids, dtype=np.int64)
     relative = starts - blocks.first_token

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 
 __all__ = ["Content"]
 
@@ -41,7 +41,7 @@ class Content:
                 index, offset = _find(base, areas)
                 self._within[index].append((kind, place, offset))
 
-    def digest(self, groups: Sequence[tuple[Blocks, int]], end_token: int, other: Sequence[Planes]) -> str:
+    def digest(self, groups: Sequence[tuple[KernelBlocks, int]], end_token: int, other: Sequence[Planes]) -> str:
         """Returns the checksum of the tokens before ``end_token`` and the heads that both sides have: 32 hexadecimal
         digits.
 
@@ -67,7 +67,7 @@ class Content:
         self,
         area: torch.Tensor,
         within: Sequence[tuple[int, int, int]],
-        blocks: Blocks,
+        blocks: KernelBlocks,
         first_token: int,
         end_token: int,
         other: Sequence[Planes],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: connections to the write gates of decode's ranks (`transport.base.Gate`). On the transfer thread.
+"""Prefill: connections to the write gates of decode's ranks (`transport.base.WriteGate`). On the transfer thread.
 
 A registration names the gate to write through. The connection is kept until a newer gate of the same rank is used and
 no WRITE to the old one is in flight; or until its rank is forgotten; or until a WRITE fails, because decode has closed

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
 from kvcached_nixl.worker.staging.slots import Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
@@ -29,7 +29,7 @@ WINDOWS = 2
 class Source(NamedTuple):
     """Per KV-cache group the blocks (or slots) to write from, up to ``end_token``. ``held``: those slots, if staged."""
 
-    groups: tuple[Blocks, ...]
+    groups: tuple[KernelBlocks, ...]
     end_token: int
     held: Held | None = None
 
@@ -56,7 +56,7 @@ class FromBlocks:
         offer, size = task.offer, self._block_size
         # Skip blocks before a group's sliding window: they may belong to another request.
         groups = zip(offer.block_ids, _first_tokens(offer), strict=True)
-        return Source(tuple(Blocks(ids[first // size :], first) for ids, first in groups), end_token)
+        return Source(tuple(KernelBlocks(ids[first // size :], first) for ids, first in groups), end_token)
 
     def is_copying(self, offer: Offer) -> bool:
         """Whether an offer's blocks are being copied."""
@@ -289,5 +289,5 @@ def _first_tokens(offer: Offer) -> Sequence[int]:
     return [group.first_token for group in groups] or [0] * len(offer.block_ids)
 
 
-def _blocks(held: Held) -> tuple[Blocks, ...]:
-    return tuple(Blocks(group.block_ids, group.first_token) for group in held.groups)
+def _blocks(held: Held) -> tuple[KernelBlocks, ...]:
+    return tuple(KernelBlocks(group.block_ids, group.first_token) for group in held.groups)

@@ -16,7 +16,7 @@ import numpy as np
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, StagingGrant, StagingRequest, Stopped, Written, encode
-from kvcached_nixl.worker.geometry.descriptors import Blocks, Descriptors
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
 from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
@@ -162,7 +162,7 @@ class Writer:
                 FailureCause.RANGE, "the registration does not fit the handshake (groups or block size)"
             )
         groups = [
-            (here, Blocks(there.block_ids, there.first_token), max(task.next_token, there.first_token))
+            (here, KernelBlocks(there.block_ids, there.first_token), max(task.next_token, there.first_token))
             for here, there in zip(source.groups, targets, strict=True)
         ]
         routes = context.routes.of(known.agent, memory)

@@ -12,7 +12,7 @@ from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.worker.geometry.layout import Layout
 from kvcached_nixl.worker.staging.slab import Slab
 
-__all__ = ["LONGEST_AT_ONCE", "Load", "make_slab", "num_kept", "num_slots"]
+__all__ = ["LONGEST_AT_ONCE", "SlabLoad", "make_slab", "num_kept", "num_slots"]
 
 LONGEST_AT_ONCE = 4
 """By default there are slots for this many requests of the longest length, or for as many as may run, if fewer. A
@@ -27,7 +27,7 @@ _SHARES = 4
 
 
 @dataclass(frozen=True)
-class Load:
+class SlabLoad:
     """The load that an engine is configured for.
 
     Attributes:
@@ -52,7 +52,7 @@ class Load:
         return _SHARES * -(-_LARGEST_BLOCK_TOKENS // self.block_size) * self.num_groups
 
 
-def num_slots(layout: Layout, load: Load, staging_gib: float | None, *, is_host: bool) -> int:
+def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_host: bool) -> int:
     """Returns the number of slots; at most the cache's blocks, unless those are fewer than ``load.fewest_slots``.
 
     Args:
@@ -84,7 +84,7 @@ def num_kept(slots: int) -> int:
     return slots // _SHARES
 
 
-def make_slab(layout: Layout, path: MemoryPath, load: Load, settings: Settings) -> Slab:
+def make_slab(layout: Layout, path: MemoryPath, load: SlabLoad, settings: Settings) -> Slab:
     """Make the slab of a worker.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.copier import Copy
 from kvcached_nixl.worker.staging.slots import Slots, Use
 
@@ -172,9 +172,9 @@ class Staging:
         Args:
             blocks: per KV-cache group, from the prompt's first token on.
         """
-        self._copy(held, [Blocks(group) for group in blocks], held.staged_token, to_token, True, ended)
+        self._copy(held, [KernelBlocks(group) for group in blocks], held.staged_token, to_token, True, ended)
 
-    def scatter(self, held: Held, blocks: Sequence[Blocks], ended: Callable[[str], None]) -> None:
+    def scatter(self, held: Held, blocks: Sequence[KernelBlocks], ended: Callable[[str], None]) -> None:
         """Copy all tokens of the slots into kernel blocks."""
         self._copy(held, blocks, held.first_token, held.end_token, False, ended)
 
@@ -212,7 +212,7 @@ class Staging:
     def _copy(
         self,
         held: Held,
-        blocks: Sequence[Blocks],
+        blocks: Sequence[KernelBlocks],
         first_token: int,
         end_token: int,
         is_gather: bool,

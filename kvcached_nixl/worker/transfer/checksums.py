@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 
 __all__ = ["ChecksumRequest", "Checksums", "Range", "Runs"]
 
-Range = tuple[Sequence[tuple[Blocks, int]], int]
+Range = tuple[Sequence[tuple[KernelBlocks, int]], int]
 """(per KV-cache group its blocks and first token; one past the last token)."""
 
 

@@ -4,7 +4,7 @@
 On the same host a peer may write this process's memory through the kernel or a device (``process_vm_writev``, CUDA
 IPC), without any endpoint, key or socket of this process; but there the kernel also tells whether the process has
 ended. A peer on another host has to write over a network, and the gate it writes through can be closed
-(`transport.base.Gate`).
+(`transport.base.WriteGate`).
 
 Nothing here blocks: ``/proc`` is served from kernel memory. Linux only, as NIXL is.
 """

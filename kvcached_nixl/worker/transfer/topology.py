@@ -19,7 +19,7 @@ from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.geometry.descriptors import Blocks, Descriptors, Route, misfit
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 
 __all__ = ["LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of", "peers_of"]
 
@@ -82,7 +82,9 @@ class PeerRoutes:
         return len(self._found)
 
     @staticmethod
-    def ranges(routes: tuple[Route, ...], groups: Sequence[tuple[Blocks, Blocks, int]], end_token: int) -> Descriptors:
+    def ranges(
+        routes: tuple[Route, ...], groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]], end_token: int
+    ) -> Descriptors:
         """Returns the descriptors of a transfer.
 
         Args:
@@ -117,9 +119,9 @@ def kernel_blocks(blocks: Sequence[LogicalBlock], kernel_blocks_per_block: int) 
     return found
 
 
-def kernel_blocks_of(group: BlockRange, kernel_blocks_per_block: int) -> Blocks:
+def kernel_blocks_of(group: BlockRange, kernel_blocks_per_block: int) -> KernelBlocks:
     """Convert a block range of a manifest or of a `FetchSpec`, as `kernel_blocks`."""
-    return Blocks(kernel_blocks(group.block_ids, kernel_blocks_per_block), group.first_token)
+    return KernelBlocks(kernel_blocks(group.block_ids, kernel_blocks_per_block), group.first_token)
 
 
 def contributors(

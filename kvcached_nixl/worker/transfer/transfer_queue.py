@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcached_nixl.clock import Clock
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, State, Transport, TransportError
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
 
 __all__ = ["Budget", "TransferJob", "TransferQueue"]
 
@@ -194,16 +194,16 @@ class TransferQueue:
     def _look(self, batches: list[_Batch]) -> None:
         for batch in batches:
             state = self._transport.state(batch.handle)
-            if state is State.IN_FLIGHT:
+            if state is TransferState.IN_FLIGHT:
                 continue
             job = batch.job
-            if state is State.FAILED:
+            if state is TransferState.FAILED:
                 self._fail(job, f"a {job.operation} failed", batch.connection)
             self._transport.release(batch.handle)
             if batch in self._active:
                 begun = self._active[batch]
                 self._leave(batch)
-                if state is State.DONE:
+                if state is TransferState.DONE:
                     seconds = self._clock.now_seconds() - begun
                     self._moved(job.operation, batch.num_bytes, batch.descriptors, seconds)
             else:

@@ -18,7 +18,7 @@ from kvcached_nixl.errors import ContractChanged, LayoutRefused
 from kvcached_nixl.scheduler.build import StockScheduler
 from kvcached_nixl.worker.build import StockWorker
 from kvcached_nixl.worker.geometry.kv_axes import Axes
-from kvcached_nixl.worker.memory_registration import StockWorker as RegisteredWorker
+from kvcached_nixl.worker.memory_registration import NixlRegistrar
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +183,7 @@ def worker(**changed: Any) -> WorkerView:
 
 def test_a_workers_half_is_what_our_worker_asks_for() -> None:
     view = worker()
-    asked: tuple[StockWorker | None, RegisteredWorker] = (None, view)
+    asked: tuple[StockWorker | None, NixlRegistrar] = (None, view)
     assert asked[1] is view
     assert (view.engine_id, view.tp_size, view.tp_rank, view.use_mla) == ("e", 2, 1, False)
     assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block, view.total_kv_heads) == (7, 3, 2, 8)

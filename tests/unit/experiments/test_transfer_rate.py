@@ -34,9 +34,9 @@ from experiments.transfer_rate.plain import cut
 from experiments.transfer_rate.report import LEAST_SHARE, MOST_HOLD_SECONDS, cells, judge, plot, table_of
 from experiments.transfer_rate.timing import TimedTransport, longest_hold
 from kvcached_nixl.clock import ManualClock
-from kvcached_nixl.transport.base import State
+from kvcached_nixl.transport.base import TransferState
 from kvcached_nixl.transport.memory import Network
-from kvcached_nixl.worker.geometry.descriptors import Blocks, Route
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferJob, TransferQueue
 
 SETTING = ("shared memory", "pull", CONTIGUOUS)
@@ -85,7 +85,7 @@ def test_a_cell_has_medians_and_what_is_left_is_waiting(tmp_path: Path) -> None:
 def test_a_scattered_block_is_as_many_descriptors_as_kvcached_makes_of_it(layout: str) -> None:
     """One, or one for each layer's K and V; neither joined with another block's nor cut."""
     here, there = planes(0, 10, layout), planes(1 << 30, 10, layout)
-    found = Route(here, there).descriptors(Blocks([1, 3, 5]), Blocks([7, 2, 4]), 0, 3 * BLOCK_SIZE)
+    found = Route(here, there).descriptors(KernelBlocks([1, 3, 5]), KernelBlocks([7, 2, 4]), 0, 3 * BLOCK_SIZE)
     a_block, length = (1, BLOCK_BYTES) if layout == CONTIGUOUS else (PLANES, PAGE_BYTES)
     assert len(found.local) == 3 * a_block
     assert set(found.local[:, 1].tolist()) == {length}
@@ -123,9 +123,9 @@ def test_the_time_of_a_transport_is_told_by_what_it_did() -> None:
     peer = timed.add_peer(other.metadata())
     handle = timed.post("READ", peer, some, some)
     word = timed.post("READ", peer, some, some, is_host=True)
-    assert timed.state(word) is State.IN_FLIGHT
+    assert timed.state(word) is TransferState.IN_FLIGHT
     network.deliver_all()
-    assert timed.state(handle) is timed.state(word) is State.DONE
+    assert timed.state(handle) is timed.state(word) is TransferState.DONE
     assert timed.timed("descriptors", lambda one, two: one + two)(1, 2) == 3
     parts = timed.take()
     assert set(parts) == {"posting", "transfers", "looking", "word", "descriptors"}

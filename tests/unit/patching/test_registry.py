@@ -16,7 +16,7 @@ import pytest
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused, UnsupportedVersion
-from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Place, Registry, Seam, State, Target
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, PatchState, Place, Registry, Seam, Target
 
 SOURCE = """
 class Base:
@@ -138,7 +138,7 @@ def test_an_attribute_inherited_from_outside_the_target_is_refused(lib: Any, mak
     """A patch never lands on a base class that is shared with other connectors."""
     make_module("other", "from lib.worker import Base\nclass Mine(Base): pass")
     registry = seams(patch(target=Target("mine", (Place("other", "Mine"),))).around(lambda call: None))
-    assert only(registry).state is State.REFUSED
+    assert only(registry).state is PatchState.REFUSED
     assert "inherited from lib.worker.Base" in only(registry).reason
     assert "load" in vars(lib.Base) and type(vars(lib.Base)["load"]).__name__ == "function"
 
@@ -205,7 +205,7 @@ def test_a_retained_binding_that_is_something_else_is_refused_and_nothing_is_cha
         also_bound_in=("user",),
     )
     registry = seams(record.around(lambda call: None))
-    assert only(registry).state is State.REFUSED
+    assert only(registry).state is PatchState.REFUSED
     assert lib.digest is original
 
 
@@ -227,7 +227,7 @@ def test_a_binding_that_cannot_be_set_undoes_the_ones_before_it(lib: Any, make_m
         also_bound_in=("user",),
     )
     registry = seams(record.around(lambda call: None))
-    assert only(registry).state is State.REFUSED
+    assert only(registry).state is PatchState.REFUSED
     assert "read-only" in only(registry).reason
     assert lib.digest is original
 
@@ -249,7 +249,7 @@ def test_a_changed_contract_is_refused_before_anything_is_wrapped(
     before = dict(vars(lib.Base))
     registry = seams(patch(**changes).around(lambda call: None))
     outcome = only(registry)
-    assert outcome.state is State.REFUSED
+    assert outcome.state is PatchState.REFUSED
     assert isinstance(outcome.cause, ContractChanged)
     assert words in outcome.cause.found
     assert "blocks would be read twice" in outcome.cause.consequence
@@ -259,13 +259,13 @@ def test_a_changed_contract_is_refused_before_anything_is_wrapped(
 def test_a_second_parameter_list_is_accepted_if_the_record_says_so(lib: Any) -> None:
     """Two supported versions may differ in their parameters."""
     record = patch(parameters=("self", "request"), also_accepts=(("self", "request", "count", "more"),))
-    assert only(seams(record.around(lambda call: None))).state is State.APPLIED
+    assert only(seams(record.around(lambda call: None))).state is PatchState.APPLIED
 
 
 def test_a_patch_of_any_parameters_is_applied_whatever_they_are(lib: Any) -> None:
     """The gate must not be opened by a changed signature."""
     registry = seams(patch(parameters=ANY_PARAMETERS).around(lambda call: call.argument("request")))
-    assert only(registry).state is State.APPLIED
+    assert only(registry).state is PatchState.APPLIED
     assert lib.Base().load("r") == "r"
 
 
@@ -276,10 +276,10 @@ def test_a_patch_is_decided_when_its_module_is_imported(tmp_path: Path, monkeypa
     record = patch(target=Target("late", (Place("missing_library", "Base"), Place("late_library", "Base"))))
     registry = seams(record.around(lambda call: "wrapped"))
     assert "late_library" not in sys.modules
-    assert only(registry).state is State.PENDING
+    assert only(registry).state is PatchState.PENDING
     try:
         assert importlib.import_module("late_library").Base().load("r") == "wrapped"
-        assert only(registry).state is State.APPLIED
+        assert only(registry).state is PatchState.APPLIED
     finally:
         sys.modules.pop("late_library", None)
 
@@ -292,7 +292,7 @@ def test_completing_imports_what_nobody_has_imported(tmp_path: Path, monkeypatch
     registry = seams(record.around(lambda call: None))
     try:
         registry.complete()
-        assert only(registry).state is State.APPLIED
+        assert only(registry).state is PatchState.APPLIED
     finally:
         sys.modules.pop("unimported_library", None)
 
@@ -306,9 +306,9 @@ def test_a_target_that_is_nowhere_is_refused_or_skipped_as_the_record_says(lib: 
     )
     registry.complete()
     refused, skipped = registry.outcomes()
-    assert refused.state is State.REFUSED
+    assert refused.state is PatchState.REFUSED
     assert "lib.worker.Gone, no.such.module.Gone" in refused.reason
-    assert skipped.state is State.SKIPPED
+    assert skipped.state is PatchState.SKIPPED
 
 
 def test_a_target_whose_import_breaks_is_refused_with_that_error(
@@ -320,7 +320,7 @@ def test_a_target_whose_import_breaks_is_refused_with_that_error(
     record = patch(target=Target("broken", (Place("broken_library", "Base"),)), when_absent="skip")
     registry = seams(record.around(lambda call: None))
     registry.complete()
-    assert only(registry).state is State.REFUSED
+    assert only(registry).state is PatchState.REFUSED
     assert "a_module_nobody_has" in only(registry).reason
 
 
@@ -332,7 +332,7 @@ def test_a_class_that_is_only_re_exported_is_patched_where_it_is_defined(
     target = Target("worker", (Place("facade", "Base"), Place("lib.worker", "Base")))
     registry = seams(patch(target=target).around(lambda call: ["once", *call.proceed()]))
     registry.complete()
-    assert only(registry).state is State.APPLIED
+    assert only(registry).state is PatchState.APPLIED
     assert lib.Base().load("r") == ["once", "base", "r", 1, {}]
 
 
@@ -344,7 +344,7 @@ def test_an_alias_of_a_subclass_is_no_stand_in_for_a_base_that_is_gone(
     target = Target("worker", (Place("lib.worker", "Gone"), Place("lib.facade", "Base")), scope="lib")
     registry = seams(patch(target=target).around(lambda call: None))
     registry.complete()
-    assert only(registry).state is State.REFUSED
+    assert only(registry).state is PatchState.REFUSED
     assert type(vars(lib.Sub)["load"]).__name__ == "function"
 
 
@@ -357,11 +357,11 @@ def test_a_half_imported_module_is_left_until_it_is_complete(lib: Any, absent: s
     entire = vars(lib).pop(absent)
     lib.__spec__._initializing = True
     registry = seams(record.around(lambda call: "wrapped"))
-    assert only(registry).state is State.PENDING
+    assert only(registry).state is PatchState.PENDING
     setattr(lib, absent, entire)
     lib.__spec__._initializing = False
     registry.complete()
-    assert only(registry).state is State.APPLIED
+    assert only(registry).state is PatchState.APPLIED
 
 
 def test_a_hook_records_an_unforeseen_error_and_does_not_raise(lib: Any) -> None:
@@ -371,7 +371,7 @@ def test_a_hook_records_an_unforeseen_error_and_does_not_raise(lib: Any) -> None
         raise ZeroDivisionError("in prepare")
 
     registry = seams(patch(prepare=explode).around(lambda call: None))
-    assert only(registry).state is State.REFUSED
+    assert only(registry).state is PatchState.REFUSED
     assert "ZeroDivisionError: in prepare" in only(registry).reason
 
 
@@ -389,8 +389,8 @@ def test_the_judge_skips_and_refuses_with_its_reason(lib: Any) -> None:
         judge=judge,
     )
     skipped, refused = registry.outcomes()
-    assert (skipped.state, skipped.reason) == (State.SKIPPED, "lib does it")
-    assert refused.state is State.REFUSED
+    assert (skipped.state, skipped.reason) == (PatchState.SKIPPED, "lib does it")
+    assert refused.state is PatchState.REFUSED
     assert [type(vars(lib.Base)[name]).__name__ for name in ("load", "layout")] == ["function", "classmethod"]
 
 
@@ -404,7 +404,7 @@ def test_preparing_runs_before_the_contract_is_checked_and_its_notes_are_kept(li
         return ("took something off",)
 
     registry = seams(patch(prepare=prepare).around(lambda call: None))
-    assert only(registry).state is State.APPLIED
+    assert only(registry).state is PatchState.APPLIED
     assert only(registry).notes == ("took something off",)
 
 
@@ -465,7 +465,7 @@ def test_a_wrapper_that_was_replaced_is_refused_at_completion(lib: Any) -> None:
     registry = seams(patch().around(lambda call: None))
     lib.Base.load = lambda self, *args, **kwargs: None
     registry.complete()
-    assert only(registry).state is State.REFUSED
+    assert only(registry).state is PatchState.REFUSED
     assert "Base.load was replaced" in only(registry).reason
 
 
@@ -481,7 +481,7 @@ def test_a_wrapper_around_ours_that_says_so_is_accepted_at_completion(lib: Any) 
 
     lib.Base.load = traced
     registry.complete()
-    assert [outcome.state for outcome in registry.outcomes()] == [State.APPLIED, State.APPLIED]
+    assert [outcome.state for outcome in registry.outcomes()] == [PatchState.APPLIED, PatchState.APPLIED]
 
 
 def test_refusals_of_the_environment_and_of_patches_are_listed_together(lib: Any) -> None:

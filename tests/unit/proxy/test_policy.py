@@ -12,7 +12,7 @@ import pytest
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.proxy.affinity import MOST_PIECES, MOST_SERVERS, PIECE_BYTES, PrefixTree
-from kvcached_nixl.proxy.instance import Load
+from kvcached_nixl.proxy.instance import InstanceLoad
 from kvcached_nixl.proxy.policy import (
     POLICIES,
     LeastTokens,
@@ -27,15 +27,15 @@ from kvcached_nixl.proxy.policy import (
 SHORT = Wanted(b"", b"short", 2, 16)
 
 
-def loads(*tokens: int) -> list[Load]:
-    return [Load(f"s{place}", one > 0, one) for place, one in enumerate(tokens)]
+def loads(*tokens: int) -> list[InstanceLoad]:
+    return [InstanceLoad(f"s{place}", one > 0, one) for place, one in enumerate(tokens)]
 
 
 def text(name: str, pieces: int = 4) -> Wanted:
     return Wanted(b"", name.encode().ljust(PIECE_BYTES * pieces, b"."), 64 * pieces, 16)
 
 
-def chosen(policy: Policy, candidates: Sequence[Load], wanted: Wanted = SHORT, count: int = 12) -> Counter[int]:
+def chosen(policy: Policy, candidates: Sequence[InstanceLoad], wanted: Wanted = SHORT, count: int = 12) -> Counter[int]:
     return Counter(policy.choose(candidates, wanted) for _ in range(count))
 
 
@@ -75,8 +75,8 @@ def test_prefix_affinity_does_not_heap_everything_on_one() -> None:
 
 def test_a_server_that_is_gone_is_not_chosen_for_what_it_had() -> None:
     policy = PrefixAffinity()
-    assert policy.choose([Load("gone", 0, 0)], text("a")) == 0
-    assert policy.choose([Load("other", 0, 0)], text("a")) == 0
+    assert policy.choose([InstanceLoad("gone", 0, 0)], text("a")) == 0
+    assert policy.choose([InstanceLoad("other", 0, 0)], text("a")) == 0
 
 
 @pytest.mark.parametrize("name", [name for name, _ in POLICIES])

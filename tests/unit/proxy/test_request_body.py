@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_nixl.proxy.failure import Refusal
-from kvcached_nixl.proxy.request_body import Alone, Asked, Route, decode_body, prefill_body, read
+from kvcached_nixl.proxy.request_body import Alone, ApiRoute, Asked, decode_body, prefill_body, read
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 
 
-def asked(route: Route = Route.COMPLETIONS, *, allows_params: bool = False, **fields: Any) -> Asked:
-    prompt: dict[str, Any] = {"prompt": "x"} if route is Route.COMPLETIONS else {"messages": []}
+def asked(route: ApiRoute = ApiRoute.COMPLETIONS, *, allows_params: bool = False, **fields: Any) -> Asked:
+    prompt: dict[str, Any] = {"prompt": "x"} if route is ApiRoute.COMPLETIONS else {"messages": []}
     return read(route, json.dumps({**prompt, **fields}).encode(), allows_params=allows_params)
 
 
@@ -35,7 +35,7 @@ ODD = b'{"prompt" : [1, 2 ,3], "x": 1.50, "y": "\\u00e9\\n", "z": {"a":[1e5, -0.
 
 def test_what_is_not_known_stays_the_bytes_that_it_was() -> None:
     """Numbers keep their form, text its escapes, keys their letters."""
-    found = read(Route.COMPLETIONS, ODD, allows_params=False)
+    found = read(ApiRoute.COMPLETIONS, ODD, allows_params=False)
     values = {key: bytes(value) for key, value in found.fields.items()}
     assert values == {
         "prompt": b"[1, 2 ,3]",
@@ -67,7 +67,7 @@ def test_decode_s_body_is_the_client_s(fields: dict[str, Any], has_params: bool)
 
 def test_of_a_key_that_is_there_twice_the_last_counts_for_everybody() -> None:
     """One is left, so router and server cannot disagree."""
-    found = read(Route.COMPLETIONS, b'{"prompt": "a", "n": 2, "prompt": "b", "n": 1}', allows_params=False)
+    found = read(ApiRoute.COMPLETIONS, b'{"prompt": "a", "n": 2, "prompt": "b", "n": 1}', allows_params=False)
     assert found.alone is None
     assert decode_body(found, None, "leg") == b'{"prompt":"b","n":1}'
 
@@ -96,17 +96,17 @@ def test_one_prompt_or_what_is_none_is_left_to_the_servers(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("route", "fields", "reason"),
     [
-        (Route.COMPLETIONS, {"prompt_logprobs": 0}, Alone.LOGPROBS),
-        (Route.COMPLETIONS, {"echo": True, "logprobs": 0}, Alone.LOGPROBS),
-        (Route.COMPLETIONS, {"echo": True}, None),
-        (Route.COMPLETIONS, {"logprobs": 5}, None),
-        (Route.CHAT, {"echo": True, "logprobs": True}, None),
-        (Route.CHAT, {"max_completion_tokens": 0}, Alone.NOTHING_TO_DECODE),
-        (Route.CHAT, {"max_tokens": None, "n": None, "stream": None}, None),
+        (ApiRoute.COMPLETIONS, {"prompt_logprobs": 0}, Alone.LOGPROBS),
+        (ApiRoute.COMPLETIONS, {"echo": True, "logprobs": 0}, Alone.LOGPROBS),
+        (ApiRoute.COMPLETIONS, {"echo": True}, None),
+        (ApiRoute.COMPLETIONS, {"logprobs": 5}, None),
+        (ApiRoute.CHAT, {"echo": True, "logprobs": True}, None),
+        (ApiRoute.CHAT, {"max_completion_tokens": 0}, Alone.NOTHING_TO_DECODE),
+        (ApiRoute.CHAT, {"max_tokens": None, "n": None, "stream": None}, None),
     ],
     ids=str,
 )
-def test_what_decode_computes_itself(route: Route, fields: dict[str, Any], reason: Alone | None) -> None:
+def test_what_decode_computes_itself(route: ApiRoute, fields: dict[str, Any], reason: Alone | None) -> None:
     found = asked(route, **fields)
     assert found.alone is reason and not found.needs_leave
 
@@ -175,9 +175,9 @@ def test_prefill_gets_an_id_of_the_router_s_where_the_client_has_one() -> None:
 @pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "1" + "0" * 400])
 def test_integers_beyond_64_bits_are_refused_wherever_they_are(number: str) -> None:
     with pytest.raises(Refusal, match="64 bits"):
-        read(Route.COMPLETIONS, b'{"prompt": "x", "a": [{"b": %s}]}' % number.encode(), allows_params=False)
+        read(ApiRoute.COMPLETIONS, b'{"prompt": "x", "a": [{"b": %s}]}' % number.encode(), allows_params=False)
     digits = f'{{"prompt": "{number}", "seed": 9223372036854775807}}'.encode()
-    assert read(Route.COMPLETIONS, digits, allows_params=False).alone is None
+    assert read(ApiRoute.COMPLETIONS, digits, allows_params=False).alone is None
 
 
 def test_ten_thousand_mutated_bodies_are_read_or_refused() -> None:
@@ -210,7 +210,7 @@ def test_ten_thousand_mutated_bodies_are_read_or_refused() -> None:
                 ]
             )
         try:
-            found = read(Route.COMPLETIONS, bytes(body), allows_params=False)
+            found = read(ApiRoute.COMPLETIONS, bytes(body), allows_params=False)
         except Refusal as refusal:
             assert refusal.status == 400 and len(refusal.message) < 1000
             refusals += 1

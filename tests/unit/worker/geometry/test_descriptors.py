@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.worker.geometry import descriptors
-from kvcached_nixl.worker.geometry.descriptors import Blocks, Descriptors, Route, misfit
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 
 CELL_BYTES = 2
 
@@ -102,7 +102,9 @@ def test_every_cell_arrives_and_no_other_byte_changes(case: dict[str, Any]) -> N
         for place, shape in enumerate(case["sides"])
     )
     first, end = case["tokens"]
-    found = pair(local.planes, remote.planes, Blocks(case["ids"][0]), Blocks(case["ids"][1], first), first, end)
+    found = pair(
+        local.planes, remote.planes, KernelBlocks(case["ids"][0]), KernelBlocks(case["ids"][1], first), first, end
+    )
 
     expected = remote.memory.copy()
     # The rest of the smaller block comes along.
@@ -128,7 +130,7 @@ def test_every_cell_arrives_and_no_other_byte_changes(case: dict[str, Any]) -> N
 def test_equal_sides_take_a_descriptor_for_each_run_of_blocks() -> None:
     """Blocks that follow each other on both sides move as one, in all planes at once where layers are side by side."""
     apart, together = (side(3, 16, 4, 2, 0, contiguous=contiguous).planes for contiguous in (False, True))
-    runs = Blocks([3, 4, 5, 9, 10]), Blocks([7, 8, 9, 2, 3])
+    runs = KernelBlocks([3, 4, 5, 9, 10]), KernelBlocks([7, 8, 9, 2, 3])
     assert len(pair(apart, apart, *runs, 0, 20).local) == 3 * 2
     assert len(pair(together, together, *runs, 0, 20).local) == 2
     assert pair(together, together, *runs, 0, 20).total_bytes == 3 * 5 * 4 * 2 * CELL_BYTES
@@ -137,7 +139,7 @@ def test_equal_sides_take_a_descriptor_for_each_run_of_blocks() -> None:
 def test_token_major_halves_of_the_heads_take_one_a_token() -> None:
     """Between tensor-parallel sizes 1 and 2 a token's heads are the longest run there is."""
     whole, half = side(1, 4, 4, 4, 0).planes, side(1, 4, 4, 2, 2).planes
-    assert len(pair(whole, half, Blocks([1]), Blocks([2]), 0, 4).local) == 4
+    assert len(pair(whole, half, KernelBlocks([1]), KernelBlocks([2]), 0, 4).local) == 4
 
 
 def test_a_route_is_found_once_and_gives_each_request_its_own() -> None:
@@ -145,15 +147,17 @@ def test_a_route_is_found_once_and_gives_each_request_its_own() -> None:
     apart = side(3, 16, 4, 2, 0).planes
     route = Route(apart, side(3, 16, 8, 2, 0).planes)
     for first, end, ids in ((0, 8, ([1, 2], [3])), (8, 24, ([5, 6, 7, 8], [9, 10])), (0, 3, ([4], [4]))):
-        made = pair(apart, side(3, 16, 8, 2, 0).planes, Blocks(ids[0], first), Blocks(ids[1], first), first, end)
-        found = route.descriptors(Blocks(ids[0], first), Blocks(ids[1], first), first, end)
+        made = pair(
+            apart, side(3, 16, 8, 2, 0).planes, KernelBlocks(ids[0], first), KernelBlocks(ids[1], first), first, end
+        )
+        found = route.descriptors(KernelBlocks(ids[0], first), KernelBlocks(ids[1], first), first, end)
         assert np.array_equal(found.local, made.local) and np.array_equal(found.remote, made.remote)
 
 
 def test_no_descriptor_is_longer_than_what_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of many blocks is cut; no byte is lost, doubled or moved elsewhere."""
     planes = side(1, 16, 4, 2, 0).planes
-    runs = Blocks([3, 4, 5, 6, 9]), Blocks([7, 8, 9, 10, 2])
+    runs = KernelBlocks([3, 4, 5, 6, 9]), KernelBlocks([7, 8, 9, 10, 2])
     whole = pair(planes, planes, *runs, 0, 20)
     assert whole.local[:, 1].tolist() == [64, 16]
 
@@ -200,11 +204,11 @@ def test_ranks_that_do_not_fit_are_told_so_in_words(changed: dict[str, Any], wor
         ({"first_token": 8}, "block boundary"),
         ({"first_token": -4}, "block boundary"),
         ({"end_token": 9}, "hold the tokens"),
-        ({"remote_blocks": Blocks([1, 2], 4)}, "hold the tokens"),
-        ({"remote_blocks": Blocks([])}, "hold the tokens"),
-        ({"local_blocks": Blocks([1, 16])}, "block ids 1 to 16; expected 0 to 15"),
-        ({"local_blocks": Blocks([-1, 3])}, "block ids -1 to 3"),
-        ({"remote_blocks": Blocks([2**31, 3])}, "block ids 3 to 2147483648"),
+        ({"remote_blocks": KernelBlocks([1, 2], 4)}, "hold the tokens"),
+        ({"remote_blocks": KernelBlocks([])}, "hold the tokens"),
+        ({"local_blocks": KernelBlocks([1, 16])}, "block ids 1 to 16; expected 0 to 15"),
+        ({"local_blocks": KernelBlocks([-1, 3])}, "block ids -1 to 3"),
+        ({"remote_blocks": KernelBlocks([2**31, 3])}, "block ids 3 to 2147483648"),
     ],
     ids=str,
 )
@@ -212,8 +216,8 @@ def test_what_cannot_be_carried_is_refused(arguments: dict[str, Any], words: str
     """Out of range or out of step: an error with numbers, never a descriptor."""
     planes = side(2, 16, 4, 4, 0).planes
     whole: dict[str, Any] = {
-        "local_blocks": Blocks([1, 2]),
-        "remote_blocks": Blocks([1, 2]),
+        "local_blocks": KernelBlocks([1, 2]),
+        "remote_blocks": KernelBlocks([1, 2]),
         "first_token": 0,
         "end_token": 8,
     }
@@ -225,5 +229,5 @@ def test_addresses_of_63_bits_are_carried() -> None:
     """B6: whatever `Planes` lets through is added up without leaving 64 bits."""
     low = side(1, 16, 4, 1, 0).planes
     high = msgspec.structs.replace(low, bases=(2**63 - 10_000,))
-    found = pair(low, high, Blocks([15]), Blocks([15]), 0, 4)
+    found = pair(low, high, KernelBlocks([15]), KernelBlocks([15]), 0, 4)
     assert found.remote[0, 0] == 2**63 - 10_000 + 15 * 8

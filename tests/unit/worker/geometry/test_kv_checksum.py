@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.worker.geometry import kv_checksum as content
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 
 NUM_BLOCKS, CELL_BYTES, NUM_PLANES, HEADS, TOKENS = 24, 6, 3, 4, 40
@@ -28,7 +28,7 @@ class Rank:
     planes: Planes
     memory: torch.Tensor
     content: Content
-    blocks: Blocks
+    blocks: KernelBlocks
 
     def cell(self, plane: int, token: int, head: int) -> torch.Tensor:
         block, rest = divmod(token - self.blocks.first_token, self.planes.block_size)
@@ -78,7 +78,7 @@ def rank(
     )
     first_token -= first_token % block_size
     ids = random.permutation(NUM_BLOCKS)[: -(-(TOKENS - first_token) // block_size)].tolist()
-    made = Rank(planes, memory, Content((planes,), areas), Blocks(ids, first_token))
+    made = Rank(planes, memory, Content((planes,), areas), KernelBlocks(ids, first_token))
     for token in range(first_token, TOKENS):
         for plane in range(NUM_PLANES):
             for head in heads:

@@ -9,7 +9,7 @@ from support.worker_fakes import Local, Memory
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.geometry.descriptors import Blocks
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.topology import contributors, fits, kernel_blocks, kernel_blocks_of, peers_of
 
 MAX_RANKS = 12
@@ -111,7 +111,7 @@ def test_a_block_of_the_scheduler_is_so_many_of_the_kernel(ratio: int) -> None:
     """A4: each side with its own ratio."""
     assert list(kernel_blocks([5, 2], ratio)) == [*range(5 * ratio, 6 * ratio), *range(2 * ratio, 3 * ratio)]
     assert list(kernel_blocks([], ratio)) == []
-    assert kernel_blocks_of(BlockRange(8, (5,)), ratio) == Blocks(kernel_blocks((5,), ratio), 8)
+    assert kernel_blocks_of(BlockRange(8, (5,)), ratio) == KernelBlocks(kernel_blocks((5,), ratio), 8)
 
 
 def test_a_place_knows_its_block_sizes() -> None:
@@ -137,7 +137,7 @@ def test_what_one_address_says_of_an_agents_memory_is_not_used_for_another() -> 
     routes, liar, honest = Local().side.routes, Memory(), Memory()
     lie = routes.of("a", (liar.planes,))
     truth = routes.of("a", (honest.planes,))
-    groups = [(Blocks((1,)), Blocks((2,)), 0)]
+    groups = [(KernelBlocks((1,)), KernelBlocks((2,)), 0)]
     assert not (routes.ranges(lie, groups, 4).remote == routes.ranges(truth, groups, 4).remote).all()
     assert routes.of("a", (honest.planes,)) is truth and len(routes) == 1
 
@@ -145,11 +145,11 @@ def test_what_one_address_says_of_an_agents_memory_is_not_used_for_another() -> 
 def test_groups_are_moved_together_and_those_without_a_token_left_out() -> None:
     local = Local()
     routes = local.side.routes.of("a", (Memory().planes,))
-    one, two = (Blocks([1, 2]), Blocks([3, 4]), 0), (Blocks([5, 6]), Blocks([7, 8]), 0)
+    one, two = (KernelBlocks([1, 2]), KernelBlocks([3, 4]), 0), (KernelBlocks([5, 6]), KernelBlocks([7, 8]), 0)
     both = local.side.routes.ranges(routes, [one, two], 8)
     alone = local.side.routes.ranges(routes, [one], 8)
     assert both.total_bytes == 2 * alone.total_bytes > 0
-    behind = (Blocks([5], 8), Blocks([7], 8), 8)
+    behind = (KernelBlocks([5], 8), KernelBlocks([7], 8), 8)
     assert local.side.routes.ranges(routes, [one, behind], 8).total_bytes == alone.total_bytes
     with pytest.raises(ValueError, match="no token before 8"):
         local.side.routes.ranges(routes, [behind], 8)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.clock import ManualClock
-from kvcached_nixl.transport.base import State
+from kvcached_nixl.transport.base import TransferState
 from kvcached_nixl.transport.memory import Network, Posted
 from kvcached_nixl.worker.transfer.transfer_queue import (
     DROPPED_POLL_SECONDS,
@@ -270,7 +270,7 @@ def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_quiet() -> N
     mover.transfer_queue.turn()
     assert mover.lost == ["a"]
     assert "one" not in mover.ended, "its second batch is in flight"
-    assert second.state is State.IN_FLIGHT and not second.released and first.released
+    assert second.state is TransferState.IN_FLIGHT and not second.released and first.released
     mover.network.fail(second)
     mover.transfer_queue.turn()
     assert mover.ended["one"] == "a WRITE failed"
