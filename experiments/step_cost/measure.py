@@ -76,7 +76,7 @@ def _measure(side: Side, waiting: int, repetitions: int) -> Cost:
     for _ in range(BEAT_INTERVALS if waiting else 0):
         for found in side.beat_turns():
             seconds = _seconds(side.turn)
-            found = found or side.beats()
+            found = found or side.heartbeats()
             # After the last heartbeat, decode's iterator yields once more; that turn sends nothing.
             if found:
                 beaten.append(seconds)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.common.targets import Verdict
-from kvcached_nixl.wire.lease import MOST_BEAT_BYTES
+from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,7 +35,9 @@ def judge(costs: Sequence[Cost]) -> list[Verdict]:
     # A heartbeat names as many requests as fit, so the largest is close to the limit wherever many wait.
     found.append(
         Verdict(
-            f"no heartbeat is larger than {MOST_BEAT_BYTES:,} bytes", f"{largest:,}", 0 < largest <= MOST_BEAT_BYTES
+            f"no heartbeat is larger than {MAX_HEARTBEAT_BYTES:,} bytes",
+            f"{largest:,}",
+            0 < largest <= MAX_HEARTBEAT_BYTES,
         )
     )
     return found

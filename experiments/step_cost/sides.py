@@ -18,7 +18,7 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network, Posted
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.lease import INTERVAL, beats, is_beat
+from kvcached_nixl.wire.lease import INTERVAL, heartbeats, is_heartbeat
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Registration, draw_attempt, encode
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
@@ -85,9 +85,9 @@ class Side:
             self.network.drop(one)
         return [one.notification for one in found]
 
-    def beats(self) -> list[bytes]:
+    def heartbeats(self) -> list[bytes]:
         """Return the heartbeats that were sent and have not been taken out."""
-        return [one.notification for one in self.network.pending if is_beat(one.notification)]
+        return [one.notification for one in self.network.pending if is_heartbeat(one.notification)]
 
     def arriving(self) -> Request:
         """Return a request of a thousand tokens."""
@@ -151,7 +151,7 @@ class DecodeSide(Side):
         named = 1
         while named:
             yield []
-            named = sum(one.count(b",") + 1 for one in self.sent() if is_beat(one))
+            named = sum(one.count(b",") + 1 for one in self.sent() if is_heartbeat(one))
 
     def _wait(self, names: list[str]) -> None:
         for name in names:
@@ -201,7 +201,7 @@ class PrefillSide(Side):
         kept = list(self.engine.pool.tables)
         for first in range(0, len(kept), MOST_DUE):
             # As decode sends them: as many as are due in one of its turns.
-            found = list(beats(kept[first : first + MOST_DUE]))
+            found = list(heartbeats(kept[first : first + MOST_DUE]))
             self.network.agents["near"].inbox += (("far", one) for one in found)
             yield found
 

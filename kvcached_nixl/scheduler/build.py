@@ -16,7 +16,7 @@ from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.wire.params import RemotePrefill
 
-__all__ = ["StockScheduler", "start"]
+__all__ = ["StockScheduler", "build_scheduler"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -50,7 +50,7 @@ class StockScheduler(Protocol):
     def extra_config(self) -> Mapping[str, Any]: ...
 
 
-def start(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
+def build_scheduler(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
     """Returns the object that the engine's thread calls for every hand-over from now on."""
     settings = Settings.from_extra_config(stock.extra_config)
     if settings.transfer_mode.is_push and stock.dropping_groups:

@@ -33,8 +33,8 @@ from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
-from kvcached_nixl.worker import build as start
 from kvcached_nixl.worker import memory_registration as registration
+from kvcached_nixl.worker.build import build_worker
 from kvcached_nixl.worker.geometry.memory_order import required_memory_order
 from kvcached_nixl.worker.staging.memory_path import choose
 
@@ -194,7 +194,7 @@ def register_kv_caches(call: Call) -> None:
     registered = registration.register(view, caches, path, settings)
     channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
     view.use_stats(metrics.stats())
-    attach(call.instance, start.start(view, registered, settings, channel, MonotonicClock()))
+    attach(call.instance, build_worker(view, registered, settings, channel, MonotonicClock()))
     call.note(f"memory path {path.value}: {registered}")
 
 

@@ -20,7 +20,7 @@ from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
-from kvcached_nixl.scheduler import build as start
+from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.settings import Server, Settings
 
 __all__ = ["GATES", "require_complete"]
@@ -75,7 +75,7 @@ def construct(call: Call) -> None:
     call.proceed()
     if call.argument("role").name == "SCHEDULER":
         view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
-        attach(call.instance, start.start(view, MonotonicClock()))
+        attach(call.instance, build_scheduler(view, MonotonicClock()))
 
 
 GATES = (create_connector, construct)

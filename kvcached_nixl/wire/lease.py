@@ -10,12 +10,20 @@ from collections.abc import Iterable, Iterator
 
 from kvcached_nixl.wire.checked import Malformed
 
-__all__ = ["EXTENSION", "INTERVAL", "MOST_BEAT_BYTES", "beats", "is_beat", "is_nameable", "read_beat"]
+__all__ = [
+    "EXTENSION",
+    "INTERVAL",
+    "MAX_HEARTBEAT_BYTES",
+    "heartbeats",
+    "is_heartbeat",
+    "is_nameable",
+    "read_heartbeat",
+]
 
 INTERVAL, EXTENSION = 1 / 6, 2 / 3
 """Fractions of a lease: the time between two heartbeats, and how long a lease lasts at least after one. As in vLLM."""
 
-MOST_BEAT_BYTES = 4096
+MAX_HEARTBEAT_BYTES = 4096
 """Largest heartbeat. About eighty of vLLM's request ids fit into it."""
 
 _BEAT = b"HB:"
@@ -26,14 +34,14 @@ def is_nameable(name: str) -> bool:
     if not name or "," in name:
         return False
     try:
-        return len(name.encode()) <= MOST_BEAT_BYTES - len(_BEAT)
+        return len(name.encode()) <= MAX_HEARTBEAT_BYTES - len(_BEAT)
     except UnicodeEncodeError:
         return False
 
 
-def beats(names: Iterable[str]) -> Iterator[bytes]:
+def heartbeats(names: Iterable[str]) -> Iterator[bytes]:
     """Encodes the names in as few notifications as possible; a name that does not fit into one is left out."""
-    joined, begin, room = ",".join(names).encode(), 0, MOST_BEAT_BYTES - len(_BEAT)
+    joined, begin, room = ",".join(names).encode(), 0, MAX_HEARTBEAT_BYTES - len(_BEAT)
     while begin < len(joined):
         # The comma after the last name that fits.
         end = len(joined) if len(joined) - begin <= room else joined.rfind(b",", begin, begin + room + 1)
@@ -44,18 +52,18 @@ def beats(names: Iterable[str]) -> Iterator[bytes]:
         begin = end + 1
 
 
-def is_beat(notification: bytes) -> bool:
+def is_heartbeat(notification: bytes) -> bool:
     """Whether a NIXL notification is a heartbeat."""
     return notification.startswith(_BEAT)
 
 
-def read_beat(notification: bytes) -> list[str]:
+def read_heartbeat(notification: bytes) -> list[str]:
     """The names in a heartbeat.
 
     Raises:
-        Malformed: it is not a heartbeat, is larger than `MOST_BEAT_BYTES`, or is not UTF-8.
+        Malformed: it is not a heartbeat, is larger than `MAX_HEARTBEAT_BYTES`, or is not UTF-8.
     """
-    if not is_beat(notification) or len(notification) > MOST_BEAT_BYTES:
+    if not is_heartbeat(notification) or len(notification) > MAX_HEARTBEAT_BYTES:
         raise Malformed(f"found {notification[:16]!r} ({len(notification)} bytes); expected a heartbeat of {_BEAT!r}")
     try:
         names = notification[len(_BEAT) :].decode().split(",")

@@ -52,7 +52,7 @@ from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
-__all__ = ["Channel", "StockWorker", "assemble", "record_event", "start"]
+__all__ = ["Channel", "StockWorker", "assemble", "record_event", "build_worker"]
 
 
 class Channel(Protocol):
@@ -98,7 +98,7 @@ def nothing() -> None:
     """Default for callbacks that are optional."""
 
 
-def start(
+def build_worker(
     worker: StockWorker, registered: Registered, settings: Settings, channel: Channel, clock: Clock
 ) -> WorkerFacade:
     """Describe the registered memory, publish the handshake answer to peers, and start the threads that move KV.

@@ -32,7 +32,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport, TransportError, WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.lease import beats, is_beat, read_beat
+from kvcached_nixl.wire.lease import heartbeats, is_heartbeat, read_heartbeat
 from kvcached_nixl.wire.messages import Registration, StagingGrant, StagingRequest, Stopped, Written, decode
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer
 from kvcached_nixl.worker.decode.receiver import Receiver
@@ -299,8 +299,8 @@ class TransferThread:
 
     def _take_notification(self, agent: str, notification: bytes) -> None:
         try:
-            if is_beat(notification):
-                self._registry.renew(read_beat(notification))
+            if is_heartbeat(notification):
+                self._registry.renew(read_heartbeat(notification))
                 return
             message = decode(notification)
         except Malformed as error:
@@ -333,7 +333,7 @@ class TransferThread:
             except ValueError:
                 continue
             for address in peers_of(prefill, (*ranks[0], *ranks[1])):
-                for beat in beats(names):
+                for beat in heartbeats(names):
                     self._context.peers.send(address, beat)
         return self._renewals.first_seconds
 

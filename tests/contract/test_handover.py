@@ -58,7 +58,7 @@ from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.transport import side_channel
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.lease import EXTENSION, MOST_BEAT_BYTES
+from kvcached_nixl.wire.lease import EXTENSION, MAX_HEARTBEAT_BYTES
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.messages import PREFIX, Stopped, encode
 
@@ -262,7 +262,7 @@ def test_no_heartbeat_is_larger_than_is_said(node: Callable[..., Node], monkeypa
         decode.add(f"cmpl-{number:08}-0-dddddddd", {**params, "kvcached_nixl": theirs})
     decode.step_until(lambda: b"".join(sent).count(b"aaaaaaaa") >= 300)
     beats = [one for one in sent if one.startswith(b"HB:")]
-    assert len(beats) > 1 and max(map(len, beats)) <= MOST_BEAT_BYTES
+    assert len(beats) > 1 and max(map(len, beats)) <= MAX_HEARTBEAT_BYTES
 
 
 # -------------------------------------------------------------------------------------------------------- the two meet

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, beats, read_beat
+from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, heartbeats, read_heartbeat
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import LeaseRenewal
 from kvcached_nixl.worker.transfer.lease import Leases, Renewals
@@ -40,12 +40,12 @@ class Lease:
 
     def decode_steps(self) -> None:
         for names in self._renewals.take_due().values():
-            self._under_way += beats(names)
+            self._under_way += heartbeats(names)
 
     def prefill_steps(self) -> bool:
         """Whether it still holds the request's blocks afterwards."""
         for beat in self._under_way:
-            self._leases.renew(map(PrefillRequestId, read_beat(beat)))
+            self._leases.renew(map(PrefillRequestId, read_heartbeat(beat)))
         self._under_way.clear()
         self._leases.take_due(self._clocks[0].now_seconds())
         return THEIRS in self._leases

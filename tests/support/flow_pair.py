@@ -10,7 +10,7 @@ from typing import Any
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.lease import is_beat
+from kvcached_nixl.wire.lease import is_heartbeat
 from kvcached_nixl.wire.messages import Message, Peer, decode
 from support.flow_cluster import FORGOTTEN_SECONDS, Cluster
 from support.flow_engine import Engine, Kind, Request, Status
@@ -135,7 +135,7 @@ class Pair:
 
     def messages(self, *types: type[Message]) -> list[Posted]:
         """Returns the messages in flight of these types (all types if none is given), without heartbeats."""
-        plain = [one for one in self.wire.pending if not one.is_transfer and not is_beat(one.notification)]
+        plain = [one for one in self.wire.pending if not one.is_transfer and not is_heartbeat(one.notification)]
         return [one for one in plain if not types or isinstance(decode(one.notification), types)]
 
     def deliver_messages(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.checked import convert
-from kvcached_nixl.wire.lease import is_beat
+from kvcached_nixl.wire.lease import is_heartbeat
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode, encode
 from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
@@ -576,7 +576,7 @@ def test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_ha
     found = in_flight(push)
     for _ in range(4):
         push.clock.advance(LEASE_SECONDS / 3)
-        for posted in [one for one in push.wire.pending if is_beat(one.notification)]:
+        for posted in [one for one in push.wire.pending if is_heartbeat(one.notification)]:
             push.wire.drop(posted)
         push.turn()
         push.prefill.step()

@@ -225,7 +225,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     monkeypatch.setattr(starting, "open_gate", lambda *_: Network().open_gate("e"))
     slab = Slab(layout, 4, torch.device("cpu"))
     stock: Any = Stock(Agent(platform))
-    side = starting.start(
+    side = starting.build_worker(
         stock, Registered(layout, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), MonotonicClock()
     )
     (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
@@ -269,7 +269,7 @@ def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, lay
     platform.broken = True
     stock: Any = Stock(Agent(platform))
     with pytest.raises(RuntimeError, match="no such device"):
-        starting.start(stock, Registered(layout, slab), Settings(TransferMode.PULL), Channel(), MonotonicClock())
+        starting.build_worker(stock, Registered(layout, slab), Settings(TransferMode.PULL), Channel(), MonotonicClock())
 
 
 def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:

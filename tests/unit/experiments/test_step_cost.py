@@ -28,7 +28,7 @@ from experiments.step_cost.report import (
 from experiments.step_cost.schedule_cost import ScheduleCost
 from experiments.step_cost.sides import SIDES, DecodeSide, PrefillSide, Side
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.lease import MOST_BEAT_BYTES, read_beat
+from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES, read_heartbeat
 
 USUAL = Cost(
     direction="pull",
@@ -42,7 +42,7 @@ USUAL = Cost(
     arrival=Times(5.0, 5.0),
     beat_turn=Times(5.0, 5.0),
     most_beats=4,
-    largest_beat_bytes=MOST_BEAT_BYTES,
+    largest_beat_bytes=MAX_HEARTBEAT_BYTES,
 )
 
 
@@ -52,7 +52,7 @@ USUAL = Cost(
         ({}, []),
         ({"step": Times(STEP_MS, STEP_MS)}, [0]),
         ({"idle_turn": Times(IDLE_TURN_MS, IDLE_TURN_MS)}, [1]),
-        ({"largest_beat_bytes": MOST_BEAT_BYTES + 1}, [2]),
+        ({"largest_beat_bytes": MAX_HEARTBEAT_BYTES + 1}, [2]),
         ({"largest_beat_bytes": 0}, [2]),
     ],
     ids=str,
@@ -128,7 +128,7 @@ def test_decodes_beats_name_each_that_waits_once(mode: TransferMode) -> None:
     named: list[str] = []
     for _ in side.beat_turns():
         side.turn()
-        named += (name for beat in side.beats() for name in read_beat(beat))
+        named += (name for beat in side.heartbeats() for name in read_heartbeat(beat))
     assert len(named) == len(set(named)) == 300
 
 

@@ -12,7 +12,7 @@ from support.engine_fakes import BLOCK_SIZE, Pool, Reads, of_decode, of_prefill,
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.scheduler.build import start
+from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 
@@ -35,7 +35,7 @@ class Stock:
 
 
 def started(stock: Stock, clock: ManualClock | None = None) -> SchedulerFacade:
-    made = start(stock, ManualClock() if clock is None else clock)
+    made = build_scheduler(stock, ManualClock() if clock is None else clock)
     made.bind(Pool())
     return made
 
@@ -103,7 +103,7 @@ def test_the_deadline_is_a_setting() -> None:
 
 def test_settings_that_cannot_be_used_stop_the_start() -> None:
     with pytest.raises(SettingsError, match="bidirectional_kv_xfer"):
-        start(Stock({"bidirectional_kv_xfer": True}), ManualClock())
+        build_scheduler(Stock({"bidirectional_kv_xfer": True}), ManualClock())
 
 
 def test_a_timeout_of_vllms_that_decides_nothing_here_is_said_to_do_so(

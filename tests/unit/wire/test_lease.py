@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.lease import MOST_BEAT_BYTES, beats, is_beat, is_nameable, read_beat
+from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES, heartbeats, is_heartbeat, is_nameable, read_heartbeat
 from kvcached_nixl.wire.messages import is_ours
 
 IDS = st.lists(
-    st.one_of(st.text(min_size=1, max_size=60), st.integers(1, MOST_BEAT_BYTES - 3).map("x".__mul__)).filter(
+    st.one_of(st.text(min_size=1, max_size=60), st.integers(1, MAX_HEARTBEAT_BYTES - 3).map("x".__mul__)).filter(
         is_nameable
     ),
     max_size=100,
@@ -25,18 +25,18 @@ IDS = st.lists(
 @settings(max_examples=25, deadline=None)
 def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[str]) -> None:
     """What is sent is what is read, however many notifications it takes; and two of them never fit into one."""
-    sent = list(beats(ids))
-    assert [one for notification in sent for one in read_beat(notification)] == ids
-    assert all(len(one) <= MOST_BEAT_BYTES and is_beat(one) and not is_ours(one) for one in sent)
+    sent = list(heartbeats(ids))
+    assert [one for notification in sent for one in read_heartbeat(notification)] == ids
+    assert all(len(one) <= MAX_HEARTBEAT_BYTES and is_heartbeat(one) and not is_ours(one) for one in sent)
     for one, following in zip(sent, sent[1:], strict=False):
-        assert len(one) + 1 + len(read_beat(following)[0].encode()) > MOST_BEAT_BYTES
+        assert len(one) + 1 + len(read_heartbeat(following)[0].encode()) > MAX_HEARTBEAT_BYTES
 
 
 @pytest.mark.parametrize("behind", [[], ["b"]])
-@pytest.mark.parametrize(("length", "fits"), [(MOST_BEAT_BYTES - 5, True), (MOST_BEAT_BYTES - 4, False)])
+@pytest.mark.parametrize(("length", "fits"), [(MAX_HEARTBEAT_BYTES - 5, True), (MAX_HEARTBEAT_BYTES - 4, False)])
 def test_a_beat_is_full_before_the_next_begins(length: int, fits: bool, behind: list[str]) -> None:
-    first, *others = beats(["a", "x" * length, *behind])
-    assert (len(first) == MOST_BEAT_BYTES) is fits
+    first, *others = heartbeats(["a", "x" * length, *behind])
+    assert (len(first) == MAX_HEARTBEAT_BYTES) is fits
     assert len(others) == (not fits) + len(behind)
 
 
@@ -44,25 +44,25 @@ def test_a_beat_is_full_before_the_next_begins(length: int, fits: bool, behind: 
 def test_an_id_that_fits_into_no_beat_keeps_no_other_from_being_named(place: int) -> None:
     """vLLM's own worker would send it."""
     ids = ["a", "b"]
-    ids.insert(place, "x" * MOST_BEAT_BYTES)
-    assert [one for notification in beats(ids) for one in read_beat(notification)] == ["a", "b"]
+    ids.insert(place, "x" * MAX_HEARTBEAT_BYTES)
+    assert [one for notification in heartbeats(ids) for one in read_heartbeat(notification)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     ("notification", "expected"), [(b"HB:a", ["a"]), (b"HB:a,b,", ["a", "b"]), (b"HB:", []), (b"HB:,,a", ["a"])]
 )
 def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) -> None:
-    assert read_beat(notification) == expected
+    assert read_heartbeat(notification) == expected
 
 
 @pytest.mark.parametrize(
     "notification",
-    [b"", b"HB", b"hb:a", b"KVNX6:", b"HB:\xff", b"HB:" + b"x" * (MOST_BEAT_BYTES - 2)],
+    [b"", b"HB", b"hb:a", b"KVNX6:", b"HB:\xff", b"HB:" + b"x" * (MAX_HEARTBEAT_BYTES - 2)],
     ids=lambda one: repr(one[:8]),
 )
 def test_what_is_no_beat_is_malformed(notification: bytes) -> None:
     with pytest.raises(Malformed):
-        read_beat(notification)
+        read_heartbeat(notification)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_what_is_no_beat_is_malformed(notification: bytes) -> None:
         ("ü" * 2047, False),
         ("", False),
         ("a,b", False),
-        ("x" * (MOST_BEAT_BYTES - 3), True),
-        ("x" * (MOST_BEAT_BYTES - 2), False),
+        ("x" * (MAX_HEARTBEAT_BYTES - 3), True),
+        ("x" * (MAX_HEARTBEAT_BYTES - 2), False),
         ("\ud800", False),
     ],
     ids=lambda value: str(value)[:12].encode("ascii", "replace").decode(),
@@ -101,7 +101,7 @@ def test_fifty_thousand_mutated_beats_raise_nothing_but_malformed() -> None:
                 case _:
                     mutated[place] = draw.randrange(256)
         try:
-            assert all(read_beat(bytes(mutated)))
+            assert all(read_heartbeat(bytes(mutated)))
             read += 1
         except Malformed:
             malformed += 1

@@ -11,7 +11,7 @@ import pytest
 
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.lease import beats, is_beat
+from kvcached_nixl.wire.lease import heartbeats, is_heartbeat
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 from kvcached_nixl.wire.messages import (
     MAX_ATTEMPT,
@@ -66,7 +66,7 @@ FUZZED_MESSAGES = 100_000
 def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
     assert decode(encode(message)) == message
     assert is_ours(encode(message))
-    assert not is_beat(encode(message))
+    assert not is_heartbeat(encode(message))
 
 
 def test_only_the_write_with_the_manifest_is_the_last() -> None:
@@ -75,7 +75,7 @@ def test_only_the_write_with_the_manifest_is_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "stock", [b"HB:a,b", b"PUSH_REG:\x80", b"cmpl-1-0-abcdef01:1", b"KVNX3:\x80", b"", *beats(["a"])]
+    "stock", [b"HB:a,b", b"PUSH_REG:\x80", b"cmpl-1-0-abcdef01:1", b"KVNX3:\x80", b"", *heartbeats(["a"])]
 )
 def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> None:
     assert not is_ours(stock)

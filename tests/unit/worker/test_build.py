@@ -16,7 +16,7 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
-from kvcached_nixl.worker.build import record_event, start
+from kvcached_nixl.worker.build import build_worker, record_event
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.layout import Layout, plan
 from kvcached_nixl.worker.memory_registration import Registered
@@ -112,7 +112,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[WorkerFacade, Channel]:
     channel = Channel()
-    side = start(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
+    side = build_worker(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
     side.identify(WEIGHTS)
     side.close()
     return side, channel
@@ -138,7 +138,7 @@ def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tupl
     """To the memory that they write and to no other; what is read needs none."""
     geometry = Geometry(num_pools=2)
     found = Registered(laid_out(geometry), extents=((4096, 8192),), device_id=3)
-    start(Stock(), found, Settings(mode), Channel(), MonotonicClock()).close()
+    build_worker(Stock(), found, Settings(mode), Channel(), MonotonicClock()).close()
     expected = (("UCX",), ((4096, 8192),), "DRAM", 3)
     assert gates == ([expected] if mode is TransferMode.PUSH else [])
 

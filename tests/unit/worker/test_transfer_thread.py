@@ -34,7 +34,7 @@ from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Process, Weights
-from kvcached_nixl.wire.lease import beats
+from kvcached_nixl.wire.lease import heartbeats
 from kvcached_nixl.wire.messages import (
     PREFIX,
     Peer,
@@ -229,7 +229,7 @@ def test_a_beat_renews_what_prefill_keeps(pull: Worker) -> None:
     for _ in range(10):
         pull.clock.advance(15.0)
         remote.transport.add_peer(b"local")
-        for beat in beats(["unknown", "p-1"]):
+        for beat in heartbeats(["unknown", "p-1"]):
             remote.transport.send("local", beat)
         assert pull.deliver().done == set()
     pull.clock.advance(30.0)
@@ -264,7 +264,7 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
     pull.offer()
     pull.thread.submit(commands.Finish(P1))
     pull.thread.turn()
-    remote.transport.send("local", next(beats(["p-1"])))
+    remote.transport.send("local", next(heartbeats(["p-1"])))
     remote.say("local", Release("p-1", "", DIGEST, 0, 1))
     outcome = pull.deliver()
     assert outcome.done == {"p-1"}
