@@ -22,7 +22,7 @@ from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body, hand_over_tags
 from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
 from kvcached_nixl.proxy.incoming import draw_id, passed_on
-from kvcached_nixl.proxy.options import Options, add_arguments, from_arguments
+from kvcached_nixl.proxy.options import _NUMBERS, Options, add_arguments, from_arguments
 from kvcached_nixl.proxy.outgoing import MOST_EVENT_BYTES, Events, Outgoing
 
 # ---------------------------------------------------------------------------------------------------------------- guard
@@ -386,3 +386,22 @@ def test_what_a_server_says_of_a_failed_hand_over_is_found(said: bytes, tags: st
     found = hand_over_tags(said)
     assert found.endswith(tags) and bool(found) == bool(tags)
     assert '"' not in found and "\n" not in found
+
+
+OLD_FLAGS = [(one.old_flag, one.flag, one.field) for one in _NUMBERS if one.old_flag]
+
+
+@pytest.mark.parametrize(("old", "new", "name"), OLD_FLAGS, ids=[new for _, new, _ in OLD_FLAGS])
+def test_an_earlier_flag_works_and_names_its_successor(
+    old: str, new: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For one release. ``--help`` does not show it; without it nothing is said."""
+    parser = argparse.ArgumentParser(prog="kvcached-nixl proxy")
+    add_arguments(parser)
+    assert getattr(from_arguments(parser.parse_args([old, "7"]), {}), name) == 7
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{old} is deprecated, use {new};" in said
+    assert getattr(from_arguments(parser.parse_args([new, "8"]), {}), name) == 8
+    assert getattr(from_arguments(parser.parse_args([]), {}), name) == getattr(Options(), name)
+    assert capsys.readouterr().err == ""
+    assert new in parser.format_help() and f"{old} " not in parser.format_help()
