@@ -129,6 +129,7 @@ def _add_proxy(add: Callable[..., argparse.ArgumentParser], *, is_asked: bool) -
         description=_PROXY,
         epilog=_PROXY_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     if is_asked:
         # The proxy's libraries are an optional extra: the other commands must run without them.

@@ -60,11 +60,17 @@ def take_reasons(account: Any) -> dict[int, str]:
         account: ``KVConnectorOutput.kv_connector_stats``; a ``MultiConnector`` has one for each of its connectors.
     """
     found: dict[int, str] = {}
-    for one in () if account is None else (account, *account.data.values()):
-        if isinstance(one, _stats_class()):
-            for attempt, reason in one.data.pop(_REASONS, ()):
-                found.setdefault(attempt, reason)
+    data = _data_of(account)
+    for one in (data, *map(_data_of, data.values())):
+        for attempt, reason in one.pop(_REASONS, ()):
+            found.setdefault(attempt, reason)
     return found
+
+
+def _data_of(account: Any) -> dict[str, Any]:
+    # Any connector's stats come by here, in the engine's loop: nothing is imported to tell whose they are.
+    data = getattr(account, "data", None)
+    return data if isinstance(data, dict) else {}
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import HandOverFailed
+from kvcached_nixl.wire.causes import FAILED, HandOverFailed
 
 __all__ = ["Failures"]
 
@@ -37,12 +37,16 @@ class Failures:
         tags = failure.tags(request_id, attempt=attempt, prefill_request_id=prefill_request_id)
         self.counts[failure.cause] += 1
         self._tags[request_id] = tags
-        logger.warning("KV hand-over failed: %s: %s", tags, failure)
+        logger.warning("%s%s: %s", FAILED, tags, failure)
 
     def not_offered(self, request_id: str, failure: HandOverFailed) -> None:
         """Prefill: a request's KV is not offered to decode. The request is computed all the same."""
         self.counts[failure.cause] += 1
         logger.warning("KV is not offered: %s: %s", failure.tags(prefill_request_id=request_id), failure)
+
+    def computed(self, request_id: str) -> None:
+        """The request is computed here instead: how it ends has nothing to do with the hand-over."""
+        self._tags.pop(request_id, None)
 
     def request_ended(self, request_id: str) -> None:
         """A request has ended. If its hand-over had failed, its client is to be told."""
@@ -53,4 +57,4 @@ class Failures:
     def take_ended(self) -> dict[str, str]:
         """Requests that ended without KV since the last call -> the message for their clients."""
         ended, self._ended = self._ended, {}
-        return {request_id: f"KV hand-over failed: {tags}" for request_id, tags in ended.items()}
+        return {request_id: f"{FAILED}{tags}" for request_id, tags in ended.items()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-__all__ = ["FailureCause", "HandOverFailed"]
+__all__ = ["FAILED", "FailureCause", "HandOverFailed"]
 
 MAX_SHOWN = 200
 """Characters of an id that a log line shows."""
@@ -53,6 +53,10 @@ class FailureCause(IntEnum):
     @property
     def label(self) -> str:
         return self.name.lower()
+
+
+FAILED = "KV hand-over failed: "
+"""What a client, decode's log and the router's log say in front of `HandOverFailed.tags`."""
 
 
 class HandOverFailed(Exception):

@@ -190,7 +190,10 @@ class WorkerFacade:
         for attempt, failed in outcome.failed.items():
             self._marks.add(failed_mark(attempt, failed.cause))
             self._counted.reasons.append((attempt, failed.reason))
-            logger.debug("attempt=%d request=%s: %s", attempt, failed.request_id, failed.reason)
+            # The scheduler logs what the first rank says. What distrusts an engine from then on is said by each.
+            is_grave = failed.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
+            tags = HandOverFailed(failed.cause, "").tags(failed.request_id, attempt=attempt)
+            logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failed.reason)
         for request_id in outcome.expired:
             tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
             logger.warning("KV was not fetched: %s: its lease expired", tags)

@@ -79,6 +79,8 @@ def test_whoever_waits_for_a_request_that_fails_gets_an_error(
     told = "KV hand-over failed: cause=lease attempt=7 request=inner prefill_request=p"
     left = left_for_the_client(kind, FinishReason.ERROR, *token_ids, stop_reason=told)
     assert is_failure(left) and str(left.cause) == told, "in the words of the engine's log"
+    left = left_for_the_client(kind, FinishReason.ERROR, *token_ids, stop_reason="END")
+    assert is_failure(left) and "END" not in str(left.cause), "a stop string of another choice"
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])

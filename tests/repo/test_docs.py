@@ -353,3 +353,10 @@ def test_a_section_ends_where_the_next_one_begins() -> None:
     assert "one" in pages.section(text, "B") and "`x`" not in pages.section(text, "B")
     assert {*pages.rows(pages.section(text, "E"))} == {"x", "y"}
     assert pages.section(text, "F") == ""
+
+
+def test_every_alert_names_causes_that_there_are() -> None:
+    """An alert on a label that was renamed never fires."""
+    named = re.findall(r'cause=~?"([a-z_|]+)"', page("metrics.md") + README.read_text())
+    assert named
+    assert {label for one in named for label in one.split("|")} <= {*HAND_OVER_LABELS, *ROUTER_LABELS}

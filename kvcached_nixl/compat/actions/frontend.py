@@ -16,6 +16,7 @@ import msgspec
 
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound, private
+from kvcached_nixl.wire.causes import FAILED
 
 __all__ = ["let_fail", "numbers_media", "require_readable"]
 
@@ -93,13 +94,13 @@ def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> 
     if finish_reason is None or finish_reason.name != "ERROR":
         return
     try:
-        _fail(request_state)
+        _fail(request_state, logger)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.
         logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
 
 
-def _fail(request_state: Any) -> None:
+def _fail(request_state: Any, logger: logging.Logger) -> None:
     queue = private(request_state, "queue")
     # A pooling model's request has no text, and its caller expects other exceptions.
     if queue is None or private(request_state, "detokenizer") is None:
@@ -108,14 +109,20 @@ def _fail(request_state: Any) -> None:
 
     # InputStreamError delivers the wrapped error to the endpoint unchanged: the error that vLLM raises for any other
     # request. It replaces outputs that were not fetched yet, including tokens, since the request has failed.
-    told = _told(private(queue, "output"))
+    told = ""
+    try:
+        told = _told(queue)
+    except Exception:
+        # The client gets vLLM's own text then: an error without a reason is better than no error.
+        logger.exception("The reason of a failed request cannot be read")
     error = first_bound(ERROR_MODULES, "GenerationError")
     queue.put(InputStreamError(error(told) if told else error()))
 
 
-def _told(output: Any) -> str:
-    """The reason that the engine sent with the end of a failed request; "" if there is none."""
+def _told(queue: Any) -> str:
+    """What the engine sent with the end of a failed request; "" if that has nothing to do with a hand-over."""
     from vllm.outputs import RequestOutput
 
+    output = private(queue, "output")
     said = [private(one, "stop_reason") for one in output.outputs] if isinstance(output, RequestOutput) else []
-    return next((one for one in said if isinstance(one, str) and one), "")
+    return next((one for one in said if isinstance(one, str) and one.startswith(FAILED)), "")

@@ -107,6 +107,10 @@ class OfferRegistry:
             offer = Offer(update)
             for tp_rank, tp_size in self._matcher.add(offer).items():
                 self._settle_rank(offer, tp_rank, tp_size)
+        elif (offer.name, offer.digest, offer.num_tokens) != (update.name, update.digest, update.num_tokens):
+            # Its blocks are not what decode was told of. Its end is reported as that of any other.
+            self.revoke(update.request_id, "another request came under its id")
+            return
         if update.ready_tokens < offer.ready_tokens:
             for task in list(offer.write_tasks.values()):
                 if task.next_token > update.ready_tokens:

@@ -210,3 +210,11 @@ def test_reasons_are_taken_out_for_the_engines_log(is_one_of_several: bool) -> N
     found = metrics.take_reasons(several if is_one_of_several else account)
     assert found == {7: "gone", 8: "x" * metrics.MAX_REASON}
     assert account.is_empty() and metrics.take_reasons(account) == metrics.take_reasons(None) == {}
+
+
+def test_the_stats_of_another_connector_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's loop: whatever they are, nothing is imported for them and nothing is raised."""
+    monkeypatch.setattr(metrics, "_stats_class", lambda: pytest.fail("looked for NIXL's class"))
+    for data in ({"hits": [1], "0": object()}, [1], None, "text"):
+        assert metrics.take_reasons(SimpleNamespace(data=data)) == {}
+    assert metrics.take_reasons(object()) == {}

@@ -736,3 +736,13 @@ def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
     decode.finish(request)
     assert decode.failures.take_ended() == {"d1": f"KV hand-over failed: {tags}"}
     assert decode.failures.take_ended() == {}
+
+
+def test_a_request_that_is_computed_here_ends_for_reasons_of_its_own() -> None:
+    """vLLM may end it with an error later; that is not the hand-over's."""
+    decode = Decode(recomputes=True)
+    request = of_decode()
+    decode.collect(failures=((decode.wait(request), FailureCause.LEASE),))
+    decode.fetching.progressed([request.request_id])
+    decode.finish(request)
+    assert decode.failures.take_ended() == {}

@@ -934,3 +934,14 @@ def test_blocks_are_kept_as_the_kernel_counts_them() -> None:
     prefill.offer(4, blocks=([7], [3]))
     (offer,) = prefill.registry._matcher.offers.values()
     assert offer.block_ids == ([14, 15], [6, 7])
+
+
+def test_an_offer_of_another_prompt_under_its_id_takes_it_back(prefill: Prefill, remote: Remote) -> None:
+    """Decode was told of the first prompt's blocks. The id's end is reported once, and nothing is left."""
+    prefill.offer(0, blocks=())
+    prefill.register(remote, 1)
+    prefill.offer(TOKENS, name="transfer:other", digest=OTHER_DIGEST, blocks=([1, 2, 4],), is_finished=True)
+    prefill.deliver()
+    (answer,) = said(remote)
+    assert isinstance(answer, Stopped) and answer.cause == FailureCause.REVOKED
+    assert prefill.done == ["p-1"] and prefill.is_clean()
