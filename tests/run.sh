@@ -81,7 +81,7 @@ run() { # NAME COMMAND...
 }
 
 measure() { # VENV -> branch coverage of the unit tier and of the fast subset of flow
-    local COVERAGE_FILE=$reports/coverage
+    local COVERAGE_FILE=$reports/branches
     export COVERAGE_FILE
     "$1/bin/python" -m coverage run -m pytest -q -m "not long" --junitxml="$reports/coverage.xml" tests/unit tests/flow &&
         "$1/bin/python" -m coverage json -q -o "$reports/coverage.json" &&
