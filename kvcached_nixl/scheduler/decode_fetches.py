@@ -323,7 +323,9 @@ class DecodeFetches:
         """These requests are computed in a step, so vLLM has resumed them with their KV."""
         for request_id in request_ids:
             self._received.pop(DecodeRequestId(request_id), None)
-            self._failures.computed(request_id)
+            # One that is about to end for its hand-over is scheduled once more.
+            if request_id not in self._ending:
+                self._failures.computed(request_id)
 
     @property
     def num_received(self) -> int:

@@ -311,6 +311,7 @@ class PrefillOffers:
             self._offer(request_id, sending, step, is_held=is_held)
 
     def _manifest(self, request_id: PrefillRequestId, sending: _Sending, blocks: BlockPool) -> Manifest | None:
+        sending.refused = None
         if sending.ready_tokens < sending.num_tokens:
             return None
         if sending.request.adapter and sending.request.digest(sending.num_tokens) != sending.digest:

@@ -746,3 +746,20 @@ def test_a_request_that_is_computed_here_ends_for_reasons_of_its_own() -> None:
     decode.fetching.progressed([request.request_id])
     decode.finish(request)
     assert decode.failures.take_ended() == {}
+
+
+def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_once_more() -> None:
+    """Another connector has loaded its beginning, and it must not be computed: vLLM schedules it before it ends."""
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    decode.match(request)
+    decode.fetching._fetch_requests[D1].refused = HandOverFailed(FailureCause.MEDIA, "no images")
+    decode.fetching._fetch_requests[D1].lacks_media = True
+    decode.fetching._fetch_requests[D1].digest = "0" * 32
+    decode.allocate(request, num_external=0)
+    decode.fetching.progressed([request.request_id])
+    assert decode.fetching.take_ending() == {D1}
+    decode.finish(request)
+    (told,) = decode.failures.take_ended().values()
+    assert told.startswith("KV hand-over failed: cause=media request=d1")
