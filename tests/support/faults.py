@@ -26,7 +26,7 @@ from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.decode.write_gates import WriteGates
-from kvcached_nixl.worker.decode.write_part import WritePart
+from kvcached_nixl.worker.decode.write_part import Access, Comparison, WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.geometry.kv_checksum import Content
@@ -200,7 +200,7 @@ def a_read_that_is_stopped_is_taken_for_quiet(patch: Patcher) -> None:
 
 def a_write_that_is_stopped_is_taken_for_quiet(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self.is_idle = True
+        self._access = Access.HAS_STOPPED
 
     then(patch, WritePart, "stop", stop)
 
@@ -578,7 +578,7 @@ def an_engine_that_lied_is_believed_again(patch: Patcher) -> None:
 
 def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:
     def end(self: Any) -> None:
-        self.is_idle = self._staging_window is None or not self._staging_window.is_copying
+        self._comparison = Comparison.DONE
 
     then(patch, WritePart, "_end", end)
 

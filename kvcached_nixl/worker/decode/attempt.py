@@ -38,8 +38,11 @@ class Part(Protocol):
     address: Peer
     agent: str | None
     """The agent that may still write; None before it was told of blocks, and for a READ."""
-    is_idle: bool
-    """Whether nothing of it is in flight, and nothing will be."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is in flight, and nothing will be."""
+        ...
 
     def begin(self) -> None:
         """Start moving bytes: the device has finished every step that could still write the blocks (rule R8)."""

@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's side of one part of an attempt that prefill WRITEs. Owned by the transfer thread."""
+"""Decode's side of one part of an attempt that prefill WRITEs. Owned by the transfer thread.
+
+What the peer may do, and what this side still does with the bytes (`Access`, `Comparison`):
+
+    UNTOLD --- the registration is sent ---> MAY_WRITE --- every WRITE has arrived, it says so, --> HAS_STOPPED
+                                                           it is dead, or it is fenced
+
+    DUE ------ every WRITE has arrived ----> RUNNING ----- the checksums are compared ------------> DONE
+
+The part is idle when the peer cannot write (any more), nothing is compared, and nothing is copied out of the slab.
+"""
 
 from __future__ import annotations
+
+import enum
 
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -18,6 +30,7 @@ from kvcached_nixl.wire.messages import (
     Written,
     encode,
 )
+from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.decode.checksum_check import compare
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
@@ -28,6 +41,22 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
 
 __all__ = ["WritePart"]
+
+
+class Access(enum.Enum):
+    """What the peer may do with this rank's blocks."""
+
+    UNTOLD = enum.auto()
+    MAY_WRITE = enum.auto()
+    HAS_STOPPED = enum.auto()
+
+
+class Comparison(enum.Enum):
+    """Of the checksums, if the hand-over is verified."""
+
+    DUE = enum.auto()
+    RUNNING = enum.auto()
+    DONE = enum.auto()
 
 
 class WritePart:
@@ -56,24 +85,32 @@ class WritePart:
         self._attempt = attempt
         self.address = address
         self.agent: str | None = None
-        self.is_idle = False
-        self._known: ConnectedPeer | None = None
-        self._arrived: set[int] = set()
-        self._highest = 0
-        self._last: int | None = None
-        self._is_stopping = False
-        self._is_begun_again = False
-        self._staging_window: StagingWindow | None = None
-        self._is_read = is_read
-        self._ends: dict[int, Written] = {}
-        self._ranges: list[Written] = []
-        self._is_comparing = self._is_compared = False
-        self._following = 0
-        self._has_stopped = False
         self.is_abandoned = False
+        self._access = Access.UNTOLD
+        self._comparison = Comparison.DUE
+        self._is_wanted = True
+        self._is_begun_again = False
+        self._is_read = is_read
+        self._arrived = ArrivedWrites()
+        self._known: ConnectedPeer | None = None
+        self._staging_window: StagingWindow | None = None
         self._passage: GateUse | None = None
         self._process: Process | None = None
         self._is_behind_network = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of this part is in flight, and nothing will be."""
+        if self._comparison is Comparison.RUNNING:
+            return False
+        if self._access is Access.HAS_STOPPED:
+            return self._staging_window is None or not self._staging_window.is_copying
+        return not self._is_wanted and not self.may_write
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the peer was told of blocks and may still write them."""
+        return self._access is Access.MAY_WRITE and not self._is_read
 
     def begin(self) -> None:
         manifest = self._attempt.spec.manifest
@@ -81,12 +118,9 @@ class WritePart:
         self._context.meet(self.address, incarnation, self._connected, self._fail)
 
     def stop(self) -> None:
-        self._is_stopping = True
+        self._is_wanted = False
         if self._staging_window is not None:
             self._staging_window.stop()
-        if self.agent is None or self._is_read:
-            # No peer was told where to write.
-            self.is_idle = not self._is_comparing
         if self.agent is not None and self._context.own is not None:
             withdrawal = Withdrawal(self._attempt.number, self._context.own)
             self._context.peers.send(self.address, encode(withdrawal))
@@ -95,11 +129,6 @@ class WritePart:
     def is_dead(self) -> bool:
         """Whether the peer that was told of the blocks is a process on this host that has ended."""
         return self._process is not None and self._context.host.is_dead(self._process)
-
-    @property
-    def may_write(self) -> bool:
-        """Whether a peer was told of blocks and may still write them."""
-        return self.agent is not None and not self._is_read and not self.is_idle
 
     def fence(self) -> bool:
         """Called when the peer does not answer. `fenced` is called once it can no longer write.
@@ -135,7 +164,7 @@ class WritePart:
     def take(self, message: StagingRequest | Written | Stopped) -> None:
         """Takes a message of the peer about this attempt."""
         if isinstance(message, StagingRequest):
-            if self._staging_window is not None and not self._is_stopping:
+            if self._staging_window is not None and self._is_wanted:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
                 self._staging_window.ready(self.address.tp_rank, message.first_token, end_token)
             return
@@ -151,52 +180,35 @@ class WritePart:
         self._take_written(message)
 
     def _take_written(self, message: Written) -> None:
-        last = message.index if message.is_last else self._last
-        self._highest = max(self._highest, message.index)
-        if last is not None and (self._highest > last or self._last not in (None, last)):
-            # The numbers contradict each other, so the bytes cannot be trusted. But the peer may still be writing.
-            self._fail(
-                HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill numbers WRITEs wrongly")
-            )
+        try:
+            self._arrived.take(message)
+        except ValueError as error:
+            self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill {error}"))
             return
-        self._arrived.add(message.index)
-        if message.end_token:
-            self._ends[message.index] = message
         if message.manifest is not None:
-            self._last = message.index
             misfit = self._misfit(message.manifest)
             if misfit is not None:
                 self._fail(misfit)
-        while self._following in self._arrived:
-            written = self._ends.pop(self._following, None)
-            self._following += 1
-            if written is None:
-                continue
-            self._ranges.append(written)
-            if self._staging_window is not None and not self._is_stopping:
+        for written in self._arrived.follow():
+            if self._staging_window is not None and self._is_wanted:
                 self._staging_window.written(self.address.tp_rank, written.end_token)
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
         """Ends the part if everything has been written, copied out of the slab and compared."""
-        if self.is_idle or (
-            self._staging_window is not None
-            and not self._has_stopped
-            and not self._is_stopping
-            and not self._staging_window.is_filled
-        ):
+        if self.is_idle or self._comparison is Comparison.RUNNING or not self._arrived.is_complete:
             return
-        if self._last is None or len(self._arrived) <= self._last or self._is_comparing:
+        if self._access is not Access.HAS_STOPPED and self._is_wanted and not self._is_filled:
             return
         attempt, context, known = self._attempt, self._context, self._known
-        if not self._is_compared and not self._is_stopping and context.checksums.are_compared(attempt.number):
+        if self._comparison is Comparison.DUE and self._is_wanted and context.checksums.are_compared(attempt.number):
             assert known is not None
-            self._is_comparing = True
-            asked = ChecksumRequest(known.agent, known.rank.memory, lambda: not self._is_stopping)
-            compare(context, attempt, asked, self._ranges, self._contained)
+            self._comparison = Comparison.RUNNING
+            asked = ChecksumRequest(known.agent, known.rank.memory, lambda: self._is_wanted)
+            compare(context, attempt, asked, self._arrived.ranges, self._contained)
             return
         self._end()
-        doubt = None if self._is_stopping or known is None else context.distrust_of(self.address, known.incarnation)
+        doubt = None if known is None or not self._is_wanted else context.distrust_of(self.address, known.incarnation)
         if doubt is not None:
             self._fail(doubt)
         attempt.settle()
@@ -206,13 +218,9 @@ class WritePart:
 
     def _compared(self, wrong: HandOverFailed | None) -> None:
         """Called when the checksums were compared, so the blocks are no longer read."""
-        self._is_comparing, self._is_compared = False, True
+        self._comparison = Comparison.DONE
         if wrong is None:
-            if self._has_stopped:
-                self._end()
-                self._attempt.settle()
-            else:
-                self._end_if_complete()
+            self._settle_or_end()
             return
         if wrong.cause is FailureCause.CHECKSUM and self._known is not None:
             self._context.distrust(self.address, self._known.incarnation)
@@ -221,19 +229,27 @@ class WritePart:
         self._fail(wrong)
 
     def _end(self) -> None:
-        """The peer no longer writes. The part is idle once nothing is copied or compared any more."""
-        self._has_stopped = True
+        """The peer no longer writes."""
+        self._access = Access.HAS_STOPPED
         if self._staging_window is not None:
             self._staging_window.close(self.address.tp_rank)
-        self.is_idle = (self._staging_window is None or not self._staging_window.is_copying) and not self._is_comparing
+
+    @property
+    def _is_filled(self) -> bool:
+        """Whether everything that is wanted is in its blocks, and not only in the slab."""
+        return self._staging_window is None or self._staging_window.is_filled
 
     def _copied(self, failed: str) -> None:
         """A range was copied from the slab into its blocks, or ``failed`` says why not."""
-        if self._has_stopped:
-            self._end()
-            self._attempt.settle()
-        elif failed:
+        if failed and self._access is not Access.HAS_STOPPED:
             self._fail(HandOverFailed(FailureCause.DEFECT, failed))
+        else:
+            self._settle_or_end()
+
+    def _settle_or_end(self) -> None:
+        """Called when something on this side has ended that kept the part from being idle."""
+        if self._access is Access.HAS_STOPPED:
+            self._attempt.settle()
         else:
             self._end_if_complete()
 
@@ -257,7 +273,7 @@ class WritePart:
 
     def _connected(self, known: ConnectedPeer) -> None:
         attempt, context = self._attempt, self._context
-        if self._is_stopping or context.own is None:
+        if context.own is None or not self._is_wanted:
             return
         self._known, spec = known, attempt.spec
         doubt = context.distrust_of(self.address, known.incarnation)
@@ -314,6 +330,7 @@ class WritePart:
                 self.begin()
             return
         self.agent = known.agent
+        self._access = Access.MAY_WRITE
 
     def _enter(self, known: ConnectedPeer) -> bytes:
         """Joins a gate. Returns the NIXL metadata of the agent that the peer has to write through."""
@@ -327,6 +344,6 @@ class WritePart:
         return self._passage.metadata
 
     def _fail(self, cause: HandOverFailed) -> None:
-        if self.agent is None:
-            self._is_stopping = self.is_idle = True
+        if self._access is Access.UNTOLD:
+            self._is_wanted = False
         self._attempt.fail(cause)
