@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Request
 from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.scheduler.fetch_attempts import FetchAttempt, FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest, Terms, is_meant
-from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import is_nameable
-from kvcached_nixl.wire.messages import draw_attempt
 from kvcached_nixl.wire.params import FetchParams, asks, read_fetch
 from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, Step, UnneededOffer
 
@@ -35,55 +33,40 @@ __all__ = ["DecodeFetches"]
 logger = logging.getLogger(SERVER_LOGGER)
 
 
-@dataclass
-class _Attempt:
-    """A request that was given blocks. ``is_held``: they were taken from it, because they may still be written."""
-
-    request_id: DecodeRequestId
-    adapter: int
-    is_waiting: bool = True
-    is_held: bool = False
-
-
 class DecodeFetches:
     """Decode's half of `SchedulerFacade`; see the module's docstring.
 
     Attributes:
+        attempts: those that were given blocks, and the blocks.
         ended: (request id, client index) of requests that were ended between two steps; their clients are yet to be
             told.
-        num_quarantined_blocks: blocks held for requests that ended without KV.
     """
 
-    def __init__(self, terms: Terms, clock: Clock, holds: Holds, failures: Failures) -> None:
+    def __init__(self, terms: Terms, clock: Clock, attempts: FetchAttempts, failures: Failures) -> None:
         self._terms = terms
         self._clock = clock
-        self._holds = holds
+        self.attempts = attempts
         self._fetch_requests: dict[DecodeRequestId, FetchRequest] = {}
-        self._attempts: dict[int, _Attempt] = {}
-        self._attempt_of: dict[DecodeRequestId, int] = {}
         # The timeout of a hand-over starts when its request arrives, whatever the request waits for (rule R4).
         self._queued = Deadlines[DecodeRequestId]()
-        self._deadlines = Deadlines[int]()
         self._failing: dict[DecodeRequestId, HandOverFailed] = {}
         self._ending: set[DecodeRequestId] = set()
         # vLLM resumes them in a later step, which may be long in coming: the engine may be paused, or out of blocks.
         self._received: dict[DecodeRequestId, int] = {}
         self.ended: list[tuple[str, int]] = []
         self._aborted: set[DecodeRequestId] = set()
-        self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
         self._failures = failures
-        self.num_quarantined_blocks = 0
 
     @property
     def due_at_seconds(self) -> float | None:
         """When the next request times out; None if none waits."""
-        due = (self._deadlines.first_seconds, self._queued.first_seconds)
+        due = (self.attempts.due_at_seconds, self._queued.first_seconds)
         return min((one for one in due if one is not None), default=None)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have their blocks and wait only for KV."""
-        return len(self._attempt_of)
+        return self.attempts.num_waiting
 
     @property
     def has_news(self) -> bool:
@@ -196,14 +179,11 @@ class DecodeFetches:
                 self._ending.add(request_id)
             return
         assert fetch_request.fetch is not None
-        attempt = draw_attempt()
-        self._attempts[attempt] = _Attempt(request_id, fetch_request.adapter)
-        self._attempt_of[request_id] = attempt
-        self._deadlines[attempt] = fetch_request.arrived_at_seconds + self._terms.timeout_seconds
         fetch = fetch_request.fetch
+        due_at_seconds = fetch_request.arrived_at_seconds + self._terms.timeout_seconds
         step.fetches.append(
             FetchSpec(
-                attempt,
+                self.attempts.start(request_id, fetch_request.adapter, due_at_seconds),
                 request_id,
                 fetch.prefill,
                 fetch.manifest,
@@ -218,7 +198,7 @@ class DecodeFetches:
 
     def is_waiting(self, request_id: str) -> bool:
         """Whether the workers may be writing into a request's blocks."""
-        return DecodeRequestId(request_id) in self._attempt_of
+        return self.attempts.of_request(DecodeRequestId(request_id)) is not None
 
     def finished(self, request: Request, blocks: BlockPool, step: Step) -> None:
         """A request ended, whether its KV had arrived or not."""
@@ -231,10 +211,11 @@ class DecodeFetches:
         self._received.pop(request_id, None)
         self._ending.discard(request_id)
         step.unrenewed.append(request_id)
-        attempt = self._attempt_of.pop(request_id, None)
+        attempt = self.attempts.of_request(request_id)
         if attempt is not None:
-            self._give_up(attempt, blocks)
-            step.withdrawn[attempt] = "the request has ended"
+            self.attempts.stop_waiting(attempt)
+            self.attempts.hold(attempt, blocks)
+            step.withdrawn[attempt.number] = "the request has ended"
             self._aborted.add(request_id)
         elif request_id in self._failing:
             # It was aborted before vLLM was told that it failed.
@@ -252,16 +233,7 @@ class DecodeFetches:
         """
         ended = DecodeRequestId(request_id)
         self._aborted.discard(ended)
-        held = {number for number, one in self._attempts.items() if one.is_held and one.request_id == ended}
-        if held:
-            self._kept_by_others[ended] = held
-
-    def let_go(self, request_ids: Iterable[str], blocks: BlockPool) -> None:
-        """Other connectors have released the blocks of these requests."""
-        for request_id in map(DecodeRequestId, request_ids):
-            for number in self._kept_by_others.pop(request_id, ()):
-                if number not in self._attempts:
-                    self._give_back(number, blocks)
+        self.attempts.kept(ended)
 
     # ------------------------------------------------------------------------------------------------------- results
 
@@ -274,27 +246,21 @@ class DecodeFetches:
         """
         ended = set(finished)
         for number, failure in failures:
-            attempt = self._attempts.get(number)
-            if attempt is not None and attempt.is_waiting:
-                self._end(number, attempt, failure, step)
+            attempt = self.attempts.find_waiting(number)
+            if attempt is not None:
+                self._end(attempt, failure, step)
                 if number not in ended:
-                    self._hold(number, attempt, blocks)
+                    self.attempts.hold(attempt, blocks)
                     # Ranks that saw no failure would wait forever for KV that is no longer sent to them.
                     step.withdrawn[number] = "it has failed"
         self._end_late(ended, blocks, step)
         received = set()
         for number in ended:
-            attempt = self._attempts.pop(number, None)
-            if attempt is None:
-                continue
-            self._deadlines.pop(number, None)
-            if attempt.is_waiting:
-                del self._attempt_of[attempt.request_id]
+            attempt = self.attempts.all_ranks_ended(number, blocks)
+            if attempt is not None:
                 step.unrenewed.append(attempt.request_id)
                 received.add(attempt.request_id)
                 self._received[attempt.request_id] = attempt.adapter
-            elif attempt.is_held and number not in self._kept_by_others.get(attempt.request_id, ()):
-                self._give_back(number, blocks)
         failed, self._failing = set(self._failing), {}
         aborted, self._aborted = self._aborted, set()
         return received | failed | aborted, failed
@@ -305,9 +271,9 @@ class DecodeFetches:
         Args:
             adapter: only requests of this LoRA adapter, or of any adapter (`ANY_ADAPTER`); None for all requests.
         """
-        for number, attempt in list(self._attempts.items()):
-            if attempt.is_waiting and is_meant(adapter, attempt.adapter):
-                self._take_away(number, attempt, HandOverFailed(FailureCause.REVOKED, reason), blocks, step)
+        for attempt in self.attempts.waiting():
+            if is_meant(adapter, attempt.adapter):
+                self._take_away(attempt, HandOverFailed(FailureCause.REVOKED, reason), blocks, step)
         for request_id in [one for one, used in self._received.items() if is_meant(adapter, used)]:
             del self._received[request_id]
             self._refuse(request_id, HandOverFailed(FailureCause.REVOKED, reason))
@@ -342,18 +308,17 @@ class DecodeFetches:
     def _end_late(self, ended: set[int], blocks: BlockPool, step: Step) -> None:
         """Fails the requests that have timed out, except attempts that the workers have just reported as finished."""
         now, late = self._clock.now_seconds(), f"its KV has not come within {self._terms.timeout_seconds:g} s"
-        for number in self._deadlines.take_due(now):
-            attempt = self._attempts.get(number)
-            if attempt is not None and attempt.is_waiting and number not in ended:
-                self._take_away(number, attempt, HandOverFailed(FailureCause.DEADLINE, late), blocks, step)
+        for attempt in self.attempts.take_due(now):
+            if attempt.number not in ended:
+                self._take_away(attempt, HandOverFailed(FailureCause.DEADLINE, late), blocks, step)
         for request_id in self._queued.take_due(now):
             self._give_up_queued(request_id, HandOverFailed(FailureCause.DEADLINE, late), step)
 
-    def _take_away(self, number: int, attempt: _Attempt, cause: HandOverFailed, blocks: BlockPool, step: Step) -> None:
+    def _take_away(self, attempt: FetchAttempt, cause: HandOverFailed, blocks: BlockPool, step: Step) -> None:
         """Fails the attempt, and holds its blocks because transfers into them may be in flight."""
-        self._end(number, attempt, cause, step)
-        self._hold(number, attempt, blocks)
-        step.withdrawn[number] = str(cause)
+        self._end(attempt, cause, step)
+        self.attempts.hold(attempt, blocks)
+        step.withdrawn[attempt.number] = str(cause)
 
     def _give_up_queued(self, request_id: DecodeRequestId, cause: HandOverFailed, step: Step) -> None:
         """The request is still in vLLM's waiting queue: it ends, or is computed here when vLLM schedules it."""
@@ -376,37 +341,17 @@ class DecodeFetches:
         fetch = None if fetch_request is None else fetch_request.fetch
         return "" if fetch is None or fetch.manifest is None else fetch.manifest.request_id
 
-    def _end(self, number: int, attempt: _Attempt, failure: HandOverFailed, step: Step) -> None:
+    def _end(self, attempt: FetchAttempt, failure: HandOverFailed, step: Step) -> None:
         """Ends the request's wait with a failure; its client is told with the next output."""
-        attempt.is_waiting = False
-        self._deadlines.pop(number, None)
+        self.attempts.stop_waiting(attempt)
         request_id = attempt.request_id
-        del self._attempt_of[request_id]
         self._failing[request_id] = failure
         fetch_request = self._fetch_requests.get(request_id)
         if fetch_request is not None and not fetch_request.may_be_computed:
             self._ending.add(request_id)
         step.unrenewed.append(request_id)
         prefill_request_id = self._prefill_request_id(request_id)
-        self._failures.not_received(request_id, failure, attempt=number, prefill_request_id=prefill_request_id)
-
-    def _give_up(self, number: int, blocks: BlockPool) -> None:
-        attempt = self._attempts[number]
-        attempt.is_waiting = False
-        self._deadlines.pop(number, None)
-        self._hold(number, attempt, blocks)
-
-    def _hold(self, number: int, attempt: _Attempt, blocks: BlockPool) -> None:
-        """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
-        before = self._holds.num_blocks
-        self._holds.take(blocks, attempt.request_id, number)
-        attempt.is_held = True
-        self.num_quarantined_blocks += self._holds.num_blocks - before
-
-    def _give_back(self, number: int, blocks: BlockPool) -> None:
-        before = self._holds.num_blocks
-        self._holds.give_back(blocks, number)
-        self.num_quarantined_blocks -= before - self._holds.num_blocks
+        self._failures.not_received(request_id, failure, attempt=attempt.number, prefill_request_id=prefill_request_id)
 
     def _pass_over(self, request: Request, fetch: FetchParams | None, step: Step) -> None:
         """Has the session computed here, whatever the policy: one that failed would go on without its beginning."""

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
 from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
@@ -27,6 +29,7 @@ from kvcached_nixl.scheduler.side_channel_listener import (
     is_staged,
     weights_of,
 )
+from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
@@ -60,19 +63,19 @@ class SchedulerFacade:
         self.incarnation = incarnation
         self.wake_key = wake_key
         self._drops_blocks = terms.drops_blocks
-        self._timeout_seconds = terms.timeout_seconds
         self._clock = clock
         self._holds = Holds()
         self._failures = Failures()
-        self._fetching = DecodeFetches(terms, clock, self._holds, self._failures)
+        self._attempts = FetchAttempts(self._holds)
+        self._fetching = DecodeFetches(terms, clock, self._attempts, self._failures)
         self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds, self._failures)
         self._step = self._new_step()
-        self._quarantined = 0
+        self._starvation = Starvation(clock, terms.timeout_seconds)
+        self._reported_quarantine = 0
         self._has_news = False
         self._blocks: BlockPool | None = None
         self._wake: Callable[[], None] | None = None
         self._failed: set[str] = set()
-        self._stalled: tuple[str, float] | None = None
         self._refused: list[tuple[str, int]] = []
         self._listener: HandshakeListener | None = None
         self._weights: dict[Any, Any] | None = None
@@ -196,7 +199,7 @@ class SchedulerFacade:
 
         vllm#45168: an engine that sleeps takes no reports and frees no blocks.
         """
-        is_counted = self._fetching.num_quarantined_blocks == self._quarantined
+        is_counted = self.num_quarantined_blocks == self._reported_quarantine
         has_ends = bool(self._refused) or self._fetching.has_news
         has_news = self._has_news or has_ends or self._step.has_news or not is_counted
         return has_news or self.due_in_seconds == 0
@@ -205,6 +208,11 @@ class SchedulerFacade:
     def num_waiting(self) -> int:
         """Requests that have their blocks and wait only for KV."""
         return self._fetching.num_waiting
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks held for requests that ended without KV, because a peer may still write them."""
+        return self._attempts.num_quarantined_blocks
 
     @property
     def num_kept(self) -> int:
@@ -266,9 +274,8 @@ class SchedulerFacade:
         step, self._step = self._step, self._new_step()
         step.counts = {**self._failures.counts}
         self._failures.counts.clear()
-        quarantined = self._fetching.num_quarantined_blocks
-        if quarantined != self._quarantined:
-            step.quarantined_blocks = self._quarantined = quarantined
+        if self.num_quarantined_blocks != self._reported_quarantine:
+            step.quarantined_blocks = self._reported_quarantine = self.num_quarantined_blocks
         return step
 
     def spares(self, request_id: str) -> bool:
@@ -307,7 +314,8 @@ class SchedulerFacade:
         failures = [(number, HandOverFailed(cause, reports.reasons.get(number, NO_REASON))) for number, cause in marked]
         reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}
         finished, blocks = finished_attempts_of(reports.received), self._bound()
-        self._fetching.let_go(reports.sent, blocks)
+        # Other connectors have released the blocks of these requests.
+        self._attempts.let_go(map(DecodeRequestId, reports.sent), blocks)
         received, failed = self._fetching.collect(failures, finished, blocks, self._step)
         # A load that another connector reports as ended must not free blocks that decode may be reading.
         reports.received = {one for one in reports.received if not self._offering.keeps(one)} | received
@@ -328,27 +336,12 @@ class SchedulerFacade:
         return self._starved() | self._fetching.take_ending()
 
     def _starved(self) -> set[str]:
-        """The request that has waited too long for blocks which only the end of a quarantine could free.
-
-        It need not be a hand-over. The requests behind it in the queue wait for it.
-        """
-        may_stall = self._fetching.num_quarantined_blocks and not (self.num_waiting or self.num_kept)
+        """Fails the request that has waited too long for blocks which only the end of a quarantine could free."""
+        may_stall = self.num_quarantined_blocks and not (self.num_waiting or self.num_kept)
         request_id = self._bound().stalled if may_stall else None
-        if request_id is None:
-            self._stalled = None
+        if not self._starvation.has_starved(request_id) or request_id is None:
             return set()
-        now = self._clock.now_seconds()
-        if self._stalled is None or self._stalled[0] != request_id:
-            self._stalled = request_id, now
-        if now < self._stalled[1] + self._timeout_seconds:
-            return set()
-        self._stalled = None
-        reason = (
-            f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and "
-            f"{self._fetching.num_quarantined_blocks} blocks are in quarantine for peers that do not answer and may "
-            "still write. Peers on other hosts are fenced within about two minutes, and their blocks are free then. If "
-            "a process of a peer on this host hangs, continue or end it"
-        )
+        reason = self._starvation.reason(self.num_quarantined_blocks)
         self._failures.not_received(request_id, HandOverFailed(FailureCause.QUARANTINE, reason))
         return {request_id}
 

@@ -103,10 +103,10 @@ def test_decodes_request_aborted_while_bytes_move_keeps_its_blocks_until_they_ha
         decode.settle()
         decode.step()
     assert decode.free_blocks == USABLE - BLOCKS and not decode.scheduler.has_requests()
-    assert decode.side_of_engine._fetching.num_quarantined_blocks == BLOCKS
+    assert decode.side_of_engine.num_quarantined_blocks == BLOCKS
     gate.closed = False
     until_both(prefill, decode, lambda: decode.free_blocks == USABLE)
-    assert decode.side_of_engine._fetching.num_quarantined_blocks == 0
+    assert decode.side_of_engine.num_quarantined_blocks == 0
     served(prefill, decode, 8)
 
 

@@ -137,14 +137,14 @@ def test_an_aborted_request_that_another_connector_saves_is_freed_once_and_when_
     if order == "theirs first":
         Shelf.saved.add(DECODE_ID)
         decode.step_until(lambda: DECODE_ID not in decode.scheduler.requests)
-        assert fetching._attempts and not all_free(decode)
+        assert fetching.attempts and not all_free(decode)
     else:
         decode.step()
         assert DECODE_ID in decode.scheduler.requests
     for gate in gates:
         gate.closed = False
     if order == "ours first":
-        until_both(prefill, decode, lambda: not fetching._attempts)
+        until_both(prefill, decode, lambda: not fetching.attempts)
         decode.step()
         assert DECODE_ID in decode.scheduler.requests and not all_free(decode)
     if order == "at once":
@@ -154,6 +154,6 @@ def test_an_aborted_request_that_another_connector_saves_is_freed_once_and_when_
     # vLLM 0.19 would not look by itself after a connector that is not ours.
     step = functools.partial(engine_node.Node.step, decode)
     until(lambda: step() and prefill.step() and DECODE_ID not in decode.scheduler.requests and all_free(decode))
-    assert not fetching._kept_by_others and not decode.side_of_engine._holds.num_blocks
+    assert not fetching.attempts._kept_by_others and not decode.side_of_engine._holds.num_blocks
     rest(prefill, decode)
     served(prefill, decode)

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.scheduler import decode_fetches
+from kvcached_nixl.scheduler import decode_fetches, fetch_attempts
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
@@ -22,6 +23,7 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode import receiver, write_part
+from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
 from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
@@ -149,7 +151,7 @@ def prefill_offers_what_its_device_has_not_ended(patch: Patcher) -> None:
 
 
 def blocks_are_given_back_at_the_failure(patch: Patcher) -> None:
-    patch.setattr(DecodeFetches, "_hold", nothing)
+    patch.setattr(FetchAttempts, "hold", nothing)
 
 
 def held_blocks_are_never_given_back(patch: Patcher) -> None:
@@ -403,12 +405,12 @@ def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
     """A `Written` message that arrives twice counts as two WRITEs."""
 
     def take(self: Any, message: Any) -> None:
-        if isinstance(message, Written) and message.index in self._arrived:
-            self._arrived.add(max(self._arrived) + 1 if self._last is None else self._last - 1)
+        if message.index in self._indices:
+            self._indices.add(max(self._indices) + 1 if self._last is None else self._last - 1)
         original(self, message)
 
-    original = WritePart.take
-    patch.setattr(WritePart, "take", take)
+    original = ArrivedWrites.take
+    patch.setattr(ArrivedWrites, "take", take)
 
 
 def anybody_is_believed(patch: Patcher) -> None:
@@ -445,7 +447,8 @@ def nothing_has_a_deadline(patch: Patcher) -> None:
         def take_due(self, now_seconds: float, at_most: int | None = None) -> list[Any]:
             return []
 
-    patch.setattr(decode_fetches, "Deadlines", Endless)
+    for module in (decode_fetches, fetch_attempts):
+        patch.setattr(module, "Deadlines", Endless)
 
 
 def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:

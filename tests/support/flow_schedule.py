@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from kvcached_nixl.scheduler import decode_fetches as fetching
+from kvcached_nixl.scheduler import fetch_attempts as fetching
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -432,8 +432,8 @@ class Schedule:
             return
         elif kind == "lose":
             agent = dice.choice(engine.workers).agent
-            if agent._peers:
-                agent.lose(dice.choice(sorted(agent._peers)))
+            if agent.peers:
+                agent.lose(dice.choice(sorted(agent.peers)))
         elif kind == "vanish":
             cluster.vanish(engine)
         else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from kvcached_nixl.scheduler import decode_fetches as fetching
+from kvcached_nixl.scheduler import fetch_attempts as fetching
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Written, decode, encode
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks

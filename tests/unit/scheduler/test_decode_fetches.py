@@ -26,6 +26,7 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -47,7 +48,8 @@ class Decode:
         self.holds = Holds()
         self.pool = Pool() if pool is None else pool
         self.failures = Failures()
-        self.fetching = DecodeFetches(terms(**changed), self.clock, self.holds, self.failures)
+        self.attempts = FetchAttempts(self.holds)
+        self.fetching = DecodeFetches(terms(**changed), self.clock, self.attempts, self.failures)
         self.step = Step("h", 1, "k", "s")
 
     def take(self) -> Step:
@@ -360,16 +362,16 @@ def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(firs
     attempt = decode.wait(request)
     decode.finish(request)
     decode.fetching.kept(D1)
-    assert not decode.fetching.has_news and decode.fetching.num_quarantined_blocks == 3
-    ends = [lambda: decode.fetching.let_go([D1], decode.pool), lambda: decode.collect(overs=(attempt,))]
+    assert not decode.fetching.has_news and decode.attempts.num_quarantined_blocks == 3
+    ends = [lambda: decode.attempts.let_go([D1], decode.pool), lambda: decode.collect(overs=(attempt,))]
     if first == "our workers":
         ends.reverse()
     ends[0]()
     assert not decode.pool.freed
     ends[1]()
     assert sorted(block for _, block in decode.pool.freed) == [3, 7, 9]
-    assert decode.collect() == (set(), set()) and not decode.fetching._kept_by_others
-    assert decode.fetching.num_quarantined_blocks == 0
+    assert decode.collect() == (set(), set()) and not decode.attempts._kept_by_others
+    assert decode.attempts.num_quarantined_blocks == 0
 
 
 def test_a_request_that_no_other_connector_keeps_is_told_to_vllm() -> None:
@@ -524,7 +526,7 @@ def test_one_rank_that_fails_ends_it_and_its_blocks_are_held_until_all_are_over(
     assert decode.collect(failures=((attempt, FailureCause.LOST),)) == ({D1}, {D1})
     assert decode.failures.counts == {FailureCause.LOST: 1}
     assert decode.fetching.num_waiting == 0
-    assert (decode.holds.num_blocks, decode.fetching.num_quarantined_blocks) == (3, 3)
+    assert (decode.holds.num_blocks, decode.attempts.num_quarantined_blocks) == (3, 3)
     assert decode.pool.of == {}, "vLLM frees nothing that may still be written"
     assert decode.collect(failures=((attempt, FailureCause.LEASE),)) == (set(), set()), (
         "another rank's cause comes too late"
@@ -535,14 +537,14 @@ def test_one_rank_that_fails_ends_it_and_its_blocks_are_held_until_all_are_over(
     assert decode.pool.freed == []
     assert decode.collect(overs=(attempt,)) == (set(), set())
     assert decode.pool.freed == [("d1", 7), ("d1", 3), ("d1", 9)]
-    assert (decode.holds.num_blocks, decode.fetching.num_quarantined_blocks) == (0, 0)
+    assert (decode.holds.num_blocks, decode.attempts.num_quarantined_blocks) == (0, 0)
 
 
 def test_a_failure_that_comes_with_the_end_holds_nothing() -> None:
     decode = Decode()
     attempt = decode.wait(of_decode())
     assert decode.collect(failures=((attempt, FailureCause.LOST),), overs=(attempt,)) == ({D1}, {D1})
-    assert decode.holds.num_blocks == decode.fetching.num_quarantined_blocks == 0
+    assert decode.holds.num_blocks == decode.attempts.num_quarantined_blocks == 0
     assert list(decode.pool.of) == ["d1"]
     assert decode.collect(overs=(attempt,)) == (set(), set())
 
@@ -558,11 +560,11 @@ def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
     step = decode.take()
     assert step.withdrawn == {attempt: "its KV has not come within 120 s"}
     assert step.unrenewed == [D1]
-    assert decode.fetching.num_quarantined_blocks == 3
+    assert decode.attempts.num_quarantined_blocks == 3
     assert decode.collect() == (set(), set())
     assert decode.collect(failures=((attempt, FailureCause.STOPPED),), overs=(attempt,)) == (set(), set())
     assert len(decode.pool.freed) == 3
-    assert decode.fetching.num_quarantined_blocks == 0
+    assert decode.attempts.num_quarantined_blocks == 0
     assert decode.failures.counts == {FailureCause.DEADLINE: 1}
 
 
@@ -618,7 +620,7 @@ def test_aborted_while_it_waits_it_is_withdrawn_and_its_blocks_are_held() -> Non
     assert step.unrenewed == [D1]
     assert decode.fetching.num_waiting == 0
     assert decode.fetching.has_news
-    assert decode.fetching.num_quarantined_blocks == 3
+    assert decode.attempts.num_quarantined_blocks == 3
     assert decode.collect() == ({D1}, set())
     assert decode.collect() == (set(), set())
     decode.clock.advance(TIMEOUT)
@@ -694,7 +696,7 @@ def test_steps_cost_what_is_due_and_not_what_waits() -> None:
 
         values = items = __iter__  # type: ignore[assignment]
 
-    decode.fetching._attempts = Counting(decode.fetching._attempts)
+    decode.attempts._attempts = Counting(decode.attempts._attempts)
     assert decode.collect() == (set(), set())
     assert Counting.looked == 0
 

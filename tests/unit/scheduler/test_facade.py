@@ -551,7 +551,7 @@ class AnyOrder(RuleBasedStateMachine):
         owned = [block for one in (*self.of.values(), *self.ended.values()) for block in one]
         everywhere = [*self.free, *held, *owned]
         assert sorted(everywhere) == list(range(1, 61))
-        assert self.handover._fetching.num_quarantined_blocks <= len(held)
+        assert self.handover.num_quarantined_blocks <= len(held)
         assert max(self.told.values(), default=0) <= 1, "vLLM is told once of each request"
 
     def teardown(self) -> None:
@@ -576,13 +576,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.give_back(self.of.pop(name, []))
         assert len(self.free) == 60
         fetching, offering = self.handover._fetching, self.handover._offering
-        left = [
-            fetching._fetch_requests,
-            fetching._attempts,
-            fetching._attempt_of,
-            fetching._deadlines,
-            fetching._failing,
-        ]
+        assert not fetching.attempts and not fetching.num_waiting and fetching.due_at_seconds is None
+        left = [fetching._fetch_requests, fetching._failing]
         assert not any(map(len, [*left, offering._sending, offering._kept, offering._draining]))
 
 

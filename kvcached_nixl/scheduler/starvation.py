@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that waits for blocks which only the end of a quarantine could free. One per engine, on its thread."""
+
+from __future__ import annotations
+
+from kvcached_nixl.clock import Clock
+
+__all__ = ["Starvation"]
+
+
+class Starvation:
+    """Notices when the request at the head of vLLM's queue has starved (rule R4). It need not be a hand-over, and the
+    requests behind it wait for it."""
+
+    def __init__(self, clock: Clock, timeout_seconds: float) -> None:
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        self._stalled: tuple[str, float] | None = None
+
+    def has_starved(self, request_id: str | None) -> bool:
+        """Called in each step with the request that waits for blocks while nothing runs, or None if there is none.
+
+        Returns: whether it has waited for the whole timeout. It is then forgotten.
+        """
+        if request_id is None:
+            self._stalled = None
+            return False
+        now = self._clock.now_seconds()
+        if self._stalled is None or self._stalled[0] != request_id:
+            self._stalled = request_id, now
+        if now < self._stalled[1] + self._timeout_seconds:
+            return False
+        self._stalled = None
+        return True
+
+    def reason(self, num_quarantined_blocks: int) -> str:
+        """What the client of such a request is told."""
+        return (
+            f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and {num_quarantined_blocks} "
+            "blocks are in quarantine for peers that do not answer and may still write. Peers on other hosts are "
+            "fenced within about two minutes, and their blocks are free then. If a process of a peer on this host "
+            "hangs, continue or end it"
+        )
