@@ -346,6 +346,7 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from _left("hand-over", handover, "_weights")
     yield from _left("holds", handover._holds)
     yield from _left("fetching", handover._fetching)
+    yield from _left("attempts", handover._attempts)
     yield from _left("offering", handover._offering)
     if handover.pending or handover._holds.num_blocks or handover.num_quarantined_blocks or engine.quarantined:
         yield f"pending {handover.pending}, quarantine {handover.num_quarantined_blocks} {engine.quarantined}"
