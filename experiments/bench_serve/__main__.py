@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import sys
 from pathlib import Path
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import as_json, exit_status, table_of_targets
+from experiments.common.command_line import add_quick, make_parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 AT_A_TIME, QUICK_AT_A_TIME = (1, 4, 16), (4,)
@@ -32,13 +29,10 @@ exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every run, versions and hardware."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one round; writes last-VERSION-quick.json")
-    return parser.parse_args(arguments)
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_quick(parser, "one round")
+    return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
@@ -48,41 +42,27 @@ def main(options: argparse.Namespace) -> int:
     from experiments.bench_serve.measure import measure
     from experiments.bench_serve.report import judge, table_of
     from experiments.common.model import make_model
-    from experiments.common.report import Narrator, stdout_console, write_json
-    from experiments.common.servers import ServerError
+    from experiments.common.report import Narrator, begin, conclude, last_name
 
-    began = datetime.datetime.now(datetime.timezone.utc)
-    narrator = Narrator(f"vllm bench serve through the router, vLLM {options.vllm}")
+    began, stamp = begin(options.vllm)
     quick = options.quick
-    try:
+    with Narrator(f"vllm bench serve through the router, vLLM {options.vllm}") as narrator:
         runs, handed = measure(
             QUICK_AT_A_TIME if quick else AT_A_TIME,
             QUICK_ROUNDS if quick else ROUNDS,
             QUICK_PROMPTS if quick else PROMPTS,
             make_model(MODEL),
-            RESULTS / f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}",
+            RESULTS / stamp,
             narrator.update,
         )
-    except ServerError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    finally:
-        narrator.close()
-    verdicts = judge(runs, handed)
-    console = stdout_console()
-    console.print(table_of(runs))
-    console.print(table_of_targets(verdicts))
-    write_json(
-        RESULTS / f"last-{options.vllm}{'-quick' if quick else ''}.json",
-        {
-            "began": began.isoformat(timespec="seconds"),
-            "targets": as_json(verdicts),
-            "handed": [dataclasses.asdict(one) for one in handed],
-            "runs": [dataclasses.asdict(one) for one in runs],
-        },
-    )
-    return exit_status(verdicts)
+    content = {
+        "began": began,
+        "handed": [dataclasses.asdict(one) for one in handed],
+        "runs": [dataclasses.asdict(one) for one in runs],
+    }
+    path = RESULTS / f"{last_name(options.vllm, quick=quick)}.json"
+    return conclude([table_of(runs)], judge(runs, handed), path, content)
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 from pathlib import Path
 
 from experiments.byte_equivalence import cli
+from experiments.common.command_line import run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -15,17 +15,14 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def main(options: cli.Options) -> int:
     """Run the comparison and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
-    from experiments.byte_equivalence.arms import MODES, SINGLE, of_size
+    from experiments.byte_equivalence.arms import SINGLE, of_size
     from experiments.byte_equivalence.checks import VERDICTS, Checks
     from experiments.byte_equivalence.harness import Harness, NotCaught
     from experiments.byte_equivalence.last import summary
     from experiments.byte_equivalence.phases import phases
     from experiments.common.model import GQA
-    from experiments.common.report import Narrator, stdout_console, versions, write_json
+    from experiments.common.report import Narrator, begin, last_name, stdout_console, versions, write_json
 
-    if options.mode is not None and options.mode not in MODES:
-        sys.stderr.write(f"found --mode {options.mode!r}; expected one of {', '.join(MODES)}.\n")
-        return 2
     arms = [
         arm
         for arm in of_size("full" if options.arms else options.size, options.vllm)
@@ -38,17 +35,15 @@ def main(options: cli.Options) -> int:
         sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arms)!r}; there are: {names}.\n")
         return 2
 
-    began = datetime.datetime.now(datetime.timezone.utc)
-    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"byte equivalence, vLLM {options.vllm}{'' if options.size == 'full' else f', {options.size}'}")
+    began, stamp = begin(options.vllm)
+    title = f"byte equivalence, vLLM {options.vllm}{'' if options.size == 'full' else f', {options.size}'}"
     checks = Checks()
     not_caught = None
-    try:
-        Harness(arms, RESULTS / stamp, narrator, checks, quick=options.size != "full").run()
-    except NotCaught as error:
-        not_caught = error
-    finally:
-        narrator.close()
+    with Narrator(title) as narrator:
+        try:
+            Harness(arms, RESULTS / stamp, narrator, checks, quick=options.size != "full").run()
+        except NotCaught as error:
+            not_caught = error
     console = stdout_console()
     console.print(checks.table(f"byte equivalence, vLLM {versions()['vllm']}, {narrator.seconds:.0f} s"))
     status = 1 if not_caught else checks.exit_status
@@ -56,14 +51,14 @@ def main(options: cli.Options) -> int:
         console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
     console.print(f"{VERDICTS[status]} (exit status {status}); details: {RESULTS / stamp}.json")
     content = {
-        "began": began.isoformat(timespec="seconds"),
+        "began": began,
         "seconds": round(narrator.seconds, 1),
         "verdict": VERDICTS[status],
         "options": {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arms},
     }
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
     if options.size != "brief":
-        last = RESULTS / f"last-{options.vllm}{'-quick' if options.size == 'quick' else ''}.json"
+        last = RESULTS / f"{last_name(options.vllm, quick=options.size == 'quick')}.json"
         kept = last if options.is_partial else None
         found = summary(
             checks.summary(), kept, of_size(options.size, options.vllm), phases(GQA, quick=options.size == "quick")
@@ -77,4 +72,4 @@ def main(options: cli.Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(cli.parse()))
+    run_main(main, cli.parse())

@@ -192,8 +192,6 @@ def _can_serve(arm: Arm, vllm: str) -> bool:
     return (not arm.has_own_runner or own != usual) and own in accepted(vllm) and not (lacks_layout and is_contiguous)
 
 
-MODES = tuple(dict.fromkeys(arm.mode for arm in ARMS if arm.mode != SINGLE))
-
 AMPLE_POOL: Mapping[str, str] = {
     "KVCACHED_HOSTVMM_GIB": "2",
     # Without it, kvcached evicts prefixes that stock vLLM still caches; P then computes a prompt in other chunks, and

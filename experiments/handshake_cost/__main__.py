@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import statistics
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+from experiments.common.command_line import add_quick, make_parser, run_main
+from experiments.common.targets import Verdict
 
 if TYPE_CHECKING:
     from experiments.handshake_cost.measure import Sample
@@ -39,14 +37,11 @@ exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every sample, versions and hardware."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
     parser.add_argument("--rounds", type=int, default=2, help="fresh pairs per arm and size (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one round, 1 and 60 GiB, without kvcached's own patch")
-    return parser.parse_args(arguments)
+    add_quick(parser, "one round, 1 and 60 GiB, without kvcached's own patch", "writes last-VERSION.json")
+    return parser.parse_args()
 
 
 def median(samples: list[Sample], arm: str, gib: int, what: str) -> float:
@@ -85,37 +80,29 @@ def main(options: argparse.Namespace) -> int:
     # Imported here, not at the top: --help has to work without an environment.
     from rich.table import Table
 
-    from experiments.common.client import AnswerError
     from experiments.common.model import make_model
-    from experiments.common.report import Narrator, stdout_console, write_json
-    from experiments.common.servers import ServerError
+    from experiments.common.report import Narrator, begin, conclude, last_name
     from experiments.handshake_cost.measure import ARMS, KVCACHED_OWN, STOCK, measure
 
     arms = [arm for arm in ARMS if not (options.quick and arm is KVCACHED_OWN)]
     sizes = (SIZES_GIB[0], SIZES_GIB[-1]) if options.quick else SIZES_GIB
     rounds = 1 if options.quick else options.rounds
-    began = datetime.datetime.now(datetime.timezone.utc)
-    logs = RESULTS / f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"cost of a cold pair, vLLM {options.vllm}, {rounds} round(s)")
+    began, stamp = begin(options.vllm)
+    title = f"cost of a cold pair, vLLM {options.vllm}, {rounds} round(s)"
     samples: list[Sample] = []
-    try:
+    with Narrator(title) as narrator:
         model = make_model()
         for turn in range(rounds):
             for size in sizes:
                 for arm in arms:
                     if not arm.reserves and size != sizes[0]:
                         continue
-                    sample = measure(arm, size, model, logs / str(turn), narrator.update)
+                    sample = measure(arm, size, model, RESULTS / stamp / str(turn), narrator.update)
                     samples.append(sample)
                     cold = statistics.median(sample.cold_seconds)
                     narrator.say(f"{arm.name}, {size} GiB: cold {cold * 1000:.0f} ms")
-    except (ServerError, AnswerError) as error:
-        narrator.close()
-        sys.stderr.write(f"{error}\n")
-        return 2
-    narrator.close()
 
-    table = Table(title=f"cost of a cold pair, vLLM {options.vllm}, {rounds} round(s)")
+    table = Table(title=title)
     for column in (
         "arm",
         "GiB",
@@ -149,20 +136,9 @@ def main(options: argparse.Namespace) -> int:
             f"{cell('idle_seconds') * 1e6:.1f}",
         )
     verdicts = judge(samples, [arm.name for arm in arms if arm.ours], STOCK.name)
-    console = stdout_console()
-    console.print(table)
-    console.print(table_of_targets(verdicts))
-    write_json(
-        RESULTS / f"last-{options.vllm}.json",
-        {
-            "began": began.isoformat(timespec="seconds"),
-            "rounds": rounds,
-            "targets": as_json(verdicts),
-            "samples": [dataclasses.asdict(sample) for sample in samples],
-        },
-    )
-    return exit_status(verdicts)
+    content = {"began": began, "rounds": rounds, "samples": [dataclasses.asdict(sample) for sample in samples]}
+    return conclude([table], verdicts, RESULTS / f"{last_name(options.vllm)}.json", content)
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

@@ -6,14 +6,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import datetime
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import as_json, exit_status, table_of_targets
+from experiments.common.command_line import KEEPS_LAST, add_policy, add_word, make_parser, run_main
 
 if TYPE_CHECKING:
     from experiments.common.report import Narrator
@@ -45,31 +43,18 @@ exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json, with the text of every wrong answer and every error."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
     parser.add_argument("--rounds", type=int, default=2, help="how often each fault is inflicted (%(default)s)")
-    parser.add_argument(
-        "--arm",
-        metavar="NAME",
-        help='only arms whose name holds this, as in "pull", "staged", "staged push", "stock"; no last-VERSION file',
-    )
-    parser.add_argument(
-        "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
-    )
-    return parser.parse_args(arguments)
+    add_word(parser, "--arm", "arms", f'for example "pull", "staged", "staged push" or "stock"; {KEEPS_LAST}')
+    add_policy(parser)
+    return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
     """Run all arms and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
-    import httpx
-
-    from experiments.common.client import AnswerError
-    from experiments.common.report import Narrator, stdout_console, write_json
-    from experiments.common.servers import ServerError
+    from experiments.common.report import Narrator, begin, conclude, last_name
     from experiments.lease_recovery.arms import ARMS
     from experiments.lease_recovery.report import judge, table_of_faults
 
@@ -79,43 +64,31 @@ def main(options: argparse.Namespace) -> int:
             f"found no arm that fits --arm {options.arm!r}; there are: {'; '.join(a.name for a in ARMS)}.\n"
         )
         return 2
-    began = datetime.datetime.now(datetime.timezone.utc)
-    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"faults and recovery, vLLM {options.vllm}")
-    try:
+    began, stamp = begin(options.vllm)
+    title = f"faults and recovery, vLLM {options.vllm}"
+    with Narrator(title) as narrator:
         outcomes = [_outcome(arm, options, stamp, narrator) for arm in arms]
-    except (ServerError, AnswerError, httpx.HTTPError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
-    finally:
-        narrator.close()
 
+    content = {
+        "began": began,
+        "policy": options.policy,
+        "arms": [
+            {
+                "arm": one.arm,
+                "told": [dataclasses.asdict(told) for told in one.told],
+                "recoveries": [dataclasses.asdict(recovery) for recovery in one.recoveries],
+                "requests": [
+                    {"fault": fault, "verdict": verdict, "count": count}
+                    for (fault, verdict), count in Counter((e.fault, e.verdict) for e in one.ended).items()
+                ],
+                "unlike a right answer": [e.detail for e in one.ended if e.verdict in ("wrong", "error", "hangs")],
+            }
+            for one in outcomes
+        ],
+    }
     verdicts = [verdict for one in outcomes if one.ours for verdict in judge(one)]
-    console = stdout_console()
-    console.print(table_of_faults(outcomes, f"faults and recovery, vLLM {options.vllm}"))
-    console.print(table_of_targets(verdicts))
-    write_json(
-        RESULTS / f"{stamp if options.arm else f'last-{options.vllm}'}.json",
-        {
-            "began": began.isoformat(timespec="seconds"),
-            "policy": options.policy,
-            "targets": as_json(verdicts),
-            "arms": [
-                {
-                    "arm": one.arm,
-                    "told": [dataclasses.asdict(told) for told in one.told],
-                    "recoveries": [dataclasses.asdict(recovery) for recovery in one.recoveries],
-                    "requests": [
-                        {"fault": fault, "verdict": verdict, "count": count}
-                        for (fault, verdict), count in Counter((e.fault, e.verdict) for e in one.ended).items()
-                    ],
-                    "unlike a right answer": [e.detail for e in one.ended if e.verdict in ("wrong", "error", "hangs")],
-                }
-                for one in outcomes
-            ],
-        },
-    )
-    return exit_status(verdicts)
+    path = RESULTS / f"{stamp if options.arm else last_name(options.vllm)}.json"
+    return conclude([table_of_faults(outcomes, title)], verdicts, path, content)
 
 
 def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrator) -> Outcome:
@@ -144,4 +117,4 @@ def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrat
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

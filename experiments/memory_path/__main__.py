@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+from experiments.common.command_line import KEEPS_LAST, add_quick, make_parser, run_main
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.common.targets import Verdict
+    from experiments.memory_path.measure import Measured
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("memory", "first-token", "pages")
@@ -40,64 +43,44 @@ exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer lengths and requests; does not write last-VERSION files"
-    )
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_quick(parser, "fewer lengths and requests", KEEPS_LAST)
     parser.add_argument(
         "--part", choices=PARTS, help="only this part; last-VERSION.json keeps the results of the other parts"
     )
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
-    import httpx
-
-    from experiments.common.client import AnswerError
-    from experiments.common.report import Narrator, stdout_console, write_json
-    from experiments.common.servers import ServerError
+    from experiments.common.report import Narrator, begin, conclude, last_name
     from experiments.memory_path.measure import Measured, measure_part, read
+    from experiments.memory_path.report import plot
 
-    began = datetime.datetime.now(datetime.timezone.utc)
-    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"direct and staged, vLLM {options.vllm}")
+    began, stamp = begin(options.vllm)
     found = Measured()
-    try:
+    with Narrator(f"direct and staged, vLLM {options.vllm}") as narrator:
         for part in [options.part] if options.part else PARTS:
             measure_part(part, found, RESULTS / stamp, narrator, quick=options.quick)
-    except (ServerError, AnswerError, httpx.HTTPError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
-    finally:
-        narrator.close()
 
-    name = f"last-{options.vllm}" if not options.quick else stamp
+    name = stamp if options.quick else last_name(options.vllm)
     if options.part and not options.quick:
         found = found.beside(read(RESULTS / f"{name}.json"))
-    verdicts = _report(found, options.vllm, stdout_console())
-    if found.occupied:
-        from experiments.memory_path.report import plot
-
-        plot(found.occupied, found.loaded, f"prefill's blocks and pages, vLLM {options.vllm}", RESULTS / f"{name}.png")
+    tables, verdicts = _judged(found, options.vllm)
     content: dict[str, Any] = {
         field.name: [dataclasses.asdict(one) for one in getattr(found, field.name)]
         for field in dataclasses.fields(found)
     }
-    write_json(
-        RESULTS / f"{name}.json",
-        {"began": began.isoformat(timespec="seconds"), "targets": as_json(verdicts), **content},
-    )
-    return exit_status(verdicts)
+    status = conclude(tables, verdicts, RESULTS / f"{name}.json", {"began": began, **content})
+    if found.occupied:
+        plot(found.occupied, found.loaded, f"prefill's blocks and pages, vLLM {options.vllm}", RESULTS / f"{name}.png")
+    return status
 
 
-def _report(found: Any, vllm: str, console: Any) -> list[Verdict]:
-    """Print the tables; returns the targets."""
+def _judged(found: Measured, vllm: str) -> tuple[list[Table], list[Verdict]]:
+    """Return the tables of what was measured, and the targets."""
     from experiments.memory_path.arms import PAGE_GROUP_BYTES
     from experiments.memory_path.report import (
         judge_first_token,
@@ -109,17 +92,14 @@ def _report(found: Any, vllm: str, console: Any) -> list[Verdict]:
     from experiments.push_vs_pull.report import cells, table_of_cells
 
     found_cells = cells(found.samples)
+    tables = []
     if found_cells:
-        console.print(table_of_cells(found_cells, f"direct and staged, vLLM {vllm}; milliseconds"))
+        tables.append(table_of_cells(found_cells, f"direct and staged, vLLM {vllm}; milliseconds"))
     if found.occupied:
-        console.print(table_of_occupied(found.occupied))
-        console.print(table_of_loaded(found.loaded, PAGE_GROUP_BYTES))
-    verdicts = list(
-        itertools.chain(judge_resident(found.resident), judge_first_token(found_cells), judge_occupied(found.occupied))
-    )
-    console.print(table_of_targets(verdicts))
-    return verdicts
+        tables += [table_of_occupied(found.occupied), table_of_loaded(found.loaded, PAGE_GROUP_BYTES)]
+    judged = (judge_resident(found.resident), judge_first_token(found_cells), judge_occupied(found.occupied))
+    return tables, list(itertools.chain(*judged))
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

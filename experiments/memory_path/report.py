@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
 from experiments.memory_path.arms import PAIRS, SLAB_GIB
 from experiments.memory_path.occupied import Loaded, Occupied
@@ -126,12 +127,7 @@ def table_of_loaded(found: Sequence[Loaded], page_group_bytes: int) -> Table:
 
 def plot(occupied: Sequence[Occupied], loaded: Sequence[Loaded], title: str, path: Path) -> None:
     """Plot how long blocks stay in use by prompt length, and the mapped bytes under load, for all arms."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (times, pool) = pyplot.subplots(1, 2, figsize=(10.4, 4))
+    figure, (times, pool) = make_panels(2, 10.4, 4)
     for arm in dict.fromkeys(one.arm for one in occupied):
         lengths = sorted({one.prompt_tokens for one in occupied if one.arm == arm})
         middle = [
@@ -145,8 +141,4 @@ def plot(occupied: Sequence[Occupied], loaded: Sequence[Loaded], title: str, pat
     pool.bar([one.arm for one in loaded], [one.mean_mapped_bytes / _MIB for one in loaded])
     pool.set(ylabel="MiB of the pool mapped, under load")
     pool.tick_params(axis="x", labelrotation=20)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    save(figure, title, path)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+from experiments.common.command_line import MODES, add_quick, add_seed, make_parser, run_main
+from experiments.common.targets import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,22 +44,17 @@ exit status: 0 all targets reached; 1 a target was missed
 Results: tables; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (%(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="8 and 8 engines, 2,000 hand-overs; writes last-VERSION-quick files"
-    )
-    return parser.parse_args(arguments)
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_seed(parser)
+    add_quick(parser, "8 and 8 engines, 2,000 hand-overs")
+    return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
-    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.common.report import Narrator, conclude, last_name
     from experiments.mesh.cases import End
     from experiments.mesh.mesh import NotAtRest
     from experiments.mesh.report import judge, plot, table_of, table_of_ends
@@ -68,30 +62,25 @@ def main(options: argparse.Namespace) -> int:
     # Many engines log a warning for each engine that ends.
     logging.disable(logging.WARNING)
     size = QUICK if options.quick else FULL
-    narrator = Narrator(f"a mesh of {size[0]} and {size[0]} engines, {size[1]:,} hand-overs each way")
     runs: list[Run] = []
     verdicts: list[Verdict] = []
-    for mode in ("pull", "push"):
-        try:
-            run = measure(mode, *size, options.seed, narrator.say)
-        except NotAtRest as left:
-            verdicts.append(Verdict(f"{mode}: every request ends", f"not {left}", False))
-            continue
-        runs.append(run)
-        verdicts += judge(run, End.WRONG.value, End.FAILED.value)
-    narrator.close()
+    with Narrator(f"a mesh of {size[0]} and {size[0]} engines, {size[1]:,} hand-overs each way") as narrator:
+        for mode in MODES:
+            try:
+                run = measure(mode, *size, options.seed, narrator.say)
+            except NotAtRest as left:
+                verdicts.append(Verdict(f"{mode}: every request ends", f"not {left}", False))
+                continue
+            runs.append(run)
+            verdicts += judge(run, End.WRONG.value, End.FAILED.value)
 
-    console = stdout_console()
     title = f"{size[0]} prefill and {size[0]} decode engines"
-    console.print(table_of(runs, title))
-    console.print(table_of_ends(runs))
-    console.print(table_of_targets(verdicts))
-    name = f"last-{options.vllm}{'-quick' if options.quick else ''}"
+    name = last_name(options.vllm, quick=options.quick)
+    content = {"seed": options.seed, "runs": [dataclasses.asdict(run) for run in runs]}
+    status = conclude([table_of(runs, title), table_of_ends(runs)], verdicts, RESULTS / f"{name}.json", content)
     if runs:
         plot(runs, title, RESULTS / f"{name}.png")
-    content = {"seed": options.seed, "targets": as_json(verdicts), "runs": [dataclasses.asdict(run) for run in runs]}
-    write_json(RESULTS / f"{name}.json", content)
-    return exit_status(verdicts)
+    return status
 
 
 def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, say: Callable[[str], None]) -> Run:
@@ -149,4 +138,4 @@ def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, sa
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
 from experiments.mesh.tables import STALE
 
@@ -160,12 +161,7 @@ def table_of_ends(runs: Sequence[Run]) -> Table:
 
 def plot(runs: Sequence[Run], title: str, path: Path) -> None:
     """Plot the cost of a hand-over and the memory per peer over the tenths."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (cost, memory) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    figure, (cost, memory) = make_panels(2, 10, 3.6)
     for run in runs:
         done, places = 0, []
         for tenth in run.tenths:
@@ -178,8 +174,4 @@ def plot(runs: Sequence[Run], title: str, path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    save(figure, title, path)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import as_json, exit_status, table_of_targets
+from experiments.common.command_line import KEEPS_LAST, add_quick, add_word, make_parser, run_main
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,30 +40,17 @@ exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json with every sample, versions and hardware; results/last-VERSION.png."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM to serve with (%(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer lengths and requests; does not write last-VERSION files"
-    )
-    parser.add_argument(
-        "--transport",
-        metavar="WORD",
-        help="only transports whose name contains WORD; does not write last-VERSION files",
-    )
-    return parser.parse_args(arguments)
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_quick(parser, "fewer lengths and requests", KEEPS_LAST)
+    add_word(parser, "--transport", "transports", KEEPS_LAST)
+    return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
-    import httpx
-
-    from experiments.common.client import AnswerError
-    from experiments.common.report import Narrator, stdout_console, write_json
-    from experiments.common.servers import ServerError
+    from experiments.common.report import Narrator, begin, conclude, last_name
     from experiments.push_vs_pull.arms import TRANSPORTS
     from experiments.push_vs_pull.network import enter
     from experiments.push_vs_pull.report import cells, judge, plot, table_of_cells
@@ -73,38 +58,25 @@ def main(options: argparse.Namespace) -> int:
     has_network = enter(sys.argv[1:])
     asked_for = [one for one in TRANSPORTS if (options.transport or "").lower() in one.name.lower()]
     transports = [one for one in asked_for if has_network or one.of_prefill is None]
-    began = datetime.datetime.now(datetime.timezone.utc)
-    stamp = f"{began:%Y%m%dT%H%M%SZ}-{options.vllm}"
-    narrator = Narrator(f"push against pull, vLLM {options.vllm}")
-    for one in asked_for:
-        if one not in transports:
-            narrator.say(f"{one.name}: left out, no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
-    try:
+    began, stamp = begin(options.vllm)
+    with Narrator(f"push against pull, vLLM {options.vllm}") as narrator:
+        for one in asked_for:
+            if one not in transports:
+                narrator.say(f"{one.name}: left out, no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
         samples, rates = _samples(options, transports, has_network, stamp, narrator)
-    except (ServerError, AnswerError, httpx.HTTPError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
-    finally:
-        narrator.close()
 
     found = cells(samples)
-    verdicts = judge(found)
-    console = stdout_console()
-    console.print(table_of_cells(found, f"push against pull, vLLM {options.vllm}; milliseconds"))
-    console.print(table_of_targets(verdicts))
-    name = stamp if options.quick or options.transport else f"last-{options.vllm}"
+    table = table_of_cells(found, f"push against pull, vLLM {options.vllm}; milliseconds")
+    name = stamp if options.quick or options.transport else last_name(options.vllm)
+    content = {
+        "began": began,
+        "gbit_per_second": rates,
+        "cells": [dataclasses.asdict(one) for one in found],
+        "samples": [dataclasses.asdict(one) for one in samples],
+    }
+    status = conclude([table], judge(found), RESULTS / f"{name}.json", content)
     plot(found, f"prefill to decode, vLLM {options.vllm}, 16 KiB of KV a token", RESULTS / f"{name}.png")
-    write_json(
-        RESULTS / f"{name}.json",
-        {
-            "began": began.isoformat(timespec="seconds"),
-            "gbit_per_second": rates,
-            "targets": as_json(verdicts),
-            "cells": [dataclasses.asdict(one) for one in found],
-            "samples": [dataclasses.asdict(one) for one in samples],
-        },
-    )
-    return exit_status(verdicts)
+    return status
 
 
 def _samples(
@@ -140,4 +112,4 @@ def _samples(
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

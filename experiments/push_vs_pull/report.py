@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
 from experiments.push_vs_pull.arms import CHUNK_TOKENS, PULL, PUSH_STREAMED, STOCK_PUSH, TRANSPORTS
 from experiments.push_vs_pull.measure import Sample
@@ -146,14 +147,9 @@ def table_of_cells(found: Sequence[Cell], title: str) -> Table:
 
 def plot(found: Sequence[Cell], title: str, path: Path) -> None:
     """Plot time to first token over prompt length for one request at a time: a panel per transport, p50 to p90."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     transports = list(dict.fromkeys(one.transport for one in found))
-    figure, axes = pyplot.subplots(1, len(transports), figsize=(5.2 * len(transports), 4), sharey=True, squeeze=False)
-    for panel, transport in zip(axes[0], transports, strict=True):
+    figure, panels = make_panels(len(transports), 5.2 * len(transports), 4, sharey=True)
+    for panel, transport in zip(panels, transports, strict=True):
         for arm in dict.fromkeys(one.arm for one in found):
             line = [one for one in found if (one.arm, one.transport, one.at_a_time) == (arm, transport, 1)]
             lengths = [one.prompt_tokens for one in line]
@@ -163,10 +159,6 @@ def plot(found: Sequence[Cell], title: str, path: Path) -> None:
         panel.set(xscale="log", yscale="log", title=transport, xlabel="prompt, tokens")
         panel.set_xticks(lengths, [str(length) for length in lengths])
         panel.grid(alpha=0.3)
-    axes[0][0].set_ylabel("time to first token, s (p50, shaded to p90)")
-    axes[0][0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    panels[0].set_ylabel("time to first token, s (p50, shaded to p90)")
+    panels[0].legend(fontsize=8)
+    save(figure, title, path)

@@ -6,13 +6,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import as_json, exit_status, table_of_targets
+from experiments.common.command_line import add_quick, make_parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STREAMS, QUICK_STREAMS = (1, 64, 512), (1, 64)
@@ -42,39 +40,26 @@ exit status: 0 all targets reached; 1 a target was missed
 Results: a table; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="seconds, without the memory target; too short for conclusions; writes last-VERSION-quick files",
-    )
-    return parser.parse_args(arguments)
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_quick(parser, "seconds, without the memory target; too short for conclusions")
+    return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
-    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.common.report import Narrator, conclude, last_name
     from experiments.router_overhead.report import judge, plot, table_of
 
-    narrator = Narrator("what the router costs")
-    rows, memory, skipped = measure(options.quick, narrator.say)
-    narrator.close()
-    verdicts = judge(rows, memory)
-    console = stdout_console()
-    console.print(table_of(rows))
-    for arm, why in skipped.items():
-        console.print(f"{arm} was left out: {why}")
-    console.print(table_of_targets(verdicts))
-    name = f"last-{options.vllm}{'-quick' if options.quick else ''}"
+    with Narrator("what the router costs") as narrator:
+        rows, memory, skipped = measure(options.quick, narrator.say)
+    left_out = [f"{arm} was left out: {why}" for arm, why in skipped.items()]
+    name = last_name(options.vllm, quick=options.quick)
+    content = {"rows": rows, "memory": memory, "left_out": skipped}
+    status = conclude([table_of(rows), *left_out], judge(rows, memory), RESULTS / f"{name}.json", content)
     plot(rows, RESULTS / f"{name}.png")
-    content = {"targets": as_json(verdicts), "rows": rows, "memory": memory, "left_out": skipped}
-    write_json(RESULTS / f"{name}.json", content)
-    return exit_status(verdicts)
+    return status
 
 
 def measure(quick: bool, say: Any) -> tuple[list[dict[str, Any]], dict[str, float] | None, dict[str, str]]:
@@ -149,4 +134,4 @@ class _nothing:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

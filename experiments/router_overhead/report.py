@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
 
 if TYPE_CHECKING:
@@ -74,12 +75,7 @@ def table_of(rows: Rows) -> Table:
 
 def plot(rows: Rows, path: Path) -> None:
     """Plot requests a second and time to first token over the number of streams."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
+    figure, panels = make_panels(2, 10, 3.8)
     for panel, name, paced in ((panels[0], "per_second", False), (panels[1], "first_p50_ms", True)):
         for arm in dict.fromkeys(row["arm"] for row in rows):
             line = [row for row in rows if row["arm"] == arm and row["paced"] is paced]
@@ -89,7 +85,4 @@ def plot(rows: Rows, path: Path) -> None:
     panels[0].set_title("requests a second, as fast as possible")
     panels[1].set_title("time to first token, p50, paced, ms")
     panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    save(figure, "", path)

@@ -6,14 +6,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+from experiments.common.command_line import add_quick, make_parser, run_main
+from experiments.common.targets import Verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +47,7 @@ targets (medians; the 99th percentile is shown, too):
     heartbeat message larger than 4,096 bytes
   idle: each state costs less than 0.05 CPU seconds per second more than the same server without requests
 
-exit status: 0 all targets reached; 1 a target was missed
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json (hand-over), last-VERSION-schedule.json and last-VERSION-idle.json with
 versions and hardware; results/last-VERSION.png."""
 
@@ -56,12 +55,9 @@ ARMS = ("schedule", "hand-over", "idle")
 IDLE_SECONDS, QUICK_IDLE_SECONDS = 8.0, 3.0
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="run.sh", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="whose environment (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions; writes last-VERSION-quick files")
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_quick(parser, "fewer repetitions")
     parser.add_argument(
         "--arm",
         action="append",
@@ -69,28 +65,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="ARM",
         help=f"one of {', '.join(ARMS)}; repeatable; all arms by default",
     )
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
-    from experiments.common.report import Narrator, stdout_console, write_json
+    from experiments.common.report import Narrator, conclude, last_name
 
     # Each request that is aborted logs a warning.
     logging.disable(logging.WARNING)
-    narrator = Narrator("what waiting hand-overs cost an engine")
-    console, verdicts = stdout_console(), []
-    for arm in options.arm or ARMS:
-        costs, found, table, extra = MEASURES[arm](options, narrator)
-        console.print(table)
-        console.print(table_of_targets(found))
-        suffix = ("" if arm == "hand-over" else f"-{arm}") + ("-quick" if options.quick else "")
-        content = {**extra, "targets": as_json(found), "costs": [dataclasses.asdict(one) for one in costs]}
-        write_json(RESULTS / f"last-{options.vllm}{suffix}.json", content)
-        verdicts += found
-    narrator.close()
-    return exit_status(verdicts)
+    status = 0
+    with Narrator("what waiting hand-overs cost an engine") as narrator:
+        for arm in options.arm or ARMS:
+            costs, found, table, extra = MEASURES[arm](options, narrator)
+            name = last_name(options.vllm + ("" if arm == "hand-over" else f"-{arm}"), quick=options.quick)
+            content = {**extra, "costs": [dataclasses.asdict(one) for one in costs]}
+            status = max(status, conclude([table], found, RESULTS / f"{name}.json", content))
+    return status
 
 
 Measured = tuple[Sequence[Any], list[Verdict], "Table", dict[str, Any]]
@@ -108,14 +100,15 @@ def _schedule(options: argparse.Namespace, narrator: Narrator) -> Measured:
 
 
 def _hand_over(options: argparse.Namespace, narrator: Narrator) -> Measured:
+    from experiments.common.report import last_name
     from experiments.step_cost.measure import measure
     from experiments.step_cost.report import judge, plot, table_of
 
     repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
     costs = [cost for waiting in WAITING for cost in measure(waiting, repetitions, narrator.say)]
     costs.sort(key=lambda one: (one.direction, one.side, one.waiting))
-    name = f"last-{options.vllm}{'-quick' if options.quick else ''}"
-    plot(costs, "what waiting hand-overs cost", RESULTS / f"{name}.png")
+    path = RESULTS / f"{last_name(options.vllm, quick=options.quick)}.png"
+    plot(costs, "what waiting hand-overs cost", path)
     title = f"waiting hand-overs, this package alone, medians of {repetitions:,}, milliseconds"
     return costs, judge(costs), table_of(costs, title), {"repetitions": repetitions}
 
@@ -139,4 +132,4 @@ MEASURES: Mapping[str, Callable[[argparse.Namespace, Narrator], Measured]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    run_main(main, parse())

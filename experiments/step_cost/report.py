@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
 from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES
 
@@ -72,12 +73,7 @@ def table_of(costs: Sequence[Cost], title: str) -> Table:
 
 def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
     """Plot a step and an idle turn over the number of waiting hand-overs, with their limits."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
+    figure, panels = make_panels(2, 10, 3.8)
     for panel, what, limit in zip(panels, ("step", "idle_turn"), (STEP_MS, IDLE_TURN_MS), strict=True):
         for direction, side in dict.fromkeys((one.direction, one.side) for one in costs):
             line = [one for one in costs if (one.direction, one.side) == (direction, side)]
@@ -91,11 +87,7 @@ def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("ms (p50, shaded to p99)")
     panels[0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    save(figure, title, path)
 
 
 def judge_schedule(costs: Sequence[ScheduleCost]) -> list[Verdict]:

@@ -10,15 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.common.servers import ServerError
 from experiments.transfer_rate.arms import ARMS, Arm, Load, Over, Sample
 from experiments.transfer_rate.node import serve
 from kvcached_nixl.transport.base import Operation
 
 ANSWER_SECONDS = 180.0
-
-
-class NodeError(Exception):
-    """A call to a node failed, or the node has ended."""
 
 
 class Remote:
@@ -35,12 +32,12 @@ class Remote:
         self._connection.send((method, values))
         try:
             if not self._connection.poll(ANSWER_SECONDS):
-                raise NodeError(f"{method}: no answer within {ANSWER_SECONDS:g} s")
+                raise ServerError(f"{method}: no answer within {ANSWER_SECONDS:g} s")
             is_done, answer = self._connection.recv()
         except EOFError as cause:
-            raise NodeError(f"{method}: the node has ended") from cause
+            raise ServerError(f"{method}: the node has ended") from cause
         if not is_done:
-            raise NodeError(f"{method}: {answer}")
+            raise ServerError(f"{method}: {answer}")
         return answer
 
     def close(self) -> None:

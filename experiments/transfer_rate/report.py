@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
 from experiments.transfer_rate.arms import ARMS, OURS, PLAIN, Sample
 
@@ -124,14 +125,9 @@ def table_of(found: Sequence[Cell], title: str) -> Table:
 
 def plot(found: Sequence[Cell], title: str, path: Path) -> None:
     """Plot rates: a panel per transport, a group of bars per direction and layout, a bar per arm."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     transports = list(dict.fromkeys(one.transport for one in found))
-    figure, axes = pyplot.subplots(1, len(transports), figsize=(6.4 * len(transports), 4), squeeze=False)
-    for panel, transport in zip(axes[0], transports, strict=True):
+    figure, panels = make_panels(len(transports), 6.4 * len(transports), 4)
+    for panel, transport in zip(panels, transports, strict=True):
         settings = list(dict.fromkeys(one.setting for one in found if one.transport == transport))
         for place, arm in enumerate(ARMS):
             rates = {one.setting: one.gigabytes_per_second for one in found if one.arm == arm.name}
@@ -140,10 +136,6 @@ def plot(found: Sequence[Cell], title: str, path: Path) -> None:
         panel.set_xticks(range(len(settings)), [f"{direction}\n{layout}" for _, direction, layout in settings])
         panel.set_title(transport)
         panel.grid(axis="y", alpha=0.3)
-    axes[0][0].set_ylabel("GB/s")
-    axes[0][0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    panels[0].set_ylabel("GB/s")
+    panels[0].legend(fontsize=8)
+    save(figure, title, path)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of all experiments. Imports only the standard library: --help has to work without an environment."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from experiments.common.default_vllm import DEFAULT_VLLM
+
+MODES = ("pull", "push")
+KEEPS_LAST = "does not write last-VERSION files"
+
+Options = TypeVar("Options")
+
+
+def make_parser(description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser with ``--vllm``, which every experiment has."""
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm", metavar="VERSION", default=DEFAULT_VLLM, help="vLLM whose environment is used (%(default)s)"
+    )
+    return parser
+
+
+def add_quick(parser: argparse.ArgumentParser, less: str, files: str = "writes last-VERSION-quick files") -> None:
+    """Add ``--quick``; ``less`` tells what it leaves out, ``files`` what becomes of the results."""
+    parser.add_argument("--quick", action="store_true", help=f"{less}; {files}")
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Add ``--seed``."""
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (%(default)s)")
+
+
+def add_mode(parser: argparse.ArgumentParser, files: str = KEEPS_LAST) -> None:
+    """Add ``--mode``; ``files`` tells what becomes of the results."""
+    parser.add_argument("--mode", choices=MODES, help=f"only this transfer mode; {files}")
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy``."""
+    parser.add_argument(
+        "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
+    )
+
+
+def add_word(parser: argparse.ArgumentParser, option: str, things: str, files: str, **more: Any) -> None:
+    """Add an option that chooses ``things`` by a part of their names; ``files`` tells what becomes of the results."""
+    parser.add_argument(option, metavar="WORD", help=f"only {things} whose name contains WORD; {files}", **more)
+
+
+def run_main(main: Callable[[Options], int], options: Options) -> NoReturn:
+    """Run an experiment and exit with its status; with 2 if a server failed, so that nothing can be judged."""
+    # Imported here, not at the top: --help has to work without an environment.
+    import httpx
+
+    from experiments.common.client import AnswerError
+    from experiments.common.servers import ServerError
+
+    try:
+        status = main(options)
+    except (ServerError, AnswerError, httpx.HTTPError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        status = 2
+    sys.exit(status)
