@@ -182,12 +182,12 @@ class SchedulerFacade:
     def has_blocks(self) -> bool:
         """Whether blocks are held, kept for decode, or waiting for KV, although no running request uses them."""
         waits = self._fetching.num_waiting or self._fetching.num_received
-        return bool(self._holds.num_blocks or self._offering.num_kept or waits)
+        return bool(self.num_held_blocks or self._offering.num_kept or waits)
 
     @property
     def quiet_in_seconds(self) -> float:
         """How long a pause still waits for transfers in flight; 0 if none can be in flight, or nobody waits."""
-        if not (self._holds.num_blocks or self._offering.num_kept):
+        if not (self.num_held_blocks or self._offering.num_kept):
             return 0.0
         return max(0.0, self._quiet_by_seconds - self._clock.now_seconds())
 
@@ -213,6 +213,11 @@ class SchedulerFacade:
     def num_quarantined_blocks(self) -> int:
         """Blocks held for requests that ended without KV, because a peer may still write them."""
         return self._attempts.num_quarantined_blocks
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks taken from their requests, and held while transfers may use them."""
+        return self._holds.num_blocks
 
     @property
     def num_kept(self) -> int:

@@ -150,6 +150,11 @@ class MemoryTransport:
         self._peers: set[str] = set()
         self._lost: set[str] = set()
 
+    @property
+    def peers(self) -> frozenset[str]:
+        """Names of the agents that were added and not removed."""
+        return frozenset(self._peers)
+
     def metadata(self) -> bytes:
         return self.name.encode()
 

@@ -28,6 +28,7 @@ from support.handover_node import (
     served,
     until_both,
 )
+from support.internals import matcher_of
 from support.transports import until
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -253,7 +254,7 @@ def test_a_rendezvous_that_decode_s_server_rejects_costs_no_lease(first: str, pa
     reject(decode, "whatever", {**prefill.address(), **NAME})
     decode.step()
     if first == "decode":
-        until(lambda: prefill.registry._matcher._released)
+        until(lambda: matcher_of(prefill.registry)._released)
         prefilled(prefill, PREFILL_ID, **NAME)
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
     assert all_free(prefill) and not prefill.side_of_engine.num_kept

@@ -53,6 +53,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
+from support.internals import addresses_of, attempts_of, leases_of
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
@@ -92,7 +93,7 @@ def test_decodes_request_aborted_while_bytes_move_keeps_its_blocks_until_they_ha
     one = mover(direction, prefill, decode)
     gate = transfers_held(one, monkeypatch)
     asked(decode, prefilled(prefill, PREFILL_ID))
-    until(lambda: len(one.thread._context.transfer_queue))
+    until(lambda: len(one.context.transfer_queue))
     decode.abort(DECODE_ID)
     decode.step()
     decode.step()
@@ -137,7 +138,7 @@ def test_a_transfer_that_fails_ends_the_hand_over_by_policy_and_blocks_come_free
         params = prefilled(prefill, PREFILL_ID)
         local = asked(decode, params)
         before = decode.content(local)
-        until(lambda: prefill.step() and decode.receiver._reported or decode.thread._outcomes._outcome.failed)
+        until(lambda: prefill.step() and decode.has_failed)
         assert same(decode.content(local), before)
         ends_by_policy(policy, decode, prefill)
     assert PREFILL_ID in prefill.sent and "KV hand-over failed: cause=" in decode.log.text
@@ -171,7 +172,7 @@ def test_a_connection_that_nixl_has_let_go_of_is_made_anew(
     met: list[bytes] = []
     add = one.agent.add_remote_agent
     monkeypatch.setattr(one.agent, "add_remote_agent", lambda metadata: met.append(metadata) or add(metadata))
-    ((peer, _),) = one.thread._context.peers._addresses.items() or [("", None)]
+    ((peer, _),) = addresses_of(one.context.peers).items() or [("", None)]
     one.agent.remove_remote_agent(peer)
     decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
@@ -204,8 +205,8 @@ def test_an_engine_steps_exactly_while_something_has_changed(node: Callable[...,
 
 def lease(prefill: Node, request_id: str = PREFILL_ID) -> float:
     """When it ends."""
-    prefill.step_until(lambda: request_id in prefill.registry._leases)
-    return float(prefill.registry._leases[request_id])
+    prefill.step_until(lambda: request_id in leases_of(prefill.registry))
+    return float(leases_of(prefill.registry)[request_id])
 
 
 def test_a_request_that_waits_for_room_keeps_its_lease_and_others_end(node: Callable[..., Node]) -> None:
@@ -324,7 +325,7 @@ def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
     gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
     params = prefilled(prefill, PREFILL_ID)
     local = asked(decode, params)
-    until(lambda: len(mover(direction, prefill, decode).thread._context.transfer_queue))
+    until(lambda: len(mover(direction, prefill, decode).context.transfer_queue))
 
     def counted(one: Node, say: Any, to: str, notification: bytes, reason: str) -> None:
         before, all_before = one.dropped(reason), one.thread.dropped.total()
@@ -340,7 +341,7 @@ def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
         counted(prefill, by_decode, to_prefill, notification, "malformed")
         counted(decode, by_prefill, to_decode, notification, "malformed")
     counted(decode, by_prefill, to_decode, encode(Stopped(7, 0, 0, "")), "unknown attempt")
-    (attempt,) = decode.receiver._attempts
+    (attempt,) = attempts_of(decode.receiver)
     counted(decode, by_prefill, to_decode, encode(Stopped(attempt, 1, 0, "")), "not a contributor")
     by_decode(to_prefill, notif_msg=b"HB:cmpl-unknown,")
     gate.closed = False

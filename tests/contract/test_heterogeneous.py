@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.digest_fakes import digests_over
+from support.internals import context_of, receiver_of, registry_of, write_tasks_of
 from support.kvcached_memory import Geometry
 
 from kvcached_nixl.clock import MonotonicClock
@@ -152,7 +154,7 @@ class Endpoint:
 
     transport: Transport
     arena: torch.Tensor
-    words: TokenArray
+    token_table: TokenArray
     agent: Any = None
 
 
@@ -280,6 +282,7 @@ class Rank:
             checksums,
             Host(Process(), "DRAM"),
             lambda weights: None,
+            threading.Event(),
         )
         self.worker.identify(WEIGHTS)
         self.thread = self.worker.thread
@@ -291,15 +294,19 @@ class Rank:
         self.expected = self.arena.clone()
 
     @property
+    def context(self) -> Any:
+        return context_of(self.thread)
+
+    @property
     def registry(self) -> Any:
-        return self.thread._registry
+        return registry_of(self.thread)
 
     @property
     def receiver(self) -> Any:
-        return self.thread._receiver
+        return receiver_of(self.thread)
 
     def begin(self, **news: Any) -> None:
-        port = PORTS[self.worker._local.engine_id.startswith("d-")]
+        port = PORTS[self.context.local.engine_id.startswith("d-")]
         self.worker.begin_step(Step(HOST, port, "key", START, **news))
         self.worker.end_step()
 
@@ -564,7 +571,7 @@ def run(cluster: Cluster) -> None:
             continue
         expected = case.writes_upto(ready) * cluster.pairs
         cluster.until(lambda expected=expected: cluster.moves >= expected)  # type: ignore[misc]
-        cluster.until(lambda: not any(len(rank.thread._context.transfer_queue) for rank in cluster.prefill))
+        cluster.until(lambda: not any(len(rank.context.transfer_queue) for rank in cluster.prefill))
         assert cluster.moves == expected
         for rank in cluster.decode:
             assert not rank.over
@@ -892,7 +899,7 @@ def test_a_write_that_fails_ends_the_attempt_when_all_have_stopped(
     cluster.want()
     cluster.until(lambda: all(len(rank.receiver) for rank in cluster.decode))
     # All have heard of it, the late ones too.
-    cluster.until(lambda: all(rank.registry._write_tasks for rank in cluster.prefill))
+    cluster.until(lambda: all(write_tasks_of(rank.registry) for rank in cluster.prefill))
     going = [rank for rank in cluster.ranks if rank not in siblings] if others == "silent" else cluster.ranks
     first, second = range(17), range(17, case.tokens)
     cluster.compute(first, siblings)
@@ -905,9 +912,9 @@ def test_a_write_that_fails_ends_the_attempt_when_all_have_stopped(
         cluster.until(lambda: all(rank.transport.moves for rank in siblings))
     cluster.compute(first, cluster.prefill[share - 1 :])
     if number == 1:
-        cluster.until(lambda: not failing.registry._write_tasks, going)
+        cluster.until(lambda: not write_tasks_of(failing.registry), going)
     else:
-        cluster.until(lambda: failing.transport.moves and not len(failing.thread._context.transfer_queue), going)
+        cluster.until(lambda: failing.transport.moves and not len(failing.context.transfer_queue), going)
     cluster.compute(second, cluster.prefill[share - 1 :])
     cluster.until(lambda: failing.done and reader.failed, going)
 

@@ -32,6 +32,7 @@ from support.handover_node import (
     served,
     until_both,
 )
+from support.internals import unfinished_handshakes
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
@@ -262,7 +263,7 @@ def test_parameters_that_cannot_be_used_end_the_request_by_policy(
         decode.add(DECODE_ID, make(given), first_token=3 * number)
         ends_by_policy(policy, decode, prefill, first_token=3 * number)
         assert causes(decode) == [FailureCause.PARAMETERS] * number, what
-    assert not len(decode.thread._context.peers)
+    assert not len(decode.context.peers)
     served(prefill, decode, 8)
 
 
@@ -276,14 +277,13 @@ def test_a_wrong_number_of_ranks_costs_the_request_that_names_it(
     decode.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), "tp_size": tp_size})
     ends_by_policy(policy, decode, prefill)
     assert causes(decode) == [FailureCause.REFUSED]
-    until(lambda: not any(link.is_asked for link in decode.thread._context.peers._links.values()))
+    until(lambda: not unfinished_handshakes(decode.context.peers))
     served(prefill, decode, 8)
 
 
 def test_tensor_parallel_sizes_that_do_not_divide_end_the_request_by_policy(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
-    side = decode.thread._context
-    side.local = dataclasses.replace(side.local, tp_size=2)
+    decode.context.local = dataclasses.replace(decode.context.local, tp_size=2)
     decode.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), "tp_size": 3})
     decode.step_until(lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == "error"

@@ -47,12 +47,17 @@ def idle_engine(future: Future[None]) -> Any:
     return engine
 
 
+def notify(engine: Any) -> None:
+    """What vLLM's loop calls when the engine is idle."""
+    engine._notify_idle_state_callbacks()
+
+
 def test_whoever_paused_an_engine_gets_an_error_and_the_engine_lives() -> None:
     """It calls back when it is idle; its answer to a call waits for that."""
     future, answered, output = Future[None](), list[UtilityOutput](), UtilityOutput(7)
     EngineCoreProc._invoke_utility_method("pause_scheduler", lambda: future, output, answered.append)
     assert not answered
-    idle_engine(future)._notify_idle_state_callbacks()
+    notify(idle_engine(future))
     assert answered == [output] and "Failed to reset KV cache" in (output.failure_message or "")
 
 
@@ -60,7 +65,7 @@ def test_without_this_package_the_engine_ends(patched: Registry) -> None:
     """What the case above would not see if vLLM came to say it itself."""
     patched.uninstall()
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
-        idle_engine(Future())._notify_idle_state_callbacks()
+        notify(idle_engine(Future()))
 
 
 @dataclass
@@ -111,18 +116,18 @@ def test_an_engine_that_is_paused_looks_at_what_is_due(side: Side) -> None:
     engine.scheduler = SimpleNamespace(connector=None)
     engine._idle_state_callbacks, engine.input_queue = [], queue.Queue[Any]()
     engine.process_input_queue_block = True
-    engine._notify_idle_state_callbacks()
+    notify(engine)
     assert engine.input_queue.empty()
     side.due_in_seconds = 0.05
-    engine._notify_idle_state_callbacks()
+    notify(engine)
     assert engine.input_queue.get_nowait()[0] is EngineCoreRequestType.WAKEUP
     engine.process_input_queue_block = False
-    engine._notify_idle_state_callbacks()
+    notify(engine)
     assert engine.input_queue.empty(), "elastic expert parallelism: ranks come or go meanwhile"
     engine.process_input_queue_block = True
     side.due_in_seconds = 3600.0
     engine.input_queue.put("a request")
-    engine._notify_idle_state_callbacks()
+    notify(engine)
     assert engine.input_queue.get_nowait() == "a request" and engine.input_queue.empty()
 
 

@@ -29,6 +29,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
+from support.internals import addresses_of, free_buffers_of, token_rows_of, tokens_of
 from support.transports import until
 
 from kvcached_nixl.patching import Registry
@@ -55,7 +56,7 @@ class TokenArray:
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, look: Callable[[], bool]) -> None:
         self.posted = 0
-        transport = node.thread._context.transport
+        transport = node.context.transport
         post, state, release = transport.post, transport.state, transport.release
         waiting: list[Any] = []
 
@@ -93,7 +94,7 @@ def test_the_word_is_there_from_the_last_chunk_until_the_blocks_are_given_back(n
     assert len(prefill.side.tokens) == 1 and PREFILL_ID in prefill.transfer_params
     local = asked(decode, prefill.transfer_params[PREFILL_ID])
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    assert not len(prefill.side.tokens) and not prefill.side.tokens._tokens.any()
+    assert not len(prefill.side.tokens) and not token_rows_of(prefill.side.tokens).any()
     decode.step_until(lambda: DECODE_ID in decode.received)
     assert decode.holds(local)
     rest(prefill, decode)
@@ -125,8 +126,8 @@ def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(nod
     """Half of them are not kept any more, and only those fail."""
     geometry = dataclasses.replace(RESERVED, num_blocks=29, reserved_blocks=40)
     prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
-    token_buffers = decode.thread._context.token_buffers
-    del token_buffers._free[2:]
+    free_buffers = free_buffers_of(decode.context.token_buffers)
+    del free_buffers[2:]
     params = [prefilled(prefill, f"cmpl-{n}-0-aaaaaaaa", 60 * n, BLOCK_SIZE) for n in range(8)]
     rest(prefill)
     params[::2] = [prefilled(prefill, f"cmpl-{n}-0-bbbbbbbb", 60 * n, BLOCK_SIZE) for n in range(0, 8, 2)]
@@ -136,13 +137,13 @@ def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(nod
     decode.step()
     ends = [decode.ended[f"cmpl-{n}-0-dddddddd"] for n in range(8)]
     assert ends == ["length", "error"] * 4 and causes(decode) == [FailureCause.LEASE] * 4
-    assert len(token_buffers._free) == 2 and not decode.thread._context.waiting_for_buffer
+    assert len(free_buffers) == 2 and not decode.context.waiting_for_buffer
 
 
 def test_another_word_in_the_same_bucket_does_not_stand_for_it(node: Callable[..., Node]) -> None:
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     params = prefilled(prefill, PREFILL_ID)
-    (word,) = prefill.side.tokens._token_of.values()
+    (word,) = tokens_of(prefill.side.tokens).values()
     rest(prefill)
     for owner in range(1, 20):
         assert prefill.side.tokens.publish(owner, word + owner * BUCKETS)
@@ -156,7 +157,7 @@ def test_a_request_whose_word_finds_no_room_is_not_used(full: bool, pair: tuple[
     """It would take sixty thousand hand-overs; then decode recomputes, and nothing is wrong."""
     prefill, decode = pair
     if full:
-        prefill.side.tokens._tokens[:] = 1
+        token_rows_of(prefill.side.tokens)[:] = 1
     decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     decode.step()
@@ -194,7 +195,7 @@ def test_a_lost_peer_is_met_at_once_while_another_read_is_in_flight(
     decode = node(DECODE_FILLING)
     served(lost, decode)
     served(slow, decode, 6)
-    (peer,) = (agent for agent in decode.thread._context.peers._addresses if agent == lost.agent.name)
+    (peer,) = (agent for agent in addresses_of(decode.context.peers) if agent == lost.agent.name)
     with monkeypatch.context() as patching:
         gate = transfers_held(decode, patching)
         asked(decode, prefilled(slow, PREFILL_ID))

@@ -33,6 +33,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
+from support.internals import outcome_of
 from support.transports import nixl_side, until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
@@ -70,7 +71,7 @@ def test_the_two_requests_meet_in_either_order(name: str, first: str, pair: tupl
     theirs, own, decode_id = NAMES[name]
     if first == "decode":
         asked(decode, {**prefill.address(), **own}, decode_id)
-        until(lambda: prefill.registry._write_tasks)
+        until(lambda: prefill.write_tasks)
     # Another request, which nobody asks for.
     prefill.add("cmpl-z-0-aaaaaaaa", {**SEND, **({"transfer_id": "t2"} if theirs else {})}, 1, 200)
     prefill.add(PREFILL_ID, {**SEND, **theirs}, 1)
@@ -103,7 +104,7 @@ def test_two_prompts_under_one_name_are_told_apart_by_what_was_computed(
     if when == "prefill first":
         steps = [*computes, *asks]
     elif when == "decode first":
-        steps = [*asks, lambda: until(lambda: len(prefill.registry._write_tasks) == 2), *computes]
+        steps = [*asks, lambda: until(lambda: len(prefill.write_tasks) == 2), *computes]
     else:
         steps = [asks[0], computes[0], asks[1], computes[1]]
     for step in steps:
@@ -134,7 +135,7 @@ def test_equal_prompts_under_one_name_are_one_for_each(first: str, pair: tuple[N
 
     if first == "decode":
         ask()
-        until(lambda: len(prefill.registry._write_tasks) == 2)
+        until(lambda: len(prefill.write_tasks) == 2)
     for theirs in ("cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"):
         prefilled(prefill, theirs, **NAME)
     if first == "prefill":
@@ -189,7 +190,7 @@ def test_a_router_may_try_a_name_again(before: str, first: str, node: Callable[.
                 one.abort(request_id)
         if before == "aborted on decode":
             prefill.step_until(lambda: PREFILL_ID in prefill.ended)
-    until_both(prefill, decode, lambda: not prefill.registry._write_tasks and not len(decode.receiver))
+    until_both(prefill, decode, lambda: not prefill.write_tasks and not len(decode.receiver))
     theirs, own = "cmpl-x-0-bbbbbbbb", "cmpl-x-0-eeeeeeee"
 
     def compute() -> None:
@@ -238,7 +239,7 @@ def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..
     """vLLM's own code around a model: it calls ``wait_for_save`` in a ``finally``, even if the model has raised."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="fail")
     local = registered(decode, prefill)
-    (writing,) = prefill.registry._write_tasks.values()
+    (writing,) = prefill.write_tasks.values()
     until(lambda: writing.known)
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
     output = prefill.scheduler.schedule()
@@ -326,7 +327,7 @@ def test_a_registration_that_is_not_served_in_time_fails(whose: str, policy: str
     registered(decode, prefill)
     ends_by_policy(policy, decode, prefill)
     assert ("of prefill stopped" if whose == "prefill's" else "has not come within 0.3 s") in decode.log.text
-    assert not prefill.registry._write_tasks and not len(decode.receiver)
+    assert not prefill.write_tasks and not len(decode.receiver)
     assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE]
     served(prefill, decode, 8)
 
@@ -390,7 +391,7 @@ def test_blocks_of_a_preempted_request_are_held_while_a_write_reads_them(
     assert not set(lost) & set(again) and prefill.free_blocks == USABLE - len(lost) - len(again)
 
     gate.closed = False
-    until(lambda: prefill.thread._outcomes._outcome.idle_holds)
+    until(lambda: outcome_of(prefill.thread).idle_holds)
     assert prefill.free_blocks == USABLE - len(lost) - len(again)
     prefill.step()
     assert PREFILL_ID in prefill.transfer_params
@@ -543,7 +544,7 @@ def test_messages_that_come_twice_or_late_or_from_a_stranger_change_nothing(
     """On both sides, around a push that arrives all the same."""
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
     local = registered(decode, prefill)
-    (writing,) = prefill.registry._write_tasks.values()
+    (writing,) = prefill.write_tasks.values()
     registration, to_decode = writing.registration, decode.agent.name
     to_prefill = prefill.agent.name
     stranger = nixl_side()
@@ -568,7 +569,7 @@ def test_messages_that_come_twice_or_late_or_from_a_stranger_change_nothing(
     # A stranger's withdrawal is of its own attempts: this one goes on.
     by_stranger(to_prefill, encode(Withdrawal(registration.attempt, registration.decode)))
     until(lambda: prefill.dropped("meant for another agent") == 1)
-    assert len(prefill.registry._write_tasks) == 1 and decode.waits(DECODE_ID)
+    assert len(prefill.write_tasks) == 1 and decode.waits(DECODE_ID)
 
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
     prefill.step()

@@ -30,6 +30,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
+from support.internals import fetching_of, leftovers
 from support.shelf_connector import Shelf
 from support.transports import until
 
@@ -39,6 +40,11 @@ parallel_state, log, patched = engine_node.parallel_state, engine_node.log, atte
 direction, node = handover_node.direction, handover_node.node
 
 
+def first_of(several: Any) -> Any:
+    """Returns the first connector of vLLM's ``MultiConnector``."""
+    return several._connectors[0]
+
+
 class SharedNode(Node):
     """Its connectors are NixlConnector and a shelf."""
 
@@ -46,19 +52,19 @@ class SharedNode(Node):
 
     @property
     def worker(self) -> Any:
-        return self.engine.worker._connectors[0].connector_worker
+        return first_of(self.engine.worker).connector_worker
 
     @property
     def connector_scheduler(self) -> Any:
-        return self.engine.scheduler._connectors[0].connector_scheduler
+        return first_of(self.engine.scheduler).connector_scheduler
 
     @property
     def side(self) -> Any:
-        return side_of(self.engine.worker._connectors[0])
+        return side_of(first_of(self.engine.worker))
 
     @property
     def side_of_engine(self) -> Any:
-        return side_of(self.engine.scheduler._connectors[0])
+        return side_of(first_of(self.engine.scheduler))
 
 
 @pytest.fixture
@@ -133,18 +139,18 @@ def test_an_aborted_request_that_another_connector_saves_is_freed_once_and_when_
     until(lambda: prefill.step() and decode.step() and any(gate.kept for gate in gates))
     Shelf.saves.add(DECODE_ID)
     decode.abort(DECODE_ID)
-    fetching = decode.side_of_engine._fetching
+    attempts = fetching_of(decode.side_of_engine).attempts
     if order == "theirs first":
         Shelf.saved.add(DECODE_ID)
         decode.step_until(lambda: DECODE_ID not in decode.scheduler.requests)
-        assert fetching.attempts and not all_free(decode)
+        assert attempts and not all_free(decode)
     else:
         decode.step()
         assert DECODE_ID in decode.scheduler.requests
     for gate in gates:
         gate.closed = False
     if order == "ours first":
-        until_both(prefill, decode, lambda: not fetching.attempts)
+        until_both(prefill, decode, lambda: not attempts)
         decode.step()
         assert DECODE_ID in decode.scheduler.requests and not all_free(decode)
     if order == "at once":
@@ -154,6 +160,6 @@ def test_an_aborted_request_that_another_connector_saves_is_freed_once_and_when_
     # vLLM 0.19 would not look by itself after a connector that is not ours.
     step = functools.partial(engine_node.Node.step, decode)
     until(lambda: step() and prefill.step() and DECODE_ID not in decode.scheduler.requests and all_free(decode))
-    assert not fetching.attempts._kept_by_others and not decode.side_of_engine._holds.num_blocks
+    assert not leftovers(attempts) and not decode.side_of_engine.num_held_blocks
     rest(prefill, decode)
     served(prefill, decode)

@@ -29,6 +29,7 @@ from support.handover_node import (
     rest,
     served,
 )
+from support.internals import listener_of
 from support.transports import until
 
 from experiments.common.servers import free_ports
@@ -36,7 +37,7 @@ from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.handshake import Answer, RankHandshake, read_answer, read_rank
+from kvcached_nixl.wire.handshake import Answer, RankHandshake, read_rank
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
@@ -71,7 +72,7 @@ def test_what_one_peer_asks_in_a_wrong_way_ends_no_handshake(pair: tuple[Node, N
         .result(10)
     )
     assert "no rank" in said and "3" in said and "tp_size" in said
-    assert prefill.side_of_engine._listener._thread.is_alive()
+    assert listener_of(prefill.side_of_engine)._thread.is_alive()
     served(prefill, decode)
 
 
@@ -179,9 +180,7 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
     given = prefilled(prefill, PREFILL_ID)
     envelope = prefill.worker.xfer_handshake_metadata
     metadata = envelope.agent_metadata_bytes
-    (answer,) = prefill.side_of_engine._listener._answers.values()
-    start = read_answer(msgspec.msgpack.decode(answer)["agent_metadata_bytes"]).incarnation
-    rank = read_rank(metadata)
+    start, rank = prefill.side_of_engine.incarnation, read_rank(metadata)
 
     def told(handshake: bytes) -> bytes:
         return reply(prefill.tag, msgspec.msgpack.encode(Answer(start, handshake)))
@@ -205,7 +204,7 @@ def test_what_a_peer_answers_in_a_wrong_way_costs_the_requests_that_name_it(
         decode.add(DECODE_ID, wanted)
         ends_by_policy(policy, decode, prefill)
         # A heartbeat may have started another handshake, which would give this wrong answer to the next request.
-        until(lambda: not len(decode.thread._context.peers))
+        until(lambda: not len(decode.context.peers))
         failures = [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]]
         assert len(failures) == number and failures[-1] in expected and impostor.asked > before, (name, failures[-1])
         decode.scheduler.reset_prefix_cache()

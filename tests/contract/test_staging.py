@@ -97,7 +97,7 @@ def test_prefills_blocks_are_free_long_before_decode_comes(node: Callable[..., N
         assert PREFILL_ID not in prefill.sent
     else:
         prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-        assert prefill.thread._context.staging.slots.used(Use.PARKED)
+        assert prefill.context.staging.slots.used(Use.PARKED)
         # Somebody else has them now.
         prefill.fill(list(range(1, RESERVED.num_blocks)), 0x55)
     local = asked(decode, params)
@@ -112,7 +112,7 @@ def test_a_request_that_no_slab_could_hold_goes_through_range_by_range(
     monkeypatch.setattr(sizing, "_LARGEST_BLOCK_TOKENS", BLOCK_SIZE)
     monkeypatch.setattr(sizing, "num_slots", lambda layout, load, _, **__: load.fewest_slots)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    slabs = [one.thread._context.staging for one in (prefill, decode)]
+    slabs = [one.context.staging for one in (prefill, decode)]
     assert {slab.slots.count for slab in slabs if slab is not None} == {4}
     params = prefilled(prefill, PREFILL_ID)
     local = asked(decode, params)

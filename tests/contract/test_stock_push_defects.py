@@ -46,6 +46,24 @@ class Node(engine_node.Node):
 
     connector = "NixlPushConnector"
 
+    @property
+    def registrations(self) -> dict[str, Any]:
+        """Prefill: decode's registrations that were not served, by decode's request."""
+        found: dict[str, Any] = self.worker._pending_d_registrations
+        return found
+
+    @property
+    def lease_ends(self) -> dict[str, float]:
+        """Prefill: when the lease of each request ends."""
+        found: dict[str, float] = self.worker._reqs_to_send
+        return found
+
+    @property
+    def last_active(self) -> dict[str, float]:
+        """When each remote engine was last active."""
+        found: dict[str, float] = self.worker._engine_last_active
+        return found
+
     def prefill(self, request_id: str, first_token: int = 0) -> list[int]:
         """Run a request to its end as prefill; returns its blocks, which are now kept for decode."""
         self.add(request_id, {"do_remote_decode": True}, 1, first_token)
@@ -78,14 +96,15 @@ class Node(engine_node.Node):
     def settle(self) -> None:
         """Waits until the writer thread has handled all its inboxes once more, notifications included."""
         for _ in range(2):
-            self.worker._evict_finished_inbox.put("nobody")
+            inbox = self.worker._evict_finished_inbox
+            inbox.put("nobody")
             self.worker._push_writer_wake.set()
-            until(self.worker._evict_finished_inbox.empty)
+            until(inbox.empty)
 
     def end_lease(self, request_id: str) -> None:
         """As if the seconds of the lease had passed."""
-        self.worker._reqs_to_send[request_id] = time.perf_counter()
-        self.worker._reqs_to_send = dict(sorted(self.worker._reqs_to_send.items(), key=lambda item: item[1]))
+        ends = {**self.lease_ends, request_id: time.perf_counter()}
+        self.worker._reqs_to_send = dict(sorted(ends.items(), key=lambda item: item[1]))
 
 
 @pytest.fixture
@@ -250,7 +269,7 @@ def test_stock_push_registration_that_cannot_be_sent_hangs_the_request(node: Cal
     prefill, decode = node(1), node(2)
     decode.add("cmpl-y-0-dddddddd", prefill.address("cmpl-y-0"))
     decode.step()
-    until(lambda: prefill.settle() or prefill.worker._pending_d_registrations)
+    until(lambda: prefill.settle() or prefill.registrations)
     for agent in decode.worker._remote_agents[prefill.engine.engine_id].values():
         decode.worker.nixl_wrapper.remove_remote_agent(agent)
     decode.add(DECODE_ID, prefill.address("cmpl-x-0"))
@@ -317,13 +336,13 @@ def test_stock_push_aborted_prefill_is_not_told_to_decode(node: Callable[..., No
     prefill, decode = node(1), node(2)
     decode.add(DECODE_ID, prefill.address("cmpl-x-0"))
     decode.step()
-    until(lambda: prefill.settle() or DECODE_ID in prefill.worker._pending_d_registrations)
+    until(lambda: prefill.settle() or DECODE_ID in prefill.registrations)
     prefill.add(PREFILL_ID, {"do_remote_decode": True})
     prefill.step()
     prefill.abort(PREFILL_ID)
     assert PREFILL_ID in prefill.step().reqs_not_processed
     prefill.settle()
-    assert list(prefill.worker._pending_d_registrations) == [DECODE_ID]
+    assert list(prefill.registrations) == [DECODE_ID]
     assert decode.stays_waiting(DECODE_ID, prefill)
 
 
@@ -332,17 +351,17 @@ def test_stock_push_stale_registration_takes_a_retrys_blocks(node: Callable[...,
     prefill, decode = node(1), node(2)
     decode.add(DECODE_ID, prefill.address("cmpl-x-0"))
     decode.step()
-    until(lambda: prefill.settle() or prefill.worker._pending_d_registrations)
+    until(lambda: prefill.settle() or prefill.registrations)
     decode.abort(DECODE_ID)
 
     decode.add("cmpl-x-0-eeeeeeee", prefill.address("cmpl-x-0"))
     decode.step()
-    until(lambda: prefill.settle() or len(prefill.worker._pending_d_registrations) == 2)
+    until(lambda: prefill.settle() or len(prefill.registrations) == 2)
     prefill.prefill(PREFILL_ID)
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
     decode.step_until(lambda: DECODE_ID in decode.received)
     assert decode.stays_waiting("cmpl-x-0-eeeeeeee", prefill)
-    assert list(prefill.worker._pending_d_registrations) == ["cmpl-x-0-eeeeeeee"]
+    assert list(prefill.registrations) == ["cmpl-x-0-eeeeeeee"]
 
 
 def test_stock_push_late_registration_is_never_removed(node: Callable[..., Node]) -> None:
@@ -352,10 +371,10 @@ def test_stock_push_late_registration_is_never_removed(node: Callable[..., Node]
     assert held_until_the_lease_ends(prefill)
     decode.add(DECODE_ID, prefill.transfer_params[PREFILL_ID])
     decode.step()
-    until(lambda: prefill.settle() or prefill.worker._pending_d_registrations)
+    until(lambda: prefill.settle() or prefill.registrations)
     prefill.step()
     prefill.settle()
-    assert list(prefill.worker._pending_d_registrations) == [DECODE_ID]
+    assert list(prefill.registrations) == [DECODE_ID]
     assert decode.stays_waiting(DECODE_ID, prefill)
 
 
@@ -389,7 +408,7 @@ def test_stock_push_registration_that_cannot_be_served_loses_its_neighbours(
     decode.step()
     prefill.step_until(lambda: "nixl-push-writer error; continuing" in prefill.log.text)
     prefill.settle()
-    assert prefill.worker._pending_d_registrations == {}
+    assert prefill.registrations == {}
     assert list(prefill.worker._push_finished_blocks) == [PREFILL_ID]
     assert not {PREFILL_ID, "cmpl-y-0-aaaaaaaa"} & prefill.sent
     assert decode.stays_waiting(DECODE_ID, prefill)
@@ -438,18 +457,18 @@ def test_stock_push_heartbeat_with_the_clients_id_does_not_renew_the_lease(
         decode.add(f"cmpl-{name}-0-dddddddd", None, first_token=len(name) * 7, max_tokens=200)
     decode.step()
     prefill.end_lease(PREFILL_ID)
-    prefill.worker._reqs_to_send[PREFILL_ID] += 5.0
-    ends = prefill.worker._reqs_to_send[PREFILL_ID]
+    prefill.lease_ends[PREFILL_ID] += 5.0
+    ends = prefill.lease_ends[PREFILL_ID]
 
     decode.add(DECODE_ID, prefill.address("cmpl-x-0"))
     until(lambda: decode.step() and prefill.step() and heard)
     assert set(heard) == {"cmpl-x-0"}
-    assert prefill.worker._reqs_to_send[PREFILL_ID] == ends
+    assert prefill.lease_ends[PREFILL_ID] == ends
 
     decode.abort(DECODE_ID)
     decode.add("cmpl-x-0-eeeeeeee", prefill.address(PREFILL_ID))
     until(lambda: decode.step() and prefill.step() and PREFILL_ID in heard)
-    assert prefill.worker._reqs_to_send[PREFILL_ID] > ends
+    assert prefill.lease_ends[PREFILL_ID] > ends
 
 
 def test_stock_push_leftover_registration_overwrites_another_requests_blocks(node: Callable[..., Node]) -> None:
@@ -464,7 +483,7 @@ def test_stock_push_leftover_registration_overwrites_another_requests_blocks(nod
     # What the second of two decode ranks sends, with one prefill rank.
     decode.worker._reg_send_inbox.put((DECODE_ID, registration))
     decode.step_until(lambda: DECODE_ID not in decode.scheduler.requests)
-    until(lambda: prefill.settle() or list(prefill.worker._pending_d_registrations) == [DECODE_ID])
+    until(lambda: prefill.settle() or list(prefill.registrations) == [DECODE_ID])
     assert decode.free_blocks == USABLE
 
     pages(decode, local, fill=3)
@@ -492,14 +511,14 @@ def test_stock_push_completion_after_the_engines_hour_kills_the_decode_worker(no
     decode.add(DECODE_ID, prefill.transfer_params[PREFILL_ID])
     decode.step()
     remote = prefill.engine.engine_id
-    until(lambda: remote in decode.worker._engine_last_active)
-    decode.worker._engine_last_active[remote] -= decode.worker._engine_ttl - 60.0
-    marked = decode.worker._engine_last_active[remote]
+    until(lambda: remote in decode.last_active)
+    decode.last_active[remote] -= decode.worker._engine_ttl - 60.0
+    marked = decode.last_active[remote]
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
     until(lambda: decode.settle() or not decode.worker._pending_completion_notifs.empty())
-    assert decode.worker._engine_last_active[remote] == marked
+    assert decode.last_active[remote] == marked
 
-    decode.worker._engine_last_active[remote] -= 60.0
+    decode.last_active[remote] -= 60.0
     decode.connector_scheduler._last_heartbeat_time = 0.0
     going_on = threading.Event()
     decode.worker._handshake_initiation_executor.submit(going_on.wait)

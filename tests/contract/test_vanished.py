@@ -34,6 +34,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
+from support.internals import listener_of
 from support.transports import until
 
 from kvcached_nixl.wire.causes import FailureCause
@@ -136,7 +137,7 @@ def test_a_prefill_that_is_silent_fails_the_request_in_time(
     prefill = node(PREFILL_FILLING, kv_lease_duration=TIMEOUT_SECONDS)
     decode = node(DECODE_FILLING, policy=policy, handover_timeout=TIMEOUT_SECONDS)
     params = prefilled(prefill, PREFILL_ID)
-    listener = prefill.side_of_engine._listener
+    listener: Any = listener_of(prefill.side_of_engine)
     if direction == "pull":
         take = listener._take
         monkeypatch.setattr(listener, "_take", lambda frames: b"get_meta_msg" in frames[-1] or take(frames))
@@ -338,7 +339,7 @@ def test_prefill_offers_what_its_device_has_computed(
     for _ in range(3):
         prefill.settle()
         decode.settle()
-    (writing,) = prefill.registry._write_tasks.values()
+    (writing,) = prefill.write_tasks.values()
     assert writing.next_token == 0 and decode.are_filled(local, DECODE_FILLING) and not decode.moved
     prefill.go_on()
     until(lambda: prefill.step() and decode.moved)

@@ -89,7 +89,7 @@ def test_other_bytes_end_the_request_by_policy_and_are_not_used(
 ) -> None:
     """One byte of one head of the last token that was moved has become another since it was sent."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    received = decode.thread._context.checksums._received
+    received = decode.context.checksums._received
     digest = received.digest
     params = prefilled(prefill, PREFILL_ID)
     local = asked(decode, params)

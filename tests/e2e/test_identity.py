@@ -103,17 +103,17 @@ class Asking:
             await self.fetched(offered, decode)
 
     async def change(self, client: Client, seed: str) -> None:
-        await self._call(client, "/collective_rpc", {"method": "kv_probe_other_weights", "args": [seed]})
+        await self.call(client, "/collective_rpc", {"method": "kv_probe_other_weights", "args": [seed]})
 
     async def pause(self, client: Client, **query: str) -> float:
         begun = time.monotonic()
-        await self._call(client, "/pause", **query)
+        await self.call(client, "/pause", **query)
         return time.monotonic() - begun
 
     async def resume(self, client: Client) -> None:
-        await self._call(client, "/resume")
+        await self.call(client, "/resume")
 
-    async def _call(self, client: Client, path: str, body: Any = None, **query: str) -> None:
+    async def call(self, client: Client, path: str, body: Any = None, **query: str) -> None:
         reply = await client.http.post(client.base_url + path, json=body, params=query)
         assert reply.status_code == httpx.codes.OK, f"{path}: {reply.status_code} {reply.text[:500]}"
 
@@ -171,8 +171,8 @@ async def _weights(prefill: Server, decode: Server, stranger: Server) -> None:
         await asking.refused()
         # What changes nothing revokes nothing.
         kept = await asking.offered()
-        await asking._call(asking.prefill, "/collective_rpc", {"method": "kv_probe_geometry"})
-        await asking._call(asking.decode, "/collective_rpc", {"method": "kv_probe_geometry"})
+        await asking.call(asking.prefill, "/collective_rpc", {"method": "kv_probe_geometry"})
+        await asking.call(asking.decode, "/collective_rpc", {"method": "kv_probe_geometry"})
         await asking.change(asking.prefill, "8")
         await asking.refused(kept)
         assert await asking.fetched() == (await asking.alone(asking.prefill)).token_ids
@@ -228,7 +228,7 @@ async def _pauses(prefill: Server, decode: Server) -> None:
         fetching = asyncio.create_task(asking.fetched(kept[0]))
         for client in (asking.prefill, asking.decode):
             begun = time.monotonic()
-            await asking._call(client, "/reset_prefix_cache", reset_running_requests="true")
+            await asking.call(client, "/reset_prefix_cache", reset_running_requests="true")
             assert time.monotonic() - begun < PAUSED_SECONDS
         outcome = (await asyncio.gather(fetching, return_exceptions=True))[0]
         assert isinstance(outcome, AnswerError) or outcome == expected
@@ -275,7 +275,7 @@ async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, 
         async def load(server: Server, name: str, folder: Path, load_inplace: bool = False) -> Client:
             client = Client(server.base_url, http, name)
             body = {"lora_name": name, "lora_path": str(folder), "load_inplace": load_inplace}
-            await asking._call(client, "/v1/load_lora_adapter", body)
+            await asking.call(client, "/v1/load_lora_adapter", body)
             return client
 
         asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
@@ -305,10 +305,10 @@ async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, 
         shutil.copytree(second, late, dirs_exist_ok=True)
         assert await asking.fetched(decode=other) == updated, "decode computes it with its own"
         asking.prefill = Client(prefill.base_url, http, "a")
-        await asking._call(asking.prefill, "/collective_rpc", {"method": "list_loras"})
+        await asking.call(asking.prefill, "/collective_rpc", {"method": "list_loras"})
         assert await asking.fetched(decode=other) == updated
         # A call of collective_rpc on adapters does not say which adapter it changes, so all are suspect.
-        await asking._call(asking.prefill, "/collective_rpc", {"method": "remove_lora", "args": [99]})
+        await asking.call(asking.prefill, "/collective_rpc", {"method": "remove_lora", "args": [99]})
         assert (await asking.offered()).params is None
         asking.prefill = await load(prefill, "a", second, load_inplace=True)
         assert (await asking.offered()).params is not None

@@ -169,13 +169,13 @@ def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode
     pair.settle()
     found = pair.ask_decode(upstream.answer)
     pair.until(found, Status.REMOTE)
-    decode, admit = pair.decode, pair.decode._admit
-    decode._admit = lambda *_: None  # type: ignore[method-assign]
+    decode = pair.decode
+    decode.admits = False
     for _ in range(40):
         for posted in list(pair.transfers):
             pair.wire.deliver(posted)
         pair.round()
-    assert found.request_id in decode._finished_receiving and decode.handover.has_blocks
+    assert found.request_id in decode.finished_receiving and decode.handover.has_blocks
     if change == "weights":
         for engine in (pair.prefill, decode):
             engine.update(OTHER)
@@ -184,7 +184,7 @@ def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode
         for _ in range(4):
             pair.round()
         assert not decode.handover.has_blocks
-    decode._admit = admit  # type: ignore[method-assign]
+    decode.admits = True
     pair.settle()
     assert fails_alone(found) and pair.causes() == {"revoked": 1}
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
@@ -255,7 +255,7 @@ def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:
     pair.settle()
     assert found.status is Status.REMOTE
     for worker in pair.prefill.workers:
-        worker.side.thread._registry.close("prefill is shut down")
+        worker.registry.close("prefill is shut down")
     pair.settle()
     assert fails_alone(found) and pair.causes() == {"revoked": 1}
 

@@ -13,6 +13,7 @@ import pytest
 from support.router_under_test import UnderTest, quiet, right, serving_before, until
 from support.stub_servers import Asked, Fabric, Stub, stubs
 
+from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.rank_count import NOBODY
 
 HEADER = "x-data-parallel-rank"
@@ -49,6 +50,11 @@ async def ask(at: UnderTest, count: int, first: int = 0) -> None:
     """So many, each right, one after the other."""
     for number in range(first, first + count):
         assert right(await at.complete(f"p{number}"), f"p{number}")
+
+
+def instance(at: UnderTest, name: str) -> Instance:
+    """Returns what the router knows of a server."""
+    return next(one for one in at.router.routed._fleet if one.name == name)
 
 
 async def known(at: UnderTest, server: Stub) -> list[Any]:
@@ -201,11 +207,11 @@ def test_a_server_that_has_another_number_of_ranks_is_learnt_anew(before: int, a
             await ask(at, 13)
             await prefill.stop()
             if noticed:
-                await until(lambda: at.router.routed._fleet._instances[prefill.name].state.value == "down", "not down")
+                await until(lambda: instance(at, prefill.name).state.value == "down", "not down")
             prefill.ranks = after
             await prefill.restart()
             if noticed:
-                await until(lambda: at.router.routed._fleet._instances[prefill.name].is_usable, "not up")
+                await until(lambda: instance(at, prefill.name).is_usable, "not up")
             await ask(at, 20, first=100)
             seen = len(prefill.asked)
             await ask(at, 12, first=200)

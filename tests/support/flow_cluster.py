@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvcached_nixl.clock import ManualClock
-from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import Ranges, TransferState
@@ -25,6 +24,17 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.worker.staging.slots import Use
 from support.flow_engine import Engine, Kind, Request, Status, Worker
 from support.flow_memory import Shape
+from support.internals import (
+    fetching_of,
+    free_buffers_of,
+    holds_of,
+    leftovers,
+    offering_of,
+    outcome_of,
+    renewals_of,
+    unfinished_handshakes,
+    writer_of,
+)
 
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
 FORGOTTEN_SECONDS = 700.0
@@ -105,9 +115,6 @@ class Wire(Network):
         if posted.local is not None and posted.receiver in self.agents:
             self.cluster.watch(posted, int(len(posted.local) * share))
         super()._end(posted, state, share)
-
-
-CONTAINERS = (dict, list, set, collections.deque, Deadlines)
 
 
 @dataclass(eq=False)
@@ -339,61 +346,37 @@ def _takings(worker: Worker, ranges: Ranges) -> dict[int, int]:
 def left_on(engine: Engine) -> Iterator[str]:
     """Yields everything that an engine still holds."""
     pool, handover = engine.pool, engine.handover
-    yield from _left("engine", engine, "answers", "attempts", "workers", "failures", "_reported")
-    yield from (f"engine: {counts}" for counts in engine._reported if counts)
+    yield from leftovers(engine, but=("answers", "attempts", "workers", "failures"))
+    yield from (f"engine: {counts}" for counts in engine.reported if counts)
     if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
         yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"
-    yield from _left("hand-over", handover, "_weights")
-    yield from _left("holds", handover._holds)
-    yield from _left("fetching", handover._fetching)
-    yield from _left("attempts", handover._attempts)
-    yield from _left("offering", handover._offering)
-    if handover.pending or handover._holds.num_blocks or handover.num_quarantined_blocks or engine.quarantined:
+    yield from leftovers(handover, but=("_weights",))
+    yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
+    yield from leftovers(fetching_of(handover), fetching_of(handover).attempts, offering_of(handover))
+    if handover.pending or handover.num_held_blocks or handover.num_quarantined_blocks or engine.quarantined:
         yield f"pending {handover.pending}, quarantine {handover.num_quarantined_blocks} {engine.quarantined}"
     for worker in engine.workers:
         yield from _left_on_worker(worker)
 
 
 def _left_on_worker(worker: Worker) -> Iterator[str]:
-    thread = worker.side.thread
-    side, registry = thread._context, thread._registry
-    yield from _left("thread", thread)
-    yield from _left("receiver", thread._receiver)
-    yield from _left("registry", registry)
-    yield from _left("renewals", thread._renewals)
-    yield from _left("side", side)
-    yield from _left("transfer_queue", side.transfer_queue)
+    thread, context, writer = worker.side.thread, worker.context, writer_of(worker.registry)
+    yield from leftovers(thread, worker.receiver, worker.registry, renewals_of(thread))
+    yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
     # Transferred bytes are reported with the next step, which may never come.
-    yield from _left("reported", thread._outcomes._outcome, "moved", "expired")
-    if registry._writer.num_final or side.transfer_queue._all_bytes:
-        yield f"posting counts {registry._writer.num_final} {side.transfer_queue._all_bytes}"
-    if len(side.token_buffers._free) != worker.engine.kind.token_buffers:
-        yield "a landing"
+    yield from leftovers(outcome_of(thread), but=("moved", "expired"))
+    if writer.num_final or context.transfer_queue.num_bytes:
+        yield f"posting counts {writer.num_final} {context.transfer_queue.num_bytes}"
+    if len(free_buffers_of(context.token_buffers)) != worker.engine.kind.token_buffers:
+        yield "a token buffer in use"
     if len(worker.side.tokens) or worker.token_table.any():
-        yield "a word"
+        yield "an ownership token"
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"
-    yield from _left("checksums", side.checksums)
-    yield from _left("awaiting_checksum", worker.awaiting_checksum)
     if worker.copier is not None:
-        yield from _left("staging", worker.staging, "_waiting")
-        yield from (f"waiting for slots: {waiting}" for waiting in worker.staging._waiting.values() if waiting)
-        yield from _left("copier", worker.copier)
-        yield from _left("source", registry._writer.source)
+        yield from leftovers(worker.staging, worker.copier, writer.source)
         if any(worker.copier.slots.taken) or any(map(worker.copier.slots.used, Use)):
             yield f"slots: {[slot for slot, taken in enumerate(worker.copier.slots.taken) if taken]}"
-    for link in side.peers._links.values():
-        if link.waiting or link.is_asked:
-            yield f"who waits for {link.address}"
-    if side.peers._ended or worker.agent.inbox:
-        yield "news that nobody has heard"
-
-
-def _left(what: str, thing: object, *but: str) -> Iterator[str]:
-    """Yields the containers of an object that are not empty, except those named in ``but``."""
-    for name, value in vars(thing).items():
-        # Dropped messages are counted for ever. A `RecentSet` of finished requests is not a container: it is bounded.
-        if not isinstance(value, CONTAINERS) or name in but or name in ("dropped", "counts"):
-            continue
-        if value:
-            yield f"{what}.{name}: {value!r:.300}"
+    yield from (f"a handshake with {one}" for one in unfinished_handshakes(context.peers))
+    if worker.agent.inbox:
+        yield "a message that was not handled"

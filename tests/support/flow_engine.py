@@ -27,10 +27,13 @@ from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, Reports, Step
 from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.thread_messages import IsReached
 from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenArray
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -38,6 +41,7 @@ from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.digest_fakes import InTurn, as_bytes, content_of
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
+from support.internals import context_of, receiver_of, registry_of
 
 if TYPE_CHECKING:
     from support.flow_cluster import Cluster
@@ -295,8 +299,8 @@ class Worker:
             self.channel,
             self.device.record,
             Checksums(
-                content_of(planes[0], as_bytes(self.moved._memory)),
-                content_of(self.memory.planes, as_bytes(self.memory._memory)),
+                content_of(planes[0], as_bytes(self.moved.array)),
+                content_of(self.memory.planes, as_bytes(self.memory.array)),
                 self.awaiting_checksum,
                 engine.settings.verify_fraction,
             ),
@@ -307,7 +311,21 @@ class Worker:
             self.gates,
         )
         self.side.identify(engine.kind.weights)
-        self.side.thread._context.transfer_queue._budget = engine.kind.transfer_queue
+        self.context.transfer_queue._budget = engine.kind.transfer_queue
+
+    @property
+    def context(self) -> WorkerContext:
+        return context_of(self.side.thread)
+
+    @property
+    def receiver(self) -> Receiver:
+        """Decode's half of the transfer thread."""
+        return receiver_of(self.side.thread)
+
+    @property
+    def registry(self) -> OfferRegistry:
+        """Prefill's half of the transfer thread."""
+        return registry_of(self.side.thread)
 
     def turn(self) -> float:
         return self.side.thread.turn()
@@ -375,10 +393,15 @@ class Listening:
 
 
 class Engine:
-    """One engine. ``requests`` are those that vLLM has not freed."""
+    """One engine. ``requests`` are those that vLLM has not freed.
+
+    Attributes:
+        admits: whether waiting requests are scheduled; the test may stop that, as in an engine that is full.
+    """
 
     def __init__(self, cluster: Cluster, own: RemotePrefill, kind: Kind, incarnation: int) -> None:
         self.cluster, self.own, self.kind, self.incarnation = cluster, own, kind, incarnation
+        self.admits = True
         self.settings = cluster.settings
         shape = kind.shape
         terms = Terms(
@@ -407,9 +430,9 @@ class Engine:
         self.failures: Counter[int] = Counter()
         self.quarantined = 0
         self._finished_ids = self._has_scheduled = False
-        self._finished_receiving: set[str] = set()
+        self.finished_receiving: set[str] = set()
         self._failed_receiving: set[str] = set()
-        self._reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self.reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     # ------------------------------------------------------------------------------- called by the API server
 
@@ -504,7 +527,7 @@ class Engine:
                 break
             schedule(request, count, new, False)
             left -= count
-        if not preempted:
+        if self.admits and not preempted:
             self._admit(left, schedule)
         return scheduled, progress
 
@@ -546,9 +569,9 @@ class Engine:
 
     def _promote(self, request: Request) -> bool:
         name = request.request_id
-        if name not in self._finished_receiving:
+        if name not in self.finished_receiving:
             return False
-        self._finished_receiving.remove(name)
+        self.finished_receiving.remove(name)
         if name in self._failed_receiving:
             self._failed_receiving.remove(name)
             assert not request.num_computed
@@ -638,8 +661,8 @@ class Engine:
 
     def _update(self, output: Output) -> None:
         reports = Reports(
-            self._sum_up(self._reported[0], output.sent),
-            self._sum_up(self._reported[1], output.received),
+            self._sum_up(self.reported[0], output.sent),
+            self._sum_up(self.reported[1], output.received),
             set(output.invalid),
             output.reasons,
         )
@@ -659,7 +682,7 @@ class Engine:
         for name in sorted(received):
             request = self.requests[name]
             if request.status is Status.REMOTE:
-                self._finished_receiving.add(name)
+                self.finished_receiving.add(name)
             else:
                 assert request.status.is_finished, f"{name} is {request.status} and was received"
                 self._free_blocks(request)
@@ -717,8 +740,8 @@ class Engine:
             self._unqueue(request)
             is_delayed = False
             if request.status is Status.REMOTE:
-                is_delayed = request.request_id not in self._finished_receiving
-                self._finished_receiving.discard(request.request_id)
+                is_delayed = request.request_id not in self.finished_receiving
+                self.finished_receiving.discard(request.request_id)
                 self._failed_receiving.discard(request.request_id)
             request.status = status
             self._free_request(request, is_delayed)

@@ -92,10 +92,10 @@ class RankMemory:
         self.tokens = shape.block_size // shape.ratio
         blocks = shape.num_blocks * shape.ratio
         inner = (len(self.heads), self.tokens) if shape.is_head_major else (self.tokens, len(self.heads))
-        self._memory = np.full((NUM_PLANES, blocks, *inner), POISON, dtype=np.uint64)
-        self.cells = self._memory.swapaxes(2, 3) if shape.is_head_major else self._memory
-        self.begin = self._memory.ctypes.data
-        self.end = self.begin + self._memory.nbytes
+        self.array = np.full((NUM_PLANES, blocks, *inner), POISON, dtype=np.uint64)
+        self.cells = self.array.swapaxes(2, 3) if shape.is_head_major else self.array
+        self.begin = self.array.ctypes.data
+        self.end = self.begin + self.array.nbytes
         stride = self.cells.strides
         self.planes = Planes(
             bases=tuple(self.begin + plane * stride[0] for plane in range(NUM_PLANES)),
@@ -130,8 +130,8 @@ class RankMemory:
 
     def blocks_at(self, ranges: npt.NDArray[np.int64]) -> set[int]:
         """Returns the logical blocks in which ranges of addresses lie."""
-        size = self._memory[0].nbytes
-        block_bytes = self._memory[0, 0].nbytes * self.shape.ratio
+        size = self.array[0].nbytes
+        block_bytes = self.array[0, 0].nbytes * self.shape.ratio
         found = set()
         for address, length in ranges.tolist():
             begin = (address - self.begin) % size

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
+from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.causes import FailureCause
@@ -144,7 +145,7 @@ class Pair:
 
     def address(self, engine: Engine, tp_rank: int = 0) -> Peer:
         own = engine.own
-        return Peer(engine.workers[0].side._local.engine_id, own.host, own.port, own.tp_size, tp_rank)
+        return Peer(EngineId(own.engine_id), own.host, own.port, own.tp_size, tp_rank)
 
     # ----------------------------------------------------------------------------------------------- results
 

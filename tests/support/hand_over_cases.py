@@ -13,22 +13,34 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.lease import is_heartbeat
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Registration, Release, Stopped, Withdrawal, Written, decode, encode
+from kvcached_nixl.wire.messages import (
+    KernelBlockRange,
+    Registration,
+    Release,
+    Stopped,
+    Withdrawal,
+    Written,
+    decode,
+    encode,
+)
 from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS
 from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
 from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status
 from support.flow_pair import PROMPT, Pair, kind
 from support.flow_schedule import SHAPES, Defects
+from support.internals import holds_of, offers_of, parked_of, slot_queues_of
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 BYTES_PER_TOKEN = 2 * 2 * 8
@@ -138,11 +150,11 @@ def test_a_step_s_blocks_travel_while_the_next_computes() -> None:
     assert is_right(found, 32)
 
 
-def test_a_hand_over_of_many_descriptors_is_cut_into_transfers_of_few(pair: Pair) -> None:
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_a_hand_over_of_many_descriptors_is_cut_into_transfers_of_few(mode: TransferMode) -> None:
     """No transfer exceeds the limit, few are in flight at a time, and decode continues when the last one arrives."""
-    for engine in pair.cluster.engines:
-        for worker in engine.workers:
-            worker.side.thread._context.transfer_queue._budget = Budget(descriptors=1, peer_transfers=1)
+    few = Budget(descriptors=1, peer_transfers=1)
+    pair = Pair(mode, kind(transfer_queue=few), kind(transfer_queue=few))
     found = pair.hand_over()
     assert is_right(found)
     mover = pair.prefill if pair.cluster.pushes else pair.decode
@@ -358,7 +370,7 @@ def test_decode_that_is_aborted_in_its_handshake_is_over_at_once(pair: Pair) -> 
     for _ in range(4):
         pair.decode.step()
         pair.turn()
-    assert not pair.decode.requests and not pair.decode.handover._holds.num_blocks
+    assert not pair.decode.requests and not pair.decode.handover.num_held_blocks
     pair.settle()
     assert not any(worker.agent.posted for engine in pair.cluster.engines for worker in engine.workers)
     pair.nothing_is_left()
@@ -371,13 +383,13 @@ def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair
     pair.decode.abort(found)
     for _ in range(6):
         pair.round()
-    assert not pair.decode.requests and pair.decode.handover._holds.num_blocks == 5
+    assert not pair.decode.requests and pair.decode.handover.num_held_blocks == 5
     assert pair.decode.quarantined == 5
     for posted in transfers:
         pair.wire.deliver(posted)
     # Cancelled transfers are polled from time to time.
     pair.pass_time(1)
-    assert not pair.decode.handover._holds.num_blocks and not pair.decode.quarantined
+    assert not pair.decode.handover.num_held_blocks and not pair.decode.quarantined
     before = len(pair.prefill.workers[0].agent.posted)
     pair.settle()
     assert len(pair.prefill.workers[0].agent.posted) == before, "something is written after the withdrawal"
@@ -403,7 +415,7 @@ def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
     push.wire.deliver(stopped)
     push.turn()
     push.decode.step()
-    assert not push.decode.handover._holds.num_blocks
+    assert not push.decode.handover.num_held_blocks
     before = len(push.prefill.workers[0].agent.posted)
     push.wire.deliver(registration)
     push.pass_time(LEASE_SECONDS)
@@ -457,10 +469,10 @@ def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_o
     preempt(pair, upstream)
     for _ in range(8):
         pair.round()
-    assert len(pair.prefill.handover._holds._held) == 1, "a WRITE reads its old blocks"
+    assert len(holds_of(pair.prefill.handover)) == 1, "a WRITE reads its old blocks"
     assert upstream.status is Status.STOPPED
     pair.settle()
-    assert not pair.prefill.handover._holds._held
+    assert not holds_of(pair.prefill.handover)
     assert is_right(found) and not pair.causes()
     pair.nothing_is_left()
 
@@ -491,11 +503,10 @@ def test_a_request_that_was_preempted_is_handed_over_when_it_has_ended() -> None
     upstream = pair.ask_prefill()
     pair.prefill.step()
     preempt(pair, upstream)
-    holds = pair.prefill.handover._holds
-    assert len(holds._held) == 1
+    assert len(holds_of(pair.prefill.handover)) == 1
     pair.prefill.step()
     preempt(pair, upstream)
-    assert len(holds._held) == 1, "the workers were not told of what it had the second time"
+    assert len(holds_of(pair.prefill.handover)) == 1, "the workers were not told of what it had the second time"
     pair.settle()
     assert is_right(found) and not pair.causes()
     pair.nothing_is_left()
@@ -515,7 +526,7 @@ def test_what_waits_to_be_posted_reads_the_earlier_blocks_too() -> None:
     pair.turn()
     assert pair.transfers, "the second WRITE of the same step"
     pair.round()
-    assert len(pair.prefill.handover._holds._held) == 1
+    assert len(holds_of(pair.prefill.handover)) == 1
     pair.settle()
     assert is_right(found) and not pair.causes()
     pair.nothing_is_left()
@@ -993,7 +1004,7 @@ def test_a_rank_whose_word_that_it_has_stopped_is_lost_is_asked_again(ranks: tup
     pair.wire.drop(lost)
     for _ in range(5):
         pair.round()
-    assert pair.decode.quarantined == 5 and pair.decode.handover._holds.num_blocks == 5
+    assert pair.decode.quarantined == 5 and pair.decode.handover.num_held_blocks == 5
     pair.pass_time(REPEAT_SECONDS + 1)
     assert pair.decode.quarantined == 0
     pair.nothing_is_left()
@@ -1052,7 +1063,7 @@ def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_m
     found = in_flight(pair)
     (transfer,) = pair.transfers
     mover, other = (pair.prefill, pair.decode) if pair.cluster.pushes else (pair.decode, pair.prefill)
-    mover.workers[0].side.thread._context.peers.probe(pair.address(other))
+    mover.workers[0].context.peers.probe(pair.address(other))
     pair.turn()
     assert pair.cluster.questions
     for _ in range(3):
@@ -1113,7 +1124,7 @@ def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: st
     pair.cluster.listening["alias", own.port] = successor
     pair.pass_time(TIMEOUT_SECONDS + 30)
     assert found.status is Status.STOPPED and not found.num_external
-    assert not pair.decode.quarantined and not pair.decode.handover._holds.num_blocks
+    assert not pair.decode.quarantined and not pair.decode.handover.num_held_blocks
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
@@ -1487,7 +1498,7 @@ def test_a_pull_is_copied_out_while_prefill_computes() -> None:
     while not upstream.status.is_finished:
         pair.round()
         worker.copy()
-        staged += [held.staged_token for held in worker.side.thread._registry._writer.source._parked.values()]
+        staged += [held.staged_token for held in parked_of(worker.registry).values()]
     assert 0 < staged[-1] < len(PROMPT)
     pair.settle()
     assert not pair.prefill.handover.num_kept and upstream.answer is not None
@@ -1503,16 +1514,16 @@ def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
     upstream = pair.ask_prefill(max_tokens=8)
     pair.prefill.step()
     preempt(pair, upstream)
-    holds, worker = pair.prefill.handover._holds, pair.prefill.workers[0]
-    assert len(holds._held) == 1 and worker.copier is not None
-    while holds._held:
+    worker = pair.prefill.workers[0]
+    assert len(holds_of(pair.prefill.handover)) == 1 and worker.copier is not None
+    while holds_of(pair.prefill.handover):
         pair.round()
         worker.copy()
     while upstream.num_computed < len(PROMPT) + 2:
         pair.round()
     assert not worker.copier.asked
     preempt(pair, upstream)
-    assert not holds._held
+    assert not holds_of(pair.prefill.handover)
     pair.settle()
     found = pair.ask_decode(upstream.answer)
     pair.settle()
@@ -1551,8 +1562,7 @@ def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -
     preempt(pair, upstream)
     for _ in range(2):
         pair.round()
-    source = worker.side.thread._registry._writer.source
-    assert not source._parked and not upstream.status.is_finished
+    assert not parked_of(worker.registry) and not upstream.status.is_finished
     worker.copy()
     pair.settle()
     found = pair.ask_decode(upstream.answer)
@@ -1570,7 +1580,7 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
     pair.settle()
     worker = pair.prefill.workers[0]
     staging = worker.staging
-    assert staging is not None and not worker.side.thread._registry._writer.source._parked, "it is larger than the slab"
+    assert staging is not None and not parked_of(worker.registry), "it is larger than the slab"
     taken = staging.slots.take(staging.slots.available(Use.SENDING), Use.SENDING) if is_full else []
     found = pair.ask_decode(upstream.answer, LONG)
     while not pair.messages(Registration):
@@ -1583,8 +1593,7 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
     for _ in range(5):
         pair.round()
     if is_full:
-        staging.slots.give_back(taken, Use.SENDING)
-        staging._freed = True
+        staging.give_back(Held(Use.SENDING, "", 0, 0, (KernelBlockRange(0, tuple(map(KernelBlock, taken))),), 0))
     pair.settle()
     assert not is_right(found, len(LONG)) and pair.causes() == {"range": 1}
     pair.nothing_is_left()
@@ -1619,7 +1628,7 @@ def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tu
         upstream = pair.ask_prefill(LONG, name="cmpl-9-0")
         told = []
         while not upstream.status.is_finished:
-            told.append(pair.prefill.workers[0].side.thread._registry._matcher.offers.get(upstream.request_id))
+            told.append(offers_of(pair.prefill.workers[0].registry).get(PrefillRequestId(upstream.request_id)))
             pair.round()
         assert not any(offer.ready_tokens for offer in told if offer is not None and offer.manifest is None)
         pair.settle()
@@ -1654,7 +1663,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_slots_takes_none(pair: Pai
     found = [pair.ask_decode(one.answer, one.prompt, name=one.request_id[:-9]) for one in upstreams]
     for _ in range(20):
         pair.round()
-    (waiting,) = pair.decode.workers[0].staging._waiting.values()
+    (waiting,) = slot_queues_of(pair.decode.workers[0].staging)
     assert len(waiting) == 2
     pair.decode.abort(found[1])
     for _ in range(3):

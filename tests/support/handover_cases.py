@@ -30,6 +30,7 @@ from support.handover_node import (
     served,
     until_both,
 )
+from support.internals import leftovers
 from support.transports import until
 
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
@@ -185,9 +186,8 @@ def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeyp
     prefill, decode = pair
     monkeypatch.setattr(peers, "FORGOTTEN_SECONDS", 0.3)
     served(prefill, decode)
-    until(lambda: not len(prefill.thread._context.peers) and not len(decode.thread._context.peers))
-    for one in pair:
-        assert not one.thread._context.peers._addresses and not one.thread._context.peers._places
+    until(lambda: not any(len(one.context.peers) for one in pair))
+    until(lambda: not leftovers(*(one.context.peers for one in pair)))
     served(prefill, decode, 8)
 
 

@@ -26,6 +26,17 @@ from kvcached_nixl.compat.attached_state import side_of
 from support import engine_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
+from support.internals import (
+    attempts_of,
+    context_of,
+    fetching_of,
+    leases_of,
+    matcher_of,
+    outcome_of,
+    receiver_of,
+    registry_of,
+    write_tasks_of,
+)
 from support.transports import until
 
 # More blocks than were planned, as kvcached reserves them.
@@ -63,24 +74,35 @@ class Node(engine_node.Node):
         return self.side.thread
 
     @property
+    def context(self) -> Any:
+        """What both halves of the transfer thread share."""
+        return context_of(self.thread)
+
+    @property
     def registry(self) -> Any:
         """Prefill's half of the transfer thread."""
-        return self.thread._registry
+        return registry_of(self.thread)
 
     @property
     def receiver(self) -> Any:
         """Decode's half of the transfer thread."""
-        return self.thread._receiver
+        return receiver_of(self.thread)
+
+    @property
+    def write_tasks(self) -> Any:
+        """Decode's registrations that prefill has not finished, by agent and attempt."""
+        return write_tasks_of(self.registry)
 
     @property
     def side_of_engine(self) -> Any:
+        """The engine's `SchedulerFacade`."""
         return side_of(self.engine.scheduler)
 
     @property
     def owes(self) -> bool:
         """Whether the engine keeps or holds blocks, waits for KV, or has something pending."""
         side = self.side_of_engine
-        waits = side.num_waiting or side.num_kept or side._holds.num_blocks
+        waits = side.num_waiting or side.num_kept or side.num_held_blocks
         return bool(waits or side.pending or len(self.registry) or len(self.receiver))
 
     def address(self, request_id: str = "") -> dict[str, Any]:
@@ -100,7 +122,13 @@ class Node(engine_node.Node):
     @property
     def moved(self) -> bool:
         """Whether an attempt has finished on the transfer thread, and the engine does not know it yet."""
-        return bool(self.thread._outcomes._outcome.finished)
+        return bool(outcome_of(self.thread).finished)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an attempt has failed on the transfer thread, and is not finished or not known to the engine yet."""
+        unfinished = list(attempts_of(self.receiver).values())
+        return any(one.failed is not None for one in unfinished) or bool(outcome_of(self.thread).failed)
 
     @property
     def tag(self) -> str:
@@ -185,8 +213,7 @@ class Node(engine_node.Node):
     def die(self) -> None:
         """Ends the process: its side channel closes and its agent cannot be reached."""
         self.shutdown()
-        transport = self.thread._context.transport
-        transport._agent = self.worker.nixl_wrapper = None
+        self.context.transport._agent = self.worker.nixl_wrapper = None
         gc.collect()
 
     def dropped(self, reason: str) -> int:
@@ -276,7 +303,7 @@ def registered(decode: Node, prefill: Node, request_id: str = DECODE_ID, **optio
         The request's blocks.
     """
     blocks = asked(decode, {**prefill.address(), **NAME}, request_id, **options)
-    until(lambda: prefill.registry._write_tasks)
+    until(lambda: prefill.write_tasks)
     return blocks
 
 
@@ -300,7 +327,7 @@ def rest(*both: Node) -> None:
     """
 
     def waits_for_leases() -> bool:
-        busy = any(len(node.receiver) or node.registry._write_tasks or node.side_of_engine.num_waiting for node in both)
+        busy = any(len(node.receiver) or node.write_tasks or node.side_of_engine.num_waiting for node in both)
         return not busy and all(node.step() for node in both)
 
     def is_over() -> bool:
@@ -309,7 +336,7 @@ def rest(*both: Node) -> None:
     until(lambda: [node.step() for node in both] and (is_over() or waits_for_leases()))
     with ExitStack() as patches:
         for node in both:
-            leases = node.registry._leases
+            leases = leases_of(node.registry)
             due = functools.partial(type(leases).take_due, leases, math.inf)
             patches.enter_context(mock.patch.object(leases, "take_due", lambda _, due=due: due()))
         until(lambda: [node.step() for node in both] and is_over())
@@ -336,13 +363,13 @@ def prefilled(
 @contextmanager
 def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     """Raises all leases and deadlines, so that none expires however slow the machine is."""
-    fetching, registry, seconds = decode.side_of_engine._fetching, prefill.registry, 600.0
+    fetching, registry, seconds = fetching_of(decode.side_of_engine), prefill.registry, 600.0
     terms = dataclasses.replace(fetching._terms, timeout_seconds=seconds)
     with (
         mock.patch.object(fetching, "_terms", terms),
         mock.patch.object(registry, "_unmatched_seconds", seconds),
-        mock.patch.object(registry._matcher, "_unmatched_seconds", seconds),
-        mock.patch.object(registry._leases, "_lease_seconds", seconds),
+        mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
+        mock.patch.object(leases_of(registry), "_lease_seconds", seconds),
     ):
         yield
 

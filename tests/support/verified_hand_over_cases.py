@@ -21,6 +21,7 @@ from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status, Worker
 from support.flow_pair import PROMPT, Pair, kind
 from support.flow_schedule import SHAPES
+from support.internals import attempts_of, offers_of, outcome_of
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SLOTS = (12, 3)
@@ -238,7 +239,7 @@ def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
     spoil(pair, verified)
     pair.decode.workers[0].awaiting_checksum.run()
     pair.turn()
-    assert pair.causes() or pair.decode.workers[0].side.thread._outcomes._outcome.failed
+    assert pair.causes() or outcome_of(pair.decode.workers[0].side.thread).failed
     pair.settle()
     assert is_right(verified, 0) and all(is_right(one, 0) for one in others)
     assert pair.causes() == {"checksum": 3}
@@ -264,14 +265,14 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
     pair.acquaint()
     request = under_way(pair, pair.prefill.workers)
     worker = pair.decode.workers[0]
-    (attempt,) = worker.side.thread._receiver._attempts.values()
+    (attempt,) = attempts_of(worker.receiver).values()
     (share,) = attempt.parts
-    offer = next(iter(pair.prefill.workers[0].side.thread._registry._matcher.offers.values()))
+    offer = next(iter(offers_of(pair.prefill.workers[0].registry).values()))
     assert offer.manifest is not None
     for index, end in enumerate(ends):
         manifest = msgspec.structs.replace(offer.manifest, groups=()) if index == len(ends) - 1 else None
         said = Written(attempt.number, 0, index, manifest, end, "0" * 32)
-        worker.side.thread._receiver.handle(share.agent, said)
+        worker.receiver.handle(share.agent, said)
     assert not worker.awaiting_checksum.asked
     pair.settle()
     assert is_right(request, 0) and pair.causes() == {"protocol": 1}
@@ -281,7 +282,7 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
 def test_peers_take_turns(made: Made) -> None:
     """A peer with many requests does not block the others, and checksums that are no longer needed are skipped."""
     pair = made()
-    checksums, runs = pair.decode.workers[0].side.thread._context.checksums, pair.decode.workers[0].awaiting_checksum
+    checksums, runs = pair.decode.workers[0].context.checksums, pair.decode.workers[0].awaiting_checksum
     told: list[tuple[str, str]] = []
     wanted = {"a": True, "b": True}
     planes = (pair.decode.workers[0].memory.planes,)

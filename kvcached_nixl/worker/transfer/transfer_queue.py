@@ -149,6 +149,11 @@ class TransferQueue:
         return self._has_more
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes in flight with all peers, except those of transfers whose job was dropped."""
+        return self._all_bytes
+
+    @property
     def num_dropped(self) -> int:
         """Transfers in flight whose job was dropped."""
         return len(self._dropped)

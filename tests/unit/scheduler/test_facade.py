@@ -26,6 +26,7 @@ from support.engine_fakes import (
     reports,
     terms,
 )
+from support.internals import fetching_of, holds_of, leftovers, offering_of
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
@@ -46,7 +47,7 @@ class Engine:
         self.handover.bind(self.pool)
 
     def waiting(self, name: str = "d1") -> int:
-        """A request of decode that waits, and the workers know it; returns its attempt."""
+        """Adds a request of decode that waits for its KV. Returns its attempt."""
         request = of_decode(name)
         self.handover.arrived(request)
         self.pool.of[name] = [(name, 7), (name, 3), (name, 9)]
@@ -68,7 +69,7 @@ def engine() -> Engine:
 
 
 def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
-    """It waits in the executor's queue while the next one is built."""
+    """A step may wait in the executor's queue while the next one is built."""
     engine = Engine(mode=TransferMode.PUSH)
     engine.handover.arrived(of_prefill())
     first = engine.handover.take_step([Progress("p1", ([7],), True, 4)])
@@ -89,7 +90,7 @@ def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine
 
 def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> None:
     """Otherwise reloading one adapter would refuse the prefixes of all adapters, for as long as requests run."""
-    offering, found = engine.handover._offering, []
+    offering, found = offering_of(engine.handover), []
     for stale in (3, ANY_ADAPTER, None):
         offering.stale.add(stale)
         found.append([offering.is_stale(used) for used in (0, 3, 4)])
@@ -97,7 +98,7 @@ def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> N
 
 
 def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """Row B1. The engine steps for it, if it has nothing else to do."""
+    """An idle engine steps once more, so that the client is told."""
     engine.handover.refuse("p1", 3)
     assert engine.handover.pending
     assert engine.handover.take_refused() == [("p1", 3)]
@@ -107,7 +108,7 @@ def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: p
 
 
 def test_what_is_kept_for_decode_is_not_freed_by_what_another_connector_has_loaded(engine: Engine) -> None:
-    """Row B9, the other way round: decode may be reading."""
+    """Another connector reports a load as finished while decode may still read the blocks: vLLM is not told."""
     request = engine.sending()
     assert engine.handover.finished(request, True, BLOCKS)[0]
     engine.handover.kept("p1")
@@ -120,7 +121,7 @@ def test_what_is_kept_for_decode_is_not_freed_by_what_another_connector_has_load
 
 
 def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_that_one(engine: Engine) -> None:
-    """Row B9: the first report frees it, and vLLM asserts at the second."""
+    """vLLM frees a request at the first report and fails at a second one, so only the other connector reports it."""
     attempt = engine.waiting()
     engine.handover.finished(of_decode(), False, BLOCKS)
     engine.handover.kept("d1")
@@ -134,7 +135,7 @@ def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_t
 def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R4. Nobody else's blocks could help it: then it is vLLM's to wait."""
+    """Rule R4. It does not end while other blocks may still become free, such as those kept for decode."""
     attempt = engine.waiting()
     engine.clock.advance(TIMEOUT)
     engine.handover.collect(reports())
@@ -174,7 +175,7 @@ def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> No
 
 
 def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
-    """vLLM's own, another connector's, and those of a second one of ours."""
+    """Ids and blocks of vLLM and of other connectors are passed on; those of another of our connectors are removed."""
     attempt = engine.waiting()
     others = Engine()
     other_attempt = others.waiting("d2")
@@ -215,7 +216,7 @@ def test_causes_of_both_halves_are_counted_together(engine: Engine) -> None:
 
 
 def test_a_request_of_both_roles_is_refused_and_offered_to_nobody(engine: Engine) -> None:
-    """B2: it waited until its client left."""
+    """Its parameters name both roles, so it fails with its first step."""
     request = of_decode(do_remote_decode=True)
     engine.handover.arrived(request)
     assert engine.handover.matched(request, 0) == (TOKENS, True)
@@ -232,7 +233,7 @@ def test_a_request_of_both_roles_is_refused_and_offered_to_nobody(engine: Engine
 
 
 def test_an_engine_with_nothing_to_say_may_sleep(engine: Engine) -> None:
-    """vllm#45168: and one that has something must not."""
+    """`pending` is true while vLLM or the workers have to be told something (vllm#45168)."""
     assert not engine.handover.pending
     attempt = engine.waiting()
     assert not engine.handover.pending and engine.handover.num_waiting == 1
@@ -275,7 +276,7 @@ def test_what_is_kept_and_what_waits_is_counted() -> None:
 
 
 def test_a_deadline_is_found_by_whoever_looks_around(engine: Engine) -> None:
-    """Nobody wakes the engine for it: its wait is short."""
+    """A timeout is found at the next `collect`, also if no worker has reported anything."""
     engine.waiting()
     engine.clock.advance(TIMEOUT)
     told = reports()
@@ -303,7 +304,7 @@ def test_only_what_may_be_read_is_held() -> None:
 
 
 def test_whose_blocks_are_spared_until_its_end_is_told(engine: Engine) -> None:
-    """vLLM frees what has left a window first: decode's while they are written, prefill's that decode was told of."""
+    """vLLM would free blocks that have left a sliding window, while peers may still read or write them."""
     for one, is_dropping in ((Engine(drops_blocks=True), True), (engine, False)):
         one.waiting()
         one.sending()
@@ -314,7 +315,7 @@ def test_whose_blocks_are_spared_until_its_end_is_told(engine: Engine) -> None:
 
 
 def test_its_blocks_are_bound_once(engine: Engine) -> None:
-    """A request's arrival binds them, and nothing else can before."""
+    """A second call of `bind` changes nothing."""
     engine.handover.bind(Pool())
     attempt = engine.waiting()
     engine.handover.finished(of_decode(), False, BLOCKS)
@@ -485,7 +486,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def decode_is_aborted(self, data: st.DataObject) -> None:
-        """vLLM keeps the blocks of a request that waits, until it is named."""
+        """vLLM keeps the blocks of a request that waits until it is reported."""
         self.decode_ends(str(data.draw(st.sampled_from(sorted(self.waiting)))))
 
     @rule(seconds=st.sampled_from([1.0, 30.0, TIMEOUT]))
@@ -504,7 +505,7 @@ class AnyOrder(RuleBasedStateMachine):
         for offered in step.offered:
             self.offers.setdefault(offered.request_id, set()).update(*offered.block_ids)
         self.owed_done |= {*step.finished, *step.stopped} - step.unkept
-        assert self.handover.pending == (self.handover._fetching.has_news or self.handover.due_in_seconds == 0)
+        assert self.handover.pending == (fetching_of(self.handover).has_news or self.handover.due_in_seconds == 0)
 
     @rule()
     def a_step_without_requests(self) -> None:
@@ -547,7 +548,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:
-        held = [block for one in self.handover._holds._held.values() for block in one]
+        held = [block for one in holds_of(self.handover).values() for block in one]
         owned = [block for one in (*self.of.values(), *self.ended.values()) for block in one]
         everywhere = [*self.free, *held, *owned]
         assert sorted(everywhere) == list(range(1, 61))
@@ -575,10 +576,9 @@ class AnyOrder(RuleBasedStateMachine):
         for name in told.received:
             self.give_back(self.of.pop(name, []))
         assert len(self.free) == 60
-        fetching, offering = self.handover._fetching, self.handover._offering
-        assert not fetching.attempts and not fetching.num_waiting and fetching.due_at_seconds is None
-        left = [fetching._fetch_requests, fetching._failing]
-        assert not any(map(len, [*left, offering._sending, offering._kept, offering._draining]))
+        fetching = fetching_of(self.handover)
+        assert fetching.due_at_seconds is None
+        assert not leftovers(fetching, fetching.attempts, offering_of(self.handover))
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -19,6 +19,7 @@ from support.engine_fakes import (
     prompt,
     terms,
 )
+from support.parameter_ids import plain_id
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
@@ -202,7 +203,7 @@ def test_requests_of_others_are_not_told() -> None:
 @pytest.mark.parametrize(
     "more",
     [{"transfer_id": 7}, {"transfer_id": "\ud800"}, {"do_remote_decode": "yes"}, {"remote_request_id": []}],
-    ids=ascii,
+    ids=plain_id,
 )
 def test_a_request_that_cannot_be_offered_is_computed_even_so(
     more: dict[str, Any], caplog: pytest.LogCaptureFixture

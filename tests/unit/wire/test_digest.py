@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.parameter_ids import plain_id
 
 from kvcached_nixl.wire.digest import digest_of
 
@@ -44,7 +45,7 @@ def test_it_is_these_digits() -> None:
         {"salt": "ab"},
         {"lora": "\ud800"},
     ],
-    ids=str,
+    ids=plain_id,
 )
 def test_everything_that_kv_follows_from_counts(changed: dict[str, Any]) -> None:
     """Each against the plain prompt and against each other."""

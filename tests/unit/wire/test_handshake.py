@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.parameter_ids import plain_id
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Malformed
@@ -123,7 +124,7 @@ def test_a_rank_that_leaves_something_out_is_malformed(missing: str) -> None:
     [b"", b"\xc1", b"\x91" * 100_000, b"\x80", msgspec.msgpack.encode({"incarnation": 1, "rank": b""})]
     + [msgspec.msgpack.encode({"incarnation": start, "rank": b""}) for start in ("", "0" * 17, "x" * 16)]
     + [msgspec.msgpack.encode({"incarnation": "0" * 16, "rank": "text"}), msgspec.msgpack.encode(RANK)],
-    ids=lambda said: repr(said[:20]),
+    ids=plain_id,
 )
 def test_an_answer_that_is_none_is_malformed(said: bytes) -> None:
     with pytest.raises(Malformed):

@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.parameter_ids import plain_id
 
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES, heartbeats, is_heartbeat, is_nameable, read_heartbeat
@@ -58,7 +59,7 @@ def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) 
 @pytest.mark.parametrize(
     "notification",
     [b"", b"HB", b"hb:a", b"KVNX6:", b"HB:\xff", b"HB:" + b"x" * (MAX_HEARTBEAT_BYTES - 2)],
-    ids=lambda one: repr(one[:8]),
+    ids=plain_id,
 )
 def test_what_is_no_beat_is_malformed(notification: bytes) -> None:
     with pytest.raises(Malformed):

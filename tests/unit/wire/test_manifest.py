@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.parameter_ids import plain_id
 
 from kvcached_nixl.wire.checked import Malformed, convert
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json, ranges_of
@@ -161,7 +162,7 @@ def test_it_comes_back_from_a_router_as_it_was(
         ({"lease_seconds": True}, "lease_seconds"),
         ({"surplus": 1}, "surplus"),
     ],
-    ids=lambda value: ascii(value)[:60] if isinstance(value, dict) else "",
+    ids=plain_id,
 )
 def test_what_cannot_be_is_malformed_and_named(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(Malformed, match=words):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.parameter_ids import plain_id
 
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import Malformed
@@ -75,7 +76,9 @@ def test_only_the_write_with_the_manifest_is_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "stock", [b"HB:a,b", b"PUSH_REG:\x80", b"cmpl-1-0-abcdef01:1", b"KVNX3:\x80", b"", *heartbeats(["a"])]
+    "stock",
+    [b"HB:a,b", b"PUSH_REG:\x80", b"cmpl-1-0-abcdef01:1", b"KVNX3:\x80", b"", *heartbeats(["a"])],
+    ids=plain_id,
 )
 def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> None:
     assert not is_ours(stock)

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.kvcached_memory import Geometry
+from support.worker_fakes import DIGEST, TOKENS, manifest
 
 from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
+from kvcached_nixl.wire.step import OfferUpdate, Step
 from kvcached_nixl.worker.build import build_worker, record_event
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.layout import Layout, plan
@@ -24,7 +27,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOK
 
 
 class Agent:
-    """NIXL's agent, as far as a start asks it."""
+    """The part of NIXL's agent that building a worker uses."""
 
     def __init__(self) -> None:
         self.registered: list[tuple[list[tuple[int, int, int, str]], str, list[str]]] = []
@@ -125,17 +128,20 @@ def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.
 def test_the_device_is_waited_for_where_an_answer_comes_too_early(
     mode: TransferMode, answers_before_drafts: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A push has an event with each of its offers, and says itself what it wrote."""
+    """Only decode's READs need it: before a WRITE, prefill waits for an event of the device by itself."""
     waited: list[str] = []
     monkeypatch.setattr("kvcached_nixl.worker.build.wait_for", lambda device: waited.append(device.type))
     side, _ = started(Stock(answers_before_drafts=answers_before_drafts), Geometry(num_pools=2), mode)
-    side._before_answer()
+    update = OfferUpdate(PrefillRequestId("p-1"), "transfer:t", DIGEST, TOKENS, ([7, 3, 9],), TOKENS, manifest(7, 3, 9))
+    side.begin_step(Step("10.0.0.1", 5600, "key", "0" * 16, offered=[update], is_idle=False))
+    assert not waited
+    side.end_step()
     assert waited == (["cpu"] if waits else [])
 
 
 @pytest.mark.parametrize("mode", TransferMode)
 def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tuple[Any, ...]]) -> None:
-    """To the memory that they write and to no other; what is read needs none."""
+    """A push opens a gate to the registered memory; a pull needs none."""
     geometry = Geometry(num_pools=2)
     found = Registered(laid_out(geometry), extents=((4096, 8192),), device_id=3)
     build_worker(Stock(), found, Settings(mode), Channel(), MonotonicClock()).close()
@@ -216,7 +222,7 @@ def test_a_cpu_has_done_what_it_was_given() -> None:
 
 
 def test_another_device_is_asked_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded now, asked later, on any thread."""
+    """The event is recorded by the call, and may be queried later on any thread."""
     reached: list[bool] = []
 
     class Event:

@@ -72,7 +72,7 @@ class Thread:
 
 
 class Device:
-    """Lags behind: each event is reached when the test says so."""
+    """A device that works asynchronously: the test says when each event is reached."""
 
     def __init__(self) -> None:
         self.events: list[bool] = []
@@ -89,10 +89,11 @@ class Worker:
         self.device = Device()
         self.offered: list[Weights] = []
         self.token_table = np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64)
+        self.local = Local(**place).side.local
         table = TokenTable(self.token_table)
         self.side = WorkerFacade(
             cast(TransferThread, self.thread),
-            Local(**place).side.local,
+            self.local,
             table,
             self.device.record,
             self.offered.append,
@@ -118,12 +119,12 @@ def test_the_thread_learns_once_where_it_is() -> None:
     worker.side.begin_step(step())
     worker.side.begin_step(step())
     assert worker.thread.take() == [
-        LocalIdentity(Peer(worker.side._local.engine_id, "10.0.0.1", 5600, 2, 1), "key", "0" * 16)
+        LocalIdentity(Peer(worker.local.engine_id, "10.0.0.1", 5600, 2, 1), "key", "0" * 16)
     ]
 
 
 def test_a_step_that_is_told_twice_begins_once() -> None:
-    """vLLM 0.29: before the forward pass (``handle_preemptions``) and, where loads begin, behind it."""
+    """vLLM 0.29 calls it before the forward pass (``handle_preemptions``), and again where loads begin."""
     worker = Worker()
     one = step(fetches=[wanted(1, MANIFEST)], offered=[offered()], is_idle=False)
     worker.side.begin_step(one)
@@ -136,7 +137,7 @@ def test_a_step_that_is_told_twice_begins_once() -> None:
 
 @pytest.mark.parametrize("is_told_before", [True, False])
 def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: bool) -> None:
-    """Again, or for the first time: a connector around ours may keep what comes before to itself."""
+    """Another connector around this one may pass on only the call after the forward pass."""
     worker = Worker()
     one = step(offered=[offered()], is_idle=False)
     if is_told_before:
@@ -147,7 +148,7 @@ def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: 
 
 
 def test_a_step_without_news_costs_nothing() -> None:
-    """No command, and no event on the device."""
+    """It submits no command, and records no event."""
     worker = Worker()
     worker.side.begin_step(step(is_idle=False))
     worker.side.end_step()
@@ -156,7 +157,7 @@ def test_a_step_without_news_costs_nothing() -> None:
 
 
 def test_decodes_blocks_are_begun_when_the_device_has_ended_all_that_it_was_given() -> None:
-    """A3, R8, vllm#45357: the event is recorded before this step is given to the device, and asked by the thread."""
+    """Rule R8 (vllm#45357): the event is recorded before the step is submitted, and queried by the transfer thread."""
     worker = Worker()
     ones = [wanted(number, MANIFEST) for number in (1, 2)]
     worker.side.begin_step(step(fetches=ones))
@@ -170,7 +171,7 @@ def test_decodes_blocks_are_begun_when_the_device_has_ended_all_that_it_was_give
 
 
 def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> None:
-    """With a device event after it. The ownership token is published before decode can ask."""
+    """The offer has an event recorded after the step; its ownership token is published at once."""
     worker = Worker()
     update = offered()
     worker.side.begin_step(step(offered=[update], is_idle=False))
@@ -189,12 +190,12 @@ def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> No
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "staged"])
 def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_not_say_so(is_read: bool) -> None:
-    """Model runner V2 answers before a draft model has run: decode would read what is not there yet, and trust it."""
+    """Model runner V2 answers before a draft model has run, so the device is waited for before KV is offered."""
     worker = Worker(is_read=is_read, is_known=False)
     seen: list[tuple[int, bool, list[Command]]] = []
     worker.side = WorkerFacade(
         cast(TransferThread, worker.thread),
-        worker.side._local,
+        worker.local,
         worker.side.tokens,
         worker.device.record,
         worker.offered.append,
@@ -219,7 +220,7 @@ def test_all_that_a_step_offers_shares_one_event() -> None:
 
 
 def test_a_push_has_no_words() -> None:
-    """Prefill itself says what it wrote."""
+    """Decode reads no ownership token in a push: prefill's notification says what it wrote."""
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered()]))
     worker.side.end_step()
@@ -227,7 +228,7 @@ def test_a_push_has_no_words() -> None:
 
 
 def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
-    """It was preempted, and has other blocks now."""
+    """A preempted request has other blocks, so its manifest and ownership token are replaced."""
     worker = Worker()
     worker.side.begin_step(step(offered=[offered()]))
     again = OfferUpdate(P1, "n", DIGEST, TOKENS, ([1, 2, 4],), TOKENS, manifest(1, 2, 4))
@@ -263,7 +264,7 @@ def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str, is
 
 
 def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_has() -> None:
-    """With one, vLLM asks what has ended between the two, and calls ``wait_for_save`` behind both."""
+    """With a draft model, vLLM calls ``get_finished`` between the two, and ``wait_for_save`` after both."""
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
     worker.side.take_ended()
@@ -286,7 +287,7 @@ def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool
 
 
 def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
-    """Leases, then what decode wants, then what prefill has; a request that comes and goes in one is not renewed."""
+    """Commands are submitted in this order; a lease that begins and ends in one step is not renewed."""
     worker = Worker()
     d1 = DecodeRequestId("d1")
     renewed, released = LeaseRenewal(d1, PREFILL, "p-1", 30.0, 120.0), UnneededOffer(PREFILL, "p-1", "n", DIGEST)
@@ -319,7 +320,7 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
 
 
 def test_what_is_offered_at_its_end_only_is_offered_before_it_ends() -> None:
-    """Where another connector may have loaded some of it (A8)."""
+    """A request whose last tokens this step computes is finished after its offer."""
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered()], finished=[P1, PrefillRequestId("p-3")]))
     assert worker.thread.take() == [Finish(PrefillRequestId("p-3"))]
@@ -369,7 +370,7 @@ def test_marks_wait_until_they_are_taken() -> None:
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_the_engines_own_counts_are_told_by_one_rank(tp_rank: int) -> None:
-    """Transfers and leases by each: each has its own."""
+    """Each rank reports its transfers and leases; only the first reports the scheduler's counts."""
     worker = Worker(tp_size=2, tp_rank=tp_rank)
     for blocks in (3, None):
         worker.side.begin_step(step(counts={FailureCause.LEASE: 1, FailureCause.LOST: 2}, quarantined_blocks=blocks))

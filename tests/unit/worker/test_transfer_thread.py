@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.digest_fakes import as_bytes, digests_over
+from support.internals import receiver_of, registry_of, waiting_for_device
+from support.parameter_ids import plain_id
 from support.worker_fakes import (
     DIGEST,
     START,
@@ -51,6 +53,9 @@ from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, UnneededOffer
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.decode.receiver import Receiver
+from kvcached_nixl.worker.prefill.matching import OfferMatcher
+from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -146,7 +151,7 @@ def test_a_read_from_want_to_over(pull: Worker) -> None:
 
 
 def test_nothing_begins_before_the_device_has_got_there(pull: Worker) -> None:
-    """A3: an event is asked in each turn, and nothing waits for it."""
+    """The event is queried in each turn; the thread does not wait for it."""
     reached: list[bool] = []
     pull.remote()
     pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), lambda: bool(reached)))
@@ -158,28 +163,28 @@ def test_nothing_begins_before_the_device_has_got_there(pull: Worker) -> None:
 
 
 def test_steps_are_taken_in_in_order(push: Worker) -> None:
-    """A request's end is never seen before its steps, nor a later step before an earlier one."""
+    """A request's `Finish` is never handled before its steps, nor a later step before an earlier one."""
     reached: list[bool] = []
     push.offer(lambda: bool(reached))
     push.thread.submit(commands.Finish(P1), commands.BlocksWritable((9,), always))
     push.thread.turn()
-    assert len(push.thread._registry) == 0 and len(push.thread._computing) == 3
+    assert len(registry_of(push.thread)) == 0 and len(waiting_for_device(push.thread)) == 3
     reached.append(True)
     push.thread.turn()
-    assert len(push.thread._registry) == 1 and not push.thread._computing
+    assert len(registry_of(push.thread)) == 1 and not waiting_for_device(push.thread)
     assert push.thread.take_outcome().done == set()
 
 
 @pytest.mark.parametrize("ends", ["stop", "preempt"])
 def test_what_the_device_has_not_done_of_a_request_that_is_gone_is_not_waited_for(push: Worker, ends: str) -> None:
-    """But for decode's blocks, and other requests'."""
+    """Commands for decode's blocks and for other requests still wait for the device."""
     push.offer(never)
     push.thread.submit(commands.BlocksWritable((9,), never))
     push.offer(never, PrefillRequestId("p-2"))
     push.thread.submit(commands.Stop(P1, "aborted") if ends == "stop" else commands.Preempt(P1, 4))
     outcome = push.deliver()
     assert (outcome.done, outcome.idle_holds) == (({"p-1"}, set()) if ends == "stop" else (set(), {4}))
-    assert len(push.thread._computing) == 2
+    assert len(waiting_for_device(push.thread)) == 2
 
 
 def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
@@ -252,10 +257,10 @@ def test_a_beat_renews_what_prefill_keeps(pull: Worker) -> None:
         b"PUSH_REG:\x80",
         b"HB:" + b"x" * 9999,
     ],
-    ids=lambda one: repr(one[:8]),
+    ids=plain_id,
 )
 def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: bytes) -> None:
-    """B7: counted, logged once, and the next one is heard."""
+    """It is counted, and the messages after it are handled."""
     remote = pull.remote()
     remote.transport.add_peer(b"local")
     for _ in range(3):
@@ -292,9 +297,9 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
     pull.thread.submit(wanted(2, MANIFEST))
     pull.thread.turn()
     if where == "want":
-        monkeypatch.setattr(type(pull.thread._receiver), "_release", defective)
+        monkeypatch.setattr(Receiver, "_release", defective)
     else:
-        monkeypatch.setattr(type(pull.thread._receiver), "begin", defective)
+        monkeypatch.setattr(Receiver, "begin", defective)
     pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1, 2), always))
     outcome = pull.deliver()
     assert {number: one.cause for number, one in outcome.failed.items()}[1] is FailureCause.DEFECT
@@ -303,9 +308,9 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
 
 
 def test_a_defect_in_a_message_has_no_further_effect(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails what it names, and its sender hears of it."""
+    """The attempt that the message names fails, and its sender is answered."""
     remote = push.remote()
-    monkeypatch.setattr(type(push.thread._registry._matcher), "wanted_by", defective)
+    monkeypatch.setattr(OfferMatcher, "wanted_by", defective)
     remote.say("local", registration(1, remote.address))
     push.deliver()
     (stopped,) = remote.heard()
@@ -324,7 +329,7 @@ def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, m
 
 
 def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
-    """B6: NIXL's own exceptions."""
+    """NIXL's own exception in one turn: notifications are read again in the next one."""
     remote = pull.remote()
     remote.table.publish("p-1", MANIFEST.ownership_token)
     real = pull.transport.received
@@ -342,17 +347,23 @@ def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
 
 
 def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner of blocks must learn when they are free, so the engine does not run on with half a hand-over."""
-    monkeypatch.setattr(type(push.thread._registry), "offer", defective)
+    """The scheduler must learn when prefill's blocks are free, so half-updated state stops the engine."""
+    has_stopped = threading.Event()
+
+    def wake(host: str, port: int, key: str) -> None:
+        push.asking.woken.append((host, port, key))
+        has_stopped.set()
+
+    monkeypatch.setattr(OfferRegistry, "offer", defective)
+    monkeypatch.setattr(push.asking, "wake", wake)
     push.thread.start()
     push.offer()
-    assert push.thread._thread is not None
-    push.thread._thread.join(JOIN_SECONDS)
+    assert has_stopped.wait(JOIN_SECONDS)
     with pytest.raises(RuntimeError, match="IndexError"):
         push.thread.take_outcome()
     with pytest.raises(RuntimeError, match="IndexError"):
         push.thread.submit(commands.Finish(P1))
-    assert ("10.0.0.1", 5600, "key") in push.asking.woken, "an engine that sleeps has to hear of it, too"
+    assert ("10.0.0.1", 5600, "key") in push.asking.woken, "an engine that sleeps must be woken"
     push.thread.close()
 
 
@@ -388,7 +399,7 @@ def test_decode_that_waits_for_the_last_write_is_not_kept_waiting_for_a_step(pus
 
 
 def test_what_prefill_keeps_for_readers_needs_no_hurry(pull: Worker) -> None:
-    """Only a release can come: nobody waits for what prefill does about it."""
+    """In a pull only a release can arrive, and nobody waits for its effect."""
     pull.offer()
     pull.thread.submit(commands.Finish(P1))
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS
@@ -424,7 +435,7 @@ def test_the_engine_is_woken_when_something_has_ended_and_not_else(pull: Worker)
 
 
 def idle_turn_seconds(worker: Worker) -> float:
-    """The fastest of many: what it takes, and not what else the machine does."""
+    """The fastest of many turns, so that other load of the machine does not count."""
     taken = []
     for _ in range(50):
         begun = time.perf_counter()
@@ -435,7 +446,7 @@ def idle_turn_seconds(worker: Worker) -> float:
 
 @pytest.mark.parametrize("mode", TransferMode)
 def test_ten_thousand_attempts_that_wait_cost_a_turn_nothing(mode: TransferMode) -> None:
-    """C1: 6.5 to 9.3 ms, every millisecond. Measured now: some microseconds."""
+    """A turn takes some microseconds; visiting every attempt would take milliseconds."""
     worker = Worker(mode)
     if mode is TransferMode.PUSH:
         worker.remote()
@@ -444,7 +455,7 @@ def test_ten_thousand_attempts_that_wait_cost_a_turn_nothing(mode: TransferMode)
     worker.thread.submit(commands.BlocksWritable(tuple(range(10_000)), always))
     for _ in range(3):
         worker.thread.turn()
-    assert len(worker.thread._receiver) == 10_000
+    assert len(receiver_of(worker.thread)) == 10_000
     assert idle_turn_seconds(worker) < IDLE_TURN_SECONDS
 
 
@@ -458,7 +469,7 @@ def test_ten_thousand_offers_and_registrations_cost_a_turn_nothing() -> None:
         )
     for _ in range(3):
         worker.thread.turn()
-    assert len(worker.thread._registry) == 10_000
+    assert len(registry_of(worker.thread)) == 10_000
     assert idle_turn_seconds(worker) < IDLE_TURN_SECONDS
 
 
@@ -507,7 +518,7 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     worker.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
     deadline = time.monotonic() + JOIN_SECONDS
     while not worker.network.pending and time.monotonic() < deadline:
-        worker.thread._wake.set()
+        worker.thread.submit()
     worker.thread.close()
     assert worker.asking.is_closed and worker.network.pending
 
@@ -519,7 +530,7 @@ def test_a_thread_that_was_not_started_can_be_closed() -> None:
 
 
 def test_a_writer_that_says_nothing_does_not_keep_the_thread_awake(push: Worker) -> None:
-    """Review row B6: it looked every millisecond for as long as the quarantine lasted, which had no end."""
+    """A writer may not answer for long: the thread does not poll for it every millisecond."""
     remote = push.remote()
     push.thread.submit(wanted(1, None), commands.BlocksWritable((1,), always))
     push.deliver()

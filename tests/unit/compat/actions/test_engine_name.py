@@ -16,6 +16,8 @@ from kvcached_nixl.compat.actions import engine_name
 from kvcached_nixl.errors import ContractChanged, NameRefused
 
 LOGGER = logging.getLogger(__name__)
+HOLDER = engine_name._NameHolder
+"""Keeps the name that this process holds."""
 
 
 class Executor:
@@ -52,7 +54,7 @@ def kvcached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
     for name in ("utils", "kv_cache_manager", "mem_info_tracker"):
         modules[name].DEFAULT_IPC_NAME = "wish"
     modules["tp_ipc_util"].SOCKET_DIR = utils.get_tp_socket_dir()
-    monkeypatch.setattr(engine_name._NameHolder, "held", None)
+    monkeypatch.setattr(HOLDER, "held", None)
     yield modules
     engine_name.give_up_name()
 
@@ -67,8 +69,8 @@ def names(kvcached: dict[str, Any]) -> set[str]:
 
 def in_another_process() -> None:
     """Forget what this process holds, and keep it."""
-    kept.append(engine_name._NameHolder.held)
-    engine_name._NameHolder.held = None
+    kept.append(HOLDER.held)
+    HOLDER.held = None
 
 
 kept: list[Any] = []
@@ -183,7 +185,7 @@ def test_another_kvcached_is_refused(kvcached: dict[str, Any]) -> None:
 
 def test_without_kvcached_there_is_nothing_to_withdraw(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is refused elsewhere, once."""
-    monkeypatch.setattr(engine_name._NameHolder, "held", None)
+    monkeypatch.setattr(HOLDER, "held", None)
     monkeypatch.setitem(sys.modules, "kvcached", None)
     monkeypatch.delitem(sys.modules, "kvcached.utils", raising=False)
     assert engine_name.withdraw_name() == ("kvcached is not installed",)

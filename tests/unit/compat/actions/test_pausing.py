@@ -28,8 +28,9 @@ def idle(engine: SimpleNamespace) -> None:
     """What vLLM does when an engine is idle, with ours around it."""
     tell_who_waits(engine, logger)
     tell_who_waits(engine, logger)
-    while engine._idle_state_callbacks:
-        engine._idle_state_callbacks.pop()(engine)
+    callbacks = engine._idle_state_callbacks
+    while callbacks:
+        callbacks.pop()(engine)
 
 
 def paused(*callbacks: Any, blocks_in_use: int = 0) -> SimpleNamespace:

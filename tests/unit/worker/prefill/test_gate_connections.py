@@ -54,7 +54,7 @@ def test_an_earlier_gate_is_let_go_of_when_nothing_is_under_way_to_it(
     gate_connections.use(known(remote), second.metadata())
     assert first.name in gate_connections
     gate_connections.used(first.name)
-    assert first.name not in gate_connections and first.name not in local.transport._peers
+    assert first.name not in gate_connections and first.name not in local.transport.peers
     gate_connections.used(second.name)
     gate_connections.use(known(remote), third.metadata())
     assert second.name not in gate_connections and len(gate_connections) == 1
@@ -63,7 +63,7 @@ def test_an_earlier_gate_is_let_go_of_when_nothing_is_under_way_to_it(
 def test_a_gate_that_fails_is_removed_and_its_engine_asked_whether_it_answers(
     local: Local, remote: Remote, gate_connections: GateConnections
 ) -> None:
-    """Decode has closed it, or is not there; the connection to it is another one."""
+    """Decode has closed the gate, or is dead; a handshake with its own agent tells which."""
     local.peers.probe(remote.address)
     local.turn()
     gate = gate_of(local)
@@ -95,7 +95,7 @@ def test_what_is_in_flight_to_a_gate_ends_with_the_connection_to_its_rank(
     for gate in gates:
         gate_connections.use(known(remote), gate.metadata())
     local.peers.lost("remote-0")
-    assert len(gate_connections) == 0 and not {gate.name for gate in gates} & local.transport._peers
+    assert len(gate_connections) == 0 and not {gate.name for gate in gates} & local.transport.peers
 
 
 def test_a_gate_that_cannot_be_reached_is_told_so(

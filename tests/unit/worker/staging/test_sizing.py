@@ -10,11 +10,12 @@ from unit.worker.staging.test_slab import allocate
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import MemoryPath, Settings
-from kvcached_nixl.worker.staging import sizing
 from kvcached_nixl.worker.staging.sizing import SlabLoad, make_slab, num_kept, num_slots
 from kvcached_nixl.worker.staging.slots import Slots, Use
 
 LAYOUT, _, _ = allocate(Geometry(num_pools=2, block_size=16, num_blocks=2000, reserved_blocks=2001))
+LARGEST_BLOCK_TOKENS = 256
+"""Of either side, as `sizing` assumes."""
 SLOT_BYTES = sum(region.block_bytes for region in LAYOUT.regions)
 LOAD = SlabLoad(longest_tokens=1600, running=64, num_groups=1, block_size=16)
 
@@ -37,7 +38,7 @@ def test_it_is_as_large_as_what_it_is_for(load: SlabLoad, slots: int) -> None:
 
 
 def test_on_a_device_it_is_a_small_part_of_the_cache() -> None:
-    """Nobody has reserved memory for it there."""
+    """On a device there is little memory beside the cache, so the default is 1/16 of it."""
     assert num_slots(LAYOUT, LOAD, None, is_host=False) == 2000 // 16
     assert num_slots(LAYOUT, SlabLoad(16, 1, 1, 16), None, is_host=False) == 64
 
@@ -71,4 +72,4 @@ def test_what_moves_always_has_room_for_a_block_of_either_side(block_size: int) 
     slots = Slots(load.fewest_slots, num_kept(load.fewest_slots))
     slots.take(10**6, Use.PARKED)
     for use in (Use.SENDING, Use.RECEIVING):
-        assert slots.available(use) * block_size >= 3 * max(block_size, sizing._LARGEST_BLOCK_TOKENS)
+        assert slots.available(use) * block_size >= 3 * max(block_size, LARGEST_BLOCK_TOKENS)

@@ -24,12 +24,12 @@ class NoCopies:
 
 @pytest.fixture
 def staging() -> Staging:
-    """72 slots, 64 of which are for what is received."""
+    """72 slots, 64 of them for received KV."""
     return Staging(Slots(72, 8), NoCopies(), 16)
 
 
 def take(staging: Staging, owner: str) -> list[Held]:
-    """As many slots as one engine is given to write into."""
+    """Takes as many slots as one engine may write into."""
     found = []
     while (held := staging.take(Use.RECEIVING, [0], 0, 16 * 1000, 16, owner=owner)) is not None:
         found.append(held)
@@ -37,7 +37,7 @@ def take(staging: Staging, owner: str) -> list[Held]:
 
 
 def test_those_that_are_not_heard_of_leave_something_for_the_next_one(staging: Staging) -> None:
-    """Review row B6: each had a quarter of the slab for good, and four of them all of it."""
+    """Engines that have vanished keep slots, but each gets only a part of what is left, so some always remain."""
     taken = []
     for number in range(12):
         mine = take(staging, f"engine {number}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.internals import leftovers
 from support.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote, address
 
 from kvcached_nixl.ids import EngineId
@@ -19,7 +20,7 @@ from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRI
 
 
 class Needing:
-    """Callbacks of one that needs a peer."""
+    """Calls `Peers.need`, and records which callback was called."""
 
     def __init__(self, local: Local, where: Peer, start: str = "", *, is_doubted: bool = False) -> None:
         self.known: list[ConnectedPeer] = []
@@ -43,7 +44,7 @@ def local() -> Local:
 
 
 def test_a_peer_that_offers_the_same_is_met_once(local: Local) -> None:
-    """Agent, incarnation and memory come from its handshake; later users get it at once."""
+    """One handshake tells agent, incarnation and memory; later callers get the peer at once."""
     remote = local.remote()
     first, second = Needing(local, remote.address), Needing(local, remote.address, START)
     assert first.known == [], "not before a turn: the answer came on another thread"
@@ -58,7 +59,7 @@ def test_a_peer_that_offers_the_same_is_met_once(local: Local) -> None:
 
 @pytest.mark.parametrize("theirs", ["abc", TAG.replace("pull", "push"), TAG + " ", "", "x" * 10_000], ids=len)
 def test_a_peer_that_offers_something_else_is_refused_in_words(local: Local, theirs: str) -> None:
-    """Before a byte of its metadata is looked at: it may be in another protocol."""
+    """The compatibility string is compared before the metadata is decoded, which may be of another protocol."""
     remote = local.remote()
     local.asking.answers[remote.place] = theirs, b"of another protocol"
     needing = Needing(local, remote.address)
@@ -85,7 +86,7 @@ def test_nobody_listens(local: Local) -> None:
 
 @pytest.mark.parametrize("cause", [TimeoutError("slow"), ConnectionResetError("reset"), OSError("no route to host")])
 def test_who_does_not_answer_is_asked_again_and_then_given_up(local: Local, cause: Exception) -> None:
-    """A busy host; measured: the first handshake of a pair of vLLM 0.28 with its multiprocess executor."""
+    """A busy host may answer late, as in the first handshake of vLLM 0.28 with its multiprocess executor."""
     remote = local.remote()
     local.asking.answers[remote.place] = cause
     needing = Needing(local, remote.address)
@@ -125,7 +126,7 @@ def test_who_answers_at_last_is_met(local: Local) -> None:
 def test_another_rank_at_the_address_is_not_taken_for_the_one_asked_for(
     local: Local, changed: dict[str, Any], cause: FailureCause
 ) -> None:
-    """An engine draws its id at its start; a router's ``tp_size`` may be wrong."""
+    """An engine that was restarted has another id, and a router's ``tp_size`` may be wrong."""
     remote = local.remote()
     local.asking.answers[remote.place] = remote.answer(**changed)
     needing = Needing(local, remote.address)
@@ -165,7 +166,7 @@ def spoiled(remote: Remote) -> list[bytes]:
 
 @pytest.mark.parametrize("number", range(7))
 def test_metadata_that_cannot_be_read_costs_the_attempt(local: Local, number: int) -> None:
-    """B6: it ended the engine. No peer counts as dead because of it."""
+    """Only the attempt fails: the engine goes on, and no peer counts as dead."""
     remote = local.remote()
     local.asking.answers[remote.place] = TAG, spoiled(remote)[number]
     needing = Needing(local, remote.address)
@@ -194,7 +195,7 @@ def met(local: Local, **more: Any) -> Remote:
 
 
 def test_parameters_of_an_earlier_start_are_refused(local: Local) -> None:
-    """A restarted prefill is another one even under the same id. It is asked, because it may have been restarted."""
+    """Parameters name an incarnation; for another one than the known one the handshake is repeated."""
     remote = met(local)
     stale = Needing(local, remote.address, OTHER_START)
     assert stale.known == [] and len(local.asking.asked) == 2
@@ -233,7 +234,7 @@ def test_another_engine_at_the_same_place_means_that_the_earlier_is_gone(local: 
 
 
 def test_a_lost_peer_is_met_again_at_once_whatever_else_is_in_flight(local: Local) -> None:
-    """B9: once it waited until no READ to anyone was in flight."""
+    """The handshake does not wait for transfers with other peers."""
     remote, other = met(local), met(local, name="other", address=address("other", port=5602))
     local.peers.lost("remote-0")
     assert not local.peers.is_known("remote-0") and local.peers.is_known("other-0")
@@ -250,7 +251,7 @@ def test_a_lost_peer_is_met_again_at_once_whatever_else_is_in_flight(local: Loca
 
 @pytest.mark.parametrize("how", ["lost", "probe"])
 def test_who_does_not_listen_is_unreachable_and_never_gone(local: Local, how: str) -> None:
-    """A8: a firewall, a Service that is not ready, an engine's core that was killed while its workers live on."""
+    """A refused connection may be a firewall, or an engine core that was killed while its workers live on."""
     remote = met(local)
     local.peers.probe(remote.address)
     local.turn()
@@ -270,7 +271,7 @@ def test_who_does_not_listen_is_unreachable_and_never_gone(local: Local, how: st
 
 
 def test_who_may_write_keeps_its_connection_without_its_side_channel(local: Local) -> None:
-    """It must still be told to stop, and answer. New users get the error that its side channel is closed."""
+    """It must still be told to stop, and answer. New callers get the error that its side channel refuses."""
     remote = met(local)
     local.listener.may_write = lambda agent: agent == "remote-0"
     local.asking.answers[remote.place] = ConnectionRefusedError()
@@ -304,7 +305,7 @@ def test_a_listener_that_starts_again_is_one_that_was_never_gone(local: Local) -
 
 
 def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(local: Local) -> None:
-    """B8: the first one's handshake runs while the second one is met; its end ended the transfer thread."""
+    """Two engines answer at one address in turn; the one that answered before counts as dead."""
     one = local.remote("one", is_answering=False)
     other = local.remote("other", is_answering=False)
     assert one.place == other.place
@@ -329,7 +330,7 @@ def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(loca
 
 
 def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
-    """By an address and by a name: dead when it is known by neither, lost when neither connection works."""
+    """A peer known by an IP address and by a name is dead only when neither leads to it any more."""
     remote = met(local)
     where = Peer(remote.address.engine_id, "by.name", 5601, 1, 0)
     local.asking.answers["by.name", 5601, 0] = remote.answer()
@@ -348,7 +349,7 @@ def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
 
 
 def test_a_word_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) -> None:
-    """The engine that asked may have died, and another engine may answer at its address."""
+    """Another engine may answer at the address of one that has died; it is not sent the message."""
     remote = met(local)
     local.peers.send(remote.address, b"for you", only="remote-0")
     local.peers.send(remote.address, b"for another", only="another agent")
@@ -363,7 +364,7 @@ def test_a_word_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) ->
 
 
 def test_a_connection_is_another_one_once_it_was_lost(local: Local) -> None:
-    """What was posted over the first one ends with it."""
+    """After a loss, `connection` returns None, and another object after the next handshake."""
     met(local)
     first = local.peers.connection("remote-0")
     assert first is not None and local.peers.connection("remote-0") is first
@@ -376,7 +377,7 @@ def test_a_connection_is_another_one_once_it_was_lost(local: Local) -> None:
 
 
 def test_a_connection_is_the_same_one_after_another_handshake(local: Local) -> None:
-    """Otherwise transfers in flight would count as lost already, and their blocks as idle, when one fails."""
+    """A repeated handshake, or one under another name, does not replace the connection."""
     remote = met(local)
     first = local.peers.connection("remote-0")
     local.peers.probe(remote.address)
@@ -415,7 +416,7 @@ def test_a_handshake_that_meets_a_defect_costs_what_it_belongs_to(local: Local) 
 
 
 def test_who_does_not_answer_a_probe_loses_the_connection_and_is_not_called_gone(local: Local) -> None:
-    """B3: a host that disappeared silently. Transfers in flight to it end; it may still write."""
+    """Its connection is taken down, which ends transfers to it; but it may still write, so it is not dead."""
     remote = met(local)
     local.network.vanish("remote-0")
     local.transport.send("remote-0", b"in flight")
@@ -435,7 +436,7 @@ def test_who_does_not_answer_a_probe_loses_the_connection_and_is_not_called_gone
 
 
 def test_one_that_never_answers_holds_up_nobody(local: Local) -> None:
-    """C5: eight black holes occupied the handshakes of all."""
+    """Fifty handshakes without an answer do not delay another one."""
     silent = [
         local.remote(f"silent{n}", address=address(f"silent{n}", port=6000 + n), is_answering=False) for n in range(50)
     ]
@@ -475,7 +476,7 @@ def test_a_word_waits_for_the_handshake(local: Local) -> None:
 
 
 def test_a_word_over_a_lost_connection_is_said_once_more_over_another(local: Local) -> None:
-    """A message that is lost again is counted: its sender relies on an answer or a deadline."""
+    """The message is sent once more after another handshake; if that fails, it is counted as dropped."""
     remote = met(local)
     local.transport.lose("remote-0")
     local.peers.send(remote.address, b"one")
@@ -492,7 +493,7 @@ def test_a_word_over_a_lost_connection_is_said_once_more_over_another(local: Loc
 
 
 def test_a_connection_that_is_lost_again_and_again_is_given_up(local: Local) -> None:
-    """Every handshake succeeds, and nothing goes through."""
+    """Every handshake succeeds, but no message can be sent."""
     remote = met(local)
 
     def refuse(peer: str, notification: bytes) -> None:
@@ -510,7 +511,7 @@ def test_a_connection_that_is_lost_again_and_again_is_given_up(local: Local) -> 
 
 
 def test_who_is_named_no_more_is_forgotten(local: Local) -> None:
-    """C5: decodes that were restarted stayed for ever, with all that was found out about them."""
+    """A peer that was not used for FORGOTTEN_SECONDS is removed, with everything that was known of it."""
     remotes = [met(local, name=f"r{n}", address=address(f"r{n}", port=6000 + n)) for n in range(3)]
     local.clock.advance(FORGOTTEN_SECONDS - 1)
     assert Needing(local, remotes[0].address).known
@@ -518,14 +519,13 @@ def test_who_is_named_no_more_is_forgotten(local: Local) -> None:
     local.turn()
     assert len(local.peers) == 1
     assert local.dead == ["r1-0", "r2-0"], "whoever keeps something of them lets go of it"
-    assert local.transport._peers == {"r0-0"}
+    assert local.transport.peers == {"r0-0"}
     Needing(local, remotes[1].address)
     local.turn()
     assert local.peers.is_known("r1-0")
     local.clock.advance(2 * FORGOTTEN_SECONDS)
     local.turn()
-    peers = local.peers
-    assert [len(one) for one in (peers._links, peers._addresses, peers._places, peers._unused)] == [0, 0, 0, 0]
+    assert not leftovers(local.peers)
 
 
 def test_who_is_counted_on_is_not_forgotten(local: Local) -> None:
@@ -559,5 +559,4 @@ def test_many_that_cannot_be_met_leave_nothing(local: Local) -> None:
         Needing(local, where)
         local.peers.probe(where)
     local.turn()
-    peers = local.peers
-    assert [len(one) for one in (peers._links, peers._addresses, peers._places, peers._unused)] == [0, 0, 0, 0]
+    assert not leftovers(local.peers)

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.internals import leftovers
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.clock import Clock, ManualClock
 from kvcached_nixl.transport.base import TransferState
 from kvcached_nixl.transport.memory import Network, Posted
 from kvcached_nixl.worker.transfer.transfer_queue import (
@@ -29,7 +31,13 @@ SMALL = Budget(descriptors=4, batch_bytes=2 * ROW, peer_bytes=4 * ROW, all_bytes
 class Mover:
     """`TransferQueue` to some peers, and memory of its own to move."""
 
-    def __init__(self, budget: Budget | None = SMALL, peers: tuple[str, ...] = ("a", "b", "c")) -> None:
+    def __init__(
+        self,
+        budget: Budget | None = SMALL,
+        peers: tuple[str, ...] = ("a", "b", "c"),
+        clock: Clock | None = None,
+        connection: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self.network = Network()
         self.clock = ManualClock()
         self.transport = self.network.agent("here")
@@ -40,7 +48,12 @@ class Mover:
         self.moved: list[tuple[str, int, int, float]] = []
         self.ended: dict[str, str] = {}
         self.transfer_queue = TransferQueue(
-            self.transport, self.clock, self.lose, lambda *one: self.moved.append(one), budget
+            self.transport,
+            self.clock if clock is None else clock,
+            self.lose,
+            lambda *one: self.moved.append(one),
+            budget,
+            connection,
         )
         self.memory = np.zeros((2, 4096), dtype=np.int64)
 
@@ -103,7 +116,7 @@ def test_what_is_moved_is_timed() -> None:
 
 
 def test_the_next_batch_follows_a_completion_and_not_the_clock() -> None:
-    """C2: once it was a poll."""
+    """A new batch is posted in the turn in which an earlier one ends, and only then."""
     mover = Mover()
     mover.job("one", 20)
     mover.transfer_queue.turn()
@@ -149,7 +162,7 @@ def test_a_peer_has_a_budget_of_its_own_and_all_have_one_together() -> None:
 
 
 def test_however_many_peers_have_nothing_in_flight_there_is_an_end() -> None:
-    """Twice the budget of all, and no more."""
+    """At most twice the common budget is in flight."""
     peers = tuple(f"p{number}" for number in range(40))
     mover = Mover(peers=peers)
     for peer in peers:
@@ -162,7 +175,7 @@ def test_however_many_peers_have_nothing_in_flight_there_is_an_end() -> None:
 
 
 def test_a_peer_that_takes_nothing_costs_the_others_its_budget_and_no_more() -> None:
-    """Everything is per peer."""
+    """A peer whose transfers never end uses up its own budget; the others' jobs go on."""
     mover = Mover()
     mover.job("slow", 1000, "a")
     mover.transfer_queue.turn()
@@ -175,7 +188,7 @@ def test_a_peer_that_takes_nothing_costs_the_others_its_budget_and_no_more() -> 
 
 
 def test_peers_take_turns() -> None:
-    """A long job of one does not come before a short one of another."""
+    """A peer's short job does not wait for another peer's long one."""
     mover = Mover(Budget(descriptors=1, peer_bytes=ROW, all_bytes=10 * ROW))
     mover.job("long", 500, "a")
     mover.job("short", 3, "b")
@@ -188,10 +201,8 @@ def test_peers_take_turns() -> None:
 
 
 def test_where_a_turns_time_runs_out_another_peer_comes_first_in_the_next() -> None:
-    mover = Mover(Budget(descriptors=1, peer_bytes=1000 * ROW), peers=("a", "b"))
-
     class Slow:
-        """Each look at it takes as long as a turn may post."""
+        """A clock that advances by half of a turn's time whenever it is read."""
 
         def __init__(self) -> None:
             self.now = 0.0
@@ -200,7 +211,7 @@ def test_where_a_turns_time_runs_out_another_peer_comes_first_in_the_next() -> N
             self.now += POSTING_SECONDS / 2
             return self.now
 
-    mover.transfer_queue._clock = Slow()
+    mover = Mover(Budget(descriptors=1, peer_bytes=1000 * ROW), peers=("a", "b"), clock=Slow())
     mover.job("a", 100, "a")
     mover.job("b", 100, "b")
     posted = []
@@ -213,20 +224,20 @@ def test_where_a_turns_time_runs_out_another_peer_comes_first_in_the_next() -> N
 
 
 def test_what_a_turn_had_no_time_for_is_told_from_what_there_is_no_room_for() -> None:
-    """The transfer thread comes back at once for the first; for the second it waits until something has ended."""
-    mover = Mover(Budget(descriptors=1, peer_transfers=3))
-    mover.job("a", 3)
-    mover.job("b", 1)
-    calls = iter([0.0, 0.0, 0.0, 2 * POSTING_SECONDS])
+    """`has_more` is set if time ran out, not if the budget did."""
+    reads = iter([0.0, 0.0, 0.0])
 
     class Late:
-        def now_seconds(self) -> float:
-            return next(calls, 2 * POSTING_SECONDS)
+        """A clock that stands still, but once jumps by more than a turn may take: in the first turn."""
 
-    mover.transfer_queue._clock, clock = Late(), mover.transfer_queue._clock
+        def now_seconds(self) -> float:
+            return next(reads, 2 * POSTING_SECONDS)
+
+    mover = Mover(Budget(descriptors=1, peer_transfers=3), clock=Late())
+    mover.job("a", 3)
+    mover.job("b", 1)
     mover.transfer_queue.turn()
     assert mover.transfer_queue.has_more and 0 < len(mover.in_flight()) < 3
-    mover.transfer_queue._clock = clock
     mover.transfer_queue.turn()
     assert not mover.transfer_queue.has_more and len(mover.in_flight()) == 3
     while mover.network.pending:
@@ -235,7 +246,7 @@ def test_what_a_turn_had_no_time_for_is_told_from_what_there_is_no_room_for() ->
 
 
 def test_what_is_urgent_comes_before_what_waits() -> None:
-    """A READ of ownership tokens behind a thousand blocks: it is 512 bytes, and a request waits only for it."""
+    """A READ of ownership tokens is small, and a request waits only for it: it goes ahead of queued blocks."""
     mover = Mover()
     mover.job("blocks", 100)
     mover.transfer_queue.turn()
@@ -257,7 +268,7 @@ def test_nothing_to_move_ends_at_once_but_not_inside_submit() -> None:
 
 
 def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_quiet() -> None:
-    """A failed one may have moved any part of its bytes, and NIXL has not waited for the rest (nixl#2044)."""
+    """A failed transfer may have moved any part of its bytes, and others of its job are still in flight (nixl#2044)."""
     mover = Mover()
     mover.job("one", 100)
     mover.job("behind", 1)
@@ -281,7 +292,7 @@ def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_quiet() -> N
 
 
 def test_what_cannot_be_posted_fails_its_job_and_loses_the_peer() -> None:
-    """B9: a lost connection is not noticed in another way."""
+    """A lost connection is noticed only when posting fails."""
     mover = Mover()
     mover.transport.refuse_posts = True
     mover.job("one", 100)
@@ -300,10 +311,9 @@ def test_who_is_unknown_fails_at_once() -> None:
 
 
 def test_what_fails_of_an_earlier_connection_says_nothing_of_this_one() -> None:
-    """Its peer was met again meanwhile: other transfers go on."""
-    mover = Mover()
+    """A transfer of an earlier connection that fails does not take the current connection down."""
     connections = {"a": object()}
-    mover.transfer_queue._connection = connections.get
+    mover = Mover(connection=connections.get)
     mover.job("before", 2)
     mover.transfer_queue.turn()
     (before,) = mover.in_flight()
@@ -346,7 +356,7 @@ def test_what_was_dropped_before_it_was_posted_ends_with_the_next_turn() -> None
 
 
 def test_what_is_in_flight_when_it_is_dropped_is_waited_for() -> None:
-    """R2: nothing that was posted can be called back (nixl#2067)."""
+    """Rule R2: what was posted cannot be cancelled (nixl#2067)."""
     mover = Mover()
     job = mover.job("one", 100)
     mover.transfer_queue.turn()
@@ -368,7 +378,7 @@ def test_what_is_in_flight_when_it_is_dropped_is_waited_for() -> None:
 
 
 def test_what_was_dropped_gives_its_room_to_others() -> None:
-    """B3: a peer that disappeared silently does not block the others."""
+    """Dropped transfers to a peer that has vanished do not count against the budget."""
     mover = Mover()
     mover.network.vanish("a")
     jobs = [mover.job(f"a{number}", 100) for number in range(3)]
@@ -416,7 +426,7 @@ def test_a_dropped_transfer_that_fails_still_loses_the_peer() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_order_of_ends_leaves_nothing_behind(data: st.DataObject) -> None:
-    """Jobs of any size to any peer, dropped, failed, delivered in any order: each ends once, and all room is back."""
+    """Jobs of any size to any peer, dropped, failed, delivered in any order: each ends once, and nothing is left."""
     mover = Mover()
     jobs = []
     for number in range(data.draw(st.integers(1, 8))):
@@ -442,13 +452,7 @@ def test_any_order_of_ends_leaves_nothing_behind(data: st.DataObject) -> None:
             mover.transport.add_peer(peer.encode())
     assert len(mover.ended) == len(jobs)
     assert mover.transport.unreleased() == []
-    transfer_queue = mover.transfer_queue
-    assert (transfer_queue._lanes, transfer_queue._active, transfer_queue._dropped, transfer_queue._all_bytes) == (
-        {},
-        {},
-        {},
-        0,
-    )
+    assert not leftovers(mover.transfer_queue) and mover.transfer_queue.num_bytes == 0
 
 
 def test_a_turn_with_nothing_in_flight_costs_nothing() -> None:
@@ -460,5 +464,5 @@ def test_a_turn_with_nothing_in_flight_costs_nothing() -> None:
 
 
 def test_nixl_posts_nothing_on_threads_of_its_own() -> None:
-    """They select no device. Its UCX backend splits a transfer of ``split_batch_size`` descriptors or more, 1,024."""
+    """From 1,024 descriptors on NIXL's UCX backend posts on its own threads, which select no device."""
     assert Budget().descriptors < 1024

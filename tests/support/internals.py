@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the package's objects that have no public name, for tests that look inside.
+
+Each private name is read in one place here, so that a rename in the package changes one line. `leftovers` and
+`forbid_scans` name no attribute at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from kvcached_nixl.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from kvcached_nixl.ids import PrefillRequestId
+    from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+    from kvcached_nixl.scheduler.facade import SchedulerFacade
+    from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+    from kvcached_nixl.scheduler.side_channel_listener import HandshakeListener
+    from kvcached_nixl.wire.messages import Peer
+    from kvcached_nixl.worker.decode.active_writers import ActiveWriters
+    from kvcached_nixl.worker.decode.attempt import Attempt
+    from kvcached_nixl.worker.decode.receiver import Receiver
+    from kvcached_nixl.worker.prefill.matching import OfferMatcher
+    from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+    from kvcached_nixl.worker.prefill.registry import OfferRegistry
+    from kvcached_nixl.worker.prefill.writer import Writer
+    from kvcached_nixl.worker.staging.staging import Held, Staging
+    from kvcached_nixl.worker.thread_messages import Command, Outcome
+    from kvcached_nixl.worker.transfer.context import WorkerContext
+    from kvcached_nixl.worker.transfer.lease import Leases, Renewals
+    from kvcached_nixl.worker.transfer.ownership_tokens import TokenArray, TokenBuffers, TokenTable
+    from kvcached_nixl.worker.transfer.peers import Peers
+    from kvcached_nixl.worker.transfer_thread import TransferThread
+
+CONTAINERS = (dict, list, set, deque, Deadlines)
+
+
+# ---------------------------------------------------------------------------------------------------- of any object
+
+
+def leftovers(*things: object, but: tuple[str, ...] = ()) -> list[str]:
+    """Returns a line for each container of these objects that is not empty, except attributes named in ``but``.
+
+    ``dropped`` and ``counts`` are never reported: they count for ever. A `RecentSet` is not a container: it is bounded.
+    """
+    return [
+        f"{type(thing).__name__}.{name}: {value!r:.300}"
+        for thing in things
+        for name, value in vars(thing).items()
+        if isinstance(value, CONTAINERS) and value and name not in (*but, "dropped", "counts")
+    ]
+
+
+class Unscanned(dict[Any, Any]):
+    """A dict that fails the test when it is iterated. ``num_read``: how often `get` was called."""
+
+    num_read = 0
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all entries were visited, not only those that are due")
+
+    values = items = keys = __iter__
+
+    def get(self, *arguments: Any) -> Any:
+        self.num_read += 1
+        return super().get(*arguments)
+
+
+def forbid_scans(*things: object, above: int = 100) -> list[Unscanned]:
+    """Makes every dict of these objects with more than ``above`` entries fail the test when it is iterated.
+
+    Returns: those dicts.
+    """
+    found = [
+        (thing, name, value)
+        for thing in things
+        for name, value in vars(thing).items()
+        if type(value) is dict and len(value) > above
+    ]
+    assert found, "there is no large dict"
+    for thing, name, value in found:
+        setattr(thing, name, Unscanned(value))
+    return [vars(thing)[name] for thing, name, _ in found]
+
+
+# ------------------------------------------------------------------------------------------------------- of a worker
+
+
+def context_of(thread: TransferThread) -> WorkerContext:
+    return thread._context
+
+
+def receiver_of(thread: TransferThread) -> Receiver:
+    return thread._receiver
+
+
+def registry_of(thread: TransferThread) -> OfferRegistry:
+    return thread._registry
+
+
+def outcome_of(thread: TransferThread) -> Outcome:
+    """Returns what has ended, and was not taken yet."""
+    return thread._outcomes._outcome
+
+
+def waiting_for_device(thread: TransferThread) -> Collection[Command]:
+    """Returns the commands that wait until the device has finished the steps before them."""
+    return thread._computing
+
+
+def renewals_of(thread: TransferThread) -> Renewals:
+    return thread._renewals
+
+
+def attempts_of(receiver: Receiver) -> dict[int, Attempt]:
+    """Returns the attempts that are not finished, by number."""
+    return receiver._attempts
+
+
+def writers_of(receiver: Receiver) -> ActiveWriters:
+    return receiver._writers
+
+
+def write_tasks_of(registry: OfferRegistry) -> dict[WriteKey, WriteTask]:
+    """Returns decode's registrations that are not finished."""
+    return registry._write_tasks
+
+
+def matcher_of(registry: OfferRegistry) -> OfferMatcher:
+    return registry._matcher
+
+
+def offers_of(registry: OfferRegistry) -> dict[PrefillRequestId, Offer]:
+    """Returns the offers that are not finished, by request."""
+    return matcher_of(registry).offers
+
+
+def leases_of(registry: OfferRegistry) -> Leases:
+    return registry._leases
+
+
+def writer_of(registry: OfferRegistry) -> Writer:
+    return registry._writer
+
+
+def parked_of(registry: OfferRegistry) -> dict[Offer, Held]:
+    """Returns the slots of each offer that is parked, where prefill stages."""
+    source: Any = writer_of(registry).source
+    parked: dict[Offer, Held] = source._parked
+    return parked
+
+
+def unfinished_handshakes(peers: Peers) -> list[object]:
+    """Returns each address whose handshake is under way or waited for, and each handshake that was not handled yet."""
+    return [*(link.address for link in peers._links.values() if link.waiting or link.is_asked), *peers._ended]
+
+
+def addresses_of(peers: Peers) -> dict[str, dict[Peer, None]]:
+    """Returns the addresses under which each connected agent is known."""
+    return peers._addresses
+
+
+def slot_queues_of(staging: Staging) -> list[dict[object, Any]]:
+    """Returns the queues of those who wait for slots."""
+    return list(staging._waiting.values())
+
+
+def free_buffers_of(buffers: TokenBuffers) -> list[int]:
+    return buffers._free
+
+
+def token_rows_of(table: TokenTable) -> TokenArray:
+    """Returns the memory of the table that decode reads."""
+    return table._tokens
+
+
+def tokens_of(table: TokenTable) -> MutableMapping[Hashable, int]:
+    """Returns the ownership token of each owner."""
+    return table._token_of
+
+
+# ------------------------------------------------------------------------------------------- of an engine's scheduler
+
+
+def fetching_of(handover: SchedulerFacade) -> DecodeFetches:
+    return handover._fetching
+
+
+def offering_of(handover: SchedulerFacade) -> PrefillOffers:
+    return handover._offering
+
+
+def listener_of(handover: SchedulerFacade) -> HandshakeListener | None:
+    """Returns the engine's end of the side channel."""
+    return handover._listener
+
+
+def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
+    """Returns the blocks of each hold, by its number."""
+    return handover._holds._held
