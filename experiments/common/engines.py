@@ -27,7 +27,7 @@ from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Reports
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.build import Channel, assemble
@@ -173,7 +173,7 @@ class Engine:
         make_gate: Callable[[], WriteGate] | None = None,
     ) -> None:
         terms = Terms(
-            block_size=planes.block_size,
+            block_sizes=(planes.block_size,),
             mode=settings.transfer_mode,
             drops_blocks=False,
             recomputes=False,
@@ -185,7 +185,8 @@ class Engine:
         self.token_table = words
         self.handover = SchedulerFacade(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
         self.handover.bind(pool)
-        place = LocalRank(EngineId(own.engine_id), 1, 0, (planes,), 1, is_latent=False)
+        groups = (GroupMemory((planes,)),)
+        place = LocalRank(EngineId(own.engine_id), 1, 0, groups, is_latent=False)
         no_content, runs = Content((), ()), _AtOnce()
         process = Process() if make_gate is None else Process(f"{own.engine_id} {own.host}:{own.port}")
         self.side = assemble(
@@ -210,8 +211,7 @@ class Engine:
             tp_rank=0,
             agent_metadata=transport.metadata(),
             device_id=0,
-            memory=place.memory,
-            kernel_blocks_per_block=1,
+            groups=groups,
             token_table_address=int(words.ctypes.data),
             memory_type="DRAM",
             is_staged=False,

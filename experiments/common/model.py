@@ -72,7 +72,7 @@ def make_model(shape: ModelShape = GQA, *, cache: Path = CACHE) -> Path:
     partial.mkdir(parents=True)
     _write_weights(shape, partial / "model.safetensors")
     (partial / "config.json").write_text(json.dumps(_config(shape), indent=1))
-    _write_tokenizer(shape, partial)
+    write_tokenizer(shape, partial)
     (partial / "complete").touch()
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -139,7 +139,8 @@ def _write_weights(shape: ModelShape, path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def _write_tokenizer(shape: ModelShape, folder: Path) -> None:
+def write_tokenizer(shape: ModelShape, folder: Path) -> None:
+    """Write the files of a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
 
     vocabulary = {"<s>": 0, "</s>": 1}

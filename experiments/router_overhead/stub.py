@@ -26,7 +26,7 @@ _MANIFEST = {
         "digest": "0" * 32,
         "num_tokens": 1,
     },
-    **{"block_size": 16, "context_parallel": [1, 1], "lease_seconds": 30.0, "num_media": 0},
+    **{"block_sizes": [16], "context_parallel": [1, 1], "lease_seconds": 30.0, "num_media": 0},
     "groups": [{"first_token": 0, "block_ids": [7]}],
 }
 _PARAMS = {

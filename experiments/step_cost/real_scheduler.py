@@ -243,7 +243,7 @@ class RealScheduler:
             request_id=f"far-{number}",
             digest=digest_of(tokens, len(tokens)),
             num_tokens=len(tokens),
-            block_size=BLOCK_SIZE,
+            block_sizes=(BLOCK_SIZE,),
             context_parallel=(1, 1),
             groups=(BlockRange(0, (1,)),),
             lease_seconds=30.0,

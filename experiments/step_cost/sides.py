@@ -171,7 +171,7 @@ class DecodeSide(Side):
                 request_id=name,
                 digest=digest_of(tokens, len(tokens)),
                 num_tokens=len(tokens),
-                block_size=BLOCK_SIZE,
+                block_sizes=(BLOCK_SIZE,),
                 context_parallel=(1, 1),
                 # Blocks of the engine "far"; their content is never used.
                 groups=(BlockRange(0, tuple(range(num_blocks))),),
@@ -234,7 +234,7 @@ class PrefillSide(Side):
             num_tokens=BLOCK_SIZE,
             first_token=0,
             end_token=BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
+            block_sizes=(BLOCK_SIZE,),
             groups=(KernelBlockRange(0, (1,)),),
         )
         posted = Posted("far", "near", encode(registration))

@@ -39,7 +39,7 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Operation, Ranges
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
@@ -227,7 +227,9 @@ class Node:
     def _ranges(self, local: list[int], remote: list[int]) -> tuple[Ranges, Ranges]:
         routes = PeerRoutes(self._engine.side.thread._context.local)
         found = PeerRoutes.ranges(
-            routes.of("far", (self._far_planes,)), [(KernelBlocks(local), KernelBlocks(remote), 0)], self._tokens
+            routes.of("far", (GroupMemory((self._far_planes,)),)),
+            [(KernelBlocks(local), KernelBlocks(remote), 0)],
+            self._tokens,
         )
         return found.local, found.remote
 

@@ -29,6 +29,10 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "multi-latent attention (MLA)": dict.fromkeys(Era, _BOTH),
         "odd number of layers": dict.fromkeys(Era, _BOTH),
         "sliding window, alone or beside full attention": dict.fromkeys(Era, _NOT_STREAMED),
+        "KV-cache groups with blocks of different sizes (Gemma 4)": {
+            Era.KV_APART: "not run",
+            Era.PACKED: f"both layouts with 0.28, also staged; {_NOT_STREAMED.partition('; ')[2]}",
+        },
         "kernel block smaller than block": {
             Era.KV_APART: "non-contiguous; contiguous is refused",
             Era.PACKED: "both layouts; contiguous MLA is refused, and from 0.29 on every contiguous layout",

@@ -44,9 +44,9 @@ class SchedulerView:
         return int(self.config.parallel_config.tensor_parallel_size)
 
     @property
-    def block_size(self) -> int:
-        """Tokens in a logical block."""
-        return int(self.config.cache_config.block_size)
+    def block_sizes(self) -> tuple[int, ...]:
+        """Per KV-cache group, tokens in a logical block."""
+        return tuple(int(group.kv_cache_spec.block_size) for group in self.kv_cache_config.kv_cache_groups)
 
     @property
     def dropping_groups(self) -> list[str]:

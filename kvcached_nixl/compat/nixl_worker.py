@@ -18,7 +18,7 @@ from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.model_runner_query import runner_of
 from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
-from kvcached_nixl.compat.specs import odd_cells, specs_of
+from kvcached_nixl.compat.specs import kind_of, kv_heads_of, odd_cells, specs_of
 from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.compat.weights import model_facts
 from kvcached_nixl.errors import LayoutRefused
@@ -29,6 +29,9 @@ __all__ = ["WorkerView", "transfer_results"]
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
 """Sizes that no other dimension of a cache has, so that each dimension of a shape can be identified by its size."""
+
+_UNKNOWN_HEAD = 2**20
+"""Above the heads of every model. Times the tensor-parallel size, so that ranks of two sizes have none in common."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,16 @@ class WorkerView:
             for name in ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
         ]
         refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
-        sizes = {spec.block_size for group in self._groups for spec in specs_of(group.kv_cache_spec)}
-        own = self._config.cache_config.block_size
-        if sizes != {own}:
-            shown = ", ".join(map(str, sorted(sizes)))
-            refused.append((f"KV-cache groups with blocks of {shown} tokens", f"blocks of {own} tokens in every group"))
+        for group in self._groups:
+            sizes = {spec.block_size for spec in specs_of(group.kv_cache_spec)}
+            if len(sizes) > 1:
+                shown = ", ".join(map(str, sorted(sizes)))
+                refused.append((f"a KV-cache group with blocks of {shown} tokens", "blocks of one size in each group"))
+        attention = [one.kv_cache_spec for one in self._groups if type(one.kv_cache_spec).__name__ != "MambaSpec"]
+        ratios = {self._kernel_blocks_in(int(spec.block_size)) for spec in attention}
+        if len(ratios) > 1:
+            shown = ", ".join(map(str, sorted(ratios)))
+            refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
         shuffles = is_rocm() and getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in private(self.worker, "attn_backends")}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
@@ -108,7 +116,7 @@ class WorkerView:
             "heads": f"{model.get_total_num_kv_heads()} of {model.get_head_size()}",
             "layers": model.get_total_num_hidden_layers(),
             "attention": self._attention,
-            "groups": len(self._groups),
+            "groups": "; ".join(f"{index}: {kind_of(one.kv_cache_spec)}" for index, one in enumerate(self._groups)),
         }
         return tuple((name, str(value)) for name, value in facts.items())
 
@@ -117,7 +125,9 @@ class WorkerView:
         name = str(private(self.worker, "backend_name"))
         # It stores a block's keys, and on some processors its values, in an order in which no part is one token's.
         whole = name == "CPU_ATTN"
-        return f"{name}, whole blocks of {self._config.cache_config.block_size} tokens" if whole else name
+        sizes = [str(group.kv_cache_spec.block_size) for group in self._groups]
+        shown = sizes[0] if len(set(sizes)) == 1 else "+".join(sizes)
+        return f"{name}, whole blocks of {shown} tokens" if whole else name
 
     @property
     def answers_before_drafts(self) -> bool:
@@ -153,20 +163,39 @@ class WorkerView:
 
     @property
     def kernel_blocks_per_block(self) -> int:
-        """Kernel blocks per logical block."""
+        """Kernel blocks per logical block, in every KV-cache group (see `unserved`)."""
         return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
 
-    @property
-    def load(self) -> tuple[int, int, int]:
-        """Tokens of the longest request, most requests that run at a time, and number of KV-cache groups."""
-        config = self._config
-        longest, running = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
-        return int(longest), int(running), len(self._groups)
+    def _kernel_blocks_in(self, block_size: int) -> int:
+        """Kernel blocks in a logical block of ``block_size`` tokens. vLLM's worker knows it for one block size only."""
+        if block_size == self._config.cache_config.block_size:
+            return self.kernel_blocks_per_block
+        from vllm.v1.worker.utils import select_common_block_size
+
+        return block_size // int(select_common_block_size(block_size, private(self.worker, "attn_backends")))
 
     @property
-    def total_kv_heads(self) -> int:
-        """KV heads of the model, over all ranks."""
-        return int(private(self.worker, "model_config").get_total_num_kv_heads())
+    def load(self) -> tuple[int, int]:
+        """Tokens of the longest request, and most requests that run at a time."""
+        config = self._config
+        return int(config.model_config.max_model_len), int(config.scheduler_config.max_num_seqs)
+
+    def first_head(self, num_heads: int) -> int:
+        """Returns the index, in the whole model, of this rank's first KV head in layers with ``num_heads`` on a rank.
+
+        A rank's only head may be a copy of another rank's. Which one it is, is not known if layers have different
+        numbers of heads; then no rank of another tensor-parallel size has the head that is returned.
+        """
+        if self.use_mla or self.tp_size == 1:
+            return 0
+        model = private(self.worker, "model_config")
+        if num_heads > 1:
+            return self.tp_rank * num_heads
+        drafter = getattr(self._config.speculative_config, "draft_model_config", None)
+        configs = [one.hf_text_config for one in (model, drafter) if one is not None]
+        if len(kv_heads_of(*configs)) > 1:
+            return _UNKNOWN_HEAD * self.tp_size + self.tp_rank
+        return self.tp_rank * int(model.get_total_num_kv_heads()) // self.tp_size
 
     @property
     def memory_type(self) -> MemoryType:
@@ -184,15 +213,19 @@ class WorkerView:
     def device_id(self) -> int:
         return int(private(self.worker, "device_id"))
 
-    def pages(self) -> dict[str, tuple[int, int, int]]:
-        """Layer name -> bytes (K and V, or the latent), tokens and heads of one kernel block in that layer.
+    def groups(self) -> list[dict[str, tuple[int, int, int]]]:
+        """Per KV-cache group: layer name -> bytes (K and V, or the latent), tokens and heads of one of its kernel
+        blocks.
 
         Raises:
             LayoutRefused: a layer has a state instead of KV, or cells that are not one token of one head.
         """
+        return [self._pages(group.layer_names, group.kv_cache_spec) for group in self._groups]
+
+    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, tuple[int, int, int]]:
         ratio = self.kernel_blocks_per_block
         pages: dict[str, tuple[int, int, int]] = {}
-        for layer, spec in private(self.worker, "_layer_specs").items():
+        for layer in layers:
             own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
             if type(own).__name__ == "MambaSpec":
                 raise LayoutRefused(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["keeps_all_tokens", "odd_cells", "specs_of"]
+__all__ = ["keeps_all_tokens", "kind_of", "kv_heads_of", "odd_cells", "specs_of"]
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
@@ -21,6 +21,33 @@ def specs_of(kv_cache_spec: Any) -> list[Any]:
 def keeps_all_tokens(spec: Any) -> bool:
     """Whether vLLM's manager for such layers keeps every block until the request ends."""
     return any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__) and type(spec).__name__ != "RSWASpec"
+
+
+def kind_of(kv_cache_spec: Any) -> str:
+    """What determines which of a group's blocks matter, in vLLM's terms: the kinds of its layers, and their windows."""
+    kinds = set()
+    for spec in specs_of(kv_cache_spec):
+        known = vars(spec)
+        limits = [f" {name}={known[name]}" for name in ("sliding_window", "attention_chunk_size") if known.get(name)]
+        kinds.add(f"{type(spec).__name__}{''.join(limits)}")
+    return "+".join(sorted(kinds))
+
+
+def kv_heads_of(*configs: Any) -> set[int]:
+    """The numbers of KV heads that the layers of these models have.
+
+    Args:
+        configs: Hugging Face's text configurations. They name the numbers once, per kind of layer, or per layer.
+    """
+    found: set[int] = set()
+    left = [config.to_dict() for config in configs]
+    while left:
+        for name, value in left.pop().items():
+            if isinstance(value, dict):
+                left.append(value)
+            elif "key_value_heads" in str(name) or "kv_heads" in str(name):
+                found.update(one for one in (value if isinstance(value, (list, tuple)) else [value]) if one)
+    return found
 
 
 def odd_cells(spec: Any) -> str:

@@ -38,7 +38,7 @@ class PeerFound(msgspec.Struct, frozen=True):
 
     Attributes:
         compatibility: the tag that a peer of this rank must match.
-        memory: its planes.
+        memory: its planes, of all KV-cache groups.
         read: bytes per second, with one descriptor per block of a plane.
         descriptors: descriptors per second, of at most 4 KiB each.
     """
@@ -91,23 +91,28 @@ def read_from(channel: PeerChannel, host: str, port: int, tp_rank: int, question
         engine_id=rank.engine_id,
         tp_rank=rank.tp_rank,
         tp_size=rank.tp_size,
-        memory=rank.memory,
+        memory=_planes(rank),
         read=int(long[:, 1].sum()) / long_seconds,
         descriptors=len(short) / short_seconds,
     )
 
 
+def _planes(rank: RankHandshake) -> tuple[Planes, ...]:
+    return tuple(planes for group in rank.groups for planes in group.planes)
+
+
 def _ranges(rank: RankHandshake) -> Ranges:
     """(address, bytes) of blocks of the first plane of each kind; of a block, the part whose cells are contiguous."""
     rows: list[tuple[int, int]] = []
-    for planes in rank.memory:
+    kinds = _planes(rank)
+    for planes in kinds:
         dense = planes.cell_bytes * planes.num_heads * planes.block_size
-        length = min(dense, planes.block_stride_bytes, BYTES // len(rank.memory))
+        length = min(dense, planes.block_stride_bytes, BYTES // len(kinds))
         if length <= 0:
             raise ValueError(
                 f"found blocks {planes.block_stride_bytes} bytes apart; expected blocks that are not empty"
             )
-        count = min(planes.num_blocks, BYTES // len(rank.memory) // length, MOST_ROWS // len(rank.memory))
+        count = min(planes.num_blocks, BYTES // len(kinds) // length, MOST_ROWS // len(kinds))
         rows += [(planes.bases[0] + block * planes.block_stride_bytes, length) for block in range(count)]
     return np.array(rows, np.int64)
 

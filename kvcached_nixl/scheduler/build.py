@@ -36,7 +36,7 @@ class StockScheduler(Protocol):
     @property
     def tp_size(self) -> int: ...
     @property
-    def block_size(self) -> int: ...
+    def block_sizes(self) -> tuple[int, ...]: ...
     @property
     def dropping_groups(self) -> list[str]:
         """KV-cache groups that free blocks while a request is computed, by the name of their kind."""
@@ -66,7 +66,7 @@ def build_scheduler(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
             settings.kv_lease_duration_seconds,
         )
     terms = Terms(
-        block_size=stock.block_size,
+        block_sizes=stock.block_sizes,
         mode=settings.transfer_mode,
         drops_blocks=bool(stock.dropping_groups),
         recomputes=stock.recomputes,

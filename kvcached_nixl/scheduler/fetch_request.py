@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvcached_nixl.scheduler.engine import Request
@@ -32,7 +33,7 @@ class Terms:
     """Settings that apply to every hand-over of an engine.
 
     Attributes:
-        block_size: tokens in a logical block.
+        block_sizes: per KV-cache group, tokens in a logical block.
         mode: who starts a transfer.
         drops_blocks: some KV-cache group frees blocks while a request is computed (a sliding window).
         recomputes: ``kv_load_failure_policy`` is "recompute".
@@ -40,12 +41,17 @@ class Terms:
         timeout_seconds: time after which a hand-over fails.
     """
 
-    block_size: int
+    block_sizes: tuple[int, ...]
     mode: TransferMode
     drops_blocks: bool
     recomputes: bool
     lease_seconds: float
     timeout_seconds: float
+
+    @property
+    def step_tokens(self) -> int:
+        """A hand-over begins at a multiple of this many tokens: where blocks of all KV-cache groups begin."""
+        return math.lcm(*self.block_sizes)
 
 
 @dataclass
@@ -119,12 +125,11 @@ class FetchRequest:
         Raises:
             HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
-        size, found = terms.block_size, []
-        end = -(-self.end_token // size)
+        found = []
         assert self.fetch is not None
         theirs = self.fetch.manifest.groups if self.fetch.manifest is not None else None
-        for place, group in enumerate(block_ids):
-            begin = first_token // size
+        for place, (group, size) in enumerate(zip(block_ids, terms.block_sizes, strict=True)):
+            begin, end = first_token // size, -(-self.end_token // size)
             while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
                 begin += 1
             blocks = tuple(group[begin:end])

@@ -326,9 +326,9 @@ class PrefillOffers:
                 request_id=request_id,
                 digest=sending.digest,
                 num_tokens=sending.num_tokens,
-                block_size=self._terms.block_size,
+                block_sizes=self._terms.block_sizes,
                 context_parallel=(1, 1),
-                groups=ranges_of(sending.block_ids, first_tokens, sending.num_tokens, self._terms.block_size),
+                groups=ranges_of(sending.block_ids, first_tokens, sending.num_tokens, self._terms.block_sizes),
                 lease_seconds=self._terms.lease_seconds,
                 num_media=sending.request.num_media,
             )
@@ -341,8 +341,7 @@ class PrefillOffers:
         """Whether the request still has the blocks that its manifest names."""
         if sending.manifest is None or len(sending.manifest.groups) != len(block_ids):
             return False
-        size = self._terms.block_size
-        for group, now in zip(sending.manifest.groups, block_ids, strict=True):
+        for group, now, size in zip(sending.manifest.groups, block_ids, self._terms.block_sizes, strict=True):
             begin = group.first_token // size
             blocks = tuple(now[begin : begin + len(group.block_ids)])
             if blocks != group.block_ids or NULL_BLOCK_ID in blocks:

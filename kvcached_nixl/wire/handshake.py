@@ -23,7 +23,7 @@ import msgspec
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Count, Incarnation, Rank, TpSize, decoder, require
 from kvcached_nixl.wire.manifest import PROTOCOL
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory
 
 __all__ = [
     "Answer",
@@ -54,17 +54,20 @@ class Tag(msgspec.Struct, frozen=True):
         direction: ``pull`` or ``push``.
         facts: everything but the weights that the bytes depend on, as (name, value): vLLM, configuration, dtype, ...
         arrangement: how kvcached has laid out the blocks.
-        planes: (number, bytes of a cell) of each kind of plane.
+        planes: per KV-cache group (number, bytes of a cell) of each kind of plane.
     """
 
     mode: str
     facts: tuple[tuple[str, str], ...]
     arrangement: str
-    planes: tuple[tuple[int, int], ...]
+    planes: tuple[tuple[tuple[int, int], ...], ...]
 
     def __str__(self) -> str:
         facts = "; ".join(f"{name} {value}" for name, value in self.facts)
-        planes = ", ".join(f"{count} planes of cells of {size} bytes" for count, size in self.planes)
+        groups = (
+            " and ".join(f"{count} planes of cells of {size} bytes" for count, size in one) for one in self.planes
+        )
+        planes = ", ".join(f"group {place}: {group}" for place, group in enumerate(groups))
         return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {self.arrangement}; {planes}]"
 
 
@@ -135,13 +138,12 @@ class RankHandshake(msgspec.Struct, frozen=True):
 
     Attributes:
         agent_metadata: the NIXL agent's metadata.
-        device_id: device of ``memory``, as NIXL counts devices.
-        memory: this rank's planes, one entry per kind, in the same order on both sides.
-        kernel_blocks_per_block: kernel blocks in a logical block.
+        device_id: device of ``groups``, as NIXL counts devices.
+        groups: where this rank keeps each KV-cache group, in the same order on both sides.
         token_table_address: address of the table of ownership tokens (`worker.transfer.ownership_tokens`), in
             registered host memory.
-        memory_type: NIXL's name for the kind of ``memory``.
-        is_staged: ``memory`` is a slab that KV is staged through; else it is the KV cache itself.
+        memory_type: NIXL's name for the kind of memory that ``groups`` are in.
+        is_staged: ``groups`` are in a slab that KV is staged through; else it is the KV cache itself.
         weights: the weights that it computes with.
         process: the process that reads and writes.
     """
@@ -151,8 +153,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
     tp_rank: Rank
     agent_metadata: bytes
     device_id: Count
-    memory: tuple[Planes, ...]
-    kernel_blocks_per_block: Count
+    groups: tuple[GroupMemory, ...]
     token_table_address: int
     memory_type: MemoryType
     is_staged: bool
@@ -161,7 +162,7 @@ class RankHandshake(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
-        require(0 < len(self.memory) <= 64 and self.kernel_blocks_per_block > 0, "planes, and kernel blocks in a block")
+        require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         # Readers add an offset to it in 64 bits.
         require(0 <= self.token_table_address < 2**62, "an address of 62 bits")
 

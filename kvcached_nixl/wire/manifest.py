@@ -17,12 +17,13 @@ from kvcached_nixl.wire.checked import Count, Digest, Identifier, Incarnation, L
 
 __all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json", "ranges_of"]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """History: `wire.handshake`."""
 
 
 class BlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Logical blocks of one KV-cache group: ``block_ids[i]`` holds the tokens from ``first_token + i * block_size`` on.
+    """Logical blocks of one KV-cache group: ``block_ids[i]`` holds the tokens from ``first_token + i * block_size`` on,
+    where ``block_size`` is the group's.
 
     Attributes:
         first_token: starts a block. Above 0 if the group has freed blocks that left its sliding window.
@@ -41,7 +42,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_id: inside prefill's engine; vLLM draws its suffix for every request.
         digest: of the first ``num_tokens`` tokens, as `wire.digest` makes it.
         num_tokens: number of tokens, from the prompt's first one on.
-        block_size: tokens in one of prefill's logical blocks.
+        block_sizes: per KV-cache group, tokens in one of prefill's logical blocks.
         context_parallel: ranks that share one sequence, (decode, prefill) context parallelism; must be (1, 1).
         groups: per KV-cache group. Empty in the manifest of a WRITE, where prefill chose the bytes itself.
         lease_seconds: how long prefill keeps the blocks without hearing from decode.
@@ -53,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: Identifier
     digest: Digest
     num_tokens: Count
-    block_size: Count
+    block_sizes: tuple[Count, ...]
     context_parallel: tuple[Count, Count]
     groups: tuple[BlockRange, ...]
     lease_seconds: Seconds
@@ -61,13 +62,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         require(self.protocol == PROTOCOL, f"protocol {PROTOCOL}; the other side runs another kvcached_nixl")
-        require(self.num_tokens > 0 and self.block_size > 0, "at least one token, and blocks of at least one")
+        require(self.num_tokens > 0 and all(self.block_sizes), "at least one token, and blocks of at least one")
         require(self.context_parallel == (1, 1), "no context parallelism")
-        require(len(self.groups) <= 64, "at most 64 KV-cache groups")
-        for group in self.groups:
-            end_token = group.first_token + len(group.block_ids) * self.block_size
-            require(group.first_token % self.block_size == 0, "ranges that start a block")
-            require(0 <= end_token - self.num_tokens < self.block_size, "blocks that end where the tokens do")
+        require(0 < len(self.block_sizes) <= 64, "1 to 64 KV-cache groups")
+        require(len(self.groups) in (0, len(self.block_sizes)), "a block size for each KV-cache group")
+        for group, block_size in zip(self.groups, self.block_sizes, strict=False):
+            end_token = group.first_token + len(group.block_ids) * block_size
+            require(group.first_token % block_size == 0, "ranges that start a block")
+            require(0 <= end_token - self.num_tokens < block_size, "blocks that end where the tokens do")
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
 
     @property
@@ -81,18 +83,21 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def ranges_of(
-    block_ids: tuple[list[LogicalBlock], ...], first_tokens: tuple[int, ...], num_tokens: int, block_size: int
+    block_ids: tuple[list[LogicalBlock], ...],
+    first_tokens: tuple[int, ...],
+    num_tokens: int,
+    block_sizes: tuple[int, ...],
 ) -> tuple[BlockRange, ...]:
     """The blocks of each group that hold the tokens from its first one up to ``num_tokens``.
 
     Args:
         block_ids: per group, from the prompt's first token on, as in vLLM's scheduler.
         first_tokens: per group; each starts a block.
+        block_sizes: per group, tokens in a logical block.
     """
-    end = -(-num_tokens // block_size)
     return tuple(
-        BlockRange(first, tuple(blocks[first // block_size : end]))
-        for blocks, first in zip(block_ids, first_tokens, strict=True)
+        BlockRange(first, tuple(blocks[first // size : -(-num_tokens // size)]))
+        for blocks, first, size in zip(block_ids, first_tokens, block_sizes, strict=True)
     )
 
 

@@ -93,7 +93,7 @@ class _OfAttempt(_Said, frozen=True):
 
 class KernelBlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kernel blocks, or slots of a staging slab, of one KV-cache group: ``block_ids[i]`` holds the tokens from
-    ``first_token + i * block_size`` on, where ``block_size`` is that of a kernel block."""
+    ``first_token + i * block_size`` on, where ``block_size`` is that of the group's kernel blocks."""
 
     first_token: Count
     block_ids: tuple[KernelBlockNumber, ...]
@@ -109,9 +109,9 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         name: name under which prefill looks for its request.
         request_id: prefill's request id, if decode knows it; else empty.
         digest: of the first ``num_tokens`` tokens.
-        first_token: tokens before this one are in decode's prefix cache; a multiple of ``block_size``.
+        first_token: tokens before this one are in decode's prefix cache; a multiple of each of ``block_sizes``.
         end_token: one past the last token that prefill has to write.
-        block_size: tokens in one of decode's kernel blocks.
+        block_sizes: per KV-cache group, tokens in one of decode's kernel blocks.
         groups: per KV-cache group, the kernel blocks for the tokens that decode needs of it.
         is_staged: decode grants slots of a slab range by range (`StagingGrant`); the groups have no blocks.
         is_verified: prefill sends a checksum with each range.
@@ -128,7 +128,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     num_tokens: Count
     first_token: Count
     end_token: Count
-    block_size: Count
+    block_sizes: tuple[Count, ...]
     groups: tuple[KernelBlockRange, ...]
     is_staged: bool = False
     is_verified: bool = False
@@ -147,16 +147,17 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.block_size > 0, "a block size above 0")
         require(self.first_token < self.end_token, "a range of at least one token")
         require(self.end_token <= self.num_tokens, "no more tokens than the digest is of")
-        require(self.first_token % self.block_size == 0, "a first token that starts a block")
         require(not self.is_read or (self.is_verified and not self.is_staged), "something to be written, or verified")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
-        for group in self.groups:
+        require(len(self.block_sizes) == len(self.groups), "a block size for each KV-cache group")
+        for group, block_size in zip(self.groups, self.block_sizes, strict=True):
+            require(block_size > 0, "block sizes above 0")
+            require(self.first_token % block_size == 0, "a first token that starts a block of each group")
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
             require(not (self.has_no_blocks and group.block_ids), "no blocks if KV is staged, or was read already")
-            require(group.first_token % self.block_size == 0, "groups that start a block")
+            require(group.first_token % block_size == 0, "groups that start a block")
             require(group.first_token >= self.first_token, "groups that begin no earlier than the request")
 
 

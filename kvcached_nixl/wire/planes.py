@@ -7,7 +7,7 @@ import msgspec
 
 from kvcached_nixl.wire.checked import require
 
-__all__ = ["Planes"]
+__all__ = ["GroupMemory", "Planes"]
 
 _ADDRESSES = 2**63
 
@@ -49,3 +49,31 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def last_head(self) -> int:
         """One past the last head."""
         return self.first_head + self.num_heads
+
+
+class GroupMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one rank keeps the KV of one KV-cache group.
+
+    Attributes:
+        planes: one entry per kind, in the same order on both sides. All have blocks of the same number of tokens.
+        kernel_blocks_per_block: kernel blocks in a logical block.
+    """
+
+    planes: tuple[Planes, ...]
+    kernel_blocks_per_block: int = 1
+
+    def __post_init__(self) -> None:
+        require(0 < len(self.planes) <= 64, "1 to 64 kinds of planes in a KV-cache group")
+        require(0 < self.kernel_blocks_per_block < 2**20, "at least one kernel block in a block")
+        sizes = {(planes.block_size, planes.num_blocks) for planes in self.planes}
+        require(len(sizes) == 1, "blocks of one size in a KV-cache group")
+
+    @property
+    def kernel_block_size(self) -> int:
+        """Tokens in a kernel block."""
+        return self.planes[0].block_size
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a logical block (the scheduler's)."""
+        return self.kernel_block_size * self.kernel_blocks_per_block

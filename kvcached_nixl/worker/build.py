@@ -25,7 +25,7 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.geometry.planes import planes_of
+from kvcached_nixl.worker.geometry.planes import group_memory
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
@@ -81,9 +81,8 @@ class StockWorker(Protocol):
     @property
     def tp_rank(self) -> int: ...
     @property
-    def total_kv_heads(self) -> int: ...
-    @property
     def kernel_blocks_per_block(self) -> int: ...
+    def first_head(self, num_heads: int) -> int: ...
     @property
     def use_mla(self) -> bool: ...
     @property
@@ -106,17 +105,18 @@ def build_worker(
     Raises:
         LayoutRefused: the memory cannot be described token by token and head by head.
     """
-    first_head = 0 if worker.use_mla else worker.tp_rank * worker.total_kv_heads // worker.tp_size
     layout, slab = registered.layout, registered.slab
-    own_memory = memory = planes_of(layout.device_views, layout.axes, first_head=first_head)
+    own_groups = groups = tuple(
+        group_memory(layout, layers, worker.kernel_blocks_per_block, worker.first_head)
+        for layers in registered.layers_of_groups
+    )
     if slab is not None:
-        memory = slab.planes(memory)
+        groups = slab.groups(groups)
     local = LocalRank(
         engine_id=EngineId(worker.engine_id),
         tp_size=worker.tp_size,
         tp_rank=worker.tp_rank,
-        memory=memory,
-        kernel_blocks_per_block=worker.kernel_blocks_per_block,
+        groups=groups,
         is_latent=worker.use_mla,
     )
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
@@ -127,7 +127,7 @@ def build_worker(
         mode=settings.transfer_mode.value,
         facts=worker.facts,
         arrangement=layout.arrangement.value,
-        planes=tuple((len(kind.bases), kind.cell_bytes) for kind in memory),
+        planes=tuple(tuple((len(kind.bases), kind.cell_bytes) for kind in group.planes) for group in groups),
     )
     host = Host.here(memory_type, os.environ)
     handshake = RankHandshake(
@@ -139,8 +139,7 @@ def build_worker(
         memory_type=memory_type,
         is_staged=slab is not None,
         process=host.own,
-        memory=memory,
-        kernel_blocks_per_block=local.kernel_blocks_per_block,
+        groups=groups,
         token_table_address=int(tokens.ctypes.data),
         weights=Weights("", "", ""),
     )
@@ -156,11 +155,11 @@ def build_worker(
     staging = None
     if slab is not None:
         copier = Copier(slab, device, wake.set)
-        staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, local.kernel_block_size)
-    blocks = Content(own_memory, layout.areas())
+        staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, local.kernel_block_sizes)
+    blocks = Content(own_groups, layout.areas())
     background = Background("kvcached-nixl-checksums", device, wake.set)
     checksums = Checksums(
-        blocks if slab is None else Content(memory, slab.areas), blocks, background, settings.verify_fraction
+        blocks if slab is None else Content(groups, slab.areas), blocks, background, settings.verify_fraction
     )
     backends = tuple(worker.backends)
 

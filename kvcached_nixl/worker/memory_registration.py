@@ -30,10 +30,10 @@ class NixlRegistrar(Protocol):
     def num_pools(self) -> int: ...
     @property
     def unserved(self) -> Sequence[tuple[str, str]]: ...
-    def pages(self) -> Mapping[str, tuple[int, int, int]]: ...
+    def groups(self) -> Sequence[Mapping[str, tuple[int, int, int]]]: ...
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]: ...
     @property
-    def load(self) -> tuple[int, int, int]: ...
+    def load(self) -> tuple[int, int]: ...
     def register_memory(
         self, extents: Sequence[tuple[int, int]], device_id: int, memory_type: MemoryType | None = None
     ) -> None: ...
@@ -45,6 +45,7 @@ class Registered:
 
     Attributes:
         layout: of the KV cache.
+        layers_of_groups: per KV-cache group, the names of its layers that have a cache of their own.
         slab: registered in place of the KV cache; None where the KV cache itself is registered.
         memory_type: NIXL's name for the slab's memory type; None if it is the same as the KV cache's.
         extents: address and size in bytes of each registered range.
@@ -52,6 +53,7 @@ class Registered:
     """
 
     layout: Layout
+    layers_of_groups: tuple[tuple[str, ...], ...]
     slab: Slab | None = None
     memory_type: MemoryType | None = None
     extents: tuple[tuple[int, int], ...] = ()
@@ -82,23 +84,25 @@ def register(
             remedy=f"serve with {expected}, or without ENABLE_KVCACHED",
         )
     shape, numbers = worker.probe_cache_shape()
+    groups = worker.groups()
     layout = plan(
         kv_caches,
         axes=Axes.from_probe(shape, **numbers),
-        pages={layer: Page(*one) for layer, one in worker.pages().items()},
+        pages={layer: Page(*one) for group in groups for layer, one in group.items()},
         num_blocks=worker.num_blocks,
         num_pools=worker.num_pools,
     )
+    layers_of_groups = tuple(tuple(layer for layer in group if layer in layout.device_views) for group in groups)
     # Torch returns -1 for host memory.
     device_id = max(next(iter(layout.device_views.values())).get_device(), 0)
     if path is MemoryPath.DIRECT:
         extents = tuple((region.address, region.block_bytes * layout.num_blocks) for region in layout.regions)
         worker.register_memory(extents, device_id)
-        return Registered(layout, extents=extents, device_id=device_id)
-    block_size = next(iter(layout.device_views.values())).shape[layout.axes.token]
-    load = SlabLoad(*worker.load, block_size)
+        return Registered(layout, layers_of_groups, extents=extents, device_id=device_id)
+    block_sizes = tuple(layout.device_views[layers[0]].shape[layout.axes.token] for layers in layers_of_groups)
+    load = SlabLoad(*worker.load, block_sizes)
     slab = make_slab(layout, path, load, settings)
     is_host = path is MemoryPath.HOST
     where = 0 if is_host else device_id
     worker.register_memory([slab.extent], where, "DRAM" if is_host else None)
-    return Registered(layout, slab, "DRAM" if is_host else None, (slab.extent,), where)
+    return Registered(layout, layers_of_groups, slab, "DRAM" if is_host else None, (slab.extent,), where)

@@ -41,6 +41,7 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, ranges_of
 from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, failure_of, finished_attempts_of
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.geometry.planes import planes_of
@@ -249,19 +250,19 @@ class Rank:
         self._places = self._lay_out()
         self.arena = endpoint.arena
         self.arena.copy_(torch.randint(0, 256, self.arena.shape, dtype=torch.uint8, generator=cluster.random))
-        (self.planes,) = planes_of(self._caches(self.arena), self.geometry.axes(), first_head=self.heads.start)
+        (self.planes,) = planes_of(self._caches(self.arena), self.geometry.axes(), lambda _: self.heads.start)
         self.token_table = endpoint.token_table
         self.token_table[:] = 0
         is_latent = shape.era == "mla"
-        place = LocalRank(EngineId(engine_id), shape.tp_size, tp_rank, (self.planes,), shape.ratio, is_latent)
+        groups = (GroupMemory((self.planes,), shape.ratio),)
+        place = LocalRank(EngineId(engine_id), shape.tp_size, tp_rank, groups, is_latent)
         self.handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=place.tp_size,
             tp_rank=tp_rank,
             agent_metadata=self.metadata,
             device_id=0,
-            memory=place.memory,
-            kernel_blocks_per_block=shape.ratio,
+            groups=groups,
             token_table_address=self.token_table.ctypes.data,
             memory_type="DRAM",
             is_staged=False,
@@ -424,8 +425,8 @@ class Cluster:
 
     def manifest(self) -> Manifest:
         case, size = self.case, self.case.prefill.logical_block_size
-        groups = ranges_of((self.prefill[0].blocks,), (0,), case.tokens, size)
-        return Manifest(PROTOCOL, START, REQUEST, DIGEST, case.tokens, size, (1, 1), groups, NEVER_SECONDS, 0)
+        groups = ranges_of((self.prefill[0].blocks,), (0,), case.tokens, (size,))
+        return Manifest(PROTOCOL, START, REQUEST, DIGEST, case.tokens, (size,), (1, 1), groups, NEVER_SECONDS, 0)
 
     def want(self, ranks: Sequence[Rank] | None = None) -> None:
         prefill = RemotePrefill(self.engine_ids[0], HOST, PORTS[0], self.case.prefill.tp_size)

@@ -133,7 +133,8 @@ def planes(rank: RankHandshake, **changes: Any) -> bytes:
     """The rank's handshake with other planes, told as it is: unchecked."""
     told = msgspec.to_builtins(rank)
     told["agent_metadata"] = rank.agent_metadata
-    told["memory"] = [{**told["memory"][0], **changes}]
+    (group,) = told["groups"]
+    told["groups"] = [{**group, "planes": [{**group["planes"][0], **changes}]}]
     return msgspec.msgpack.encode(told)
 
 
@@ -141,10 +142,15 @@ def with_changes(rank: RankHandshake, **changes: Any) -> bytes:
     return msgspec.msgpack.encode({**msgspec.to_builtins(rank), "agent_metadata": rank.agent_metadata, **changes})
 
 
+def of_group(rank: RankHandshake, **changes: Any) -> bytes:
+    (group,) = msgspec.to_builtins(rank)["groups"]
+    return with_changes(rank, groups=[{**group, **changes}])
+
+
 LIES: dict[str, Callable[[RankHandshake], bytes]] = {
-    "B6 bases beyond 63 bits": lambda rank: planes(rank, bases=[2**63 - 1] * len(rank.memory[0].bases)),
-    "bases below zero": lambda rank: planes(rank, bases=[-1] * len(rank.memory[0].bases)),
-    "bases beyond 64 bits": lambda rank: planes(rank, bases=[2**64 - 1] * len(rank.memory[0].bases)),
+    "B6 bases beyond 63 bits": lambda rank: planes(rank, bases=[2**63 - 1] * len(rank.groups[0].planes[0].bases)),
+    "bases below zero": lambda rank: planes(rank, bases=[-1] * len(rank.groups[0].planes[0].bases)),
+    "bases beyond 64 bits": lambda rank: planes(rank, bases=[2**64 - 1] * len(rank.groups[0].planes[0].bases)),
     "a stride beyond 63 bits": lambda rank: planes(rank, block_stride_bytes=2**62),
     "a stride below zero": lambda rank: planes(rank, token_stride_bytes=-(2**40)),
     "no plane": lambda rank: planes(rank, bases=[]),
@@ -154,7 +160,9 @@ LIES: dict[str, Callable[[RankHandshake], bytes]] = {
     "other cells": lambda rank: planes(rank, cell_bytes=2**39),
     "no heads": lambda rank: planes(rank, num_heads=0),
     "heads from elsewhere": lambda rank: planes(rank, first_head=1000),
-    "no memory": lambda rank: with_changes(rank, memory=[]),
+    "no group": lambda rank: with_changes(rank, groups=[]),
+    "another group": lambda rank: with_changes(rank, groups=msgspec.to_builtins(rank)["groups"] * 2),
+    "no planes": lambda rank: of_group(rank, planes=[]),
     "words nowhere": lambda rank: with_changes(rank, token_table_address=2**63),
     "a rank beyond its size": lambda rank: with_changes(rank, tp_rank=1),
     "another rank": lambda rank: with_changes(rank, tp_rank=1, tp_size=2),
@@ -163,8 +171,8 @@ LIES: dict[str, Callable[[RankHandshake], bytes]] = {
     "metadata that NIXL does not know": lambda rank: with_changes(rank, agent_metadata=b"nixlSerDes|nothing"),
     "no metadata": lambda rank: with_changes(rank, agent_metadata=b""),
     "half of the metadata": lambda rank: with_changes(rank, agent_metadata=rank.agent_metadata[:60]),
-    "kernel blocks of nothing": lambda rank: with_changes(rank, kernel_blocks_per_block=0),
-    "kernel blocks without end": lambda rank: with_changes(rank, kernel_blocks_per_block=2**31),
+    "kernel blocks of nothing": lambda rank: of_group(rank, kernel_blocks_per_block=0),
+    "kernel blocks without end": lambda rank: of_group(rank, kernel_blocks_per_block=2**31),
     "nested without end": lambda rank: NESTED * 3,
     "nothing": lambda rank: b"",
 }

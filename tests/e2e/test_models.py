@@ -8,12 +8,17 @@ attention against a stock instance) is not repeated here.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, HandOver, Pair, http_client
+from experiments.common.families import FAMILIES, make_family
 from experiments.common.servers import ServerSpec, running
 
 # Lengths around one block of 32 tokens, beyond the sliding window of 128, and beyond one chunk of 256.
@@ -22,44 +27,82 @@ TOKENS = 24
 BLOCK_SIZE = 32
 
 GROUPS = ("--no-disable-hybrid-kv-cache-manager",)
+PUSHED: Mapping[str, object] = {"transfer_mode": "push", "verify_fraction": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is served.
+
+    Attributes:
+        family: a name of `families.FAMILIES`, in place of ``shape``.
+        block_sizes: per KV-cache group, tokens in a block.
+    """
+
+    shape: models.ModelShape = models.GQA
+    contiguous: bool = True
+    family: str = ""
+    block_sizes: tuple[int, ...] = (32,)
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def has_window(self) -> bool:
+        return bool(self.family or self.shape.sliding_window_tokens)
+
+    def model(self) -> Path:
+        return make_family(self.family) if self.family else models.make_model(self.shape)
+
+
 CASES = {
-    "multi-head, contiguous": (models.MHA, True, (), {}),
-    "multi-query, non-contiguous": (models.MQA, False, (), {}),
-    "odd number of layers, contiguous": (models.ODD_LAYERS, True, (), {}),
-    "sliding window and full attention, contiguous": (models.SLIDING_AND_FULL, True, GROUPS, {}),
-    "sliding window and full attention, non-contiguous": (models.SLIDING_AND_FULL, False, GROUPS, {}),
-    "sliding window and full attention, contiguous, pushed and verified": (
-        models.SLIDING_AND_FULL,
-        True,
-        GROUPS,
-        {"transfer_mode": "push", "verify_fraction": 1.0},
+    "multi-head, contiguous": Case(models.MHA),
+    "multi-query, non-contiguous": Case(models.MQA, contiguous=False),
+    "odd number of layers, contiguous": Case(models.ODD_LAYERS),
+    "sliding window and full attention, contiguous": Case(models.SLIDING_AND_FULL, block_sizes=(32, 32)),
+    "sliding window and full attention, non-contiguous": Case(
+        models.SLIDING_AND_FULL, contiguous=False, block_sizes=(32, 32)
     ),
+    "sliding window and full attention, contiguous, pushed and verified": Case(
+        models.SLIDING_AND_FULL, block_sizes=(32, 32), extra=PUSHED
+    ),
+    "Gemma 4, contiguous": Case(family="gemma4", block_sizes=(64, 32)),
+    "Gemma 4, five windows to one, non-contiguous, pushed and verified": Case(
+        family="gemma4 5:1", contiguous=False, block_sizes=(64, 64, 64, 64, 64, 32), extra=PUSHED
+    ),
+    "Gemma 4, K and V equal, contiguous, staged and verified": Case(
+        family="gemma4 K=V", block_sizes=(32, 64), extra={"memory_path": "host", "verify_fraction": 1.0}
+    ),
+    "Gemma 4, shared layers, non-contiguous": Case(family="gemma4 shared", contiguous=False, block_sizes=(64, 32)),
 }
+SERVED_FROM = "0.28"
+"""The first vLLM whose CPU build serves Gemma 4 with kvcached, as far as tested."""
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) -> None:
     """Tokens are those of one instance alone, and every received block has the bytes that were sent."""
-    shape, contiguous, arguments, extra = CASES[case]
+    served = CASES[case]
+    if served.family and Version(version("vllm")) < Version(SERVED_FROM):
+        pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
     connector = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"num_threads": 0, **extra},
+        "kv_connector_extra_config": {"num_threads": 0, **served.extra},
     }
     environment = {
         "ENABLE_KVCACHED": "true",
-        "KVCACHED_CONTIGUOUS_LAYOUT": str(contiguous).lower(),
+        "KVCACHED_CONTIGUOUS_LAYOUT": str(served.contiguous).lower(),
         "KVCACHED_HOSTVMM_GIB": "2",
     }
     specs = [
         ServerSpec(
             name=side,
-            model=models.make_model(shape),
+            model=served.model(),
             dtype="float32",
             max_num_batched_tokens=256,
             kv_transfer=connector,
             environment=environment,
-            arguments=arguments,
+            block_size=FAMILIES[served.family].block_size if served.family else BLOCK_SIZE,
+            arguments=GROUPS if len(served.block_sizes) > 1 else (),
             forks=True,
         )
         for side in ("prefill", "decode")
@@ -69,16 +112,17 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
     assert [answer.token_ids for answer in alone] == [hand_over.answer.token_ids for hand_over in handed_over]
     for length, hand_over in zip(LENGTHS, handed_over, strict=True):
         # A model with a window computes its last token again, and takes one token less.
-        end = -(-(length - bool(shape.sliding_window_tokens)) // BLOCK_SIZE)
+        end = length - served.has_window
         if not end:
             assert hand_over.transfer not in records
             continue
         record = records[hand_over.transfer]
         # Of a push decode does not hear prefill's block ids.
         assert record["remote_block_ids"] in (None, hand_over.sent_block_ids)
-        for group, received in zip(hand_over.sent_digests, record["digests"], strict=True):
+        groups = zip(hand_over.sent_digests, record["digests"], served.block_sizes, strict=True)
+        for group, received, size in groups:
             # Decode needs no more than the window of a sliding group, so it may take the tail of what was sent.
-            sent = group[: len(group) - (-(-length // BLOCK_SIZE) - end)]
+            sent = group[: len(group) - (-(-length // size) - -(-end // size))]
             assert sent[len(sent) - len(received) :] == received
         assert any(record["digests"])
 

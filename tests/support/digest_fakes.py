@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 from kvcached_nixl.worker.transfer.checksums import Checksums
@@ -49,8 +49,8 @@ class InTurn:
         """There is no thread to stop."""
 
 
-def content_of(planes: Planes, memory: torch.Tensor) -> Content:
-    """Returns the `Content` of ``planes``.
+def content_of(planes: Planes, memory: torch.Tensor, num_groups: int = 1) -> Content:
+    """Returns the `Content` of KV-cache groups that all lie in ``planes``.
 
     Args:
         memory: all memory of the planes, as one dimension of bytes.
@@ -62,7 +62,8 @@ def content_of(planes: Planes, memory: torch.Tensor) -> Content:
     )
     size, stride = (planes.num_blocks, span), (planes.block_stride_bytes, 1)
     begin = memory.data_ptr()
-    return Content((planes,), [(base, memory.as_strided(size, stride, base - begin)) for base in planes.bases])
+    groups = (GroupMemory((planes,)),) * num_groups
+    return Content(groups, [(base, memory.as_strided(size, stride, base - begin)) for base in planes.bases])
 
 
 def as_bytes(array: Any) -> torch.Tensor:
@@ -70,7 +71,13 @@ def as_bytes(array: Any) -> torch.Tensor:
     return torch.from_numpy(array.reshape(-1).view("uint8"))
 
 
-def digests_over(planes: Planes, memory: torch.Tensor, fraction: float = 0.0, runs: InTurn | None = None) -> Checksums:
+def digests_over(
+    planes: Planes,
+    memory: torch.Tensor,
+    fraction: float = 0.0,
+    runs: InTurn | None = None,
+    num_groups: int = 1,
+) -> Checksums:
     """Returns the `Checksums` of a rank without staging."""
-    content = content_of(planes, memory)
+    content = content_of(planes, memory, num_groups)
     return Checksums(content, content, runs or InTurn(), fraction)

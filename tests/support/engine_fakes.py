@@ -119,7 +119,7 @@ class Pool:
 
 def terms(**changed: Any) -> Terms:
     fields: dict[str, Any] = {
-        "block_size": BLOCK_SIZE,
+        "block_sizes": (BLOCK_SIZE,),
         "mode": TransferMode.PULL,
         "drops_blocks": False,
         "recomputes": False,
@@ -141,7 +141,7 @@ def manifest_of(
         "request_id": request_id,
         "digest": digest_of(tokens, len(tokens)),
         "num_tokens": len(tokens),
-        "block_size": BLOCK_SIZE,
+        "block_sizes": (BLOCK_SIZE,) * len(groups),
         "context_parallel": (1, 1),
         "groups": groups,
         "lease_seconds": LEASE,

@@ -43,7 +43,7 @@ from kvcached_nixl.wire.handshake import Answer, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker.background import Background
@@ -103,7 +103,8 @@ class Rank:
         planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
         transport, clock = NixlTransport(self.agent, "DRAM"), MonotonicClock()
         host = Host.here("DRAM", os.environ)
-        place = LocalRank(EngineId(role), 1, 0, (planes,), 1, is_latent=False)
+        group = GroupMemory((planes,))
+        place = LocalRank(EngineId(role), 1, 0, (group,), is_latent=False)
         metadata, words = transport.metadata(), int(self.token_table.ctypes.data)
         rank = RankHandshake(
             place.engine_id,
@@ -111,8 +112,7 @@ class Rank:
             0,
             metadata,
             0,
-            place.memory,
-            1,
+            place.groups,
             words,
             "DRAM",
             is_staged=False,
@@ -155,7 +155,7 @@ def until(found: Callable[[], Any], seconds: float) -> bool:
 
 def prefill(folder: Path) -> None:
     rank = Rank("prefill", folder)
-    manifest = Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, BLOCK_SIZE, (1, 1), (), 300.0, 0)
+    manifest = Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, (BLOCK_SIZE,), (1, 1), (), 300.0, 0)
     # Reversed, so that each block is a separate descriptor.
     blocks = list(reversed(range(NUM_BLOCKS)))
     rank.thread.submit(

@@ -25,6 +25,7 @@ from kvcached_nixl.scheduler.side_channel_listener import Answers
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FAILING, Reports, Step
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
@@ -265,23 +266,22 @@ class Worker:
         self.host = FlowHost(cluster, engine, tp_rank)
         self.moved = self.memory if self.copier is None else self.copier.slab
         self.awaiting_checksum = InTurn(held=True)
-        planes = (self.moved.planes,)
-        place = LocalRank(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, planes, shape.ratio, shape.is_latent)
+        groups = (GroupMemory((self.moved.planes,), shape.ratio),)
+        place = LocalRank(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, groups, shape.is_latent)
         handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=shape.tp_size,
             tp_rank=tp_rank,
             agent_metadata=self.agent.metadata(),
             device_id=0,
-            memory=planes,
-            kernel_blocks_per_block=shape.ratio,
+            groups=groups,
             token_table_address=int(self.token_table.ctypes.data),
             memory_type="DRAM",
             is_staged=self.staging is not None,
             weights=engine.kind.weights,
             process=self.host.own,
         )
-        tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", ((2, 8),)))
+        tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", (((2, 8),),)))
 
         def offer(weights: Weights) -> None:
             told = msgspec.structs.replace(handshake, weights=weights)
@@ -299,7 +299,7 @@ class Worker:
             self.channel,
             self.device.record,
             Checksums(
-                content_of(planes[0], as_bytes(self.moved.array)),
+                content_of(self.moved.planes, as_bytes(self.moved.array)),
                 content_of(self.memory.planes, as_bytes(self.memory.array)),
                 self.awaiting_checksum,
                 engine.settings.verify_fraction,
@@ -405,7 +405,7 @@ class Engine:
         self.settings = cluster.settings
         shape = kind.shape
         terms = Terms(
-            block_size=shape.block_size,
+            block_sizes=(shape.block_size,),
             mode=self.settings.transfer_mode,
             drops_blocks=kind.drops_blocks,
             recomputes=kind.recomputes,

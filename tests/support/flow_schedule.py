@@ -354,7 +354,7 @@ class Schedule:
                 "incarnation": "0" * 16,
                 "request_id": "cmpl-unknown-0-aaaaaaaa",
                 "num_tokens": manifest["num_tokens"] + dice.choice([-1, 1]),
-                "block_size": 2 * manifest["block_size"],
+                "block_sizes": [2 * size for size in manifest["block_sizes"]],
                 "lease_seconds": 3.0,
                 "protocol": 3,
             }

@@ -128,4 +128,4 @@ def slab_of(worker: Worker, num_slots: int, kept: int) -> tuple[Staging, LateCop
     slab = RankMemory(one, worker.tp_rank)
     slots = WatchedSlots(num_slots, kept, slab)
     copier = LateCopier(worker, slab, slots)
-    return Staging(slots, copier, worker.memory.tokens), copier
+    return Staging(slots, copier, (worker.memory.tokens,)), copier

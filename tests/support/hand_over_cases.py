@@ -1311,7 +1311,7 @@ WRONG: dict[str, tuple[Any, set[str]]] = {
     ),
     "the blocks in another order": (other_blocks, {"lease", "none if prefill writes"}),
     "blocks of eight": (
-        lambda p: manifest(p, block_size=8, groups=[{"first_token": 0, "block_ids": [1, 2, 3]}]),
+        lambda p: manifest(p, block_sizes=[8], groups=[{"first_token": 0, "block_ids": [1, 2, 3]}]),
         {"range", "none if prefill writes"},
     ),
     "no groups": (lambda p: manifest(p, groups=[]), {"range"}),
@@ -1589,7 +1589,8 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
     (posted,) = pair.messages(Registration)
     said = decode(posted.notification)
     assert isinstance(said, Registration)
-    posted.notification = encode(msgspec.structs.replace(said, groups=(*said.groups, *said.groups)))
+    twice = {"groups": said.groups * 2, "block_sizes": said.block_sizes * 2}
+    posted.notification = encode(msgspec.structs.replace(said, **twice))
     for _ in range(5):
         pair.round()
     if is_full:

@@ -71,6 +71,11 @@ class Geometry:
             "latent": (num_blocks, 1, size, heads * width),
         }[self.era]
 
+    def layers_of_groups(self) -> tuple[tuple[str, ...], ...]:
+        """Per KV-cache group, the names of its layers."""
+        layers, pools = self.layer_names(), self.num_pools
+        return tuple(tuple(layers[group * pools : (group + 1) * pools]) for group in range(self.groups))
+
     def axes(self) -> Axes:
         """Returns what each dimension of the backend's shape stands for."""
         numbers = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}

@@ -105,7 +105,16 @@ class Engine:
         kept = f"{request_id}-prefill"
         start, digest = "0" * 16, "0" * 32
         manifest = Manifest(
-            PROTOCOL, start, kept, digest, end, peer.block_size, (1, 1), ranges(remote, peer.block_size), 30.0, 0
+            PROTOCOL,
+            start,
+            kept,
+            digest,
+            end,
+            (peer.block_size,) * len(remote),
+            (1, 1),
+            ranges(remote, peer.block_size),
+            30.0,
+            0,
         )
         offered = OfferUpdate(kept, "name", digest, end, tuple(map(list, remote)), end, manifest)
         theirs = side_of(peer.worker)

@@ -285,7 +285,7 @@ class Stub:
                 },
                 **{
                     "num_tokens": 1,
-                    "block_size": 16,
+                    "block_sizes": [16],
                     "context_parallel": [1, 1],
                     "lease_seconds": 30.0,
                     "num_media": 0,

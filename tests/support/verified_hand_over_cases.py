@@ -15,6 +15,7 @@ import pytest
 from kvcached_nixl.scheduler import fetch_attempts as fetching
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Written, decode, encode
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
@@ -285,9 +286,9 @@ def test_peers_take_turns(made: Made) -> None:
     checksums, runs = pair.decode.workers[0].context.checksums, pair.decode.workers[0].awaiting_checksum
     told: list[tuple[str, str]] = []
     wanted = {"a": True, "b": True}
-    planes = (pair.decode.workers[0].memory.planes,)
+    groups = (GroupMemory((pair.decode.workers[0].memory.planes,)),)
     for agent in ("a", "a", "a", "b"):
-        asked = ChecksumRequest(agent, planes, lambda agent=agent: wanted[agent])  # type: ignore[misc]
+        asked = ChecksumRequest(agent, groups, lambda agent=agent: wanted[agent])  # type: ignore[misc]
         checksums.of_sent(
             asked, ([(KernelBlocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed))
         )  # type: ignore[misc]

@@ -18,7 +18,7 @@ from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Registration, decode, encode
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
@@ -133,6 +133,7 @@ class Remote:
     incarnation: str = START
     process: Process = Process()
     kernel_blocks_per_block: int = 1
+    num_groups: int = 1
     token_table: TokenArray = field(default_factory=lambda: np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
 
     @property
@@ -149,8 +150,7 @@ class Remote:
             tp_rank=self.address.tp_rank,
             agent_metadata=self.transport.metadata(),
             device_id=0,
-            memory=(self.memory.planes,),
-            kernel_blocks_per_block=self.kernel_blocks_per_block,
+            groups=(GroupMemory((self.memory.planes,), self.kernel_blocks_per_block),) * self.num_groups,
             token_table_address=int(self.token_table.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
@@ -218,6 +218,7 @@ class Local:
         tp_rank: int = 0,
         is_latent: bool = False,
         kernel_blocks_per_block: int = 1,
+        num_groups: int = 1,
         memory: Memory | None = None,
         budget: Budget | None = None,
         token_buffers: int = BUFFERS,
@@ -228,9 +229,8 @@ class Local:
         self.transport = self.network.agent("local")
         self.asking = Asking()
         self.memory = Memory() if memory is None else memory
-        place = LocalRank(
-            EngineId("local"), tp_size, tp_rank, (self.memory.planes,), kernel_blocks_per_block, is_latent
-        )
+        group = GroupMemory((self.memory.planes,), kernel_blocks_per_block)
+        place = LocalRank(EngineId("local"), tp_size, tp_rank, (group,) * num_groups, is_latent)
         self.dead: list[str] = []
         self.unreachable: list[str] = []
         self.woken = 0
@@ -252,7 +252,7 @@ class Local:
         own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
         self.awaiting_checksum = InTurn()
         checksums = digests_over(
-            self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.awaiting_checksum
+            self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.awaiting_checksum, num_groups
         )
         token_table = TokenBuffers(self.token_rows)
         self.host = KnownHost()
@@ -307,7 +307,9 @@ def manifest(
     *block_ids: int, request_id: str = "p-1", num_tokens: int = TOKENS, block_size: int = BLOCK_SIZE, **changed: Any
 ) -> Manifest:
     groups = (BlockRange(0, block_ids),) if block_ids else ()
-    made = Manifest(PROTOCOL, START, request_id, DIGEST, num_tokens, block_size, (1, 1), groups, 30.0, 0)
+    made = Manifest(
+        PROTOCOL, START, request_id, DIGEST, num_tokens, (block_size,) * max(1, len(groups)), (1, 1), groups, 30.0, 0
+    )
     return msgspec.structs.replace(made, **changed)
 
 
@@ -348,10 +350,12 @@ def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -
         num_tokens=TOKENS,
         first_token=0,
         end_token=TOKENS,
-        block_size=BLOCK_SIZE,
+        block_sizes=(BLOCK_SIZE,),
         groups=(KernelBlockRange(0, (17, 13, 19)),),
     )
     if "block_ids" in changed:
         first_token = changed.get("first_token", 0)
         changed["groups"] = tuple(KernelBlockRange(first_token, group) for group in changed.pop("block_ids"))
+    if "groups" in changed:
+        changed.setdefault("block_sizes", (BLOCK_SIZE,) * len(changed["groups"]))
     return msgspec.structs.replace(made, **changed)

@@ -153,7 +153,6 @@ class Stock:
     device_id = 1
     engine_id = "e"
     tp_size, tp_rank = 2, 1
-    total_kv_heads = 8
     kernel_blocks_per_block = 1
     use_mla = False
     answers_before_drafts = False
@@ -161,6 +160,9 @@ class Stock:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
+
+    def first_head(self, num_heads: int) -> int:
+        return self.tp_rank * num_heads
 
     def keep_registered(self, descriptors: Any) -> None:
         pass
@@ -183,6 +185,9 @@ class Channel:
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> Platform:
     return Platform(monkeypatch)
+
+
+LAYERS = Geometry(num_pools=2).layers_of_groups()
 
 
 @pytest.fixture
@@ -226,7 +231,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     slab = Slab(layout, 4, torch.device("cpu"))
     stock: Any = Stock(Agent(platform))
     side = starting.build_worker(
-        stock, Registered(layout, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), MonotonicClock()
+        stock, Registered(layout, LAYERS, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), MonotonicClock()
     )
     (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
     assert platform.did[made] == ["selects 1", "a context", "pinned memory"]
@@ -269,7 +274,9 @@ def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, lay
     platform.broken = True
     stock: Any = Stock(Agent(platform))
     with pytest.raises(RuntimeError, match="no such device"):
-        starting.build_worker(stock, Registered(layout, slab), Settings(TransferMode.PULL), Channel(), MonotonicClock())
+        starting.build_worker(
+            stock, Registered(layout, LAYERS, slab), Settings(TransferMode.PULL), Channel(), MonotonicClock()
+        )
 
 
 def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:

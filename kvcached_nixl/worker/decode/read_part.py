@@ -67,17 +67,15 @@ class ReadPart:
             self._fail(doubt)
             return
         context, spec, manifest = self._context, self._attempt.spec, self._manifest
-        ratio = known.rank.kernel_blocks_per_block
-        if manifest.block_size != known.rank.memory[0].block_size * ratio or len(manifest.groups) != len(spec.groups):
-            reason = "the manifest does not fit the handshake (block size or groups)"
+        memory = known.rank.groups
+        if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(spec.groups):
+            reason = "the manifest does not fit the handshake (block sizes or groups)"
             self._fail(HandOverFailed(FailureCause.RANGE, reason))
             return
-        groups = [
-            (here, kernel_blocks_of(there, ratio), here.first_token)
-            for here, there in zip(self._attempt.blocks, manifest.groups, strict=True)
-        ]
+        theirs = kernel_blocks_of(manifest.groups, memory)
+        groups = [(here, there, here.first_token) for here, there in zip(self._attempt.blocks, theirs, strict=True)]
         try:
-            routes = context.routes.of(known.agent, known.rank.memory)
+            routes = context.routes.of(known.agent, memory)
             found = context.routes.ranges(routes, groups, spec.end_token)
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.RANGE, str(error)))

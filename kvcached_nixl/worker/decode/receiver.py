@@ -79,8 +79,7 @@ class Receiver:
     def fetch(self, spec: FetchSpec) -> None:
         """Create an attempt: a request was given blocks. Nothing is moved before `begin`."""
         local = self._context.local
-        ratio = local.kernel_blocks_per_block
-        attempt = Attempt(spec, tuple(kernel_blocks_of(group, ratio) for group in spec.groups), self._changed)
+        attempt = Attempt(spec, kernel_blocks_of(spec.groups, local.groups), self._changed)
         self._attempts[spec.attempt] = attempt
         try:
             ranks, others = contributors(

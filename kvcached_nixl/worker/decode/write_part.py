@@ -204,7 +204,7 @@ class WritePart:
         if self._comparison is Comparison.DUE and self._is_wanted and context.checksums.are_compared(attempt.number):
             assert known is not None
             self._comparison = Comparison.RUNNING
-            asked = ChecksumRequest(known.agent, known.rank.memory, lambda: self._is_wanted)
+            asked = ChecksumRequest(known.agent, known.rank.groups, lambda: self._is_wanted)
             compare(context, attempt, asked, self._arrived.ranges, self._contained)
             return
         self._end()
@@ -283,7 +283,7 @@ class WritePart:
         groups = tuple(KernelBlockRange(blocks.first_token, tuple(blocks.ids)) for blocks in attempt.blocks)
         staging = context.staging
         if staging is not None:
-            step = max(context.local.kernel_block_size, known.rank.memory[0].block_size)
+            step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
             if attempt.staging_window is None:
                 attempt.staging_window = StagingWindow(
                     staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
@@ -308,7 +308,7 @@ class WritePart:
             num_tokens=spec.num_tokens,
             first_token=spec.first_token,
             end_token=spec.end_token,
-            block_size=context.local.kernel_block_size,
+            block_sizes=context.local.kernel_block_sizes,
             groups=groups,
             is_staged=staging is not None,
             is_verified=context.checksums.are_compared(spec.attempt),

@@ -9,13 +9,14 @@ block ids do not matter, and the unused rest of the last block is not included.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 
 __all__ = ["Content"]
@@ -23,41 +24,43 @@ __all__ = ["Content"]
 _PIECE_BYTES = 32 << 20
 
 
+class _Group(NamedTuple):
+    """A KV-cache group: its planes, and per area (the kind, the plane's index in its kind, offset in a block)."""
+
+    planes: Sequence[Planes]
+    within: list[list[tuple[int, int, int]]]
+
+
 class Content:
     """See the module.
 
     Args:
-        planes: where the cells are.
+        groups: where the cells of each KV-cache group are.
         areas: the memory that holds them: each an address and its blocks as bytes, (num_blocks, block_bytes).
     """
 
-    def __init__(self, planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._planes = tuple(planes)
+    def __init__(self, groups: Sequence[GroupMemory], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._groups = [_Group(group.planes, _within(group.planes, areas)) for group in groups]
         self._areas = [area for _, area in areas]
-        # Per area: (the kind, the plane's index in its kind, offset of its cells in a block).
-        self._within: list[list[tuple[int, int, int]]] = [[] for _ in areas]
-        for kind, one in enumerate(planes):
-            for place, base in enumerate(one.bases):
-                index, offset = _find(base, areas)
-                self._within[index].append((kind, place, offset))
 
-    def digest(self, groups: Sequence[tuple[KernelBlocks, int]], end_token: int, other: Sequence[Planes]) -> str:
+    def digest(self, groups: Sequence[tuple[KernelBlocks, int]], end_token: int, other: Sequence[GroupMemory]) -> str:
         """Returns the checksum of the tokens before ``end_token`` and the heads that both sides have: 32 hexadecimal
         digits.
 
         Args:
             groups: per KV-cache group its local blocks, and its first token.
-            other: the other side's planes.
+            other: the other side's KV-cache groups.
 
         Threads: any. The blocks are read until it returns.
         """
         whole = xxhash.xxh3_128()
-        for blocks, first_token in groups:
+        for (blocks, first_token), group, there in zip(groups, self._groups, other, strict=True):
             if first_token >= end_token:
                 continue
-            found = [[xxhash.xxh3_128() for _ in one.bases] for one in self._planes]
-            for area, within in zip(self._areas, self._within, strict=True):
-                self._read(area, within, blocks, first_token, end_token, other, found)
+            found = [[xxhash.xxh3_128() for _ in one.bases] for one in group.planes]
+            for area, within in zip(self._areas, group.within, strict=True):
+                if within:
+                    self._read(area, group.planes, within, blocks, first_token, end_token, there.planes, found)
             for one in found:
                 for plane in one:
                     whole.update(plane.digest())
@@ -66,6 +69,7 @@ class Content:
     def _read(
         self,
         area: torch.Tensor,
+        planes: Sequence[Planes],
         within: Sequence[tuple[int, int, int]],
         blocks: KernelBlocks,
         first_token: int,
@@ -74,7 +78,7 @@ class Content:
         found: Sequence[Sequence[xxhash.xxh3_128]],
     ) -> None:
         """Hash the planes that are in one area, some blocks at a time."""
-        size = self._planes[0].block_size
+        size = planes[0].block_size
         first, last = (first_token - blocks.first_token) // size, -(-(end_token - blocks.first_token) // size)
         if first < 0 or last > len(blocks.ids):
             raise ValueError(
@@ -89,7 +93,7 @@ class Content:
             base = blocks.first_token + (first + begin) * size
             meant = slice(max(0, first_token - base), min(len(rows) * size, end_token - base))
             for kind, place, offset in within:
-                cells = _cells(rows, self._planes[kind], offset, other[kind])
+                cells = _cells(rows, planes[kind], offset, other[kind])
                 found[kind][place].update(np.ascontiguousarray(cells[meant]).data)
 
 
@@ -105,6 +109,16 @@ def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes
     strides = (rows.strides[0], here.token_stride_bytes, here.head_stride_bytes, 1)
     view = np.lib.stride_tricks.as_strided(rows[:, offset + skipped :], shape, strides, writeable=False)
     return view.reshape(-1, last - first, here.cell_bytes)
+
+
+def _within(planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> list[list[tuple[int, int, int]]]:
+    """Returns, per area, its planes: (the kind, the plane's index in its kind, offset of its cells in a block)."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in areas]
+    for kind, one in enumerate(planes):
+        for place, base in enumerate(one.bases):
+            index, offset = _find(base, areas)
+            found[index].append((kind, place, offset))
+    return found
 
 
 def _find(base: int, areas: Sequence[tuple[int, torch.Tensor]]) -> tuple[int, int]:

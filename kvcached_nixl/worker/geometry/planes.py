@@ -1,30 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the tensors that attention uses as planes, from their strides. Once per process."""
+"""Describes the tensors of a KV-cache group as planes, from their strides. Once per process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.geometry.layout import Layout
 
-__all__ = ["planes_of"]
+__all__ = ["group_memory", "planes_of"]
 
 
-def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, *, first_head: int) -> tuple[Planes, ...]:
-    """Describe the tensors of all layers; returns one entry for each kind of layer.
+def group_memory(
+    layout: Layout, layers: Collection[str], kernel_blocks_per_block: int, first_head: Callable[[int], int]
+) -> GroupMemory:
+    """Describe a KV-cache group.
+
+    Args:
+        layers: names of its layers.
+        kernel_blocks_per_block: kernel blocks in one of its logical blocks.
+        first_head: number of KV heads that a layer has on this rank -> index, in the whole model, of the first of them.
+
+    Raises:
+        LayoutRefused: as `planes_of`.
+    """
+    caches = {layer: view for layer, view in layout.device_views.items() if layer in layers}
+    return GroupMemory(planes_of(caches, layout.axes, first_head), kernel_blocks_per_block)
+
+
+def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, first_head: Callable[[int], int]) -> tuple[Planes, ...]:
+    """Describe the tensors of a group's layers; returns one entry for each kind of layer.
 
     Args:
         caches: layer name -> the tensor attention uses, narrowed to the planned blocks; layers in the model's order.
-            Layers of several KV-cache groups that share memory make one plane.
-        first_head: index, in the whole model, of the first KV head on this rank; 0 for a latent.
+            Layers that share memory make one plane.
+        first_head: as in `group_memory`.
 
     Raises:
-        LayoutRefused: a cell has gaps, or layers that share memory differ in anything but their group.
+        LayoutRefused: a cell has gaps, or layers that share memory differ.
     """
     kinds: dict[tuple[tuple[str, int], ...], dict[int, None]] = {}
     kind_at: dict[int, tuple[tuple[str, int], ...]] = {}
@@ -42,9 +60,10 @@ def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, *, first_head: int
     return tuple(Planes(bases=tuple(bases), **dict(kind)) for kind, bases in kinds.items())
 
 
-def _kind(cache: torch.Tensor, axes: Axes, first_head: int) -> dict[str, Any]:
+def _kind(cache: torch.Tensor, axes: Axes, first_head: Callable[[int], int]) -> dict[str, Any]:
     element = cache.element_size()
     cell_bytes = cache.shape[-1] * element
+    num_heads = 1 if axes.head is None else cache.shape[axes.head]
     return {
         "block_stride_bytes": cache.stride(axes.block) * element,
         "token_stride_bytes": cache.stride(axes.token) * element,
@@ -52,6 +71,6 @@ def _kind(cache: torch.Tensor, axes: Axes, first_head: int) -> dict[str, Any]:
         "cell_bytes": cell_bytes,
         "num_blocks": cache.shape[axes.block],
         "block_size": cache.shape[axes.token],
-        "num_heads": 1 if axes.head is None else cache.shape[axes.head],
-        "first_head": first_head,
+        "num_heads": num_heads,
+        "first_head": first_head(num_heads),
     }

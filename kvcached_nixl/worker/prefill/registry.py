@@ -115,8 +115,9 @@ class OfferRegistry:
             for task in list(offer.write_tasks.values()):
                 if task.next_token > update.ready_tokens:
                     self._writer.stop(task, FailureCause.STOPPED, "prefill computes some of its tokens again")
-        ratio = self._context.local.kernel_blocks_per_block
-        offer.update, offer.block_ids = update, tuple(kernel_blocks(group, ratio) for group in update.block_ids)
+        # An offer without tokens has no blocks yet.
+        pairs = zip(update.block_ids, self._context.local.groups, strict=bool(update.block_ids))
+        offer.update, offer.block_ids = update, tuple(kernel_blocks(blocks, group) for blocks, group in pairs)
         self._writer.source.told(offer)
         for task in list(offer.write_tasks.values()):
             self._writer.advance(task)

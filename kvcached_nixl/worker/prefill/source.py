@@ -11,6 +11,7 @@ Without a slab they are written from the request's blocks. With a slab they are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -38,11 +39,11 @@ class FromBlocks:
     """The source where nothing is staged: the request's own blocks.
 
     Args:
-        block_size: tokens in a kernel block.
+        block_sizes: per KV-cache group, tokens in a kernel block.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_sizes: Sequence[int]) -> None:
+        self._block_sizes = block_sizes
 
     def told(self, offer: Offer) -> None:
         """Prefill has updated or finished an offer."""
@@ -53,10 +54,10 @@ class FromBlocks:
     def find(self, task: WriteTask, end_token: int) -> Source | None:
         """Returns where a registration's next tokens can be written from; None if not yet: it is advanced later."""
         assert task.offer is not None
-        offer, size = task.offer, self._block_size
+        offer = task.offer
         # Skip blocks before a group's sliding window: they may belong to another request.
-        groups = zip(offer.block_ids, _first_tokens(offer), strict=True)
-        return Source(tuple(KernelBlocks(ids[first // size :], first) for ids, first in groups), end_token)
+        groups = zip(offer.block_ids, _first_tokens(offer), self._block_sizes, strict=True)
+        return Source(tuple(KernelBlocks(ids[first // size :], first) for ids, first, size in groups), end_token)
 
     def is_copying(self, offer: Offer) -> bool:
         """Whether an offer's blocks are being copied."""
@@ -92,7 +93,7 @@ class Staged(FromBlocks):
         settle: Callable[[Offer], None],
         fail: Callable[[WriteTask, str], None],
     ) -> None:
-        super().__init__(staging.block_size)
+        super().__init__(staging.block_sizes)
         self._staging = staging
         self._advance = advance
         self._settle = settle
@@ -173,8 +174,8 @@ class Staged(FromBlocks):
 
     def _park(self, offer: Offer) -> bool:
         """Take slots for the whole offer. Returns whether there are enough now."""
-        size = self._staging.block_size
-        held = self._staging.take(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens, size, is_whole=True)
+        step = math.lcm(*self._block_sizes)
+        held = self._staging.take(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens, step, is_whole=True)
         if held is not None:
             self._parked[offer] = held
         return held is not None
@@ -195,10 +196,9 @@ class Staged(FromBlocks):
         return True
 
     def _copy_parked(self, offer: Offer) -> None:
-        parked, size = self._parked[offer], self._staging.block_size
-        ready = offer.ready_tokens
+        parked, ready = self._parked[offer], offer.ready_tokens
         if ready < offer.num_tokens:
-            ready -= ready % size
+            ready -= ready % math.lcm(*self._block_sizes)
         # One copy after the other: what a failed one has left behind is told from what is there.
         if ready <= parked.staged_token or parked.copies or not offer.may_be_read:
             return
@@ -275,8 +275,8 @@ class Staged(FromBlocks):
             self._staging.give_back(held)
 
     def _step(self, task: WriteTask) -> int:
-        """Ranges end at multiples of this many tokens: the larger block size of the two sides."""
-        return max(self._staging.block_size, task.registration.block_size)
+        """Ranges end at multiples of this many tokens: where blocks of all KV-cache groups of both sides end."""
+        return math.lcm(*self._block_sizes, *task.registration.block_sizes)
 
 
 def _aligned(staged_token: int, end_token: int, step: int) -> int:

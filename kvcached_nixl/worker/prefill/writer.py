@@ -54,7 +54,7 @@ class Writer:
         self._gate_connections = gate_connections
         self._ended = ended
         self._settle = settle
-        self.source = FromBlocks(context.local.kernel_block_size)
+        self.source = FromBlocks(context.local.kernel_block_sizes)
         if context.staging is not None:
             self.source = Staged(context.staging, self.advance, settle, self._not_copied)
         self.num_final = 0
@@ -106,7 +106,7 @@ class Writer:
         end = min(offer.ready_tokens, registration.end_token)
         if end < registration.end_token:
             # A step may end inside a block; the tokens of that block go with the next step's.
-            end -= end % max(self._context.local.kernel_block_size, registration.block_size)
+            end -= end % self._context.local.step_tokens(registration.block_sizes)
         if known is None or end <= task.next_token:
             return False
         if registration.is_staged:
@@ -155,11 +155,12 @@ class Writer:
 
     def _write(self, task: WriteTask, offer: Offer, known: ConnectedPeer, source: Source) -> None:
         registration, context = task.registration, self._context
-        memory, end = known.rank.memory, source.end_token
+        memory, end = known.rank.groups, source.end_token
         targets = registration.groups if task.grant is None else task.grant.groups
-        if len(targets) != len(source.groups) or registration.block_size != memory[0].block_size:
+        block_sizes = tuple(group.kernel_block_size for group in memory)
+        if len(targets) != len(source.groups) or registration.block_sizes != block_sizes:
             raise HandOverFailed(
-                FailureCause.RANGE, "the registration does not fit the handshake (groups or block size)"
+                FailureCause.RANGE, "the registration does not fit the handshake (groups or block sizes)"
             )
         groups = [
             (here, KernelBlocks(there.block_ids, there.first_token), max(task.next_token, there.first_token))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,23 +34,22 @@ class SlabLoad:
     Attributes:
         longest_tokens: most tokens of one request.
         running: most requests that run at a time.
-        num_groups: KV-cache groups, each of which has blocks for every token.
-        block_size: tokens in a kernel block.
+        block_sizes: per KV-cache group, each of which has blocks for every token: tokens in a kernel block.
     """
 
     longest_tokens: int
     running: int
-    num_groups: int
-    block_size: int
+    block_sizes: tuple[int, ...]
 
     @property
     def longest_blocks(self) -> int:
-        return -(-self.longest_tokens // self.block_size) * self.num_groups
+        return sum(-(-self.longest_tokens // size) for size in self.block_sizes)
 
     @property
     def fewest_slots(self) -> int:
         """Fewest slots with which a hand-over of blocks of any supported size cannot get stuck."""
-        return _SHARES * -(-_LARGEST_BLOCK_TOKENS // self.block_size) * self.num_groups
+        largest = max(_LARGEST_BLOCK_TOKENS, math.lcm(*self.block_sizes))
+        return _SHARES * sum(-(-largest // size) for size in self.block_sizes)
 
 
 def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_host: bool) -> int:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from kvcached_nixl.current_device import select
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.layout import Layout, Region
 
 __all__ = ["Slab"]
@@ -70,16 +70,16 @@ class Slab:
         """Returns the bytes that a slab of ``num_slots`` slots needs."""
         return list(_begins(layout.regions, num_slots))[-1]
 
-    def planes(self, memory: Sequence[Planes]) -> tuple[Planes, ...]:
-        """Returns the same planes, at their addresses in the slab.
+    def groups(self, groups: Sequence[GroupMemory]) -> tuple[GroupMemory, ...]:
+        """Returns the KV-cache groups' planes at their addresses in the slab.
 
         Args:
-            memory: the planes of the KV cache.
+            groups: in the KV cache.
         """
-        return tuple(
-            msgspec.structs.replace(planes, bases=tuple(map(self._moved, planes.bases)), num_blocks=self.num_slots)
-            for planes in memory
-        )
+        return tuple(msgspec.structs.replace(group, planes=tuple(map(self._in_slab, group.planes))) for group in groups)
+
+    def _in_slab(self, planes: Planes) -> Planes:
+        return msgspec.structs.replace(planes, bases=tuple(map(self._moved, planes.bases)), num_blocks=self.num_slots)
 
     def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy blocks into slots, pairwise; on an accelerator, in the current stream."""

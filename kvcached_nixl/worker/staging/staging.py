@@ -68,12 +68,12 @@ class Staging:
     """See the module.
 
     Attributes:
-        block_size: tokens in a slot, and in a kernel block.
+        block_sizes: per KV-cache group, tokens in a slot, and in a kernel block.
     """
 
     slots: Slots
     copier: Copies
-    block_size: int
+    block_sizes: tuple[int, ...]
     _waiting: dict[tuple[Use, str], dict[object, Callable[[], bool]]] = field(default_factory=dict)
     _owned: Counter[str] = field(default_factory=Counter)
     _freed: bool = False
@@ -192,11 +192,10 @@ class Staging:
                 self.forget(use, who, owner)
 
     def _take(self, use: Use, owner: str, first_tokens: Sequence[int], first_token: int, end_token: int) -> Held:
-        size = self.block_size
         count = self._count(first_tokens, first_token, end_token)
         taken = self.slots.take(count, use, at_least=count)
         groups = []
-        for first in first_tokens:
+        for first, size in zip(first_tokens, self.block_sizes, strict=True):
             begin = max(first, first_token) // size * size
             here = max(0, -(-end_token // size) - begin // size)
             groups.append(KernelBlockRange(begin, tuple(map(KernelBlock, taken[:here]))))
@@ -206,8 +205,10 @@ class Staging:
         return Held(use, owner, first_token, end_token, tuple(groups), first_token)
 
     def _count(self, first_tokens: Sequence[int], first_token: int, end_token: int) -> int:
-        size = self.block_size
-        return sum(max(0, -(-end_token // size) - max(first, first_token) // size) for first in first_tokens)
+        return sum(
+            max(0, -(-end_token // size) - max(first, first_token) // size)
+            for first, size in zip(first_tokens, self.block_sizes, strict=True)
+        )
 
     def _copy(
         self,
@@ -218,10 +219,9 @@ class Staging:
         is_gather: bool,
         ended: Callable[[str], None],
     ) -> None:
-        size = self.block_size
         sources: list[KernelBlock] = []
         slots: list[KernelBlock] = []
-        for mine, theirs in zip(held.groups, blocks, strict=True):
+        for mine, theirs, size in zip(held.groups, blocks, self.block_sizes, strict=True):
             begin, end = max(first_token // size, mine.first_token // size), -(-end_token // size)
             if begin < end:
                 slots += mine.block_ids[begin - mine.first_token // size : end - mine.first_token // size]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.kv_checksum import Content
@@ -25,13 +25,13 @@ Range = tuple[Sequence[tuple[KernelBlocks, int]], int]
 
 
 class ChecksumRequest(NamedTuple):
-    """What checksums are computed for: the other rank's agent, its planes, and whether the result is still wanted.
+    """What checksums are computed for: the other rank's agent and KV-cache groups, and whether the result is wanted.
 
     ``is_wanted`` is called on the background thread, before the checksums are computed.
     """
 
     agent: str
-    planes: Sequence[Planes]
+    groups: Sequence[GroupMemory]
     is_wanted: Callable[[], bool]
 
 
@@ -91,7 +91,7 @@ class Checksums:
         def do() -> list[str] | None:
             if not asked.is_wanted():
                 return None
-            return [content.digest(groups, end_token, asked.planes) for groups, end_token in ranges]
+            return [content.digest(groups, end_token, asked.groups) for groups, end_token in ranges]
 
         def told(found: list[str] | None, failed: str) -> None:
             self._is_busy = False

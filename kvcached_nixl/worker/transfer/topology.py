@@ -6,9 +6,10 @@ Once per worker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -18,10 +19,14 @@ from kvcached_nixl.wire.handshake import RankHandshake
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 
-__all__ = ["LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of", "peers_of"]
+__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of", "peers_of"]
+
+
+GroupRoutes: TypeAlias = tuple[tuple[Route, ...], ...]
+"""Per KV-cache group, one route per kind of planes."""
 
 
 @dataclass(frozen=True)
@@ -29,50 +34,54 @@ class LocalRank:
     """A worker's place in its engine, and how its blocks are counted.
 
     Attributes:
-        memory: the kinds of planes in which it keeps KV.
-        kernel_blocks_per_block: kernel blocks in one logical block (the scheduler's).
+        groups: where it keeps each KV-cache group.
         is_latent: all ranks hold the same KV (multi-latent attention).
     """
 
     engine_id: EngineId
     tp_size: int
     tp_rank: int
-    memory: tuple[Planes, ...]
-    kernel_blocks_per_block: int
+    groups: tuple[GroupMemory, ...]
     is_latent: bool
 
     @property
-    def kernel_block_size(self) -> int:
-        """Tokens in a kernel block."""
-        return self.memory[0].block_size
+    def kernel_block_sizes(self) -> tuple[int, ...]:
+        """Per KV-cache group, tokens in a kernel block."""
+        return tuple(group.kernel_block_size for group in self.groups)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens in a logical block (the scheduler's)."""
-        return self.kernel_block_size * self.kernel_blocks_per_block
+    def step_tokens(self, block_sizes: Sequence[int]) -> int:
+        """Ranges of a request that is moved in several parts end at multiples of this many tokens: where blocks of all
+        KV-cache groups of both sides end.
+
+        Args:
+            block_sizes: per KV-cache group, tokens in one of the peer's kernel blocks.
+        """
+        return math.lcm(*self.kernel_block_sizes, *block_sizes)
 
 
 @dataclass
 class PeerRoutes:
-    """How this rank's memory maps to that of each peer, computed once per peer.
+    """How this rank's KV-cache groups map to those of each peer, computed once per peer.
 
     `forget` is called when a peer's agent is dead. Any address may name any agent, so `of` compares the memory it is
     given, too: what one address says about its memory is not used for another address.
     """
 
     local: LocalRank
-    _found: dict[str, tuple[tuple[Planes, ...], tuple[Route, ...]]] = field(default_factory=dict)
+    _found: dict[str, tuple[tuple[GroupMemory, ...], GroupRoutes]] = field(default_factory=dict)
 
-    def of(self, agent: str, memory: Sequence[Planes]) -> tuple[Route, ...]:
-        """Returns one route per kind of planes; raises ValueError if the two memories do not fit."""
+    def of(self, agent: str, groups: tuple[GroupMemory, ...]) -> GroupRoutes:
+        """Returns, per KV-cache group, one route per kind of planes; raises ValueError if the two sides do not fit."""
         before, routes = self._found.get(agent, ((), ()))
-        if before is not memory and before != tuple(memory):
-            reason = misfit(self.local.memory, memory)
+        if before is not groups and before != groups:
+            reason = _misfit(self.local.groups, groups)
             if reason:
                 raise ValueError(reason)
-            pairs = zip(self.local.memory, memory, strict=True)
-            routes = tuple(Route(here, there) for here, there in pairs)
-            self._found[agent] = tuple(memory), routes
+            routes = tuple(
+                tuple(Route(here, there) for here, there in zip(ours.planes, theirs.planes, strict=True))
+                for ours, theirs in zip(self.local.groups, groups, strict=True)
+            )
+            self._found[agent] = groups, routes
         return routes
 
     def forget(self, agent: str) -> None:
@@ -83,7 +92,7 @@ class PeerRoutes:
 
     @staticmethod
     def ranges(
-        routes: tuple[Route, ...], groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]], end_token: int
+        routes: GroupRoutes, groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]], end_token: int
     ) -> Descriptors:
         """Returns the descriptors of a transfer.
 
@@ -92,36 +101,44 @@ class PeerRoutes:
             end_token: one past the last token to move.
 
         Raises:
-            ValueError: as `Route.descriptors`, or there is no token to move.
+            ValueError: as `Route.descriptors`, or there is no token to move, or other groups than the routes are for.
         """
         found = [
             route.descriptors(here, there, first, end_token)
-            for here, there, first in groups
+            for (here, there, first), of_group in zip(groups, routes, strict=True)
             if first < end_token
-            for route in routes
+            for route in of_group
         ]
         if not found:
             raise ValueError(f"found no token before {end_token}; expected at least one to move")
         return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
 
 
-def kernel_blocks(blocks: Sequence[LogicalBlock], kernel_blocks_per_block: int) -> Sequence[KernelBlock]:
+def kernel_blocks(blocks: Sequence[LogicalBlock], group: GroupMemory) -> Sequence[KernelBlock]:
     """Returns the kernel blocks that make up these logical blocks. The only place that converts them; called on the
     transfer thread.
 
     Args:
-        kernel_blocks_per_block: of the rank that owns the blocks.
+        group: the blocks' KV-cache group on the rank that owns them.
     """
-    if kernel_blocks_per_block == 1:
+    if group.kernel_blocks_per_block == 1:
         return cast("Sequence[KernelBlock]", blocks)
-    numbers = np.asarray(blocks, np.int64)[:, None] * kernel_blocks_per_block + np.arange(kernel_blocks_per_block)
+    within = np.arange(group.kernel_blocks_per_block)
+    numbers = np.asarray(blocks, np.int64)[:, None] * group.kernel_blocks_per_block + within
     found: list[KernelBlock] = numbers.reshape(-1).tolist()
     return found
 
 
-def kernel_blocks_of(group: BlockRange, kernel_blocks_per_block: int) -> KernelBlocks:
-    """Convert a block range of a manifest or of a `FetchSpec`, as `kernel_blocks`."""
-    return KernelBlocks(kernel_blocks(group.block_ids, kernel_blocks_per_block), group.first_token)
+def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlocks, ...]:
+    """Convert the block ranges of a manifest or of a `FetchSpec`, one per KV-cache group, as `kernel_blocks`.
+
+    Raises:
+        ValueError: there are not as many ranges as groups.
+    """
+    return tuple(
+        KernelBlocks(kernel_blocks(one.block_ids, group), one.first_token)
+        for one, group in zip(ranges, groups, strict=True)
+    )
 
 
 def contributors(
@@ -155,4 +172,14 @@ def fits(local: LocalRank, rank: RankHandshake) -> str:
     sizes = (local.tp_size, rank.tp_size)
     if max(sizes) % min(sizes):
         return f"tensor parallel {rank.tp_size}; expected a multiple or a divisor of {local.tp_size}"
-    return misfit(local.memory, rank.memory)
+    return _misfit(local.groups, rank.groups)
+
+
+def _misfit(local: Sequence[GroupMemory], remote: Sequence[GroupMemory]) -> str:
+    """Returns why two ranks cannot exchange the KV of their groups; "" if they can."""
+    if len(local) != len(remote):
+        return f"{len(remote)} KV-cache groups; expected {len(local)}"
+    for place, (here, there) in enumerate(zip(local, remote, strict=True)):
+        if reason := misfit(here.planes, there.planes):
+            return f"in KV-cache group {place} {reason}"
+    return ""

@@ -76,7 +76,6 @@ READS = (
             "use_mla",
             "backend_name",
             "attn_backends",
-            "_layer_specs",
             "_physical_blocks_per_logical_kv_block",
             "nixl_memory_type",
             "nixl_wrapper",
@@ -149,6 +148,7 @@ READS = (
     _of("vllm.distributed.kv_transfer", "", "get_kv_transfer_group", "has_kv_transfer_group"),
     _of("vllm.platforms", "", "current_platform"),
     _of("vllm.lora.utils", "", "get_adapter_absolute_path"),
+    _of("vllm.v1.worker.utils", "", "select_common_block_size"),
     # Preparation of prompts in the API server.
     Reads(RENDERER, ("model_config", "config")),
     _of(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -72,12 +73,29 @@ class MambaSpec:
 
 
 class UniformTypeKVCacheSpecs:
+    block_size = 16
+
     def __init__(self, **specs: Any) -> None:
         self.kv_cache_specs = specs
 
 
 def groups(*specs: Any) -> list[SimpleNamespace]:
-    return [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    """KV-cache groups with one layer each: "a", "b", ..."""
+    return [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=list(vars(spec).get("kv_cache_specs", "abc"[index])))
+        for index, spec in enumerate(specs)
+    ]
+
+
+def with_blocks_of(num_tokens: int) -> FullAttentionSpec:
+    spec = FullAttentionSpec()
+    spec.block_size = num_tokens
+    return spec
+
+
+def cache_of(*specs: Any, pools: int = 1) -> SimpleNamespace:
+    """vLLM's ``KVCacheConfig``."""
+    return SimpleNamespace(kv_cache_groups=groups(*specs), kv_cache_tensors=[1] * pools)
 
 
 def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
@@ -98,7 +116,7 @@ def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..
     """Each data-parallel engine has a port of its own."""
     make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
     view: StockScheduler = scheduler(FullAttentionSpec())
-    assert (view.engine_id, view.host, view.port, view.tp_size, view.block_size) == ("e", "h", 5603, 2, 16)
+    assert (view.engine_id, view.host, view.port, view.tp_size, view.block_sizes) == ("e", "h", 5603, 2, (16,))
     assert view.extra_config == {"a": 1} and not view.recomputes
     assert scheduler(policy="recompute").recomputes
 
@@ -165,14 +183,15 @@ def worker(**changed: Any) -> WorkerView:
         tp_rank=1,
         backend_name="FLASH",
         attn_backends=[backend("FLASH")],
-        kv_cache_config=SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=[1, 2, 3]),
+        kv_cache_config=cache_of(
+            FullAttentionSpec(), UniformTypeKVCacheSpecs(b=SlidingWindowSpec(), c=SlidingWindowSpec()), pools=3
+        ),
         num_blocks=7,
         use_mla=False,
         device_id=0,
         nixl_memory_type="DRAM",
         nixl_backends=("UCX",),
         _physical_blocks_per_logical_kv_block=2,
-        _layer_specs={"a": FullAttentionSpec(), "b": UniformTypeKVCacheSpecs(b=SlidingWindowSpec())},
         _registered_descs=[],
         xfer_stats="stock",
         xfer_handshake_metadata=None,
@@ -186,9 +205,9 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
     asked: tuple[StockWorker | None, NixlRegistrar] = (None, view)
     assert asked[1] is view
     assert (view.engine_id, view.tp_size, view.tp_rank, view.use_mla) == ("e", 2, 1, False)
-    assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block, view.total_kv_heads) == (7, 3, 2, 8)
+    assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block) == (7, 3, 2)
     assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
-    assert view.pages() == {"a": (32, 8, 4), "b": (32, 8, 4)}
+    assert view.groups() == [{"a": (32, 8, 4)}, {"b": (32, 8, 4), "c": (32, 8, 4)}]
     assert view.unserved == []
 
 
@@ -241,18 +260,19 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
     spec = FullAttentionSpec()
     vars(spec).update(fields)
     with pytest.raises(LayoutRefused, match=words):
-        worker(_layer_specs={"a": spec}).pages()
+        worker(kv_cache_config=cache_of(spec)).groups()
     spec = FullAttentionSpec()
     vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
-    assert worker(_layer_specs={"a": spec}).pages()
+    assert worker(kv_cache_config=cache_of(spec)).groups()
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_the_cpus_kernel_shares_whole_blocks_only(block_size: int) -> None:
+@pytest.mark.parametrize(("sizes", "shown"), [((16,), "16"), ((32, 32), "32"), ((64, 32), "64+32")])
+def test_the_cpus_kernel_shares_whole_blocks_only(sizes: tuple[int, ...], shown: str) -> None:
     """Peers with other blocks have another tag, and nothing is moved."""
-    facts = dict(worker(backend_name="CPU_ATTN", block_size=block_size).facts)
-    assert facts["attention"] == f"CPU_ATTN, whole blocks of {block_size} tokens"
-    assert dict(worker(backend_name="FLASH_ATTN", block_size=block_size).facts)["attention"] == "FLASH_ATTN"
+    config = cache_of(*map(with_blocks_of, sizes))
+    facts = dict(worker(backend_name="CPU_ATTN", kv_cache_config=config).facts)
+    assert facts["attention"] == f"CPU_ATTN, whole blocks of {shown} tokens"
+    assert dict(worker(backend_name="FLASH_ATTN", kv_cache_config=config).facts)["attention"] == "FLASH_ATTN"
 
 
 class Decided(SimpleNamespace):
@@ -299,14 +319,66 @@ def test_who_answers_before_a_draft_model_has_run(
     assert asked.answers_before_drafts is expected
 
 
-def test_groups_whose_blocks_are_of_several_sizes_are_named() -> None:
+@pytest.fixture
+def kernel_tokens(make_module: Callable[..., ModuleType]) -> Callable[[int], None]:
+    """Sets how many tokens of a block vLLM's kernels take at most."""
+
+    def at_most(num_tokens: int) -> None:
+        for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+            if name not in sys.modules:
+                make_module(name).__path__ = []
+        source = f"def select_common_block_size(size, backends): return min(size, {num_tokens})"
+        make_module("vllm.v1.worker.utils", source)
+
+    return at_most
+
+
+def test_groups_may_have_blocks_of_other_sizes(kernel_tokens: Callable[[int], None]) -> None:
+    """Gemma 4: 64 tokens in a sliding window's blocks, 32 in the others."""
+    kernel_tokens(64)
+    view = worker(
+        kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
+    )
+    assert view.unserved == [] and view.groups() == [{"a": (64, 16, 4)}, {"b": (64, 32, 4)}]
+
+
+def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_tokens: Callable[[int], None]) -> None:
+    """A slot of a slab, and a block that is registered, has the same bytes in every group."""
+    kernel_tokens(16)
+    view = worker(
+        kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
+    )
+    assert view.unserved == [("KV-cache groups with 1, 2 kernel blocks in a block", "the same in every group")]
+
+
+def test_layers_of_one_group_with_blocks_of_several_sizes_are_named() -> None:
     """A position would be in another block than the manifest says."""
-    other = FullAttentionSpec()
-    other.block_size = 32
-    config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec(), other), kv_cache_tensors=[1])
+    config = cache_of(UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=with_blocks_of(32)))
     ((found, expected),) = worker(kv_cache_config=config).unserved
-    assert found == "KV-cache groups with blocks of 16, 32 tokens"
-    assert expected == "blocks of 16 tokens in every group"
+    assert found == "a KV-cache group with blocks of 16, 32 tokens"
+    assert expected == "blocks of one size in each group"
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "num_heads", "config", "first"),
+    [
+        (1, 8, {}, 0),
+        (2, 4, {}, 4),
+        (8, 1, {}, 1),
+        (16, 1, {}, 0),
+        (2, 2, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, 2),
+        (8, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, 8 * 2**20 + 1),
+        (8, 1, {"num_kv_heads": [8, 4]}, 8 * 2**20 + 1),
+        (8, 1, {"num_key_value_heads": 8, "per_layer_config": {"1": {"num_key_value_heads": 1}}}, 8 * 2**20 + 1),
+    ],
+)
+def test_the_first_head_of_a_rank_is_found_or_is_no_head_of_others(
+    tp_size: int, num_heads: int, config: dict[str, Any], first: int
+) -> None:
+    """A rank's only head may be a copy of another rank's, in layers with fewer heads than the other layers have."""
+    view = worker(world_size=tp_size, hf_text_config=config_of(**config))
+    assert view.first_head(num_heads) == first
+    assert worker(world_size=tp_size, use_mla=True).first_head(1) == 0
 
 
 FACTS: list[dict[str, Any]] = [
@@ -321,7 +393,7 @@ FACTS: list[dict[str, Any]] = [
     {"get_head_size": lambda: 128},
     {"get_total_num_hidden_layers": lambda: 3},
     {"backend_name": "TRITON"},
-    {"kv_cache_config": SimpleNamespace(kv_cache_groups=[1, 2], kv_cache_tensors=[1])},
+    {"kv_cache_config": cache_of(FullAttentionSpec())},
 ]
 
 
@@ -364,7 +436,7 @@ def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles(
 
 def test_a_state_beside_attention_is_refused_in_words() -> None:
     with pytest.raises(LayoutRefused, match="MambaSpec"):
-        worker(_layer_specs={"a": MambaSpec()}).pages()
+        worker(kv_cache_config=cache_of(MambaSpec())).groups()
 
 
 def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
@@ -447,7 +519,6 @@ def test_our_account_takes_the_place_of_vllms() -> None:
         "tp_rank",
         "world_size",
         "_physical_blocks_per_logical_kv_block",
-        "_layer_specs",
         "xfer_stats",
         "nixl_memory_type",
     ],
@@ -459,7 +530,6 @@ def test_a_name_that_is_gone_is_refused_and_not_guessed(name: str) -> None:
         lambda: view.tp_rank,
         lambda: view.tp_size,
         lambda: view.kernel_blocks_per_block,
-        view.pages,
         lambda: view.use_stats("ours"),
         lambda: view.memory_type,
     ]

@@ -29,7 +29,7 @@ class Stock:
     host: str = "10.0.0.1"
     port: int = 5600
     tp_size: int = 2
-    block_size: int = BLOCK_SIZE
+    block_sizes: tuple[int, ...] = (BLOCK_SIZE,)
     recomputes: bool = False
     reader: Reads = field(default_factory=Reads)
 
@@ -49,7 +49,7 @@ def test_an_engine_knows_itself() -> None:
     expected = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 5600, "tp_size": 2}
     assert params.items() >= (expected | {"transfer_mode": "pull"}).items()
     assert offered.manifest is not None
-    assert (offered.manifest.lease_seconds, offered.manifest.block_size) == (12.0, BLOCK_SIZE)
+    assert (offered.manifest.lease_seconds, offered.manifest.block_sizes) == (12.0, (BLOCK_SIZE,))
     assert offered.manifest.incarnation == made.incarnation
 
 

@@ -192,13 +192,28 @@ def test_an_attempt_says_everything_that_the_workers_need() -> None:
 
 def test_blocks_of_the_prefix_cache_are_not_written() -> None:
     """Blocks that are in the prefix cache may be shared with other requests."""
-    decode = Decode()
+    decode = Decode(block_sizes=(4, 4))
     request = of_decode(manifest=manifest_of(prompt(), first_tokens=(0, 0)))
     decode.arrive(request)
     decode.allocate(request, ([7, 3, 9], [1, 2, 5]), decode.match(request, 8)[0])
     (wanted,) = decode.take().fetches
     assert wanted.first_token == 8
     assert wanted.groups == (BlockRange(8, (9,)), BlockRange(8, (5,)))
+
+
+def test_each_group_has_blocks_of_its_own_size() -> None:
+    """Gemma 4: as many tokens as the blocks of all groups end with may be in the prefix cache."""
+    decode = Decode(block_sizes=(8, 4))
+    made = manifest_of(prompt(), groups=(BlockRange(0, (50, 51)), BlockRange(0, (7, 8, 9))), block_sizes=(8, 4))
+    request = of_decode(manifest=made)
+    decode.arrive(request)
+    decode.allocate(request, ([7, 3], [1, 2, 5]), decode.match(request, 8)[0])
+    (wanted,) = decode.take().fetches
+    assert wanted.groups == (BlockRange(8, (3,)), BlockRange(8, (5,)))
+    other = of_decode("d2", manifest=made)
+    decode.arrive(other)
+    decode.allocate(other, ([7, 3], [1, 2, 5]), decode.match(other, 4)[0])
+    assert not decode.take().fetches and decode.failures.counts == {FailureCause.RANGE: 1}
 
 
 def test_blocks_behind_the_prompt_are_not_written() -> None:
@@ -252,7 +267,7 @@ def test_where_both_are_asked_at_once_decode_wants_all_of_its_prompt() -> None:
 
 def test_a_window_is_fetched_from_where_decode_has_blocks() -> None:
     """Blocks that have left the window are the null block on both sides; decode computes the last token itself."""
-    decode = Decode(drops_blocks=True)
+    decode = Decode(drops_blocks=True, block_sizes=(4, 4))
     request = of_decode(manifest=manifest_of(prompt(), first_tokens=(0, 4)))
     decode.arrive(request)
     assert decode.match(request) == (TOKENS - 1, True)
@@ -283,7 +298,7 @@ def test_the_last_block_is_not_fetched_if_only_the_last_token_is_in_it() -> None
 
 def test_a_group_may_need_nothing_of_what_is_handed_over() -> None:
     """With chunked attention, the prompt's last token may begin a chunk."""
-    decode = Decode(drops_blocks=True)
+    decode = Decode(drops_blocks=True, block_sizes=(4, 4))
     tokens = prompt(num_tokens=9)
     request = of_decode(tokens=tokens, manifest=manifest_of(tokens, first_tokens=(0, 8)))
     decode.arrive(request)

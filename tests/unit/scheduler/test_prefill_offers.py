@@ -74,7 +74,7 @@ class Prefill:
 
 
 def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Manifest:
-    return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, 4, (1, 1), groups, LEASE, 0)
+    return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, (4,) * len(groups), (1, 1), groups, LEASE, 0)
 
 
 def offered(
@@ -110,7 +110,7 @@ def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
 
 def test_a_push_is_offered_from_its_arrival_on() -> None:
     """Who registers learns at once that there is such a request; further blocks are added to the earlier ones."""
-    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH)
+    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH, block_sizes=(4, 4))
     request = prefill.arrive(of_prefill())
     assert prefill.take().offered == [offered((), 0)]
     told = [
@@ -131,7 +131,7 @@ def test_a_push_is_offered_from_its_arrival_on() -> None:
 
 
 def test_the_last_step_of_a_push_has_the_manifest() -> None:
-    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH)
+    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH, block_sizes=(4, 4))
     prefill.arrive(of_prefill())
     prefill.take()
     (last,) = prefill.compute(TOKENS, ([7, 3, 9, 4], [1, 2, 5, 6]), replaces=True).offered
@@ -139,9 +139,18 @@ def test_the_last_step_of_a_push_has_the_manifest() -> None:
     assert last == held(([7, 3, 9, 4], [1, 2, 5, 6]), TOKENS, manifest(groups))
 
 
+def test_each_group_is_offered_in_blocks_of_its_own_size() -> None:
+    prefill = Prefill(Pool(0, 0), block_sizes=(8, 4))
+    request = prefill.arrive(of_prefill())
+    (last,) = prefill.compute(TOKENS, ([7, 3], [1, 2, 5]), replaces=True).offered
+    assert last.manifest is not None and last.manifest.block_sizes == (8, 4)
+    assert last.manifest.groups == (BlockRange(0, (7, 3)), BlockRange(0, (1, 2, 5)))
+    assert prefill.finish(request, block_ids=([7, 3], [1, 2, 5]))[0]
+
+
 def test_a_window_keeps_what_the_next_token_looks_at() -> None:
     """Decode computes the last token again, so its window begins one token earlier."""
-    prefill = Prefill(Pool(0, 5), drops_blocks=True)
+    prefill = Prefill(Pool(0, 5), drops_blocks=True, block_sizes=(4, 4))
     request = prefill.arrive(of_prefill())
     (last,) = prefill.compute(TOKENS, ([7, 3, 9], [0, 2, 5]), replaces=True).offered
     assert last.manifest is not None

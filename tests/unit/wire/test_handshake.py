@@ -24,13 +24,17 @@ from kvcached_nixl.wire.handshake import (
     read_rank,
 )
 from kvcached_nixl.wire.manifest import PROTOCOL
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 
-TAG = Tag("pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), "contiguous", ((16, 128), (2, 64)))
+TAG = Tag(
+    "pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), "contiguous", (((16, 128), (2, 64)), ((4, 32),))
+)
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
 WEIGHTS = Weights("1" * 32, "2" * 32, "")
 PROCESS = Process("a-boot", "pid:[1]", 7, 2**40)
-RANK = RankHandshake(EngineId("e"), 2, 1, b"\x00nixl", 3, (PLANES,), 2, 2**40, "VRAM", True, WEIGHTS, PROCESS)
+RANK = RankHandshake(
+    EngineId("e"), 2, 1, b"\x00nixl", 3, (GroupMemory((PLANES,), 2),), 2**40, "VRAM", True, WEIGHTS, PROCESS
+)
 OTHER: dict[str, list[Any]] = {
     "mode": ["push"],
     "facts": [
@@ -39,16 +43,22 @@ OTHER: dict[str, list[Any]] = {
         (("vLLM", "0.19.1"), ("dtype", "m"), ("model", "bf16")),
     ],
     "arrangement": ["non-contiguous"],
-    "planes": [((16, 128),), ((16, 64), (2, 64)), ((8, 128), (2, 64)), ((2, 64), (16, 128))],
+    "planes": [
+        (((16, 128), (2, 64)),),
+        (((16, 128),), ((2, 64), (4, 32))),
+        (((16, 64), (2, 64)), ((4, 32),)),
+        (((8, 128), (2, 64)), ((4, 32),)),
+        (((2, 64), (16, 128)), ((4, 32),)),
+    ],
 }
 
 
-def test_the_tag_of_protocol_8_is_these_words() -> None:
+def test_the_tag_of_protocol_9_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 8
+    assert PROTOCOL == 9
     assert str(TAG) == (
-        "kvcached_nixl/8 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; 16 planes of cells of 128 bytes, 2 planes "
-        "of cells of 64 bytes]"
+        "kvcached_nixl/9 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; group 0: 16 planes of cells of 128 bytes "
+        "and 2 planes of cells of 64 bytes, group 1: 4 planes of cells of 32 bytes]"
     )
 
 
@@ -85,13 +95,17 @@ def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
         {"agent_metadata": "text"},
         {"device_id": -1},
         {"device_id": 2**31},
-        {"memory": []},
-        {"memory": [msgspec.to_builtins(PLANES)] * 65},
-        {"memory": [msgspec.to_builtins(PLANES) | {"bases": [2**63]}]},
-        {"memory": [msgspec.to_builtins(PLANES) | {"num_blocks": 0}]},
-        {"kernel_blocks_per_block": 0},
-        {"kernel_blocks_per_block": -1},
-        {"kernel_blocks_per_block": 2**31},
+        {"groups": []},
+        {"groups": [msgspec.to_builtins(GroupMemory((PLANES,)))] * 65},
+        {"groups": [{"planes": []}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)] * 65}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES) | {"bases": [2**63]}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES) | {"num_blocks": 0}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES), msgspec.to_builtins(PLANES) | {"block_size": 8}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES), msgspec.to_builtins(PLANES) | {"num_blocks": 4}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": 0}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": -1}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": 2**31}]},
         {"token_table_address": -1},
         {"token_table_address": 2**63},
         {"token_table_address": 2**63 - 1},

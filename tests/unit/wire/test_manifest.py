@@ -21,7 +21,7 @@ MANIFEST = Manifest(
     request_id="cmpl-r-0-0123abcd",
     digest="0123456789abcdef" * 2,
     num_tokens=10,
-    block_size=4,
+    block_sizes=(4, 4),
     context_parallel=(1, 1),
     groups=(BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 8))),
     lease_seconds=30.0,
@@ -32,14 +32,14 @@ OTHER: dict[str, Any] = {
     "request_id": "cmpl-r-0-0123abce",
     "digest": "0123456789abcdee" * 2,
     "num_tokens": 9,
-    "block_size": 4,
+    "block_sizes": (4, 4),
     "groups": (BlockRange(0, (7, 9, 3)), BlockRange(4, (2, 8))),
     "lease_seconds": 29.0,
     "num_media": 1,
 }
 
 
-@pytest.mark.parametrize("field", sorted(set(OTHER) - {"block_size"}))
+@pytest.mark.parametrize("field", sorted(set(OTHER) - {"block_sizes"}))
 def test_the_word_changes_with_every_field(field: str) -> None:
     assert {*OTHER, "protocol", "context_parallel"} == set(Manifest.__struct_fields__)
     other = msgspec.structs.replace(MANIFEST, **{field: OTHER[field]})
@@ -50,7 +50,7 @@ def test_the_word_changes_with_every_field(field: str) -> None:
 def test_the_word_changes_with_the_block_size() -> None:
     """The same ids, of half as many tokens each."""
     made = msgspec.structs.replace(MANIFEST, groups=())
-    assert made.ownership_token != msgspec.structs.replace(made, block_size=2).ownership_token
+    assert made.ownership_token != msgspec.structs.replace(made, block_sizes=(2, 2)).ownership_token
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_the_word_changes_with_the_block_size() -> None:
 )
 def test_the_word_changes_with_any_block(groups: list[Any]) -> None:
     """A6: the id of one request with the blocks of another is attested by nobody."""
-    made = msgspec.structs.replace(MANIFEST, groups=tuple(BlockRange(first, tuple(ids)) for first, ids in groups))
+    ranges = tuple(BlockRange(first, tuple(ids)) for first, ids in groups)
+    made = msgspec.structs.replace(MANIFEST, groups=ranges, block_sizes=(4,) * len(groups))
     assert made.ownership_token != MANIFEST.ownership_token
 
 
@@ -84,7 +85,7 @@ def test_a_word_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_word_is_this_one() -> None:
     """Golden: both sides compute it by themselves."""
-    assert MANIFEST.ownership_token == 453226472289003776
+    assert MANIFEST.ownership_token == 8857097169806691843
 
 
 @given(
@@ -103,7 +104,7 @@ def test_it_comes_back_from_a_router_as_it_was(
     made = msgspec.structs.replace(
         MANIFEST,
         num_tokens=num_tokens,
-        block_size=block_size,
+        block_sizes=(block_size,),
         request_id=request_id,
         groups=(BlockRange(first_block * block_size, ids),),
         lease_seconds=float(lease_seconds),
@@ -138,9 +139,9 @@ def test_it_comes_back_from_a_router_as_it_was(
         ({"num_tokens": 13}, "end where the tokens do"),
         ({"num_tokens": 8}, "end where the tokens do"),
         ({"num_tokens": 10.0}, "num_tokens"),
-        ({"block_size": 0}, "at least one"),
-        ({"block_size": -4}, "block_size"),
-        ({"block_size": 5}, "end where the tokens do|start a block"),
+        ({"block_sizes": (0, 4)}, "at least one"),
+        ({"block_sizes": (-4, 4)}, "block_sizes"),
+        ({"block_sizes": (5, 5)}, "end where the tokens do|start a block"),
         ({"context_parallel": [2, 1]}, "context parallelism"),
         ({"context_parallel": [1, 2]}, "context parallelism"),
         ({"context_parallel": [1]}, "context_parallel"),
@@ -155,7 +156,7 @@ def test_it_comes_back_from_a_router_as_it_was(
         ({"groups": [{"first_token": 12, "block_ids": []}, {"first_token": 16, "block_ids": []}]}, "end where"),
         ({"groups": [{"block_ids": [7, 3, 9]}]}, "first_token"),
         ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9], "more": 1}]}, "more"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}] * 65}, "at most 64"),
+        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}] * 65}, "64 KV-cache groups"),
         ({"lease_seconds": 0}, "lease_seconds"),
         ({"lease_seconds": float("nan")}, "lease_seconds"),
         ({"lease_seconds": float("inf")}, "lease_seconds"),
@@ -166,7 +167,7 @@ def test_it_comes_back_from_a_router_as_it_was(
 )
 def test_what_cannot_be_is_malformed_and_named(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(Malformed, match=words):
-        convert(as_json(MANIFEST) | changed, Manifest)
+        convert(as_json(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed, Manifest)
 
 
 @pytest.mark.parametrize("missing", Manifest.__struct_fields__)
@@ -179,14 +180,15 @@ def test_a_missing_field_is_named(missing: str) -> None:
 
 def test_what_prefill_itself_makes_is_held_to_the_same() -> None:
     with pytest.raises(ValueError, match="no block twice"):
-        msgspec.structs.replace(MANIFEST, groups=(BlockRange(0, (1, 2, 1)),))
+        msgspec.structs.replace(MANIFEST, groups=(BlockRange(0, (1, 2, 1)),), block_sizes=(4,))
 
 
 def test_ranges_hold_the_prompt_and_nothing_else() -> None:
     """Whatever else is allocated: generated tokens, look-ahead; and what has left a window is not there."""
     blocks = ([7, 3, 9, 11, 12], [0, 5, 6, 13, 14])
-    assert ranges_of(blocks, (0, 4), 10, 4) == (BlockRange(0, (7, 3, 9)), BlockRange(4, (5, 6)))
-    assert ranges_of(blocks, (0, 4), 8, 4) == (BlockRange(0, (7, 3)), BlockRange(4, (5,)))
-    assert ranges_of(blocks, (0, 0), 1, 4) == (BlockRange(0, (7,)), BlockRange(0, (0,)))
+    assert ranges_of(blocks, (0, 4), 10, (4, 4)) == (BlockRange(0, (7, 3, 9)), BlockRange(4, (5, 6)))
+    assert ranges_of(blocks, (0, 4), 8, (4, 4)) == (BlockRange(0, (7, 3)), BlockRange(4, (5,)))
+    assert ranges_of(blocks, (0, 0), 1, (4, 4)) == (BlockRange(0, (7,)), BlockRange(0, (0,)))
+    assert ranges_of(blocks, (0, 8), 10, (4, 8)) == (BlockRange(0, (7, 3, 9)), BlockRange(8, (5,)))
     with pytest.raises(ValueError, match="zip"):
-        ranges_of(blocks, (0,), 10, 4)
+        ranges_of(blocks, (0,), 10, (4, 4))

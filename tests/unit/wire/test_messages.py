@@ -35,10 +35,10 @@ from kvcached_nixl.wire.messages import (
 
 DIGEST = "0123456789abcdef" * 2
 PEER = Peer(EngineId("engine"), "127.0.0.1", 5600, 2, 1)
-MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, 32, (1, 1), (), 30.0, 0)
+MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, (32,), (1, 1), (), 30.0, 0)
 REGISTRATION = Registration(
     attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, incarnation="0" * 16, name="transfer:t",
-    request_id="p-1", digest=DIGEST, num_tokens=98, first_token=32, end_token=97, block_size=32,
+    request_id="p-1", digest=DIGEST, num_tokens=98, first_token=32, end_token=97, block_sizes=(32, 32),
     groups=(KernelBlockRange(32, (3, 9, 4)), KernelBlockRange(64, (2**31 - 1, 5))),
 )  # fmt: skip
 MESSAGES: list[Message] = [
@@ -53,9 +53,11 @@ MESSAGES: list[Message] = [
 GROUP = {"first_token": 32, "block_ids": [1]}
 ROOM = StagingGrant(7, PEER, 32, 97, (KernelBlockRange(32, (3, 9, 4)), KernelBlockRange(64, (7, 5))))
 MESSAGES += [
-    msgspec.structs.replace(REGISTRATION, groups=(KernelBlockRange(32, ()),), is_staged=True),
+    msgspec.structs.replace(REGISTRATION, groups=(KernelBlockRange(32, ()),), block_sizes=(32,), is_staged=True),
     msgspec.structs.replace(REGISTRATION, is_verified=True),
-    msgspec.structs.replace(REGISTRATION, groups=(KernelBlockRange(32, ()),), is_verified=True, is_read=True),
+    msgspec.structs.replace(
+        REGISTRATION, groups=(KernelBlockRange(32, ()),), block_sizes=(32,), is_verified=True, is_read=True
+    ),
     ROOM,
     StagingRequest(7, 1, 32, 97),
     Written(7, 1, 3, None, 64),
@@ -102,7 +104,10 @@ def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> No
         {"first_token": -32},
         {"end_token": 32},
         {"end_token": 2**31},
-        {"block_size": 0},
+        {"block_sizes": (0, 32)},
+        {"block_sizes": (32,)},
+        {"block_sizes": (32, 32, 32)},
+        {"block_sizes": (64, 32)},
         {"groups": []},
         {"groups": [GROUP] * 65},
         {"groups": [{**GROUP, "block_ids": [1, 1]}]},

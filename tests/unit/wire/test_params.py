@@ -36,7 +36,16 @@ PREFILL = RemotePrefill("e", "127.0.0.1", 5600, 2)
 COORDINATES = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 2}
 PREFILL_ID = "cmpl-r-0-0123abcd"
 MANIFEST = Manifest(
-    PROTOCOL, "0" * 16, PREFILL_ID, "0" * 32, 10, 4, (1, 1), (BlockRange(0, (7, 3, 9)), BlockRange(8, (2,))), 30.0, 0
+    PROTOCOL,
+    "0" * 16,
+    PREFILL_ID,
+    "0" * 32,
+    10,
+    (4, 4),
+    (1, 1),
+    (BlockRange(0, (7, 3, 9)), BlockRange(8, (2,))),
+    30.0,
+    0,
 )
 ANSWER = prefill_params(PREFILL, MANIFEST, transfer_id=None, transfer_mode=TransferMode.PULL)
 BOTH_AT_ONCE: dict[str, Any] = {"do_remote_prefill": True, **COORDINATES}
@@ -310,7 +319,7 @@ def test_what_prefill_answers_leads_decode_to_it(
     prefill: RemotePrefill, prefill_id: str, decode_id: str, transfer_id: str | None, mode: str
 ) -> None:
     """Through a router that passes it on as JSON, with any id of its own for decode's request."""
-    manifest = Manifest(PROTOCOL, "0" * 16, prefill_id, "0" * 32, 3, 4, (1, 1), (BlockRange(0, (7,)),), 30.0, 0)
+    manifest = Manifest(PROTOCOL, "0" * 16, prefill_id, "0" * 32, 3, (4,), (1, 1), (BlockRange(0, (7,)),), 30.0, 0)
     made = prefill_params(prefill, manifest, transfer_id=transfer_id, transfer_mode=TransferMode(mode))
     answer = json.loads(json.dumps(made))
     found = read(answer, request_id=decode_id)

@@ -21,7 +21,7 @@ from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
 from kvcached_nixl.wire.step import OfferUpdate, Step
 from kvcached_nixl.worker.build import build_worker, record_event
 from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.geometry.layout import Layout, plan
+from kvcached_nixl.worker.geometry.layout import plan
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 
@@ -58,7 +58,6 @@ class Stock:
         self.device_id = 3
         self.engine_id = "e"
         self.tp_size, self.tp_rank = 2, 1
-        self.total_kv_heads = 8
         self.kernel_blocks_per_block = 2
         self.use_mla = False
         self.answers_before_drafts = False
@@ -66,6 +65,9 @@ class Stock:
         self.kept: list[Any] = []
         self.offered: tuple[str, RankHandshake] | None = None
         vars(self).update(fields)
+
+    def first_head(self, num_heads: int) -> int:
+        return self.tp_rank * num_heads
 
     def keep_registered(self, descriptors: Any) -> None:
         self.kept.append(descriptors)
@@ -88,15 +90,16 @@ class Channel:
         self.is_closed = True
 
 
-def laid_out(geometry: Geometry) -> Layout:
+def registered(geometry: Geometry, **fields: Any) -> Registered:
     caches, _ = geometry.allocate()
-    return plan(
+    layout = plan(
         caches,
         axes=geometry.axes(),
         pages=dict.fromkeys(caches, geometry.page()),
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
     )
+    return Registered(layout, geometry.layers_of_groups(), **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +118,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[WorkerFacade, Channel]:
     channel = Channel()
-    side = build_worker(stock, Registered(laid_out(geometry)), Settings(mode), channel, MonotonicClock())
+    side = build_worker(stock, registered(geometry), Settings(mode), channel, MonotonicClock())
     side.identify(WEIGHTS)
     side.close()
     return side, channel
@@ -143,7 +146,7 @@ def test_the_device_is_waited_for_where_an_answer_comes_too_early(
 def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tuple[Any, ...]]) -> None:
     """A push opens a gate to the registered memory; a pull needs none."""
     geometry = Geometry(num_pools=2)
-    found = Registered(laid_out(geometry), extents=((4096, 8192),), device_id=3)
+    found = registered(geometry, extents=((4096, 8192),), device_id=3)
     build_worker(Stock(), found, Settings(mode), Channel(), MonotonicClock()).close()
     expected = (("UCX",), ((4096, 8192),), "DRAM", 3)
     assert gates == ([expected] if mode is TransferMode.PUSH else [])
@@ -155,11 +158,14 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     assert stock.offered is not None
     tag, rank = stock.offered
     assert tag == (
-        "kvcached_nixl/8 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; 4 planes of cells of 16 bytes]"
+        "kvcached_nixl/9 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; group 0: 4 planes of cells of 16 "
+        "bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
-    assert (rank.agent_metadata, rank.kernel_blocks_per_block) == (b"\x00nixl", 2)
-    (kind,) = rank.memory
+    assert rank.agent_metadata == b"\x00nixl"
+    (group,) = rank.groups
+    assert group.kernel_blocks_per_block == 2
+    (kind,) = group.planes
     assert (len(kind.bases), kind.num_heads, kind.first_head, kind.num_blocks) == (4, 4, 4, 5)
     assert channel.is_closed
     # The token table is registered and empty; a published token is at the address where peers read it.
@@ -209,10 +215,10 @@ def test_what_positions_make_up_for_is_not(geometry: Geometry) -> None:
 
 
 def test_a_latent_has_all_heads_on_every_rank() -> None:
-    stock = Stock(use_mla=True)
+    stock = Stock(use_mla=True, first_head=lambda num_heads: 0)
     started(stock, Geometry(era="mla", num_pools=2))
     assert stock.offered is not None
-    (kind,) = stock.offered[1].memory
+    (kind,) = stock.offered[1].groups[0].planes
     assert (kind.num_heads, kind.first_head) == (1, 0)
 
 

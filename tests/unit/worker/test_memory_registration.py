@@ -28,10 +28,11 @@ class Stock:
         self.num_blocks, self.num_pools = geometry.num_blocks, geometry.num_pools
         self.registered: list[tuple[list[tuple[int, int]], int]] = []
         self.memory_types: list[str | None] = []
-        self.load = 1000, 64, 1
+        self.load = 1000, 64
 
-    def pages(self) -> dict[str, tuple[int, int, int]]:
-        return dict.fromkeys(self.caches, dataclasses.astuple(self.geometry.page()))
+    def groups(self) -> list[dict[str, tuple[int, int, int]]]:
+        page = dataclasses.astuple(self.geometry.page())
+        return [dict.fromkeys(layers, page) for layers in self.geometry.layers_of_groups()]
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], dict[str, int]]:
         shape = (2, PROBED["num_blocks"], PROBED["block_size"], PROBED["num_heads"], 1)

@@ -49,6 +49,7 @@ from kvcached_nixl.wire.messages import (
     encode,
 )
 from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, UnneededOffer
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker import transfer_thread as thread
@@ -93,7 +94,7 @@ class Worker:
         self.offered: list[Weights] = []
         self.memory = Memory()
         self.reason = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
-        place = LocalRank(EngineId("local"), 1, 0, (self.memory.planes,), 1, False)
+        place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), False)
         made = Settings(mode, **settings)
         self.side = assemble(
             self.transport, self.clock if clock is None else clock, place, self.reason, made, TAG, self.asking,

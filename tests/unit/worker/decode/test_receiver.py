@@ -266,7 +266,7 @@ def test_parameters_of_an_earlier_start_are_refused_before_a_byte_moves(pull: De
         manifest(17, 13, block_size=5, num_tokens=10),
         manifest(17, 13, 19, 20, 21, block_size=2, num_tokens=10),
         manifest(17, 13, num_tokens=8),
-        msgspec.structs.replace(MANIFEST, groups=MANIFEST.groups * 2),
+        msgspec.structs.replace(MANIFEST, groups=MANIFEST.groups * 2, block_sizes=(BLOCK_SIZE,) * 2),
         msgspec.structs.replace(MANIFEST, groups=()),
         msgspec.structs.replace(MANIFEST, groups=(BlockRange(8, (19,)),)),
     ],
@@ -422,7 +422,8 @@ def test_blocks_are_registered_with_everything_that_prefill_checks(push: Decode)
     (said,) = remote.heard()
     assert said == msgspec.structs.replace(
         said, attempt=1, decode_request_id="d1", decode=push.side.own, name="transfer:t", request_id="",
-        digest=DIGEST, first_token=0, end_token=TOKENS, block_size=BLOCK_SIZE, groups=(KernelBlockRange(0, (7, 3, 9)),),
+        digest=DIGEST, first_token=0, end_token=TOKENS, block_sizes=(BLOCK_SIZE,),
+        groups=(KernelBlockRange(0, (7, 3, 9)),),
     )  # fmt: skip
     assert push.asking.asked == [remote.place]
     assert not push.over and len(push.receiver) == 1
@@ -432,7 +433,7 @@ def test_with_a_manifest_prefills_request_is_named() -> None:
     decode = Decode(TransferMode.PUSH, kernel_blocks_per_block=2, memory=Memory(block_size=2))
     remote = registered(decode, wanted(1, MANIFEST))
     (said,) = remote.heard()
-    assert isinstance(said, Registration) and (said.request_id, said.block_size) == ("p-1", 2)
+    assert isinstance(said, Registration) and (said.request_id, said.block_sizes) == ("p-1", (2,))
     assert said.groups == (KernelBlockRange(0, (14, 15, 6, 7, 18, 19)),) and not said.is_staged
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry import kv_checksum as content
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.kv_checksum import Content
@@ -29,6 +29,11 @@ class Rank:
     memory: torch.Tensor
     content: Content
     blocks: KernelBlocks
+    areas: list[tuple[int, torch.Tensor]]
+
+    @property
+    def group(self) -> GroupMemory:
+        return GroupMemory((self.planes,))
 
     def cell(self, plane: int, token: int, head: int) -> torch.Tensor:
         block, rest = divmod(token - self.blocks.first_token, self.planes.block_size)
@@ -78,7 +83,7 @@ def rank(
     )
     first_token -= first_token % block_size
     ids = random.permutation(NUM_BLOCKS)[: -(-(TOKENS - first_token) // block_size)].tolist()
-    made = Rank(planes, memory, Content((planes,), areas), KernelBlocks(ids, first_token))
+    made = Rank(planes, memory, Content((GroupMemory((planes,)),), areas), KernelBlocks(ids, first_token), areas)
     for token in range(first_token, TOKENS):
         for plane in range(NUM_PLANES):
             for head in heads:
@@ -87,7 +92,7 @@ def rank(
 
 
 def digest(here: Rank, there: Rank, first: int = 0, end: int = TOKENS) -> str:
-    return here.content.digest([(here.blocks, first)], end, (there.planes,))
+    return here.content.digest([(here.blocks, first)], end, (there.group,))
 
 
 ARRANGEMENTS = st.builds(
@@ -132,10 +137,12 @@ def test_every_byte_that_is_meant_counts_and_no_other(here: Rank, plane: int, to
 def test_groups_are_told_apart_and_those_that_begin_later_are_left_out() -> None:
     """As where a sliding window is past the range."""
     here = rank()
-    whole = here.content.digest([(here.blocks, 0), (here.blocks, 8)], TOKENS, (here.planes,))
-    assert whole != here.content.digest([(here.blocks, 8), (here.blocks, 0)], TOKENS, (here.planes,))
-    alone = here.content.digest([(here.blocks, 0)], 8, (here.planes,))
-    assert alone == here.content.digest([(here.blocks, 0), (here.blocks, 8)], 8, (here.planes,))
+    groups = (here.group, here.group)
+    both = Content(groups, here.areas)
+    whole = both.digest([(here.blocks, 0), (here.blocks, 8)], TOKENS, groups)
+    assert whole != both.digest([(here.blocks, 8), (here.blocks, 0)], TOKENS, groups)
+    alone = here.content.digest([(here.blocks, 0)], 8, groups[:1])
+    assert alone == both.digest([(here.blocks, 0), (here.blocks, 8)], 8, groups)
 
 
 def test_planes_that_change_places_are_seen() -> None:
@@ -168,4 +175,4 @@ def test_tokens_that_are_not_in_the_blocks_are_refused() -> None:
 def test_a_plane_outside_the_areas_is_refused() -> None:
     here = rank()
     with pytest.raises(ValueError, match="in the first block of a region"):
-        Content((here.planes,), [(here.planes.bases[0], here.memory.view(NUM_BLOCKS * NUM_PLANES, -1)[:1])])
+        Content((here.group,), [(here.planes.bases[0], here.memory.view(NUM_BLOCKS * NUM_PLANES, -1)[:1])])

@@ -349,7 +349,7 @@ def test_tokens_of_decodes_prefix_cache_are_not_written(prefill: Prefill, remote
 def test_sizes_of_blocks_may_differ() -> None:
     prefill = Prefill(memory=Memory(block_size=2))
     remote = prefill.remote(memory=Memory(block_size=8))
-    prefill.register(remote, block_size=8, block_ids=((17, 13),))
+    prefill.register(remote, block_sizes=(8,), block_ids=((17, 13),))
     prefill.offer(7, blocks=([1, 2, 4, 5],))
     prefill.deliver()
     assert said(remote) == [], "half of decode's block goes with the other half"
@@ -366,7 +366,7 @@ def test_sizes_of_blocks_may_differ() -> None:
         {"block_ids": ((17, 13),)},
         {"block_ids": ((17, 13, 32),)},
         {"block_ids": ((17, 13, 19), (1, 2, 3))},
-        {"block_size": 2, "block_ids": ((17, 13, 19, 20, 21),)},
+        {"block_sizes": (2,), "block_ids": ((17, 13, 19, 20, 21),)},
     ],
     ids=["too few", "out of range", "groups", "block size"],
 )
@@ -933,7 +933,7 @@ def test_what_is_remembered_has_an_end() -> None:
 
 def test_blocks_are_kept_as_the_kernel_counts_them() -> None:
     """The scheduler counts logical blocks; memory is laid out in kernel blocks."""
-    prefill = Prefill(kernel_blocks_per_block=2)
+    prefill = Prefill(kernel_blocks_per_block=2, num_groups=2)
     prefill.offer(4, blocks=([7], [3]))
     (offer,) = offers_of(prefill.registry).values()
     assert offer.block_ids == ([14, 15], [6, 7])

@@ -17,21 +17,31 @@ LAYOUT, _, _ = allocate(Geometry(num_pools=2, block_size=16, num_blocks=2000, re
 LARGEST_BLOCK_TOKENS = 256
 """Of either side, as `sizing` assumes."""
 SLOT_BYTES = sum(region.block_bytes for region in LAYOUT.regions)
-LOAD = SlabLoad(longest_tokens=1600, running=64, num_groups=1, block_size=16)
+LOAD = SlabLoad(longest_tokens=1600, running=64, block_sizes=(16,))
 
 
 @pytest.mark.parametrize(
     ("load", "slots"),
     [
         (LOAD, 4 * 100),
-        (SlabLoad(1600, 2, 1, 16), 2 * 100),
-        (SlabLoad(1601, 2, 1, 16), 2 * 101),
-        (SlabLoad(1600, 2, 2, 16), 4 * 100),
-        (SlabLoad(1_000_000, 64, 1, 16), 2000),
-        (SlabLoad(16, 1, 1, 16), 64),
-        (SlabLoad(16, 1, 3, 128), 24),
+        (SlabLoad(1600, 2, (16,)), 2 * 100),
+        (SlabLoad(1601, 2, (16,)), 2 * 101),
+        (SlabLoad(1600, 2, (16, 16)), 4 * 100),
+        (SlabLoad(1600, 2, (64, 16)), 2 * (25 + 100)),
+        (SlabLoad(1_000_000, 64, (16,)), 2000),
+        (SlabLoad(16, 1, (16,)), 64),
+        (SlabLoad(16, 1, (128, 128, 128)), 24),
     ],
-    ids=["four", "as many as run", "a block more", "groups", "the whole cache", "few", "few of large ones"],
+    ids=[
+        "four",
+        "as many as run",
+        "a block more",
+        "groups",
+        "groups of two sizes",
+        "the whole cache",
+        "few",
+        "few of large ones",
+    ],
 )
 def test_it_is_as_large_as_what_it_is_for(load: SlabLoad, slots: int) -> None:
     assert num_slots(LAYOUT, load, None, is_host=True) == slots
@@ -40,7 +50,7 @@ def test_it_is_as_large_as_what_it_is_for(load: SlabLoad, slots: int) -> None:
 def test_on_a_device_it_is_a_small_part_of_the_cache() -> None:
     """On a device there is little memory beside the cache, so the default is 1/16 of it."""
     assert num_slots(LAYOUT, LOAD, None, is_host=False) == 2000 // 16
-    assert num_slots(LAYOUT, SlabLoad(16, 1, 1, 16), None, is_host=False) == 64
+    assert num_slots(LAYOUT, SlabLoad(16, 1, (16,)), None, is_host=False) == 64
 
 
 def test_it_is_as_large_as_asked_for_and_never_larger_than_the_cache() -> None:
@@ -68,7 +78,7 @@ def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("block_size", [1, 16, 100, 256, 1000])
 def test_what_moves_always_has_room_for_a_block_of_either_side(block_size: int) -> None:
-    load = SlabLoad(1, 1, 3, block_size)
+    load = SlabLoad(1, 1, (block_size,) * 3)
     slots = Slots(load.fewest_slots, num_kept(load.fewest_slots))
     slots.take(10**6, Use.PARKED)
     for use in (Use.SENDING, Use.RECEIVING):

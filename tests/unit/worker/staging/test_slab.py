@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kvcached_memory import Geometry
 
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.layout import Layout, plan
-from kvcached_nixl.worker.geometry.planes import planes_of
+from kvcached_nixl.worker.geometry.planes import group_memory
 from kvcached_nixl.worker.staging.slab import Slab
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ geometries = st.builds(
 )
 
 
-def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[Planes, ...]]:
+def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[GroupMemory, ...]]:
     caches, memory = geometry.allocate()
     for number, pool in enumerate(memory):
         pool.view(torch.uint8).copy_(torch.arange(pool.nbytes).remainder(251 - number))
@@ -47,10 +47,11 @@ def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[Plan
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
     )
-    return layout, memory, planes_of(layout.device_views, layout.axes, first_head=0)
+    groups = tuple(group_memory(layout, layers, 1, lambda _: 0) for layers in geometry.layers_of_groups())
+    return layout, memory, groups
 
 
-def cells(memory: tuple[Planes, ...], block: int) -> list[bytes]:
+def cells(groups: tuple[GroupMemory, ...], block: int) -> list[bytes]:
     """Every cell of a block, in an order that both sides of a transfer have."""
     return [
         ctypes.string_at(
@@ -60,7 +61,8 @@ def cells(memory: tuple[Planes, ...], block: int) -> list[bytes]:
             + head * planes.head_stride_bytes,
             planes.cell_bytes,
         )
-        for planes in memory
+        for group in groups
+        for planes in group.planes
         for base in planes.bases
         for token in range(planes.block_size)
         for head in range(planes.num_heads)
@@ -70,15 +72,15 @@ def cells(memory: tuple[Planes, ...], block: int) -> list[bytes]:
 @settings(max_examples=60, deadline=None)
 @given(geometries, st.data())
 def test_what_is_gathered_is_described_by_the_planes_and_comes_back(geometry: Geometry, data: st.DataObject) -> None:
-    layout, memory, planes = allocate(geometry)
+    layout, memory, groups = allocate(geometry)
     slab = Slab(layout, data.draw(st.integers(2, 7)), CPU)
     count = data.draw(st.integers(1, min(slab.num_slots, geometry.num_blocks)))
     blocks = data.draw(st.permutations(range(geometry.num_blocks)))[:count]
     slots = data.draw(st.permutations(range(slab.num_slots)))[:count]
-    staged = slab.planes(planes)
-    assert {one.num_blocks for one in staged} == {slab.num_slots}
+    staged = slab.groups(groups)
+    assert {one.num_blocks for group in staged for one in group.planes} == {slab.num_slots}
 
-    expected = {block: cells(planes, block) for block in range(geometry.num_blocks)}
+    expected = {block: cells(groups, block) for block in range(geometry.num_blocks)}
     slab.gather(blocks, slots)
     for block, slot in zip(blocks, slots, strict=True):
         assert cells(staged, slot) == expected[block]
@@ -87,9 +89,9 @@ def test_what_is_gathered_is_described_by_the_planes_and_comes_back(geometry: Ge
     before = [pool.clone() for pool in memory]
     slab.scatter(slots, to)
     for slot, block in zip(slots, to, strict=True):
-        assert cells(planes, block) == cells(staged, slot)
+        assert cells(groups, block) == cells(staged, slot)
     for block in set(range(geometry.num_blocks)) - set(to):
-        assert cells(planes, block) == expected[block]
+        assert cells(groups, block) == expected[block]
     # Nothing beyond what vLLM planned, either.
     slab.gather(blocks, slots)
     slab.scatter(slots, blocks)
@@ -100,11 +102,11 @@ def test_what_is_gathered_is_described_by_the_planes_and_comes_back(geometry: Ge
 
 def test_its_extent_holds_every_slot_and_no_address_of_the_cache() -> None:
     geometry = Geometry()
-    layout, memory, planes = allocate(geometry)
+    layout, memory, groups = allocate(geometry)
     slab = Slab(layout, 5, CPU)
     begin, length = slab.extent
     assert begin % 4096 == 0 and length == Slab.bytes_for(layout, 5)
-    for one in slab.planes(planes):
+    for one in [one for group in slab.groups(groups) for one in group.planes]:
         for base in one.bases:
             last = base + (one.num_blocks - 1) * one.block_stride_bytes + one.block_stride_bytes
             assert begin <= base and last <= begin + length

@@ -25,7 +25,7 @@ class NoCopies:
 @pytest.fixture
 def staging() -> Staging:
     """72 slots, 64 of them for received KV."""
-    return Staging(Slots(72, 8), NoCopies(), 16)
+    return Staging(Slots(72, 8), NoCopies(), (16,))
 
 
 def take(staging: Staging, owner: str) -> list[Held]:
@@ -56,3 +56,18 @@ def test_those_that_are_not_heard_of_leave_something_for_the_next_one(staging: S
 def test_one_that_is_heard_of_has_a_quarter(staging: Staging) -> None:
     assert [sum(len(held.slots) for held in take(staging, name)) for name in "abcd"] == [16] * 4
     assert take(staging, "e") == []
+
+
+def test_groups_with_blocks_of_other_sizes_get_slots_for_the_same_tokens() -> None:
+    """Gemma 4: a slot holds 64 tokens of one group, and 32 of the other."""
+    staging = Staging(Slots(72, 8), NoCopies(), (64, 32))
+    held = staging.take(Use.RECEIVING, [128, 0], 64, 256, 64)
+    assert held is not None and (held.first_token, held.end_token) == (64, 256)
+    assert [(group.first_token, len(group.block_ids)) for group in held.groups] == [(128, 2), (64, 6)]
+    assert len(set(held.slots)) == 8
+    asked: list[tuple[list[int], list[int]]] = []
+    staging.copier.submit = lambda copy: asked.append((list(copy.blocks), list(copy.slots)))  # type: ignore[method-assign]
+    staging.gather(held, ([*range(10, 14)], [*range(20, 28)]), 192, lambda failed: None)
+    ((blocks, slots),) = asked
+    assert blocks == [12, 22, 23, 24, 25]
+    assert slots == [held.groups[0].block_ids[0], *held.groups[1].block_ids[:4]]

@@ -6,11 +6,19 @@ from __future__ import annotations
 import pytest
 from support.worker_fakes import Local, Memory
 
+from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.transfer.topology import contributors, fits, kernel_blocks, kernel_blocks_of, peers_of
+from kvcached_nixl.worker.transfer.topology import (
+    LocalRank,
+    contributors,
+    fits,
+    kernel_blocks,
+    kernel_blocks_of,
+    peers_of,
+)
 
 MAX_RANKS = 12
 MAX_HEADS = 24
@@ -106,27 +114,37 @@ def test_ranks_are_at_their_engines_address() -> None:
     ]
 
 
+def group_of(planes: Planes) -> tuple[GroupMemory, ...]:
+    return (GroupMemory((planes,)),)
+
+
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_a_block_of_the_scheduler_is_so_many_of_the_kernel(ratio: int) -> None:
     """A4: each side with its own ratio."""
-    assert list(kernel_blocks([5, 2], ratio)) == [*range(5 * ratio, 6 * ratio), *range(2 * ratio, 3 * ratio)]
-    assert list(kernel_blocks([], ratio)) == []
-    assert kernel_blocks_of(BlockRange(8, (5,)), ratio) == KernelBlocks(kernel_blocks((5,), ratio), 8)
+    group = GroupMemory((Memory().planes,), ratio)
+    assert list(kernel_blocks([5, 2], group)) == [*range(5 * ratio, 6 * ratio), *range(2 * ratio, 3 * ratio)]
+    assert list(kernel_blocks([], group)) == []
+    assert kernel_blocks_of((BlockRange(8, (5,)),), (group,)) == (KernelBlocks(kernel_blocks((5,), group), 8),)
 
 
-def test_a_place_knows_its_block_sizes() -> None:
-    place = Local(kernel_blocks_per_block=3, memory=Memory(block_size=2)).side.local
-    assert (place.kernel_block_size, place.block_size) == (2, 6)
+def test_a_rank_knows_its_block_sizes_and_where_a_part_of_a_request_may_end() -> None:
+    """A part may end where blocks of all KV-cache groups of both sides end."""
+    groups = tuple(GroupMemory((Memory(block_size=size).planes,), 3) for size in (2, 6))
+    local = LocalRank(EngineId("e"), 1, 0, groups, False)
+    assert local.kernel_block_sizes == (2, 6) and [group.block_size for group in groups] == [6, 18]
+    assert local.step_tokens([2, 6]) == 6 and local.step_tokens([4, 9]) == 36
 
 
 def test_what_lies_between_two_ranks_is_found_once_and_forgotten() -> None:
     local = Local()
     there = Memory().planes
     routes = local.side.routes
-    first = routes.of("a", (there,))
-    assert routes.of("a", (there,)) is first and len(routes) == 1
+    first = routes.of("a", group_of(there))
+    assert routes.of("a", group_of(there)) is first and len(routes) == 1
     with pytest.raises(ValueError, match="kinds of planes"):
-        routes.of("b", (there, there))
+        routes.of("b", (GroupMemory((there, there)),))
+    with pytest.raises(ValueError, match="2 KV-cache groups; expected 1"):
+        routes.of("b", group_of(there) * 2)
     routes.forget("a")
     routes.forget("a")
     assert len(routes) == 0
@@ -135,24 +153,24 @@ def test_what_lies_between_two_ranks_is_found_once_and_forgotten() -> None:
 def test_what_one_address_says_of_an_agents_memory_is_not_used_for_another() -> None:
     """Anybody may answer with the metadata of another engine's agent, and with places of its own making."""
     routes, liar, honest = Local().side.routes, Memory(), Memory()
-    lie = routes.of("a", (liar.planes,))
-    truth = routes.of("a", (honest.planes,))
+    lie = routes.of("a", group_of(liar.planes))
+    truth = routes.of("a", group_of(honest.planes))
     groups = [(KernelBlocks((1,)), KernelBlocks((2,)), 0)]
     assert not (routes.ranges(lie, groups, 4).remote == routes.ranges(truth, groups, 4).remote).all()
-    assert routes.of("a", (honest.planes,)) is truth and len(routes) == 1
+    assert routes.of("a", group_of(honest.planes)) is truth and len(routes) == 1
 
 
 def test_groups_are_moved_together_and_those_without_a_token_left_out() -> None:
-    local = Local()
-    routes = local.side.routes.of("a", (Memory().planes,))
+    local = Local(num_groups=2)
+    routes = local.side.routes.of("a", group_of(Memory().planes) * 2)
     one, two = (KernelBlocks([1, 2]), KernelBlocks([3, 4]), 0), (KernelBlocks([5, 6]), KernelBlocks([7, 8]), 0)
     both = local.side.routes.ranges(routes, [one, two], 8)
-    alone = local.side.routes.ranges(routes, [one], 8)
+    alone = local.side.routes.ranges(routes[:1], [one], 8)
     assert both.total_bytes == 2 * alone.total_bytes > 0
     behind = (KernelBlocks([5], 8), KernelBlocks([7], 8), 8)
     assert local.side.routes.ranges(routes, [one, behind], 8).total_bytes == alone.total_bytes
     with pytest.raises(ValueError, match="no token before 8"):
-        local.side.routes.ranges(routes, [behind], 8)
+        local.side.routes.ranges(routes[:1], [behind], 8)
 
 
 def test_what_does_not_fit_is_said_in_words() -> None:
@@ -163,4 +181,4 @@ def test_what_does_not_fit_is_said_in_words() -> None:
         local.side.local, remote.handshake(tp_size=3)
     )
     other = Planes((4096,), 8, 8, 8, 8, 4, 4, 1)
-    assert "1 planes of cells of 8 bytes" in fits(local.side.local, remote.handshake(memory=(other,)))
+    assert "1 planes of cells of 8 bytes" in fits(local.side.local, remote.handshake(groups=group_of(other)))

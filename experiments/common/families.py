@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of families whose layers keep KV in several ways, with random weights; nothing is downloaded.
+
+Their configurations are those of transformers, with a few small layers. The weights are drawn as those of `model`.
+``python -m experiments.common.families FAMILY`` makes one and prints its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.common.model import CACHE, FORMAT, ModelShape, write_tokenizer
+
+__all__ = ["FAMILIES", "Family", "make_family"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of some family.
+
+    Attributes:
+        config: class of transformers' configuration.
+        architecture: as vLLM's registry names it.
+        values: of the configuration; the rest is transformers' default.
+        block_size: ``--block-size`` of its servers, in tokens; None for vLLM's choice.
+    """
+
+    config: str
+    architecture: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    block_size: int | None = 32
+    seed: int = 20260
+    deviation: float = 0.08
+
+
+_SMALL: Mapping[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+
+
+def _gemma4(pattern: str, *, block_size: int | None = 32, **values: Any) -> Family:
+    """``pattern``: a letter per layer, s for a sliding window of 128 tokens, f for full attention."""
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    config = {
+        **_SMALL,
+        "num_hidden_layers": len(pattern),
+        "layer_types": [kinds[letter] for letter in pattern],
+        "sliding_window": 128,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 512,
+        **values,
+    }
+    return Family("Gemma4TextConfig", "Gemma4ForCausalLM", config, block_size)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gemma4": _gemma4("sfsf"),
+    "gemma4 5:1": _gemma4("sssssf"),
+    "gemma4 K=V": _gemma4(
+        "sfsf", block_size=64, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=1
+    ),
+    "gemma4 shared": _gemma4("sfsfsf", num_kv_shared_layers=2),
+}
+
+
+def make_family(name: str, *, cache: Path = CACHE) -> Path:
+    """Return the folder of the model of ``FAMILIES[name]``; makes it if it does not exist.
+
+    Raises:
+        KeyError: there is no such family.
+    """
+    family = FAMILIES[name]
+    words = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
+    key = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:12]
+    folder = cache / f"{''.join(letter if letter.isalnum() else '-' for letter in name)}-{key}"
+    if (folder / "complete").is_file():
+        return folder
+    partial = cache / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write(family, partial)
+    write_tokenizer(
+        ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"]),
+        partial,
+    )
+    (partial / "complete").touch()
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return folder
+
+
+def _write(family: Family, folder: Path) -> None:
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = getattr(transformers, family.config)(**family.values)
+    config.architectures = [family.architecture]
+    torch.manual_seed(family.seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(family.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * family.deviation)
+    weights = {name: parameter.detach() for name, parameter in model.state_dict().items()}
+    shared = family.values.get("num_kv_shared_layers", 0)
+    for layer in range(config.num_hidden_layers - shared, config.num_hidden_layers):
+        # In the files of Gemma 4, and wanted by vLLM; transformers' model does not have it where KV is shared.
+        is_full = config.layer_types[layer] == "full_attention"
+        size = family.values["global_head_dim" if is_full else "head_dim"]
+        weights[f"model.layers.{layer}.self_attn.k_norm.weight"] = torch.ones(size, dtype=torch.bfloat16)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    config.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FAMILIES)
+    print(make_family(parser.parse_args().family))
