@@ -42,7 +42,13 @@ parallel_state, log, patched = engine_node.parallel_state, engine_node.log, atte
 
 WINDOW, BLOCK = 64, 16
 GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=60, reserved_blocks=70, num_pools=2)
-KINDS: dict[str, tuple[int | None, ...]] = {"a full one and a window": (None, WINDOW), "a window alone": (WINDOW,)}
+WIDE = -WINDOW
+"""A window of as many tokens, in blocks of twice as many tokens of half as many heads, as in Gemma 4."""
+KINDS: dict[str, tuple[int | None, ...]] = {
+    "a full one and a window": (None, WINDOW),
+    "a window alone": (WINDOW,),
+    "a full one and a window of wide blocks": (None, WIDE),
+}
 
 
 class GroupsNode(Node):
@@ -56,12 +62,13 @@ class GroupsNode(Node):
     def places(self, token_ids: list[int], first: int, blocks: list[list[int]], group: int) -> Iterator[Any]:
         """Where a group has each token from ``first`` on, and what must be there; None where it has let go of it."""
         layers = list(self.caches.values())[group * self.geometry.num_pools :][: self.geometry.num_pools]
+        size = self.geometry.of_group(group).block_size
         for position in range(first, len(token_ids)):
-            block_id = blocks[group][position // BLOCK]
+            block_id = blocks[group][position // size]
             for layer, cache in enumerate(layers):
                 number = group * self.geometry.num_pools + layer
                 block = self.geometry.block(cache, block_id).view(torch.uint8).movedim(1, 0)
-                cell = block[position % BLOCK]
+                cell = block[position % size]
                 expected = kv([token_ids[position]], position, number, cell.numel()).view(cell.shape)
                 yield position, (cell if block_id else None), expected
 
@@ -111,7 +118,9 @@ def paths(request: pytest.FixtureRequest) -> tuple[str, str, str]:
 def node(
     windows: tuple[int | None, ...], paths: tuple[str, str, str], tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> Iterator[Any]:
-    geometry = dataclasses.replace(GEOMETRY, groups=len(windows))
+    wide = tuple(group for group, window in enumerate(windows) if window == WIDE)
+    geometry = dataclasses.replace(GEOMETRY, groups=len(windows), wide=wide)
+    windows = tuple(window and abs(window) for window in windows)
     mode, *of_sides = paths
 
     with nodes(GroupsNode, tmp_path, log) as make:

@@ -55,7 +55,7 @@ def backend_of(geometry: Geometry) -> type:
 
         @staticmethod
         def get_supported_kernel_block_sizes() -> list[Any]:
-            return [geometry.block_size]
+            return sorted({geometry.of_group(group).block_size for group in range(geometry.groups)})
 
         @staticmethod
         def get_kv_cache_shape(
@@ -70,7 +70,11 @@ def backend_of(geometry: Geometry) -> type:
 
 
 def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window: int | None = None) -> Any:
-    """Returns the KV-cache spec of a group. All groups but the first have a sliding window."""
+    """Returns the KV-cache spec of a group. All groups but the first have a sliding window.
+
+    Args:
+        geometry: of the group's blocks.
+    """
     common: dict[str, Any] = {
         "block_size": geometry.block_size * kernel_blocks_per_block,
         "num_kv_heads": geometry.num_kv_heads,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -303,9 +305,12 @@ def _engine(
     names, pools = geometry.layer_names(), geometry.num_pools
     of_group = [names[group * pools : (group + 1) * pools] for group in range(geometry.groups)]
     if windows is None:
-        specs = [spec_of(geometry, group, kernel_blocks_per_block) for group in range(geometry.groups)]
+        specs = [spec_of(geometry.of_group(group), group, kernel_blocks_per_block) for group in range(geometry.groups)]
     else:
-        specs = [spec_of(geometry, int(window is not None), kernel_blocks_per_block, window) for window in windows]
+        specs = [
+            spec_of(geometry.of_group(group), int(window is not None), kernel_blocks_per_block, window)
+            for group, window in enumerate(windows)
+        ]
     return build_engine(
         model,
         list(zip(of_group, specs, strict=True)),
@@ -337,9 +342,12 @@ def _node(
     config.cache_config.num_gpu_blocks = engine.kv_cache_config.num_blocks
     config.cache_config.enable_prefix_caching = prefix_caching
     config.scheduler_config.max_num_scheduled_tokens = tokens_a_step
-    scheduler = kind.scheduler_class(
-        config, engine.kv_cache_config, StructuredOutputManager(config), block_size=config.cache_config.block_size
-    )
+    sizes = [group.kv_cache_spec.block_size for group in engine.kv_cache_config.kv_cache_groups]
+    of_blocks = {"block_size": config.cache_config.block_size}
+    if "hash_block_size" in inspect.signature(Scheduler).parameters:
+        # As the engine core resolves them.
+        of_blocks = {"block_size": math.lcm(*sizes), "hash_block_size": math.gcd(*sizes)}
+    scheduler = kind.scheduler_class(config, engine.kv_cache_config, StructuredOutputManager(config), **of_blocks)
     # The scheduler creates its connector itself, so the one of the engine is replaced.
     engine.scheduler = scheduler.connector
     return kind(engine, scheduler, geometry, {}, log)

@@ -26,6 +26,7 @@ class Geometry:
         contiguous: all layers of a block are adjacent; otherwise each layer is separate.
         num_blocks: planned blocks. ``reserved_blocks``, which is larger: blocks for which kvcached reserves addresses.
         groups: KV-cache groups that share the pools; layer ``g.i`` of each group g uses pool i.
+        wide: groups whose blocks have twice as many tokens of half as many heads, and so the same bytes.
     """
 
     era: str = "kv_first"
@@ -37,6 +38,7 @@ class Geometry:
     num_blocks: int = 5
     reserved_blocks: int = 13
     groups: int = 1
+    wide: tuple[int, ...] = ()
     head_major: bool = False
     dtype: torch.dtype = field(default=torch.bfloat16)
 
@@ -71,6 +73,12 @@ class Geometry:
             "latent": (num_blocks, 1, size, heads * width),
         }[self.era]
 
+    def of_group(self, group: int) -> Geometry:
+        """Returns the geometry of a group's blocks."""
+        if group not in self.wide:
+            return self
+        return replace(self, block_size=2 * self.block_size, num_kv_heads=self.num_kv_heads // 2)
+
     def layers_of_groups(self) -> tuple[tuple[str, ...], ...]:
         """Per KV-cache group, the names of its layers."""
         layers, pools = self.layer_names(), self.num_pools
@@ -90,16 +98,18 @@ class Geometry:
     def allocate(self) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns layer name -> attention's view, and the memory behind the views."""
         count, pools = self.reserved_blocks, self.num_pools
+        page = self.page_elements
         if self.contiguous:
-            memory = [torch.zeros(count * pools * self.page_elements, dtype=self.dtype)]
-            views = [
-                self._view(memory[0], pool * self.page_elements, pools * self.page_elements) for pool in range(pools)
-            ]
+            memory = [torch.zeros(count * pools * page, dtype=self.dtype)]
+            places = [(memory[0], pool * page, pools * page) for pool in range(pools)]
         else:
-            memory = [torch.zeros(count * self.page_elements, dtype=self.dtype) for _ in range(pools)]
-            views = [self._view(pool, 0, self.page_elements) for pool in memory]
-        names = self.layer_names()
-        return {name: views[i % pools] for i, name in enumerate(names)}, memory
+            memory = [torch.zeros(count * page, dtype=self.dtype) for _ in range(pools)]
+            places = [(pool, 0, page) for pool in memory]
+        return {
+            name: self.of_group(group)._view(*place)
+            for group, names in enumerate(self.layers_of_groups())
+            for name, place in zip(names, places, strict=True)
+        }, memory
 
     def _view(self, memory: torch.Tensor, offset: int, block_stride: int) -> torch.Tensor:
         heads, size, width = self.num_kv_heads, self.block_size, self.head_size
