@@ -30,8 +30,8 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "odd number of layers": dict.fromkeys(Era, _BOTH),
         "sliding window, alone or beside full attention": dict.fromkeys(Era, _NOT_STREAMED),
         "KV-cache groups with blocks of different sizes (Gemma 4)": {
-            Era.KV_APART: "not run",
-            Era.PACKED: f"both layouts with 0.28, also staged; {_NOT_STREAMED.partition('; ')[2]}",
+            Era.KV_APART: f"{_NOT_STREAMED}; by contract tests with 0.19",
+            Era.PACKED: f"{_NOT_STREAMED}; served with 0.28",
         },
         "kernel block smaller than block": {
             Era.KV_APART: "non-contiguous; contiguous is refused",
