@@ -42,7 +42,10 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         ),
         "state-space or linear-attention layers": dict.fromkeys(Era, _REFUSED),
         "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),
-        "peers with different block sizes": dict.fromkeys(Era, f"{_MULTIPLES}; refused on a CPU"),
+        "peers with different block sizes": dict.fromkeys(
+            Era,
+            f"{_MULTIPLES}; with a sliding window, prefill's not the smaller ones; refused on a CPU",
+        ),
         "peers with different layouts": dict.fromkeys(Era, _REFUSED),
         "a peer that pulls and one that pushes": dict.fromkeys(Era, _REFUSED),
         "peer without this package": dict.fromkeys(Era, _REFUSED),

@@ -183,7 +183,7 @@ class WorkerView:
     def first_head(self, num_heads: int) -> int:
         """Returns the index, in the whole model, of this rank's first KV head in layers with ``num_heads`` on a rank.
 
-        A rank's only head may be a copy of another rank's. Which one it is, is not known if layers have different
+        A rank's only head may be a copy of another rank's. Which one it is, may not be known if layers have different
         numbers of heads; then no rank of another tensor-parallel size has the head that is returned.
         """
         if self.use_mla or self.tp_size == 1:
@@ -193,9 +193,9 @@ class WorkerView:
             return self.tp_rank * num_heads
         drafter = getattr(self._config.speculative_config, "draft_model_config", None)
         configs = [one.hf_text_config for one in (model, drafter) if one is not None]
-        if len(kv_heads_of(*configs)) > 1:
-            return _UNKNOWN_HEAD * self.tp_size + self.tp_rank
-        return self.tp_rank * int(model.get_total_num_kv_heads()) // self.tp_size
+        totals = kv_heads_of(*configs) | {int(model.get_total_num_kv_heads())}
+        found = {self.tp_rank * total // self.tp_size for total in totals if total <= self.tp_size}
+        return found.pop() if len(found) == 1 else _UNKNOWN_HEAD * self.tp_size + self.tp_rank
 
     @property
     def memory_type(self) -> MemoryType:

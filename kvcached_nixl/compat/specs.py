@@ -33,6 +33,9 @@ def kind_of(kv_cache_spec: Any) -> str:
     return "+".join(sorted(kinds))
 
 
+_KV_HEADS = ("key_value_heads", "kv_heads", "kv_n_heads", "n_head_kv", "num_attention_groups", "multi_query_group_num")
+
+
 def kv_heads_of(*configs: Any) -> set[int]:
     """The numbers of KV heads that the layers of these models have.
 
@@ -40,13 +43,18 @@ def kv_heads_of(*configs: Any) -> set[int]:
         configs: Hugging Face's text configurations. They name the numbers once, per kind of layer, or per layer.
     """
     found: set[int] = set()
-    left = [config.to_dict() for config in configs]
+    left = [("", config.to_dict(), config.to_dict().get("num_attention_heads")) for config in configs]
     while left:
-        for name, value in left.pop().items():
-            if isinstance(value, dict):
-                left.append(value)
-            elif "key_value_heads" in str(name) or "kv_heads" in str(name):
-                found.update(one for one in (value if isinstance(value, (list, tuple)) else [value]) if one)
+        name, value, num_heads = left.pop()
+        if isinstance(value, dict):
+            left += [(str(key), one, num_heads) for key, one in value.items()]
+        elif isinstance(value, (list, tuple)):
+            left += [(name, one, num_heads) for one in value]
+        elif isinstance(value, int) and not isinstance(value, bool) and value:
+            if any(part in name for part in _KV_HEADS):
+                found.add(value)
+            elif name == "n_heads_in_group" and isinstance(num_heads, int):
+                found.add(num_heads // value)
     return found
 
 

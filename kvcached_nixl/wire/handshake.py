@@ -11,6 +11,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     6: a registration may ask for checksums of the bytes that are sent, or that were READ already.
     7: weights are identified by their content (`Weights`), which may change; prefill may revoke an offer at any time.
     8: fields named as in docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
+    9: memory, manifests and registrations are described by KV-cache group, with a block size of its own for each.
 """
 
 from __future__ import annotations

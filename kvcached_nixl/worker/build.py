@@ -25,7 +25,7 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.geometry.planes import group_memory
+from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
@@ -125,7 +125,7 @@ def build_worker(
     transport = NixlTransport(worker.agent, memory_type, worker.device_id)
     tag = Tag(
         mode=settings.transfer_mode.value,
-        facts=worker.facts,
+        facts=(*worker.facts, ("layers", layers_digest(layout, registered.layers_of_groups))),
         arrangement=layout.arrangement.value,
         planes=tuple(tuple((len(kind.bases), kind.cell_bytes) for kind in group.planes) for group in groups),
     )

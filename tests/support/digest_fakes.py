@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,12 @@ class InTurn:
         failed = f"{work.what} failed" if self.fails else ""
         self.ended.append((work, None if failed else work.do(), failed))
         self.fails -= self.fails > 0
+
+    def begin(self) -> Callable[[], None]:
+        """Does the oldest piece of work. Returns what ends it: until then its result is not known."""
+        work = self.asked.popleft()
+        found = work.do()
+        return lambda: self.ended.append((work, found, ""))
 
     def turn(self) -> None:
         while self.ended or (self.asked and not self.held):

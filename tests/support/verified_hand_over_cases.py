@@ -14,7 +14,7 @@ import pytest
 
 from kvcached_nixl.scheduler import fetch_attempts as fetching
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Written, decode, encode
+from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Withdrawal, Written, decode, encode
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
@@ -186,6 +186,26 @@ def test_blocks_are_not_free_while_a_digest_of_them_is_found(made: Made, who: st
         pair.round()
     assert any(engine.pool.holders)
     engine.workers[0].awaiting_checksum.run()
+    pair.settle()
+    pair.pass_time(LEASE_SECONDS + 1)
+    assert not any(engine.pool.holders)
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_blocks_are_free_when_a_checksum_ends_that_nobody_waits_for(made: Made, who: str) -> None:
+    """The client leaves while the checksum is computed, and it is equal."""
+    pair = made(*(kind(caches_prefixes=False) for _ in range(2)))
+    pair.acquaint()
+    engine = getattr(pair, who)
+    request = under_way(pair, engine.workers)
+    end = engine.workers[0].awaiting_checksum.begin()
+    pair.decode.abort(request)
+    while not pair.messages(Withdrawal):
+        pair.decode.step()
+        for worker in pair.decode.workers:
+            worker.turn()
+    end()
     pair.settle()
     pair.pass_time(LEASE_SECONDS + 1)
     assert not any(engine.pool.holders)

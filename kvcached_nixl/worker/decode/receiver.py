@@ -79,8 +79,13 @@ class Receiver:
     def fetch(self, spec: FetchSpec) -> None:
         """Create an attempt: a request was given blocks. Nothing is moved before `begin`."""
         local = self._context.local
-        attempt = Attempt(spec, kernel_blocks_of(spec.groups, local.groups), self._changed)
+        is_whole = len(spec.groups) == len(local.groups)
+        attempt = Attempt(spec, kernel_blocks_of(spec.groups, local.groups) if is_whole else (), self._changed)
         self._attempts[spec.attempt] = attempt
+        if not is_whole:
+            reason = f"found blocks of {len(spec.groups)} KV-cache groups; expected {len(local.groups)}"
+            attempt.fail(HandOverFailed(FailureCause.DEFECT, reason))
+            return
         try:
             ranks, others = contributors(
                 spec.prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, is_latent=local.is_latent

@@ -43,7 +43,7 @@ class StagingWindow:
     Args:
         blocks: per KV-cache group, the kernel blocks to fill.
         end_token: one past the last token that is wanted.
-        step: ranges end at multiples of this many tokens: the larger kernel block size of the two sides.
+        step: ranges end at multiples of this many tokens (`LocalRank.step_tokens`).
         num_writers: ranks of prefill that have some of the bytes.
         engine_id: of these ranks' engine.
     """

@@ -248,7 +248,7 @@ class WritePart:
 
     def _settle_or_end(self) -> None:
         """Called when something on this side has ended that kept the part from being idle."""
-        if self._access is Access.HAS_STOPPED:
+        if self.is_idle or self._access is Access.HAS_STOPPED:
             self._attempt.settle()
         else:
             self._end_if_complete()

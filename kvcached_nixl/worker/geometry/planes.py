@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.geometry.layout import Layout
 
-__all__ = ["group_memory", "planes_of"]
+__all__ = ["group_memory", "layers_digest", "planes_of"]
 
 
 def group_memory(
@@ -31,6 +32,19 @@ def group_memory(
     """
     caches = {layer: view for layer, view in layout.device_views.items() if layer in layers}
     return GroupMemory(planes_of(caches, layout.axes, first_head), kernel_blocks_per_block)
+
+
+def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -> str:
+    """Returns a digest of which layers are in which group, in which order, with which cells.
+
+    Planes are matched by their position. Two engines may have the same planes of other layers, e.g. if they keep
+    different layers in another data type (``--kv-cache-dtype-skip-layers``).
+    """
+    found = hashlib.blake2b(digest_size=8)
+    for layers in layers_of_groups:
+        cells = [(layer, _cell_bytes(view)) for layer, view in layout.device_views.items() if layer in layers]
+        found.update(repr(cells).encode())
+    return found.hexdigest()
 
 
 def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, first_head: Callable[[int], int]) -> tuple[Planes, ...]:
@@ -61,8 +75,7 @@ def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, first_head: Callab
 
 
 def _kind(cache: torch.Tensor, axes: Axes, first_head: Callable[[int], int]) -> dict[str, Any]:
-    element = cache.element_size()
-    cell_bytes = cache.shape[-1] * element
+    element, cell_bytes = cache.element_size(), _cell_bytes(cache)
     num_heads = 1 if axes.head is None else cache.shape[axes.head]
     return {
         "block_stride_bytes": cache.stride(axes.block) * element,
@@ -74,3 +87,7 @@ def _kind(cache: torch.Tensor, axes: Axes, first_head: Callable[[int], int]) -> 
         "num_heads": num_heads,
         "first_head": first_head(num_heads),
     }
+
+
+def _cell_bytes(cache: torch.Tensor) -> int:
+    return int(cache.shape[-1] * cache.element_size())

@@ -48,7 +48,8 @@ class SlabLoad:
     @property
     def fewest_slots(self) -> int:
         """Fewest slots with which a hand-over of blocks of any supported size cannot get stuck."""
-        largest = max(_LARGEST_BLOCK_TOKENS, math.lcm(*self.block_sizes))
+        # A peer may have larger blocks in every group, so the first place where all of them end may be later, too.
+        largest = _LARGEST_BLOCK_TOKENS * math.lcm(*self.block_sizes) // min(self.block_sizes)
         return _SHARES * sum(-(-largest // size) for size in self.block_sizes)
 
 

@@ -22,6 +22,7 @@ from kvcached_nixl.wire.step import OfferUpdate, Step
 from kvcached_nixl.worker.build import build_worker, record_event
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.layout import plan
+from kvcached_nixl.worker.geometry.planes import layers_digest
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 
@@ -157,9 +158,11 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     side, channel = started(stock, Geometry(num_pools=2))
     assert stock.offered is not None
     tag, rank = stock.offered
+    found = registered(Geometry(num_pools=2))
+    layers = layers_digest(found.layout, found.layers_of_groups)
     assert tag == (
-        "kvcached_nixl/9 pull [vLLM 0.19.1; model m; non-contiguous, K and V apart; group 0: 4 planes of cells of 16 "
-        "bytes]"
+        f"kvcached_nixl/9 pull [vLLM 0.19.1; model m; layers {layers}; non-contiguous, K and V apart; group 0: 4 "
+        "planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
     assert rank.agent_metadata == b"\x00nixl"

@@ -14,7 +14,8 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.geometry.kv_axes import Axes
-from kvcached_nixl.worker.geometry.planes import planes_of
+from kvcached_nixl.worker.geometry.layout import plan
+from kvcached_nixl.worker.geometry.planes import layers_digest, planes_of
 
 NUMBERS = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
 geometries = st.builds(
@@ -130,3 +131,16 @@ def test_cells_with_holes_and_layers_that_share_memory_and_differ_are_refused(wr
         caches[last] = caches[last][..., :-1]
     with pytest.raises(LayoutRefused, match="other bytes"):
         planes_of(caches, geometry.axes(), lambda _: 0)
+
+
+def test_layers_that_change_places_between_groups_are_told_apart() -> None:
+    """As with another ``--kv-cache-dtype-skip-layers``: planes of the same number and cells, of other layers."""
+    geometry = Geometry(era="packed", num_pools=2, groups=2)
+    caches, _ = geometry.allocate()
+    page = dict.fromkeys(caches, geometry.page())
+    layout = plan(caches, axes=geometry.axes(), pages=page, num_blocks=geometry.num_blocks, num_pools=2)
+    first, second = geometry.layers_of_groups()
+    told = layers_digest(layout, (first, second))
+    assert told == layers_digest(layout, [list(first), set(second)])
+    others = [(second, first), ((first[0], second[1]), (second[0], first[1])), ((*first, *second), ())]
+    assert told not in {layers_digest(layout, other) for other in others}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.kvcached_memory import Geometry
@@ -27,7 +29,7 @@ LOAD = SlabLoad(longest_tokens=1600, running=64, block_sizes=(16,))
         (SlabLoad(1600, 2, (16,)), 2 * 100),
         (SlabLoad(1601, 2, (16,)), 2 * 101),
         (SlabLoad(1600, 2, (16, 16)), 4 * 100),
-        (SlabLoad(1600, 2, (64, 16)), 2 * (25 + 100)),
+        (SlabLoad(1600, 3, (64, 16)), 3 * (25 + 100)),
         (SlabLoad(1_000_000, 64, (16,)), 2000),
         (SlabLoad(16, 1, (16,)), 64),
         (SlabLoad(16, 1, (128, 128, 128)), 24),
@@ -74,6 +76,22 @@ def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(SettingsError, match="CUDA out of memory"):
         make_slab(LAYOUT, MemoryPath.DEVICE, LOAD, Settings())
+
+
+@pytest.mark.parametrize("sizes", [(16, 64), (16, 128), (16, 48), (48, 64), (64, 32)])
+@pytest.mark.parametrize("factors", [(16, 16), (16, 1), (3, 1), (1, 4)])
+def test_the_fewest_slots_hold_a_range_that_ends_where_blocks_of_all_groups_end(
+    sizes: tuple[int, int], factors: tuple[int, int]
+) -> None:
+    """Also those of a peer, whose blocks may be larger, up to 256 tokens in the group with the smallest ones."""
+    load = SlabLoad(1, 1, sizes)
+    theirs = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+    step = math.lcm(*sizes, *theirs)
+    if step * min(sizes) > 256 * math.lcm(*sizes):
+        return
+    slots = Slots(load.fewest_slots, num_kept(load.fewest_slots))
+    needed = sum(-(-step // size) for size in sizes)
+    assert needed <= num_kept(load.fewest_slots) <= slots.most(Use.SENDING)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 100, 256, 1000])
