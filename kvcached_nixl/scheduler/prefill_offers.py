@@ -113,17 +113,17 @@ class PrefillOffers:
 
     # ------------------------------------------------------------------------------------------------------ revocation
 
-    def revoke(self, reason: str, step: Step, *, adapter: int | None = None, running: bool = True) -> None:
-        """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12).
+    def revoke(self, reason: str, step: Step, *, adapter: int | None = None) -> None:
+        """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12). Requests that are still
+        computed keep their blocks.
 
         Args:
             adapter: only offers computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
-            running: also those of requests that are still computed. These keep their blocks.
         """
         for request_id, used in self._kept.items():
             if is_meant(adapter, used):
                 self._take_back(request_id, reason, step)
-        for request_id, sending in self._sending.items() if running else ():
+        for request_id, sending in self._sending.items():
             # A request that has not begun has computed nothing that could be out of date.
             if is_meant(adapter, sending.request.adapter) and (sending.block_ids or sending.ready_tokens):
                 self._withdraw(request_id, sending, reason, step)

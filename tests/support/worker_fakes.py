@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.staging.copier import Copy
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.handshake import Handshaker
 from kvcached_nixl.worker.transfer.host import Host
@@ -175,6 +177,41 @@ class Remote:
 
     def heard(self) -> list[Message]:
         return [decode(notification) for _, notification in self.transport.received()]
+
+
+class HeldCopies:
+    """Stands in for `Copier`: a copy moves nothing, and ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: deque[Copy] = deque()
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """The blocks of each copy that has not ended."""
+        return [list(copy.blocks) for copy in self.asked]
+
+    @property
+    def slots(self) -> list[list[int]]:
+        """The slots of each copy that has not ended."""
+        return [list(copy.slots) for copy in self.asked]
+
+    def end(self, failed: str = "") -> None:
+        """Ends the oldest copy."""
+        self.asked.popleft().ended(failed)
+
+    def end_all(self) -> None:
+        """Ends all copies, and those that are asked for meanwhile."""
+        while self.asked:
+            self.end()
+
+    def submit(self, copy: Copy) -> None:
+        self.asked.append(copy)
+
+    def turn(self) -> None:
+        """Copies end in `end`."""
+
+    def close(self) -> None:
+        """There is no thread to stop."""
 
 
 def address(engine_id: str = "remote", *, port: int = 5601, tp_size: int = 1, tp_rank: int = 0) -> Peer:

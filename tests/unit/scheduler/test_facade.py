@@ -30,7 +30,7 @@ from support.internals import fetching_of, holds_of, leftovers, offering_of
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.facade import QUIET_SECONDS, SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -86,6 +86,110 @@ def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine
     engine.handover.adapters_changed()
     engine.handover.adapters_changed(3)
     assert reads.forgotten == [None, 3]
+
+
+@pytest.mark.parametrize("adapter", [None, 3, ANY_ADAPTER])
+def test_an_idle_engine_steps_once_its_weights_have_changed(adapter: int | None, engine: Engine) -> None:
+    """So that its workers are told; only the model's own weights are another incarnation."""
+    engine.handover.weights_changed(adapter)
+    assert engine.handover.pending
+    step = engine.handover.take_step([])
+    assert (step.incarnation == engine.handover.incarnation != OWN_START) is (adapter is None)
+    assert len(step.incarnation) == 16 and not engine.handover.pending
+    assert engine.handover.take_step([]).incarnation == step.incarnation
+
+
+def with_adapters(engine: Engine) -> None:
+    """d0 and d3 wait for their KV, and p0 and p3 are computed; each number is that of its adapter."""
+    for name, adapter in (("d0", 0), ("d3", 3)):
+        request = of_decode(name)
+        request.adapter = adapter
+        engine.handover.arrived(request)
+        engine.handover.allocated(request, BLOCKS, engine.handover.matched(request, 0)[0])
+    for name, adapter in (("p0", 0), ("p3", 3)):
+        request = of_prefill(name)
+        request.adapter = adapter
+        engine.handover.arrived(request)
+        engine.handover.take_step([Progress(name, ([7],), True, 4)])
+
+
+@pytest.mark.parametrize(("adapter", "revoked"), [(None, "03"), (3, "3"), (4, ""), (ANY_ADAPTER, "3")], ids=str)
+def test_what_changed_weights_have_computed_is_revoked_and_nothing_else(
+    adapter: int | None, revoked: str, engine: Engine
+) -> None:
+    """On both sides: what prefill offers, and what decode waits for."""
+    with_adapters(engine)
+    engine.handover.weights_changed(adapter)
+    assert set(engine.handover.take_step([]).revoked) == {f"p{number}" for number in revoked}
+    told = reports()
+    engine.handover.collect(told)
+    assert told.received == engine.handover.take_failed() == {f"d{number}" for number in revoked}
+    assert engine.handover.num_waiting == 2 - len(revoked)
+
+
+def test_without_a_number_any_adapter_may_have_changed(engine: Engine) -> None:
+    with_adapters(engine)
+    engine.handover.adapters_changed()
+    assert set(engine.handover.take_step([]).revoked) == {"p3"} and engine.handover.num_waiting == 1
+
+
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_renamed_adapter_makes_what_any_adapter_has_computed_stale(
+    is_renamed: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefix cache knows adapters by their names; what was computed without one is not stale."""
+    monkeypatch.setattr(engine.handover.read, "take_renamed", lambda: is_renamed)
+    engine.handover.arrived(of_prefill())
+    offering = offering_of(engine.handover)
+    assert [offering.is_stale(used) for used in (0, 3, 4)] == [False, is_renamed, is_renamed]
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_prefixes_are_stale_until_the_prefix_cache_is_cleared(
+    is_free: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode refuses what begins with them, unless it begins with nothing."""
+    asked: list[int] = []
+    monkeypatch.setattr(engine.pool, "forget_prefixes", lambda: asked.append(1) or is_free)
+    engine.handover.freshen()
+    assert not asked, "nothing is stale"
+    engine.handover.weights_changed()
+    assert len(asked) == 1
+    for name, computed in (("d1", BLOCK_SIZE), ("d2", 0)):
+        request = of_decode(name)
+        engine.handover.arrived(request)
+        found = engine.handover.matched(request, computed)
+        engine.handover.allocated(request, BLOCKS, found[0])
+        is_fetched = is_free or not computed
+        assert len(engine.handover.take_step([]).fetches) == is_fetched
+
+
+@pytest.mark.parametrize(("grace_seconds", "clears"), [(0.0, True), (0.0, False), (5.0, True), (5.0, False)])
+def test_a_pause_revokes_what_nobody_may_fetch_any_more(grace_seconds: float, clears: bool, engine: Engine) -> None:
+    """Ended requests after their grace; running ones, and what decode waits for, only if the cache is cleared."""
+    engine.waiting()
+    request = engine.sending()
+    engine.handover.finished(request, True, BLOCKS)
+    engine.sending("p2", 4)
+    engine.handover.take_step([])
+    engine.handover.paused(grace_seconds=grace_seconds, clears=clears)
+    revoked = engine.handover.take_step([]).revoked
+    assert set(revoked) == ({"p1"} if not grace_seconds else set()) | (
+        {"p2"} if clears and not grace_seconds else set()
+    )
+    assert engine.handover.num_waiting == (not clears)
+    assert engine.handover.quiet_in_seconds == grace_seconds + QUIET_SECONDS
+    assert engine.handover.has_blocks
+    engine.clock.advance(grace_seconds + QUIET_SECONDS)
+    assert engine.handover.quiet_in_seconds == 0.0
+    assert set(engine.handover.take_step([]).revoked) == ({"p1"} if grace_seconds else set())
+
+
+def test_nobody_waits_for_an_engine_without_transfers(engine: Engine) -> None:
+    engine.handover.paused(grace_seconds=5.0, clears=True)
+    assert engine.handover.quiet_in_seconds == 0.0 and not engine.handover.has_blocks
+    engine.waiting()
+    assert engine.handover.has_blocks and engine.handover.quiet_in_seconds == 0.0
 
 
 def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> None:

@@ -25,8 +25,9 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.prefill_offers import GRACE_SECONDS, PrefillOffers
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.digest import digest_of
@@ -369,6 +370,178 @@ def test_what_another_connector_may_have_loaded_is_pushed_when_it_has_ended() ->
     step = prefill.take()
     assert step.offered == [offered(([7, 3, 9],), TOKENS, manifest())]
     assert step.finished == [P1]
+
+
+# ----------------------------------------------------------------------------------------------------------- revocation
+
+
+def kept_and_running(mode: TransferMode = TransferMode.PULL) -> Prefill:
+    """p1 and p2 have ended, the latter with adapter 3; p3 and p4 are computed, the latter with adapter 3."""
+    prefill = Prefill(mode=mode)
+    for name, adapter in (("p1", 0), ("p2", 3), ("p3", 0), ("p4", 3)):
+        request = of_prefill(name)
+        request.adapter = adapter
+        prefill.arrive(request)
+        prefill.compute(TOKENS if name < "p3" else 4, BLOCKS if name < "p3" else ([7],), replaces=True, name=name)
+        if name < "p3":
+            assert prefill.finish(request)[0]
+            prefill.take()
+    return prefill
+
+
+@pytest.mark.parametrize(
+    ("chosen", "revoked"),
+    [
+        ({}, ["p1", "p2", "p3", "p4"]),
+        ({"adapter": 3}, ["p2", "p4"]),
+        ({"adapter": ANY_ADAPTER}, ["p2", "p4"]),
+        ({"adapter": 4}, []),
+    ],
+    ids=str,
+)
+def test_what_is_revoked_is_what_was_meant(chosen: dict[str, Any], revoked: list[str]) -> None:
+    """And once: neither a second revocation of it nor its end is told again."""
+    prefill = kept_and_running()
+    prefill.offering.revoke("the weights were changed", prefill.step, **chosen)
+    assert prefill.take().revoked == dict.fromkeys(revoked, "the weights were changed")
+    prefill.offering.revoke("again", prefill.step, **chosen)
+    assert prefill.take().revoked == {}
+    assert prefill.offering.num_kept == 2, "until every rank has reported it"
+
+
+def test_a_request_that_has_computed_nothing_is_not_revoked() -> None:
+    """It has not begun, or was preempted and begins again: what it computes then is up to date."""
+    prefill = Prefill(mode=TransferMode.PUSH)
+    prefill.arrive(of_prefill())
+    prefill.arrive(of_prefill("p2"))
+    prefill.compute(4, ([7],), replaces=True)
+    prefill.preempt()
+    prefill.take()
+    prefill.offering.revoke("the weights were changed", prefill.step)
+    assert prefill.take().revoked == {}
+    assert prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2").offered[-1].ready_tokens == TOKENS
+
+
+def test_a_request_that_is_revoked_while_it_is_computed_is_not_offered_any_more() -> None:
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(4, ([7],), replaces=True)
+    prefill.offering.revoke("the weights were changed", prefill.step)
+    assert prefill.compute(TOKENS, ([3, 9],)).offered == []
+    assert prefill.finish(request) == (False, None)
+    assert not prefill.failures.counts and not prefill.take().has_news
+
+
+def test_an_offer_that_is_revoked_before_the_workers_know_it_is_not_told() -> None:
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.offering.scheduled([Progress("p1", BLOCKS, True, TOKENS)], prefill.pool, prefill.step)
+    assert prefill.finish(request)[0] and len(prefill.step.offered) == 1
+    prefill.offering.revoke("the weights were changed", prefill.step)
+    step = prefill.take()
+    assert (step.offered, list(step.revoked)) == ([], [P1])
+
+
+@pytest.mark.parametrize("adapter", [0, 3])
+@pytest.mark.parametrize("stale", [None, 3, 4])
+@pytest.mark.parametrize("begin_token", [0, 4])
+def test_a_request_that_begins_with_what_other_weights_have_computed_is_not_offered(
+    begin_token: int, stale: int | None, adapter: int
+) -> None:
+    """Only if it reuses blocks of the prefix cache, and only if these may be of weights that have changed."""
+    prefill = Prefill()
+    prefill.offering.stale.add(stale)
+    request = of_prefill()
+    request.adapter = adapter
+    prefill.arrive(request)
+    progress = Progress("p1", BLOCKS, True, TOKENS, begin_token)
+    prefill.offering.scheduled([progress], prefill.pool, prefill.step)
+    step = prefill.take()
+    is_revoked = begin_token > 0 and (stale is None or stale == adapter)
+    assert list(step.revoked) == [P1] * is_revoked and len(step.offered) == (not is_revoked)
+    assert prefill.finish(request)[0] is not is_revoked
+
+
+def test_where_a_request_begins_is_asked_once() -> None:
+    """Its further steps begin with what it has computed itself."""
+    prefill = Prefill()
+    prefill.offering.stale.add(None)
+    prefill.arrive(of_prefill())
+    prefill.compute(4, ([7],), replaces=True)
+    prefill.offering.scheduled([Progress("p1", ([3, 9],), False, TOKENS, 4)], prefill.pool, prefill.step)
+    step = prefill.take()
+    assert not step.revoked and len(step.offered) == 1
+
+
+def test_a_closed_engine_takes_back_each_offer_when_its_grace_has_passed() -> None:
+    """What has ended has the grace that it is closed with, and what ends later has GRACE_SECONDS."""
+    prefill = Prefill()
+    requests = [prefill.arrive(of_prefill(name)) for name in ("p1", "p2")]
+    for name in ("p1", "p2"):
+        prefill.compute(TOKENS, BLOCKS, replaces=True, name=name)
+    assert prefill.finish(requests[0])[0]
+    prefill.take()
+    assert prefill.offering.due_at_seconds is None
+    now = prefill.clock.now_seconds()
+    prefill.offering.close("prefill is paused", prefill.step, grace_seconds=5.0)
+    assert prefill.offering.due_at_seconds == now + 5.0 and not prefill.take().revoked
+    assert prefill.finish(requests[1])[0]
+    assert prefill.offering.due_at_seconds == now + GRACE_SECONDS
+    for seconds, revoked in ((GRACE_SECONDS, ["p2"]), (5.0 - GRACE_SECONDS, ["p1"])):
+        prefill.clock.advance(seconds - 0.1)
+        prefill.offering.turn(prefill.step)
+        assert not prefill.take().revoked
+        prefill.clock.advance(0.1)
+        prefill.offering.turn(prefill.step)
+        assert prefill.take().revoked == dict.fromkeys(revoked, "prefill is paused")
+    assert prefill.offering.due_at_seconds is None
+
+
+def test_an_engine_that_is_open_again_takes_back_nothing() -> None:
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    prefill.finish(request)
+    prefill.take()
+    prefill.offering.close("prefill is paused", prefill.step, grace_seconds=5.0)
+    prefill.offering.reopen()
+    assert prefill.offering.due_at_seconds is None
+    prefill.clock.advance(10.0)
+    prefill.offering.turn(prefill.step)
+    later = prefill.arrive(of_prefill("p2"))
+    prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2")
+    assert prefill.finish(later)[0]
+    assert prefill.offering.due_at_seconds is None and not prefill.take().revoked
+
+
+def test_a_revoked_request_is_let_go_of_while_the_engine_is_closed() -> None:
+    """vLLM frees it at once, and its blocks are held until every rank has reported it."""
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    prefill.finish(request)
+    prefill.pool.of["p1"] = ["a block"]
+    prefill.offering.revoke("the weights were changed", prefill.step)
+    assert prefill.offering.let_go(prefill.pool) == set(), "an open engine waits for its ranks"
+    prefill.offering.close("prefill is paused", prefill.step, grace_seconds=0.0)
+    assert prefill.offering.let_go(prefill.pool) == {"p1"}
+    assert prefill.offering.let_go(prefill.pool) == set() and prefill.holds.num_blocks == 1
+    prefill.offering.ended(["p1"], [], prefill.pool)
+    assert prefill.pool.freed == ["a block"] and prefill.offering.num_kept == 0
+    prefill.offering.ended(["p1"], [], prefill.pool)
+    assert prefill.pool.freed == ["a block"]
+
+
+def test_an_adapter_that_was_replaced_while_its_request_was_computed_makes_no_manifest() -> None:
+    """The digest names the adapter's content, so decode would compare it with the other one."""
+    prefill = Prefill()
+    request = of_prefill()
+    request.adapter = 3
+    prefill.arrive(request)
+    request.tokens = prompt(1)
+    assert prefill.compute(TOKENS, BLOCKS, replaces=True).offered == []
+    assert prefill.finish(request) == (False, None)
+    assert prefill.failures.counts == {FailureCause.REVOKED: 1}
 
 
 # ------------------------------------------------------------------------------------------------------------------ end

@@ -24,6 +24,17 @@ def test_it_is_these_digits() -> None:
     assert digest_of(TOKENS, 32) == "860d56d571564ee9fd13064f5f7a0e85"
 
 
+def test_with_everything_that_counts_it_is_these_digits() -> None:
+    """Golden: features are hashed in the order of their first tokens, then of their names, and others count as well."""
+    features = [("a", 16, 2), ("z", 4, 8), ("b", 16, 2), ("y", 32, 2)]
+    are_tokens = [place % 3 > 0 for place in range(40)]
+    found = digest_of(
+        TOKENS, 31, embeddings=b"abc", are_tokens=are_tokens, features=features, lora="é\ud800", salt="s\ud800"
+    )
+    assert found == "a6971ba8af706558f93b3df2e2ecdebe"
+    assert digest_of(TOKENS, 32, features=[("z", 4, 8), ("a", 16, 2)]) == "e1cf42d51c44b7e774ebfce188ce6a69"
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -33,6 +44,8 @@ def test_it_is_these_digits() -> None:
         {"token_ids": None},
         {"num_tokens": 31},
         {"embeddings": b"\x00"},
+        {"are_tokens": [True] * 32},
+        {"are_tokens": [True] * 31 + [False]},
         {"features": [IMAGE]},
         {"features": [("another", 4, 8)]},
         {"features": [("hash-of-an-image", 5, 8)]},

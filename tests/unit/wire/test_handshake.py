@@ -115,6 +115,11 @@ def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
         {"process": None},
         {"process": {"pid": -1}},
         {"process": {"started": 2**62}},
+        {"process": {"started": -1}},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": 2**20}]},
+        {"weights": msgspec.to_builtins(WEIGHTS) | {"layout": "1" * 31}},
+        {"weights": msgspec.to_builtins(WEIGHTS) | {"content": "1" * 33}},
+        {"memory_type": "another"},
         {"process": {"boot_id": "b" * 129}},
         {"process": {"namespaces": "n" * 129}},
     ],
@@ -123,6 +128,45 @@ def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
 def test_a_rank_that_cannot_be_is_malformed(changed: dict[str, Any]) -> None:
     with pytest.raises(Malformed):
         read_rank(msgspec.msgpack.encode(msgspec.to_builtins(RANK, builtin_types=(bytes,)) | changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"tp_size": 1024, "tp_rank": 1023},
+        {"tp_size": 1, "tp_rank": 0},
+        {"device_id": 0},
+        {"device_id": 2**31 - 1},
+        {"groups": [msgspec.to_builtins(GroupMemory((PLANES,)))] * 64},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)] * 64}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": 1}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": 2**20 - 1}]},
+        {"token_table_address": 0},
+        {"token_table_address": 2**62 - 1},
+        {"process": {}},
+        {"process": {"started": 2**62 - 1, "pid": 2**31 - 1}},
+        {"process": {"boot_id": "b" * 128, "namespaces": "n" * 128}},
+        {"more": "of a later version"},
+    ],
+    ids=lambda changed: str(changed)[:50],
+)
+def test_a_rank_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
+    """The smallest and the largest values that a peer may send are not refused."""
+    fields = msgspec.to_builtins(RANK, builtin_types=(bytes,)) | changed
+    assert read_rank(msgspec.msgpack.encode(fields)).engine_id == RANK.engine_id
+
+
+def test_a_process_that_nobody_knows_has_no_number_and_no_name() -> None:
+    """Golden: peers tell by these values that it could not be found out."""
+    found = read_rank(msgspec.msgpack.encode(msgspec.to_builtins(RANK, builtin_types=(bytes,)) | {"process": {}}))
+    assert (found.process.boot_id, found.process.namespaces, found.process.pid, found.process.started) == ("", "", 0, 0)
+
+
+def test_the_size_of_a_block_is_that_of_its_kernel_blocks() -> None:
+    group = GroupMemory((PLANES, PLANES), 3)
+    assert (group.kernel_block_size, group.block_size) == (4, 12)
+    assert GroupMemory((PLANES,)).block_size == 4
 
 
 @pytest.mark.parametrize("missing", RankHandshake.__struct_fields__)
@@ -190,6 +234,13 @@ def test_weights_are_compared_by_what_they_hold_and_else_by_where_they_come_from
 def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     other = msgspec.structs.replace(TAG, facts=(*TAG.facts[:-1], ("dtype", "fp8")))
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
+    several = msgspec.structs.replace(other, mode="push")
+    assert differences(str(several), str(TAG)) == (
+        "found dtype fp8, kvcached_nixl/9 push; expected dtype bf16, kvcached_nixl/9 pull"
+    )
+    more = msgspec.structs.replace(TAG, facts=(*TAG.facts, ("spec", "eagle")))
+    assert differences(str(more), str(TAG)) == "found spec eagle; expected nothing"
+    assert differences(str(TAG), str(more)) == "found nothing; expected spec eagle"
     assert differences("abc", str(TAG)) == f"found 'abc'; expected {str(TAG)!r}"
     assert differences(str(TAG), str(TAG)).startswith("found 'kvcached_nixl/")
 

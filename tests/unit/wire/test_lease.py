@@ -50,7 +50,15 @@ def test_an_id_that_fits_into_no_beat_keeps_no_other_from_being_named(place: int
 
 
 @pytest.mark.parametrize(
-    ("notification", "expected"), [(b"HB:a", ["a"]), (b"HB:a,b,", ["a", "b"]), (b"HB:", []), (b"HB:,,a", ["a"])]
+    ("notification", "expected"),
+    [
+        (b"HB:a", ["a"]),
+        (b"HB:a,b,", ["a", "b"]),
+        (b"HB:", []),
+        (b"HB:,,a", ["a"]),
+        (b"HB:" + b"x" * (MAX_HEARTBEAT_BYTES - 3), ["x" * (MAX_HEARTBEAT_BYTES - 3)]),
+    ],
+    ids=plain_id,
 )
 def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) -> None:
     assert read_heartbeat(notification) == expected

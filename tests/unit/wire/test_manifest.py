@@ -157,6 +157,11 @@ def test_it_comes_back_from_a_router_as_it_was(
         ({"groups": [{"block_ids": [7, 3, 9]}]}, "first_token"),
         ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9], "more": 1}]}, "more"),
         ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}] * 65}, "64 KV-cache groups"),
+        ({"block_sizes": [], "groups": []}, "64 KV-cache groups"),
+        ({"block_sizes": [4] * 65, "groups": []}, "64 KV-cache groups"),
+        ({"block_sizes": [4, 4, 4]}, "a block size for each"),
+        ({"lease_seconds": 86_400.1}, "lease_seconds"),
+        ({"num_media": -1}, "num_media"),
         ({"lease_seconds": 0}, "lease_seconds"),
         ({"lease_seconds": float("nan")}, "lease_seconds"),
         ({"lease_seconds": float("inf")}, "lease_seconds"),
@@ -168,6 +173,32 @@ def test_it_comes_back_from_a_router_as_it_was(
 def test_what_cannot_be_is_malformed_and_named(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(Malformed, match=words):
         convert(as_json(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed, Manifest)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"request_id": "x"},
+        {"request_id": "x" * 1024},
+        {"num_tokens": 9},
+        {"num_tokens": 12},
+        {"num_tokens": 1, "groups": [{"first_token": 0, "block_ids": [0]}]},
+        {"num_tokens": 2**31 - 1, "groups": []},
+        {"block_sizes": (1,), "num_tokens": 2, "groups": [{"first_token": 1, "block_ids": [2**31 - 1]}]},
+        {"block_sizes": (4,) * 64, "groups": []},
+        {"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}]},
+        {"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}] * 64},
+        {"groups": [{"first_token": 12, "block_ids": []}], "num_tokens": 12},
+        {"lease_seconds": 86_400},
+        {"lease_seconds": 1e-9},
+        {"num_media": 2**31 - 1},
+    ],
+    ids=plain_id,
+)
+def test_a_manifest_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
+    """The smallest and the largest values that prefill may send are not refused."""
+    plain = as_json(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed
+    assert convert(plain, Manifest).protocol == PROTOCOL
 
 
 @pytest.mark.parametrize("missing", Manifest.__struct_fields__)

@@ -72,6 +72,14 @@ def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
     assert not is_heartbeat(encode(message))
 
 
+def fields_of(message: Message, changed: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a message, with some changed; each group has a block size unless these are changed themselves."""
+    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    if isinstance(message, Registration) and isinstance(changed.get("groups"), list):
+        fields["block_sizes"] = [32] * len(changed["groups"])
+    return fields | changed
+
+
 def test_only_the_write_with_the_manifest_is_the_last() -> None:
     assert Written(7, 0, 2, MANIFEST).is_last
     assert not Written(7, 0, 2).is_last
@@ -126,6 +134,14 @@ def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> No
         {"decode": {"engine_id": "", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 0}},
         {"decode": {"engine_id": "e" * 1025, "host": "h", "port": 1, "tp_size": 1, "tp_rank": 0}},
         {"decode": {"engine_id": "e", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 0, "more": 1}},
+        {"decode": {"engine_id": "e", "host": "", "port": 1, "tp_size": 1, "tp_rank": 0}},
+        {"decode": {"engine_id": "e", "host": "h" * 1025, "port": 1, "tp_size": 1, "tp_rank": 0}},
+        {"decode": {"engine_id": "e", "host": "h", "port": 65536, "tp_size": 1, "tp_rank": 0}},
+        {"end_token": 99},
+        {"is_read": True, "is_verified": True},
+        {"is_staged": True},
+        {"gate": "text"},
+        {"incarnation": "0" * 15},
         {"surplus": 1},
         {"say": "unknown"},
     ],
@@ -133,9 +149,8 @@ def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> No
 )
 def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> None:
     """A wrong field is found on receipt, before any block is looked at."""
-    fields = msgspec.to_builtins(REGISTRATION) | changed
     with pytest.raises(Malformed):
-        decode(PREFIX + msgspec.msgpack.encode(fields))
+        decode(PREFIX + msgspec.msgpack.encode(fields_of(REGISTRATION, changed)))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +159,9 @@ def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> No
         (ROOM, {"first_token": 97}),
         (ROOM, {"groups": []}),
         (ROOM, {"groups": [GROUP, GROUP]}),
+        (ROOM, {"groups": [{"first_token": 32, "block_ids": [number]} for number in range(65)]}),
+        (ROOM, {"attempt": -1}),
+        (StagingRequest(7, 1, 32, 97), {"attempt": MAX_ATTEMPT}),
         (ROOM, {"decode": None}),
         (StagingRequest(7, 1, 32, 97), {"end_token": 32}),
         (StagingRequest(7, 1, 32, 97), {"first_token": -1}),
@@ -167,7 +185,60 @@ def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> No
 )
 def test_other_messages_out_of_range_are_malformed(message: Message, changed: dict[str, Any]) -> None:
     with pytest.raises(Malformed):
-        decode(PREFIX + msgspec.msgpack.encode(msgspec.to_builtins(message) | changed))
+        decode(PREFIX + msgspec.msgpack.encode(fields_of(message, changed)))
+
+
+def peer(**changed: Any) -> dict[str, Any]:
+    return {"engine_id": "e", "host": "h", "port": 1, "tp_size": 1, "tp_rank": 0, **changed}
+
+
+def groups(count: int, *block_ids: int) -> list[dict[str, Any]]:
+    """Groups with one block each, of another number if a number is given for it."""
+    return [{"first_token": 32, "block_ids": [block]} for block in (*block_ids, *range(100, 100 + count))[:count]]
+
+
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        (REGISTRATION, {}),
+        (REGISTRATION, {"attempt": 0}),
+        (REGISTRATION, {"attempt": MAX_ATTEMPT - 1}),
+        (REGISTRATION, {"name": "", "request_id": "", "decode_request_id": ""}),
+        (REGISTRATION, {"first_token": 0, "end_token": 1}),
+        (REGISTRATION, {"end_token": 33}),
+        (REGISTRATION, {"end_token": 98}),
+        (REGISTRATION, {"num_tokens": 2**31 - 1}),
+        (REGISTRATION, {"block_sizes": (1, 1)}),
+        (REGISTRATION, {"block_sizes": (2, 32)}),
+        (REGISTRATION, {"groups": groups(1)}),
+        (REGISTRATION, {"groups": groups(64)}),
+        (REGISTRATION, {"groups": groups(2, 7, 7)}),
+        (REGISTRATION, {"groups": [{**GROUP, "block_ids": [0, 2**31 - 1]}]}),
+        (REGISTRATION, {"groups": [{**GROUP, "block_ids": []}], "is_staged": True, "is_verified": True}),
+        (REGISTRATION, {"gate": b"a gate"}),
+        (REGISTRATION, {"decode": peer()}),
+        (REGISTRATION, {"decode": peer(engine_id="e" * 1024)}),
+        (REGISTRATION, {"decode": peer(host="h" * 1024)}),
+        (REGISTRATION, {"decode": peer(port=65535, tp_size=1024, tp_rank=1023)}),
+        (ROOM, {"first_token": 0, "end_token": 1}),
+        (ROOM, {"first_token": 96}),
+        (ROOM, {"groups": groups(1)}),
+        (ROOM, {"groups": groups(64)}),
+        (ROOM, {"groups": [{**GROUP, "block_ids": []}]}),
+        (StagingRequest(7, 1, 32, 97), {"end_token": 33}),
+        (StagingRequest(7, 1, 32, 97), {"first_token": 0, "end_token": 1}),
+        (Withdrawal(7, PEER), {"attempt": 0}),
+        (Withdrawal(7, PEER), {"attempt": MAX_ATTEMPT - 1}),
+        (Release("p", "n", DIGEST, 0, 1), {"request_id": "", "name": "", "digest": ""}),
+        (Release("p", "n", DIGEST, 0, 1), {"tp_rank": 1023, "tp_size": 1024}),
+        (Written(7, 0, 2, MANIFEST), {"index": 2**31 - 1, "end_token": 2**31 - 1, "tp_rank": 1023}),
+        (Stopped(7, 0, 2, "w"), {"cause": 0, "reason": ""}),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else str(one)[:40],
+)
+def test_a_message_at_its_bounds_is_sound(message: Message, changed: dict[str, Any]) -> None:
+    """The smallest and the largest values that a peer may send are not refused."""
+    assert msgspec.to_builtins(decode(PREFIX + msgspec.msgpack.encode(fields_of(message, changed))))
 
 
 def test_nesting_bombs_are_malformed() -> None:
@@ -176,7 +247,7 @@ def test_nesting_bombs_are_malformed() -> None:
     for _ in range(500):
         deep = [deep]
     bombs = [b"\x91" * 100_000, b"\x81\xa3say" * 100_000]
-    bombs += [msgspec.msgpack.encode(msgspec.to_builtins(REGISTRATION) | {"block_ids": deep})]
+    bombs += [msgspec.msgpack.encode(fields_of(REGISTRATION, {"groups": deep}))]
     for bomb in bombs:
         with pytest.raises(Malformed):
             decode(PREFIX + bomb)

@@ -176,6 +176,33 @@ def test_coordinates_that_cannot_be_used_are_refused_and_named(changed: dict[str
     assert refused.value.cause is FailureCause.PARAMETERS
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"remote_port": 1},
+        {"remote_port": 65535},
+        {"remote_host": "h"},
+        {"remote_host": "h" * 1024},
+        {"remote_engine_id": "e"},
+        {"remote_engine_id": "e" * 1024},
+        {"tp_size": 1},
+        {"tp_size": MAX_TP_SIZE},
+        {"pp_size": MAX_TP_SIZE, "dcp_size": 1},
+        {"transfer_id": "t" * 1024, "remote_request_id": "r" * 1024},
+        {"remote_num_tokens": 0},
+        {"remote_num_tokens": 2**31 - 1},
+        {"remote_block_ids": [0, [2**31 - 1]]},
+        {"prefix_prompt_ids": [0, 2**31 - 1]},
+    ],
+    ids=plain_id,
+)
+def test_parameters_at_their_bounds_are_used(changed: dict[str, Any]) -> None:
+    """The smallest and the largest values are not refused, by a router or by a server."""
+    found = read(ANSWER | changed).prefill
+    assert msgspec.to_builtins(found) == COORDINATES | {key: changed[key] for key in COORDINATES if key in changed}
+    assert parse(json.dumps(ANSWER | changed).encode()).prefill == found
+
+
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port"])
 def test_a_missing_coordinate_is_named(missing: str) -> None:
     with pytest.raises(HandOverFailed, match=missing):
@@ -468,6 +495,9 @@ def test_what_a_router_says_is_read_by_both_servers() -> None:
     to_decode = json.loads(msgspec.json.encode(KvTransferParams.for_decode(PREFILL, "t")))
     found = read(to_decode, may_rendezvous=True)
     assert found.prefill == PREFILL and found.name == read_offer(to_prefill, "cmpl-other")
+    assert to_prefill == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+    # Stock vLLM reads both roles.
+    assert to_decode == {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "t", **COORDINATES}
     assert json.loads(msgspec.json.encode(KvTransferParams.for_prefill(None))) == {
         "do_remote_decode": True,
         "do_remote_prefill": False,

@@ -43,6 +43,25 @@ def test_sound_ones_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
+        {"bases": [0]},
+        *[{size: 1} for size in ("cell_bytes", "num_blocks", "block_size", "num_heads")],
+        *[{size: 2**40 - 1} for size in ("cell_bytes", "num_blocks", "block_size", "num_heads")],
+        *[{f"{stride}_stride_bytes": 0} for stride in ("block", "token", "head")],
+        *[{f"{stride}_stride_bytes": 2**48 - 1} for stride in ("block", "token", "head")],
+        {"first_head": 0},
+        {"first_head": 2**31 - 1},
+        {"bases": [2**63 - (512 * 8 + 128 * 4 + 64 * 2) - 1]},
+    ],
+    ids=lambda changed: str(changed)[:50],
+)
+def test_the_smallest_and_the_largest_values_are_sound(changed: dict[str, Any]) -> None:
+    """Every byte of the planes has an address of 63 bits."""
+    assert planes(**changed).first_head == changed.get("first_head", 2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
         {"bases": []},
         {"bases": [0] * 65_537},
         {"bases": [-1]},
@@ -50,6 +69,7 @@ def test_sound_ones_come_back_as_they_were() -> None:
         {"bases": [2**63 - 1]},
         {"bases": [2**64 - 1]},
         {"bases": [4096, 2**63 - 512 * 8]},
+        {"bases": [2**63 - (512 * 8 + 128 * 4 + 64 * 2)]},
         {"bases": None},
         {"bases": [1.0]},
         *[

@@ -15,6 +15,7 @@ from support.worker_fakes import (
     OTHER_DIGEST,
     OTHER_START,
     TOKENS,
+    HeldCopies,
     Local,
     Memory,
     Remote,
@@ -23,17 +24,32 @@ from support.worker_fakes import (
     wanted,
 )
 
+from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
-from kvcached_nixl.wire.messages import KernelBlockRange, Registration, Release, Stopped, Withdrawal, Written, decode
+from kvcached_nixl.wire.messages import (
+    KernelBlockRange,
+    Registration,
+    Release,
+    StagingGrant,
+    StagingRequest,
+    Stopped,
+    Withdrawal,
+    Written,
+    decode,
+)
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS, Receiver
 from kvcached_nixl.worker.decode.write_gates import AGAIN_SECONDS, DRAIN_SECONDS
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
 
 MANIFEST = manifest(17, 13, 19)
@@ -66,7 +82,7 @@ class Decode(Local):
     def hear(self) -> None:
         for agent, said in [one for each in (self.transport, *self.gates) for one in each.received()]:
             message = decode(said)
-            assert isinstance(message, (Written, Stopped))
+            assert isinstance(message, (StagingRequest, Written, Stopped))
             self.receiver.handle(agent, message)
 
     def deliver(self) -> None:
@@ -379,6 +395,54 @@ def test_a_latent_is_read_from_one_rank_and_the_others_are_told() -> None:
     assert [len(remote.heard()) for remote in remotes] == [1, 0]
 
 
+def test_ranks_whose_latent_is_not_needed_are_told_by_name_where_prefills_id_is_not_known() -> None:
+    push = Decode(TransferMode.PUSH, is_latent=True)
+    remotes = [push.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
+    push.want(wanted(1, None, tp_size=2))
+    push.deliver()
+    (registered,), (released,) = (remote.heard() for remote in remotes)
+    assert isinstance(registered, Registration) and released == Release("", "transfer:t", DIGEST, 0, 1)
+
+
+def test_blocks_of_a_prefill_that_stages_are_not_read_but_written_through_a_gate(pull: Decode) -> None:
+    """Its blocks may be free already, and what is in its slots is known to nobody else."""
+    remote = pull.remote()
+    pull.asking.answers[remote.place] = remote.answer(is_staged=True)
+    pull.want(wanted(1, MANIFEST))
+    pull.deliver()
+    (said,) = remote.heard()
+    assert isinstance(said, Registration) and said.gate == b"local#1" and not (said.is_read or said.is_verified)
+    assert (said.request_id, said.groups) == ("p-1", (KernelBlockRange(0, (7, 3, 9)),))
+    assert pull.transport.posted == [] and not pull.over and pull.receiver.may_be_written_by("remote-0")
+    asked = len(pull.asking.asked)
+    pull.clock.advance(LOOK_SECONDS)
+    pull.receiver.turn()
+    assert len(pull.asking.asked) == asked + 1, "it is looked after as any other writer"
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN))
+    pull.deliver()
+    assert pull.over == [1] and not pull.failed and pull.is_clean()
+
+
+@pytest.mark.parametrize("word", [False, True], ids=["while blocks are read", "while the word is"])
+def test_an_engine_that_is_distrusted_while_it_is_read_is_not_used(pull: Decode, word: bool) -> None:
+    """Another hand-over from it has failed its checksum meanwhile; an earlier start of it does not count."""
+    remote = pull.remote()
+    keep(remote)
+    pull.side.distrust(remote.address, OTHER_START)
+    pull.want(wanted(1, MANIFEST))
+    pull.turn()
+    if word:
+        pull.network.deliver(pull.in_flight[0])
+        pull.turn()
+    pull.side.distrust(remote.address, remote.incarnation)
+    pull.deliver()
+    assert (pull.over, pull.failed) == ([1], {1: FailureCause.CHECKSUM}) and remote.heard() == []
+    posted = len(pull.transport.posted)
+    pull.want(wanted(2, MANIFEST))
+    pull.deliver()
+    assert pull.over == [1, 2] and pull.failed[2] is FailureCause.CHECKSUM and len(pull.transport.posted) == posted
+
+
 def test_sizes_that_do_not_divide_fail_the_request_and_nothing_else() -> None:
     decode = Decode(tp_size=2)
     decode.want(wanted(1, MANIFEST, tp_size=3))
@@ -386,6 +450,21 @@ def test_sizes_that_do_not_divide_fail_the_request_and_nothing_else() -> None:
     assert "3 and decode's 2 do not divide" in decode.said[1]
     decode.receiver.release(UnneededOffer(RemotePrefill("remote", "10.0.0.2", 5601, 3), "p-1", "", DIGEST))
     assert decode.asking.asked == []
+
+
+@pytest.mark.parametrize("where", ["routes", "token_buffers"])
+def test_a_defect_while_it_is_read_costs_its_attempt(pull: Decode, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in flight then, so it is over."""
+
+    def fail(*_: object) -> None:
+        raise IndexError("of ours")
+
+    monkeypatch.setattr(getattr(pull.side, where), "ranges" if where == "routes" else "holds", fail)
+    keep(pull.remote())
+    pull.want(wanted(1, MANIFEST))
+    pull.deliver()
+    assert pull.failed == {1: FailureCause.DEFECT} and pull.said[1] == "IndexError: of ours"
+    assert pull.over == [1]
 
 
 def test_more_words_than_there_is_room_for_are_read_one_after_the_other() -> None:
@@ -427,6 +506,10 @@ def test_blocks_are_registered_with_everything_that_prefill_checks(push: Decode)
     )  # fmt: skip
     assert push.asking.asked == [remote.place]
     assert not push.over and len(push.receiver) == 1
+    assert len(push.gates.begin().parts) == 1
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN))
+    push.deliver()
+    assert push.over == [1] and not push.gates.begin().parts, "a gate remembers nobody who has left"
 
 
 def test_with_a_manifest_prefills_request_is_named() -> None:
@@ -642,6 +725,201 @@ def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
     remotes[1].say("local", Stopped(1, 1, FailureCause.STOPPED, "withdrawn"))
     push.deliver()
     assert push.over == [1] and push.is_clean()
+
+
+# ------------------------------------------------------------------------------------------------------------- verified
+
+
+def checksum_of_blocks(remote: Remote, verified: Decode) -> str:
+    """The checksum of what decode has in the blocks that it wants, as the worker itself computes it."""
+    found: list[str] = []
+    asked = ChecksumRequest("remote-0", remote.handshake().groups, lambda: True)
+    blocks = KernelBlocks([KernelBlock(block) for block in (7, 3, 9)])
+    verified.side.checksums.of_sent(asked, ([(blocks, 0)], TOKENS), lambda digest, failed: found.append(digest))
+    verified.side.checksums.turn()
+    return found[0]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_was_written_is_used_when_its_checksum_is_compared(is_same: bool) -> None:
+    """Nothing ends meanwhile: the blocks are being read. An engine whose KV differs is not used again."""
+    push = Decode(TransferMode.PUSH, verify_fraction=1.0)
+    remote = registered(push, wanted(1, None))
+    (said,) = remote.heard()
+    assert isinstance(said, Registration) and said.is_verified and not said.is_read
+    digest = checksum_of_blocks(remote, push) if is_same else "0" * 32
+    push.awaiting_checksum.held = True
+    for _ in range(2):
+        # A notification may come twice.
+        remote.say("local", Written(1, 0, 0, ALL_WRITTEN, TOKENS, digest))
+        push.deliver()
+        assert push.over == [] and push.failed == {} and len(push.awaiting_checksum.asked) == 1
+    push.awaiting_checksum.held = False
+    push.deliver()
+    assert push.over == [1] and push.failed == ({} if is_same else {1: FailureCause.CHECKSUM})
+    push.want(wanted(2, None))
+    push.deliver()
+    assert push.over == ([1] if is_same else [1, 2]) and push.failed.get(2) is (
+        None if is_same else FailureCause.CHECKSUM
+    )
+
+
+def test_an_engine_that_is_distrusted_while_a_checksum_is_compared_is_not_used() -> None:
+    """Although this checksum is right, and whatever is repeated meanwhile."""
+    push = Decode(TransferMode.PUSH, verify_fraction=1.0)
+    remote = registered(push, wanted(1, None))
+    digest = checksum_of_blocks(remote, push)
+    push.awaiting_checksum.held = True
+    for _ in range(2):
+        remote.say("local", Written(1, 0, 0, ALL_WRITTEN, TOKENS, digest))
+        push.deliver()
+    push.side.distrust(remote.address, remote.incarnation)
+    push.awaiting_checksum.held = False
+    push.deliver()
+    assert push.over == [1] and push.failed == {1: FailureCause.CHECKSUM} and push.is_clean()
+
+
+@pytest.mark.parametrize("why", ["no checksum", "not all", "more than all"])
+def test_without_the_checksums_that_were_asked_for_nothing_is_used(why: str) -> None:
+    push = Decode(TransferMode.PUSH, verify_fraction=1.0)
+    remote = registered(push, wanted(1, None))
+    end_token = {"no checksum": TOKENS, "not all": 8, "more than all": TOKENS + 1}[why]
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN, end_token, None if why == "no checksum" else "0" * 32))
+    push.deliver()
+    assert push.over == [1] and push.failed == {1: FailureCause.PROTOCOL} and push.is_clean()
+    assert push.side.distrust_of(remote.address, remote.incarnation) is None
+
+
+def test_a_checksum_that_cannot_be_computed_fails_the_request_and_nothing_else() -> None:
+    push = Decode(TransferMode.PUSH, verify_fraction=1.0)
+    remote = registered(push, wanted(1, None))
+    push.awaiting_checksum.fails = 1
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN, TOKENS, "0" * 32))
+    push.deliver()
+    assert push.over == [1] and push.failed == {1: FailureCause.DEFECT} and push.is_clean()
+
+
+def test_a_request_that_ends_while_its_checksum_is_computed_is_over_afterwards() -> None:
+    push = Decode(TransferMode.PUSH, verify_fraction=1.0)
+    remote = registered(push, wanted(1, None))
+    push.awaiting_checksum.held = True
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN, TOKENS, "0" * 32))
+    push.deliver()
+    push.receiver.fail(1, HandOverFailed(FailureCause.DEADLINE, "late"))
+    push.deliver()
+    assert push.over == [] and push.failed == {1: FailureCause.DEADLINE}, "its blocks are being read"
+    push.awaiting_checksum.held = False
+    push.deliver()
+    assert push.over == [1] and push.failed == {1: FailureCause.DEADLINE} and push.is_clean()
+
+
+def test_what_was_read_is_verified_by_checksums_that_prefill_sends() -> None:
+    """It is told that nothing is to be written, and of no gate, so its end is not waited for."""
+    pull = Decode(verify_fraction=1.0)
+    remote = pull.remote()
+    keep(remote)
+    pull.want(wanted(1, MANIFEST))
+    pull.deliver()
+    (said,) = remote.heard()
+    assert isinstance(said, Registration) and said.is_read and said.is_verified and said.gate == b""
+    assert said.groups == (KernelBlockRange(0, ()),) and is_read(pull, remote) and not pull.over
+    assert not pull.receiver.may_be_written_by("remote-0") and len(pull.gates) == 0
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN, TOKENS, checksum_of_blocks(remote, pull)))
+    pull.deliver()
+    assert pull.over == [1] and not pull.failed and pull.is_clean()
+
+
+def test_what_was_read_and_is_not_wanted_any_more_is_over_without_prefills_answer() -> None:
+    pull = Decode(verify_fraction=1.0)
+    keep(pull.remote())
+    pull.want(wanted(1, MANIFEST))
+    pull.deliver()
+    pull.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "dead"))
+    assert pull.over == [1] and pull.is_clean()
+
+
+# --------------------------------------------------------------------------------------------------------------- staged
+
+
+def staged() -> tuple[Decode, HeldCopies, Staging]:
+    """Decode that stages: KV arrives in 16 of 24 slots, which are all its memory, and is copied into blocks."""
+    push, copies = Decode(TransferMode.PUSH), HeldCopies()
+    push.side.staging = Staging(Slots(24, 8), copies, (BLOCK_SIZE,))
+    return push, copies, push.side.staging
+
+
+def test_slots_are_granted_for_what_is_ready_and_copied_when_it_is_written() -> None:
+    """The attempt is over when the last copy has ended."""
+    push, copies, staging = staged()
+    remote = registered(push, wanted(1, None))
+    (said,) = remote.heard()
+    assert isinstance(said, Registration) and said.is_staged and said.groups == (KernelBlockRange(0, ()),)
+    assert staging.slots.used(Use.RECEIVING) == 0
+    slots: list[int] = []
+    for index, (begin, end, made) in enumerate(((0, 8, None), (8, TOKENS, ALL_WRITTEN))):
+        remote.say("local", StagingRequest(1, 0, begin, end + 100))
+        remote.say("local", StagingRequest(1, 0, begin, end))
+        push.deliver()
+        grants = [one for one in remote.heard() if isinstance(one, StagingGrant)]
+        if begin == 0:
+            (grant,) = grants
+            assert (grant.first_token, grant.end_token) == (0, TOKENS)
+            slots += grant.groups[0].block_ids
+        else:
+            assert grants == [], "it has the slots already"
+        remote.say("local", Written(1, 0, index, made, end))
+        push.deliver()
+        assert len(copies.asked) == (made is not None) and not push.over
+    assert copies.slots == [slots] and copies.blocks == [[7, 3, 9]] and staging.slots.used(Use.RECEIVING) == 3
+    copies.end()
+    assert push.over == [1] and not push.failed and staging.slots.used(Use.RECEIVING) == 0 and push.is_clean()
+
+
+def test_a_copy_out_of_the_slab_that_fails_fails_its_request() -> None:
+    push, copies, staging = staged()
+    remote = registered(push, wanted(1, None))
+    remote.say("local", StagingRequest(1, 0, 0, TOKENS))
+    push.deliver()
+    remote.say("local", Written(1, 0, 0, ALL_WRITTEN, TOKENS))
+    push.deliver()
+    copies.end("no room")
+    assert push.failed == {1: FailureCause.DEFECT} and push.said[1] == "no room"
+    push.deliver()
+    remote.say("local", Stopped(1, 0, FailureCause.STOPPED, "withdrawn"))
+    push.deliver()
+    assert push.over == [1] and staging.slots.used(Use.RECEIVING) == 0 and push.is_clean()
+
+
+def test_slots_that_a_peer_may_write_are_kept_until_it_has_stopped() -> None:
+    push, copies, staging = staged()
+    remote = registered(push, wanted(1, None))
+    remote.say("local", StagingRequest(1, 0, 0, TOKENS))
+    push.deliver()
+    push.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "dead"))
+    remote.say("local", StagingRequest(1, 0, 0, TOKENS))
+    remote.say("local", Written(1, 0, 0, None, 8))
+    push.deliver()
+    assert staging.slots.used(Use.RECEIVING) == 3 and not push.over and not copies.asked
+    other = staging.take(Use.RECEIVING, [0], 0, 100, BLOCK_SIZE, owner="another engine")
+    assert other is not None and len(other.slots) == (16 - 3) // 4, "another engine has a part of what is left"
+    staging.give_back(other)
+    remote.say("local", Stopped(1, 0, FailureCause.STOPPED, "withdrawn"))
+    push.deliver()
+    assert push.over == [1] and staging.slots.used(Use.RECEIVING) == 0 and push.is_clean()
+
+
+def test_slots_are_granted_to_nobody_but_who_was_told_of_the_attempt() -> None:
+    """Another agent of prefill may answer at its address meanwhile."""
+    push, _, _ = staged()
+    remote = registered(push, wanted(1, None))
+    push.listener.role = None
+    another = Remote(remote.address, push.network.agent("another agent"))
+    push.asking.answers[remote.place] = another.answer()
+    push.peers.lost("remote-0")
+    push.deliver()
+    push.receiver.handle("remote-0", StagingRequest(1, 0, 0, TOKENS))
+    push.deliver()
+    assert another.heard() == [] and push.peers.dropped == {"meant for another agent": 1}
 
 
 # ----------------------------------------------------------------------------------------------------------- dead peers

@@ -71,6 +71,7 @@ def test_a_gate_that_fails_is_removed_and_its_engine_asked_whether_it_answers(
     asked = len(local.asking.asked)
     gate_connections.lost(gate.name)
     assert gate.name not in gate_connections and len(local.asking.asked) == asked + 1
+    assert gate_connections.connection(gate.name) is None
     assert local.peers.is_known("remote-0")
     gate_connections.lost(gate.name)
     gate_connections.used(gate.name)

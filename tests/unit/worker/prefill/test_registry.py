@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from support.internals import forbid_scans, leftovers, matcher_of, offers_of, tokens_of, writer_of
 from support.worker_fakes import (
+    BLOCK_SIZE,
     DIGEST,
     OTHER_DIGEST,
     TOKENS,
+    HeldCopies,
     Local,
     Memory,
     Remote,
@@ -24,12 +26,26 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Message, Registration, Release, Stopped, Withdrawal, Written, decode
+from kvcached_nixl.wire.messages import (
+    KernelBlockRange,
+    Message,
+    Registration,
+    Release,
+    StagingGrant,
+    StagingRequest,
+    Stopped,
+    Withdrawal,
+    Written,
+    decode,
+)
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import PROBE_SECONDS, OfferRegistry
+from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer.recent_set import CAPACITY, RecentSet
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
 BLOCKS = ([7, 3, 9],)
@@ -38,10 +54,16 @@ NAME = "transfer:t"
 
 
 class Prefill(Local):
-    """`OfferRegistry`, and what it has reported. ``is_push``: prefill WRITEs."""
+    """`OfferRegistry`, and what it has reported. ``is_push``: prefill WRITEs; ``slots``: where prefill stages, those of
+    its slab, which is `memory` then."""
 
-    def __init__(self, *, is_push: bool = True, unmatched: float = UNMATCHED, **more: Any) -> None:
+    def __init__(
+        self, *, is_push: bool = True, unmatched: float = UNMATCHED, slots: Slots | None = None, **more: Any
+    ) -> None:
         super().__init__(**more)
+        self.copies = HeldCopies()
+        if slots is not None:
+            self.side.staging = Staging(slots, self.copies, (BLOCK_SIZE,))
         self.done: list[str] = []
         self.quiet: list[int] = []
         self.expired: list[str] = []
@@ -390,6 +412,7 @@ def test_who_registers_for_another_is_refused(prefill: Prefill, remote: Remote) 
     prefill.deliver()
     assert prefill.transport.posted == [] and said(remote) == []
     assert prefill.done == ["p-1"] and prefill.is_clean()
+    assert len(prefill.asking.asked) == 2 and not prefill.peers.dropped, "nobody is answered"
     prefill.register(remote, 2)
     prefill.deliver()
     assert said(remote) == [], "it counts as a rank that needs no more; another offer will be its own"
@@ -402,7 +425,7 @@ def test_a_decode_that_is_not_met_costs_its_registration(prefill: Prefill, remot
     prefill.register(remote)
     prefill.offer(is_finished=True)
     prefill.deliver()
-    assert prefill.is_clean()
+    assert prefill.is_clean() and not prefill.peers.dropped, "nobody is answered"
 
 
 def test_a_registration_counts_once(prefill: Prefill, remote: Remote) -> None:
@@ -446,6 +469,222 @@ def test_every_rank_of_decode_that_shares_heads_is_waited_for() -> None:
     assert prefill.done == ["p-1"]
     for rank, remote in enumerate(remotes):
         assert np.array_equal(remote.memory.cells[:, [17, 13, 19], :, 0], prefill.memory.cells[:, [7, 3, 9], :, rank])
+
+
+def test_a_range_of_several_writes_has_arrived_with_the_last_of_them() -> None:
+    """Only its notification names the end of the range, or has the manifest."""
+    prefill = Prefill(budget=Budget(descriptors=2))
+    remote = prefill.remote()
+    prefill.register(remote)
+    prefill.offer(8, blocks=([7, 3],))
+    prefill.deliver()
+    assert said(remote) == [written(end_token=0), written(index=1, end_token=8)]
+    prefill.offer(is_finished=True)
+    prefill.deliver()
+    assert said(remote) == [written(LAST, 2)]
+    assert is_written(prefill, remote)
+    prefill = Prefill(budget=Budget(descriptors=1))
+    remote = prefill.remote()
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.deliver()
+    *others, last = said(remote)
+    assert others == [written(index=index, end_token=0) for index in range(len(others))] and len(others) > 1
+    assert last == written(LAST, len(others))
+
+
+# ------------------------------------------------------------------------------------------------ decode's staging slab
+
+
+def grant(remote: Remote, first_token: int, end_token: int, *slots: int, attempt: int = 1) -> StagingGrant:
+    return StagingGrant(attempt, remote.address, first_token, end_token, (KernelBlockRange(first_token, slots),))
+
+
+def test_decode_is_asked_for_slots_of_what_is_ready_and_grants_them_range_by_range(
+    prefill: Prefill, remote: Remote
+) -> None:
+    """Once for each range, up to where the last grant has ended."""
+    prefill.register(remote, is_staged=True, block_ids=((),))
+    prefill.offer(3, blocks=([7],))
+    prefill.deliver()
+    assert said(remote) == []
+    for ready in (8, 9):
+        prefill.offer(ready, blocks=([7, 3, 9],))
+        prefill.deliver()
+    assert said(remote) == [StagingRequest(1, 0, 0, 8)]
+    prefill.registry.handle("remote-0", grant(remote, 0, 4, 20))
+    prefill.deliver()
+    assert said(remote) == [StagingRequest(1, 0, 4, 8), written(end_token=4)]
+    prefill.offer(is_finished=True)
+    prefill.registry.handle("remote-0", grant(remote, 4, 8, 21))
+    prefill.deliver()
+    assert said(remote) == [StagingRequest(1, 0, 8, TOKENS), written(index=1, end_token=8)]
+    prefill.registry.handle("remote-0", grant(remote, 8, TOKENS, 22))
+    prefill.deliver()
+    assert said(remote) == [written(LAST, 2)]
+    assert is_written(prefill, remote, (7, 3, 9), (20, 21, 22))
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+@pytest.mark.parametrize(
+    ("first_token", "end_token", "attempt", "agent"),
+    [(4, 8, 1, "remote-0"), (0, 9, 1, "remote-0"), (0, 8, 2, "remote-0"), (0, 8, 1, "another-0")],
+    ids=["not asked for", "more than was asked for", "attempt", "agent"],
+)
+def test_a_grant_that_was_not_asked_for_is_ignored(
+    prefill: Prefill, remote: Remote, first_token: int, end_token: int, attempt: int, agent: str
+) -> None:
+    prefill.register(remote, is_staged=True, block_ids=((),))
+    prefill.offer(8, blocks=([7, 3],))
+    prefill.deliver()
+    prefill.registry.handle(agent, grant(remote, first_token, end_token, 20, 21, 22, attempt=attempt))
+    prefill.deliver()
+    assert said(remote) == [StagingRequest(1, 0, 0, 8)] and not prefill.transport.posted
+    prefill.registry.handle("remote-0", grant(remote, 0, 8, 20, 21))
+    prefill.registry.handle("remote-0", grant(remote, 0, 8, 22, 23))
+    prefill.deliver()
+    assert said(remote) == [written(end_token=8)]
+    assert is_written(prefill, remote, (7, 3), (20, 21)) and not remote.memory.cells[:, 22].any()
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_what_decode_has_read_is_not_written_again(is_verified: bool, remote: Remote, prefill: Prefill) -> None:
+    """Prefill only sends the checksum of it."""
+    prefill.offer(is_finished=True)
+    prefill.register(remote, is_verified=True, is_read=is_verified, **({"block_ids": ((),)} if is_verified else {}))
+    prefill.turn()
+    prefill.deliver()
+    (told,) = said(remote)
+    assert isinstance(told, Written) and (told.index, told.end_token, told.manifest) == (0, TOKENS, LAST)
+    assert told.digest is not None and len(told.digest) == 32
+    assert len(prefill.transport.posted) == (not is_verified) and remote.memory.cells.any() != is_verified
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_a_registration_whose_checksum_fails_is_stopped(prefill: Prefill, remote: Remote) -> None:
+    """Its blocks are kept until the checksum has ended, whatever else happens."""
+    prefill.awaiting_checksum.held, prefill.awaiting_checksum.fails = True, 1
+    prefill.offer(is_finished=True)
+    prefill.register(remote, is_verified=True)
+    prefill.deliver()
+    assert prefill.done == [] and said(remote) == []
+    prefill.awaiting_checksum.held = False
+    prefill.deliver()
+    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "computing a checksum failed")]
+    assert prefill.done == ["p-1"] and not prefill.transport.posted and prefill.is_clean()
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"is_staged": True, "block_ids": ((),)}, "StagingRequest"),
+        ({"is_verified": True, "is_read": True, "block_ids": ((),)}, "Written"),
+        ({}, "Stopped"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_is_said_about_a_registration_reaches_nobody_but_who_made_it(
+    prefill: Prefill, remote: Remote, changed: dict[str, Any], what: str
+) -> None:
+    """Another agent of decode may answer at its address meanwhile, and may have an attempt of the same number."""
+    prefill.register(remote, **changed)
+    prefill.deliver()
+    prefill.listener.role = None
+    another = Remote(remote.address, prefill.network.agent("another agent"))
+    prefill.asking.answers[remote.place] = another.answer()
+    prefill.peers.lost("remote-0")
+    prefill.deliver()
+    if what == "Stopped":
+        prefill.registry.fail(("remote-0", 1), "IndexError: of ours")
+    else:
+        prefill.offer(is_finished=True)
+    prefill.deliver()
+    assert said(another) == [] and said(remote) == []
+    assert prefill.peers.dropped == {"meant for another agent": 1}
+
+
+# ----------------------------------------------------------------------------------------------- prefill's staging slab
+
+
+def test_blocks_are_free_as_soon_as_they_are_copied_and_this_is_reported_once() -> None:
+    """Whoever registers later is written from the slots."""
+    prefill = Prefill(slots=Slots(24, 8))
+    remote = prefill.remote()
+    prefill.offer(is_finished=True)
+    assert prefill.copies.blocks == [[7, 3, 9]] and prefill.done == []
+    prefill.copies.end()
+    assert prefill.done == ["p-1"] and len(prefill.registry) == 1
+    prefill.register(remote)
+    prefill.deliver()
+    assert said(remote) == [written(LAST)] and is_written(prefill, remote, (0, 1, 2))
+    assert prefill.done == ["p-1"] and prefill.side.staging is not None
+    assert prefill.side.staging.slots.used(Use.PARKED) == 0 and prefill.is_clean()
+
+
+def test_an_offer_that_is_copied_and_never_fetched_is_reported_once() -> None:
+    prefill = Prefill(slots=Slots(24, 8))
+    prefill.offer(is_finished=True)
+    prefill.copies.end()
+    prefill.clock.advance(LEASE)
+    prefill.registry.turn()
+    assert (prefill.done, prefill.expired) == (["p-1"], ["p-1"]) and prefill.is_clean()
+
+
+def test_blocks_that_are_being_copied_are_not_free() -> None:
+    """Nor is the hold of an offer that was preempted meanwhile."""
+    prefill = Prefill(slots=Slots(24, 8))
+    prefill.offer(is_finished=True)
+    prefill.registry.preempt(P1, 4)
+    prefill.registry.stop(P1, "aborted")
+    assert prefill.done == [] and prefill.quiet == []
+    prefill.copies.end()
+    assert prefill.done == ["p-1"] and prefill.quiet == [4] and prefill.is_clean()
+
+
+def test_a_hold_of_blocks_that_were_copied_is_idle_although_their_slots_are_written_from() -> None:
+    """And these slots are not free before that has ended."""
+    prefill = Prefill(slots=Slots(24, 8))
+    remote = prefill.remote()
+    prefill.registry.offer(OfferUpdate(P1, NAME, DIGEST, TOKENS, ([7],), 4, None, True))
+    prefill.copies.end()
+    prefill.register(remote)
+    prefill.turn()
+    assert len(prefill.in_flight) == 1 and prefill.side.staging is not None
+    prefill.registry.preempt(P1, 4)
+    assert prefill.quiet == [4] and prefill.side.staging.slots.used(Use.PARKED) == 3
+    prefill.deliver()
+    assert said(remote) == [written(end_token=4)] and prefill.side.staging.slots.used(Use.PARKED) == 0
+
+
+def test_a_registration_whose_blocks_cannot_be_copied_is_told_why() -> None:
+    """With its offer larger than the slab, each of its ranges is copied when decode has registered."""
+    prefill = Prefill(slots=Slots(8, 4))
+    remote = prefill.remote()
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.deliver()
+    assert prefill.copies.blocks == [[7]]
+    prefill.copies.end("no room")
+    prefill.deliver()
+    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "no room")]
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_an_offer_that_is_larger_than_the_slab_is_written_window_by_window() -> None:
+    prefill = Prefill(slots=Slots(8, 4))
+    remote = prefill.remote()
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.deliver()
+    slots = []
+    while prefill.copies.asked:
+        slots += prefill.copies.slots[0]
+        prefill.copies.end()
+        prefill.deliver()
+    assert said(remote) == [written(end_token=4), written(index=1, end_token=8), written(LAST, 2)]
+    assert is_written(prefill, remote, tuple(slots)) and prefill.done == ["p-1"]
+    assert prefill.side.staging is not None and prefill.side.staging.slots.used(Use.SENDING) == 0
+    assert prefill.is_clean()
 
 
 # ------------------------------------------------------------------------------------------------ withdrawn, dead peers
@@ -519,6 +758,7 @@ def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remo
     prefill.registry.dead("remote-0")
     prefill.registry.dead("nobody")
     prefill.deliver()
+    assert not [one for one in said(remote) if isinstance(one, Stopped) and one.attempt == 2], "nobody is answered"
     prefill.clock.advance(1)
     prefill.deliver()
     assert len(prefill.transport.posted) == 1
@@ -559,6 +799,20 @@ def test_a_defect_fails_the_registration_that_it_met(prefill: Prefill, remote: R
     assert prefill.is_clean()
 
 
+def test_a_defect_while_a_write_is_made_fails_its_registration(
+    prefill: Prefill, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("of ours")
+
+    monkeypatch.setattr(prefill.side.routes, "ranges", fail)
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.deliver()
+    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours")]
+    assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
 # ----------------------------------------------------------------------------------------------- prefill's request ends
 
 
@@ -581,6 +835,24 @@ def test_one_that_finishes_short_lets_decode_down(prefill: Prefill, remote: Remo
     prefill.clock.advance(1)
     prefill.deliver()
     assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "prefill computed 4 of 10 tokens")
+
+
+@pytest.mark.parametrize("is_offered", [True, False])
+@pytest.mark.parametrize("how", ["stop", "stop, not kept", "revoke", "close"])
+def test_who_may_not_be_fetched_any_more_has_no_ownership_token(prefill: Prefill, how: str, is_offered: bool) -> None:
+    """Also without an offer: the token is published before the device has finished the step, the offer made after."""
+    if is_offered:
+        prefill.offer()
+    prefill.table.publish(P1, LAST.ownership_token)
+    prefill.table.publish(P2, LAST.ownership_token)
+    if how == "revoke":
+        prefill.registry.revoke(P1, "paused")
+    elif how == "close":
+        prefill.registry.close("the engine ends")
+    else:
+        prefill.registry.stop(P1, "aborted", is_kept=how == "stop")
+    assert set(tokens_of(prefill.table)) == (set() if how == "close" else {P2})
+    assert prefill.done == (["p-1"] if how == "stop" else [])
 
 
 @pytest.mark.parametrize("ends", ["finish", "stop", "preempt"])
@@ -798,6 +1070,14 @@ def test_a_name_alone_counts_rank_by_rank() -> None:
     prefill.offer(is_finished=True)
     assert not prefill.done
     prefill.registry.handle("b", Release("", NAME, "", 1, 2))
+    assert prefill.done == ["p-1"]
+
+
+@pytest.mark.parametrize("digest", [DIGEST, ""])
+def test_ranks_that_have_released_it_before_its_offer_are_counted_one_by_one(prefill: Prefill, digest: str) -> None:
+    for rank in (0, 1):
+        prefill.registry.handle("a", Release("", NAME, digest, rank, 2))
+    prefill.offer(is_finished=True)
     assert prefill.done == ["p-1"]
 
 
