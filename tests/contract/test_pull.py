@@ -83,7 +83,7 @@ class TokenArray:
         monkeypatch.setattr(transport, "release", lambda one: release(one[1] if isinstance(one, list) else one))
 
 
-def test_the_word_is_there_from_the_last_chunk_until_the_blocks_are_given_back(node: Callable[..., Node]) -> None:
+def test_the_token_is_there_from_the_last_chunk_until_the_blocks_are_given_back(node: Callable[..., Node]) -> None:
     """Rule R3: as long as it is, decode may read."""
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
     prefill.add(PREFILL_ID, SEND, 1)
@@ -122,7 +122,7 @@ def test_blocks_that_are_given_back_while_they_are_read_are_not_used(
     served(prefill, decode, 8)
 
 
-def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(node: Callable[..., Node]) -> None:
+def test_more_hand_overs_than_tokens_can_be_looked_at_end_one_after_the_other(node: Callable[..., Node]) -> None:
     """Half of them are not kept any more, and only those fail."""
     geometry = dataclasses.replace(RESERVED, num_blocks=29, reserved_blocks=40)
     prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
@@ -140,7 +140,7 @@ def test_more_hand_overs_than_words_can_be_looked_at_end_one_after_the_other(nod
     assert len(free_buffers) == 2 and not decode.context.waiting_for_buffer
 
 
-def test_another_word_in_the_same_bucket_does_not_stand_for_it(node: Callable[..., Node]) -> None:
+def test_another_token_in_the_same_bucket_does_not_stand_for_it(node: Callable[..., Node]) -> None:
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     params = prefilled(prefill, PREFILL_ID)
     (word,) = tokens_of(prefill.side.tokens).values()
@@ -153,7 +153,7 @@ def test_another_word_in_the_same_bucket_does_not_stand_for_it(node: Callable[..
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_request_whose_word_finds_no_room_is_not_used(full: bool, pair: tuple[Node, Node]) -> None:
+def test_a_request_whose_token_finds_no_room_is_not_used(full: bool, pair: tuple[Node, Node]) -> None:
     """It would take sixty thousand hand-overs; then decode recomputes, and nothing is wrong."""
     prefill, decode = pair
     if full:

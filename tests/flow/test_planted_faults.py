@@ -59,13 +59,13 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.decode_believes_the_last_write: case(
             cases.test_what_prefill_says_that_it_has_written_is_compared, PUSH, {"digest": "0" * 32}, "digest"
         ),
-        faults.the_word_is_not_looked_for: schedules,
-        faults.the_word_stands_for_the_request_alone: case(
+        faults.the_token_is_not_looked_for: schedules,
+        faults.the_token_stands_for_the_request_alone: case(
             cases.test_wrong_parameters_cost_their_request, PULL, "the blocks in another order", True
         ),
-        faults.the_word_is_published_with_the_lease_only: schedules,
-        faults.the_word_is_never_removed: schedules,
-        faults.a_request_that_stops_early_keeps_its_word: schedules,
+        faults.the_token_is_published_with_the_lease_only: schedules,
+        faults.the_token_is_never_removed: schedules,
+        faults.a_request_that_stops_early_keeps_its_token: schedules,
         faults.the_start_is_not_compared: case(cases.test_a_prefill_that_was_started_again_is_another_one, PUSH),
         # The devices.
         faults.decode_s_blocks_are_not_fenced: schedules,
@@ -73,18 +73,18 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         # Blocks and their ends.
         faults.blocks_are_given_back_at_the_failure: schedules,
         faults.held_blocks_are_never_given_back: schedules,
-        faults.stopped_is_said_before_it_is_quiet: case(
+        faults.stopped_is_said_before_it_is_idle: case(
             cases.test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight, PUSH
         ),
-        faults.a_failed_transfer_is_taken_for_quiet: case(
-            cases.test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed, PULL
+        faults.a_failed_transfer_is_taken_for_idle: case(
+            cases.test_a_transfer_that_has_failed_is_idle_when_its_peer_was_removed, PULL
         ),
         faults.each_handshake_is_a_connection_of_its_own: case(
             cases.test_one_clients_end_does_not_free_the_blocks_of_another, PULL
         ),
-        faults.what_is_given_up_is_taken_for_quiet: schedules,
-        faults.a_read_that_is_stopped_is_taken_for_quiet: schedules,
-        faults.a_write_that_is_stopped_is_taken_for_quiet: schedules,
+        faults.what_is_given_up_is_taken_for_idle: schedules,
+        faults.a_read_that_is_stopped_is_taken_for_idle: schedules,
+        faults.a_write_that_is_stopped_is_taken_for_idle: schedules,
         faults.preempted_blocks_are_not_held: schedules,
         faults.blocks_that_are_copied_early_are_not_held: schedules,
         faults.blocks_that_may_be_lost_are_copied: case(
@@ -93,7 +93,7 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.what_was_copied_before_a_preemption_is_used: case(
             cases.test_what_was_copied_of_a_pull_that_begins_anew_is_not_used, False
         ),
-        faults.preempted_blocks_are_quiet_at_once: schedules,
+        faults.preempted_blocks_are_idle_at_once: schedules,
         faults.draining_holds_are_forgotten: schedules,
         faults.prefill_s_blocks_are_free_when_its_request_ends: schedules,
         faults.nobody_is_told_of_a_request_that_was_aborted: schedules,

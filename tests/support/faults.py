@@ -96,24 +96,24 @@ def decode_believes_the_last_write(patch: Patcher) -> None:
     patch.setattr(WritePart, "_misfit", nothing)
 
 
-def the_word_is_not_looked_for(patch: Patcher) -> None:
+def the_token_is_not_looked_for(patch: Patcher) -> None:
     patch.setattr(TokenBuffers, "holds", always(True))
 
 
-def the_word_stands_for_the_request_alone(patch: Patcher) -> None:
+def the_token_stands_for_the_request_alone(patch: Patcher) -> None:
     patch.setattr(Manifest, "ownership_token", property(lambda self: 1 + sum(self.request_id.encode()) * 2**20))
 
 
-def the_word_is_published_with_the_lease_only(patch: Patcher) -> None:
+def the_token_is_published_with_the_lease_only(patch: Patcher) -> None:
     """The ownership token is published too late: when the transfer thread is told that the request has finished."""
     patch.setattr(WorkerFacade, "_publish", nothing)
 
 
-def the_word_is_never_removed(patch: Patcher) -> None:
+def the_token_is_never_removed(patch: Patcher) -> None:
     patch.setattr(TokenTable, "remove", nothing)
 
 
-def a_request_that_stops_early_keeps_its_word(patch: Patcher) -> None:
+def a_request_that_stops_early_keeps_its_token(patch: Patcher) -> None:
     def stop(self: Any, request_id: Any, *arguments: Any, **named: Any) -> None:
         if request_id not in self._matcher.offers:
             remove, self._tokens.remove = self._tokens.remove, nothing
@@ -158,7 +158,7 @@ def held_blocks_are_never_given_back(patch: Patcher) -> None:
     patch.setattr(Holds, "give_back", always(False))
 
 
-def stopped_is_said_before_it_is_quiet(patch: Patcher) -> None:
+def stopped_is_said_before_it_is_idle(patch: Patcher) -> None:
     def stop(self: Any, writing: Any, cause: Any, reason: str, *, is_answered: bool = True) -> None:
         if writing.stopping is None and is_answered:
             self.answer(writing.agent, writing.registration.decode, writing.registration.attempt, cause, reason)
@@ -168,7 +168,7 @@ def stopped_is_said_before_it_is_quiet(patch: Patcher) -> None:
     patch.setattr(Writer, "stop", stop)
 
 
-def a_failed_transfer_is_taken_for_quiet(patch: Patcher) -> None:
+def a_failed_transfer_is_taken_for_idle(patch: Patcher) -> None:
     def fail(self: Any, job: Any, reason: str, *_: Any) -> None:
         job.failed = job.failed or reason
 
@@ -186,21 +186,21 @@ def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
     patch.setattr(Peers, "_know", know)
 
 
-def what_is_given_up_is_taken_for_quiet(patch: Patcher) -> None:
+def what_is_given_up_is_taken_for_idle(patch: Patcher) -> None:
     def settle(self: Any, job: Any) -> None:
         self._settle(job)
 
     then(patch, TransferQueue, "drop", settle)
 
 
-def a_read_that_is_stopped_is_taken_for_quiet(patch: Patcher) -> None:
+def a_read_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     def stop(self: Any) -> None:
         self._is_stopping = self.is_idle = True
 
     patch.setattr(ReadPart, "stop", stop)
 
 
-def a_write_that_is_stopped_is_taken_for_quiet(patch: Patcher) -> None:
+def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     def stop(self: Any) -> None:
         self._access = Access.HAS_STOPPED
 
@@ -226,7 +226,7 @@ def what_was_copied_before_a_preemption_is_used(patch: Patcher) -> None:
     patch.setattr(Staged, "forget", nothing)
 
 
-def preempted_blocks_are_quiet_at_once(patch: Patcher) -> None:
+def preempted_blocks_are_idle_at_once(patch: Patcher) -> None:
     def preempt(self: Any, _: Any, hold: int) -> None:
         self._hold_idle(hold)
 

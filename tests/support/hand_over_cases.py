@@ -309,7 +309,7 @@ def test_prefill_that_is_aborted_before_its_first_step_leaves_no_offer(push: Pai
     push.nothing_is_left(LEASE_SECONDS + 10)
 
 
-def test_prefill_that_is_aborted_while_its_last_step_is_queued_leaves_no_word(pull: Pair) -> None:
+def test_prefill_that_is_aborted_while_its_last_step_is_queued_leaves_no_token(pull: Pair) -> None:
     """The ownership token is published before the device has run that step."""
     upstream = pull.ask_prefill(max_tokens=3)
     pull.prefill.dispatch()
@@ -317,7 +317,7 @@ def test_prefill_that_is_aborted_while_its_last_step_is_queued_leaves_no_word(pu
     pull.nothing_is_left(LEASE_SECONDS + 10)
 
 
-def test_prefill_that_is_preempted_behind_its_prompt_and_aborted_leaves_no_word(pull: Pair) -> None:
+def test_prefill_that_is_preempted_behind_its_prompt_and_aborted_leaves_no_token(pull: Pair) -> None:
     pull = Pair(PULL, kind(budget=9, depth=1, caches_prefixes=False))
     upstream = pull.ask_prefill(max_tokens=9)
     while upstream.num_computed < len(PROMPT) + 1:
@@ -986,7 +986,7 @@ def test_a_rank_that_fails_ends_the_attempt_on_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)], ids=["2 to 2", "1 to 2", "2 to 1"])
-def test_a_rank_whose_word_that_it_has_stopped_is_lost_is_asked_again(ranks: tuple[int, int]) -> None:
+def test_a_rank_whose_message_that_it_has_stopped_is_lost_is_asked_again(ranks: tuple[int, int]) -> None:
     """Until it answers, the blocks of all ranks stay held, whatever the other ranks send."""
     pair = Pair(PUSH, kind(tp_size=ranks[0]), kind(tp_size=ranks[1]))
     pair.acquaint()
@@ -1029,7 +1029,7 @@ def test_a_transfer_that_fails_fails_the_request(pair: Pair, moved: float) -> No
     pair.nothing_is_left()
 
 
-def test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed(pair: Pair) -> None:
+def test_a_transfer_that_has_failed_is_idle_when_its_peer_was_removed(pair: Pair) -> None:
     """nixl#2044: its remaining bytes may arrive until then."""
     found = in_flight(pair)
     (transfer,) = pair.transfers
@@ -1045,7 +1045,7 @@ def test_a_transfer_that_has_failed_is_quiet_when_its_peer_was_removed(pair: Pai
     pair.nothing_is_left()
 
 
-def is_quiet_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
+def is_idle_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
     """Fails a transfer whose remaining bytes arrive until its peer is removed. Blocks must be freed only after that."""
     pair.wire.fail(transfer, 0.3, rest=True)
     for _ in range(8):
@@ -1058,7 +1058,7 @@ def is_quiet_once_removed(pair: Pair, transfer: Posted, request: Request) -> Non
     pair.nothing_is_left()
 
 
-def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_meanwhile(pair: Pair) -> None:
+def test_a_transfer_is_idle_when_its_peer_was_removed_though_it_was_met_again_meanwhile(pair: Pair) -> None:
     """A stale request, or a probe for another request, causes another handshake over the same connection."""
     found = in_flight(pair)
     (transfer,) = pair.transfers
@@ -1069,7 +1069,7 @@ def test_a_transfer_is_quiet_when_its_peer_was_removed_though_it_was_met_again_m
     for _ in range(3):
         pair.round()
     assert pair.transfers == [transfer]
-    is_quiet_once_removed(pair, transfer, found)
+    is_idle_once_removed(pair, transfer, found)
 
 
 def test_one_clients_end_does_not_free_the_blocks_of_another(pull: Pair) -> None:
@@ -1087,7 +1087,7 @@ def test_one_clients_end_does_not_free_the_blocks_of_another(pull: Pair) -> None
     for _ in range(3):
         pull.round()
     (transfer,) = [one for one in pull.transfers if found in pull.wire.meant[one][0]]
-    is_quiet_once_removed(pull, transfer, found)
+    is_idle_once_removed(pull, transfer, found)
 
 
 @pytest.mark.parametrize("end", ["restarts", "vanishes and comes back"])

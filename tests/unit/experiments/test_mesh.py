@@ -167,7 +167,7 @@ def test_a_table_that_is_not_cleared_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert any(words.startswith("PeerRoutes._found has") for words in found.left)
 
 
-def test_a_word_that_is_not_removed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_not_removed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenTable, "remove", lambda self, owner: None)
     found = experiment.measure("pull", 3, 50, 0, 1, lambda words: None)
     assert any(words.endswith("engines keep ownership tokens") for words in found.left)

@@ -123,7 +123,7 @@ def test_a_side_has_as_many_waiting_as_it_should_and_stays_so(kind: type[Side], 
 
 
 @pytest.mark.parametrize("mode", TransferMode)
-def test_decodes_beats_name_each_that_waits_once(mode: TransferMode) -> None:
+def test_decodes_heartbeats_name_each_that_waits_once(mode: TransferMode) -> None:
     side = DecodeSide(mode, 300)
     named: list[str] = []
     for _ in side.beat_turns():
@@ -133,7 +133,7 @@ def test_decodes_beats_name_each_that_waits_once(mode: TransferMode) -> None:
 
 
 @pytest.mark.parametrize("mode", TransferMode)
-def test_the_beats_that_prefill_reads_keep_its_leases(mode: TransferMode) -> None:
+def test_the_heartbeats_that_prefill_reads_keep_its_leases(mode: TransferMode) -> None:
     side = PrefillSide(mode, 300)
     before = waiting_in(side)
     for _ in range(10):

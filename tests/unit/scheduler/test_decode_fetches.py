@@ -120,7 +120,7 @@ def test_where_both_are_asked_at_once_the_name_is_renewed() -> None:
     assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, "transfer:t", LEASE, TIMEOUT)]
 
 
-def test_a_name_that_a_beat_cannot_say_is_warned_of_and_fetched_even_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_that_a_heartbeat_cannot_say_is_warned_of_and_fetched_even_so(caplog: pytest.LogCaptureFixture) -> None:
     decode = Decode()
     request = of_decode(manifest=manifest_of(prompt(), request_id="a,b"))
     decode.arrive(request)

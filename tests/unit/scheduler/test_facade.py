@@ -356,7 +356,7 @@ def test_an_engine_with_nothing_to_say_may_sleep(engine: Engine) -> None:
     assert not engine.handover.pending
 
 
-def test_a_workers_word_ends_the_sleep(engine: Engine) -> None:
+def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
     woken: list[int] = []
     engine.handover.woken()
     assert engine.handover.pending, "even before anyone can be woken"

@@ -24,7 +24,7 @@ IDS = st.lists(
 
 @given(IDS)
 @settings(max_examples=25, deadline=None)
-def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[str]) -> None:
+def test_heartbeats_name_each_id_once_in_order_and_none_is_too_large(ids: list[str]) -> None:
     """What is sent is what is read, however many notifications it takes; and two of them never fit into one."""
     sent = list(heartbeats(ids))
     assert [one for notification in sent for one in read_heartbeat(notification)] == ids
@@ -35,14 +35,14 @@ def test_beats_name_each_id_once_in_order_and_none_is_too_large(ids: list[str]) 
 
 @pytest.mark.parametrize("behind", [[], ["b"]])
 @pytest.mark.parametrize(("length", "fits"), [(MAX_HEARTBEAT_BYTES - 5, True), (MAX_HEARTBEAT_BYTES - 4, False)])
-def test_a_beat_is_full_before_the_next_begins(length: int, fits: bool, behind: list[str]) -> None:
+def test_a_heartbeat_is_full_before_the_next_begins(length: int, fits: bool, behind: list[str]) -> None:
     first, *others = heartbeats(["a", "x" * length, *behind])
     assert (len(first) == MAX_HEARTBEAT_BYTES) is fits
     assert len(others) == (not fits) + len(behind)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_id_that_fits_into_no_beat_keeps_no_other_from_being_named(place: int) -> None:
+def test_an_id_that_fits_into_no_heartbeat_keeps_no_other_from_being_named(place: int) -> None:
     """vLLM's own worker would send it."""
     ids = ["a", "b"]
     ids.insert(place, "x" * MAX_HEARTBEAT_BYTES)
@@ -60,7 +60,7 @@ def test_an_id_that_fits_into_no_beat_keeps_no_other_from_being_named(place: int
     ],
     ids=plain_id,
 )
-def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) -> None:
+def test_a_stock_decodes_heartbeat_is_read(notification: bytes, expected: list[str]) -> None:
     assert read_heartbeat(notification) == expected
 
 
@@ -69,7 +69,7 @@ def test_a_stock_decodes_beat_is_read(notification: bytes, expected: list[str]) 
     [b"", b"HB", b"hb:a", b"KVNX6:", b"HB:\xff", b"HB:" + b"x" * (MAX_HEARTBEAT_BYTES - 2)],
     ids=plain_id,
 )
-def test_what_is_no_beat_is_malformed(notification: bytes) -> None:
+def test_what_is_no_heartbeat_is_malformed(notification: bytes) -> None:
     with pytest.raises(Malformed):
         read_heartbeat(notification)
 
@@ -88,11 +88,11 @@ def test_what_is_no_beat_is_malformed(notification: bytes) -> None:
     ],
     ids=lambda value: str(value)[:12].encode("ascii", "replace").decode(),
 )
-def test_what_a_beat_can_name(request_id: str, nameable: bool) -> None:
+def test_what_a_heartbeat_can_name(request_id: str, nameable: bool) -> None:
     assert is_nameable(request_id) == nameable
 
 
-def test_fifty_thousand_mutated_beats_raise_nothing_but_malformed() -> None:
+def test_fifty_thousand_mutated_heartbeats_raise_nothing_but_malformed() -> None:
     """Bits flipped, bytes dropped, doubled and exchanged."""
     draw = random.Random(4)
     read = malformed = 0

@@ -40,14 +40,14 @@ OTHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", sorted(set(OTHER) - {"block_sizes"}))
-def test_the_word_changes_with_every_field(field: str) -> None:
+def test_the_token_changes_with_every_field(field: str) -> None:
     assert {*OTHER, "protocol", "context_parallel"} == set(Manifest.__struct_fields__)
     other = msgspec.structs.replace(MANIFEST, **{field: OTHER[field]})
     assert 0 < other.ownership_token < 2**64
     assert other.ownership_token != MANIFEST.ownership_token
 
 
-def test_the_word_changes_with_the_block_size() -> None:
+def test_the_token_changes_with_the_block_size() -> None:
     """The same ids, of half as many tokens each."""
     made = msgspec.structs.replace(MANIFEST, groups=())
     assert made.ownership_token != msgspec.structs.replace(made, block_sizes=(2, 2)).ownership_token
@@ -65,14 +65,14 @@ def test_the_word_changes_with_the_block_size() -> None:
     ],
     ids=str,
 )
-def test_the_word_changes_with_any_block(groups: list[Any]) -> None:
+def test_the_token_changes_with_any_block(groups: list[Any]) -> None:
     """A6: the id of one request with the blocks of another is attested by nobody."""
     ranges = tuple(BlockRange(first, tuple(ids)) for first, ids in groups)
     made = msgspec.structs.replace(MANIFEST, groups=ranges, block_sizes=(4,) * len(groups))
     assert made.ownership_token != MANIFEST.ownership_token
 
 
-def test_a_word_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 marks a free place in the table."""
 
     class Nothing:
@@ -83,7 +83,7 @@ def test_a_word_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MANIFEST.ownership_token == 1
 
 
-def test_the_word_is_this_one() -> None:
+def test_the_token_is_this_one() -> None:
     """Golden: both sides compute it by themselves."""
     assert MANIFEST.ownership_token == 8857097169806691843
 

@@ -36,7 +36,7 @@ ATTEMPTS = st.integers(0, MAX_ATTEMPT - 1)
 
 
 @given(attempts=st.sets(ATTEMPTS), holds=st.sets(st.integers(0, 2**61)), others=st.sets(st.text()))
-def test_each_word_is_taken_out_by_its_own_reader_and_no_other(
+def test_each_name_is_taken_out_by_its_own_reader_and_no_other(
     attempts: set[int], holds: set[int], others: set[str]
 ) -> None:
     received = {*map(finished_attempt_id, attempts), *others}

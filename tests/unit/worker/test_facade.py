@@ -219,7 +219,7 @@ def test_all_that_a_step_offers_shares_one_event() -> None:
     assert len(worker.thread.take()) == 2 and len(worker.device.events) == 1
 
 
-def test_a_push_has_no_words() -> None:
+def test_a_push_has_no_tokens() -> None:
     """Decode reads no ownership token in a push: prefill's notification says what it wrote."""
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered=[offered()]))
@@ -237,7 +237,7 @@ def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
     assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [manifest(1, 2, 4).ownership_token]
 
 
-def test_a_word_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.token_table[:] = 1
     worker.side.begin_step(step(offered=[offered()]))
@@ -341,7 +341,7 @@ def test_the_thread_knows_while_a_step_is_given_to_the_device() -> None:
 # ---------------------------------------------------------------------------------------------------- what vLLM is told
 
 
-def test_what_has_ended_is_told_in_words_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_ended_is_told_in_text_of_ours(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.thread.outcome = Outcome(
         finished={5, 6},

@@ -219,7 +219,7 @@ def test_leases_are_renewed_at_every_rank_until_they_are_not(pull: Worker) -> No
     assert [len(remote.transport.received()) for remote in remotes] == [0, 0]
 
 
-def test_a_prefill_of_which_nothing_can_come_gets_no_beat() -> None:
+def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
     worker = Worker()
     odd = RemotePrefill("remote", "10.0.0.2", 5601, 2048)
     worker.thread.submit(LeaseRenewal(DecodeRequestId("d1"), odd, "p-1", 30.0, 120.0))
@@ -227,7 +227,7 @@ def test_a_prefill_of_which_nothing_can_come_gets_no_beat() -> None:
     assert worker.asking.asked == []
 
 
-def test_a_beat_renews_what_prefill_keeps(pull: Worker) -> None:
+def test_a_heartbeat_renews_what_prefill_keeps(pull: Worker) -> None:
     remote = pull.remote()
     pull.offer()
     pull.thread.submit(commands.Finish(P1))

@@ -249,7 +249,7 @@ def test_a_changed_loop_is_refused_by_name() -> None:
         rested(one)
 
 
-def test_a_word_ends_the_rest(make_module: Callable[..., ModuleType]) -> None:
+def test_a_message_ends_the_rest(make_module: Callable[..., ModuleType]) -> None:
     """With vLLM's own queue, from another thread."""
     for name in ("vllm", "vllm.v1"):
         make_module(name).__path__ = []

@@ -124,7 +124,7 @@ def is_read(
 # ---------------------------------------------------------------------------------------------------------------- READ
 
 
-def test_blocks_are_read_and_then_the_word_and_prefill_is_told(pull: Decode) -> None:
+def test_blocks_are_read_and_then_the_token_and_prefill_is_told(pull: Decode) -> None:
     remote = pull.remote()
     keep(remote)
     pull.want(wanted(1, MANIFEST))
@@ -157,7 +157,7 @@ def test_nothing_is_read_before_the_device_has_ended_what_it_was_given(pull: Dec
 
 
 @pytest.mark.parametrize("kept", [None, "another", "of before"])
-def test_without_the_word_nothing_that_was_read_is_used(pull: Decode, kept: str | None) -> None:
+def test_without_the_token_nothing_that_was_read_is_used(pull: Decode, kept: str | None) -> None:
     """Rule R3: prefill has never made this manifest, or does not keep its blocks any more."""
     remote = pull.remote()
     if kept == "another":
@@ -172,7 +172,7 @@ def test_without_the_word_nothing_that_was_read_is_used(pull: Decode, kept: str 
     assert pull.is_clean()
 
 
-def test_a_word_that_goes_while_blocks_are_read_is_seen(pull: Decode) -> None:
+def test_a_token_that_goes_while_blocks_are_read_is_seen(pull: Decode) -> None:
     remote = pull.remote()
     keep(remote)
     pull.want(wanted(1, MANIFEST))
@@ -467,7 +467,7 @@ def test_a_defect_while_it_is_read_costs_its_attempt(pull: Decode, where: str, m
     assert pull.over == [1]
 
 
-def test_more_words_than_there_is_room_for_are_read_one_after_the_other() -> None:
+def test_more_tokens_than_there_is_room_for_are_read_one_after_the_other() -> None:
     """Attempts that wait for a token buffer get one in turn, also behind an attempt that was aborted."""
     decode = Decode(token_buffers=1)
     keep(decode.remote())

@@ -901,7 +901,7 @@ def test_what_nobody_fetches_is_kept_as_long_as_its_lease(prefill: Prefill) -> N
 
 
 @pytest.mark.parametrize("name", ["p-1", NAME])
-def test_a_beat_renews_by_id_and_by_name(prefill: Prefill, name: str) -> None:
+def test_a_heartbeat_renews_by_id_and_by_name(prefill: Prefill, name: str) -> None:
     prefill.offer(is_finished=True)
     prefill.clock.advance(LEASE - 1)
     prefill.registry.renew(["unknown", name])
@@ -1103,7 +1103,7 @@ def test_of_many_ranks_only_those_that_share_its_heads_are_awaited() -> None:
 # ---------------------------------------------------------------------------------------------- preemption and rollback
 
 
-def test_a_preempted_request_that_nobody_reads_is_quiet_at_once(prefill: Prefill) -> None:
+def test_a_preempted_request_that_nobody_reads_is_idle_at_once(prefill: Prefill) -> None:
     prefill.offer(4, blocks=([7],))
     prefill.registry.preempt(P1, 4)
     assert prefill.quiet == [4]

@@ -40,7 +40,7 @@ def test_a_lease_that_nobody_renews_expires_once(clock: ManualClock, leases: Lea
     assert leases.take_due(clock.now_seconds()) == [] and len(leases) == 0
 
 
-def test_a_beat_adds_two_thirds_from_then_on_and_never_takes_away(clock: ManualClock, leases: Leases) -> None:
+def test_a_heartbeat_adds_two_thirds_from_then_on_and_never_takes_away(clock: ManualClock, leases: Leases) -> None:
     leases.grant(P1)
     leases.renew([P1])
     assert leases.first_seconds == clock.now_seconds() + LEASE
@@ -51,7 +51,7 @@ def test_a_beat_adds_two_thirds_from_then_on_and_never_takes_away(clock: ManualC
     assert leases.take_due(clock.now_seconds()) == [P1]
 
 
-def test_a_late_beat_renews_what_nobody_has_looked_for(clock: ManualClock, leases: Leases) -> None:
+def test_a_late_heartbeat_renews_what_nobody_has_looked_for(clock: ManualClock, leases: Leases) -> None:
     """It may have waited for a long step of prefill's to end. It revives nothing."""
     leases.grant(P1)
     clock.advance(2 * LEASE)
@@ -73,7 +73,7 @@ def test_a_renewed_lease_shelters_no_expired_one(clock: ManualClock, leases: Lea
     assert leases.take_due(clock.now_seconds()) == [P2]
 
 
-def test_beats_of_two_decode_ranks_are_as_good_as_one(clock: ManualClock, leases: Leases) -> None:
+def test_heartbeats_of_two_decode_ranks_are_as_good_as_one(clock: ManualClock, leases: Leases) -> None:
     leases.grant(P1)
     clock.advance(20)
     leases.renew([P1])
@@ -81,7 +81,9 @@ def test_beats_of_two_decode_ranks_are_as_good_as_one(clock: ManualClock, leases
     assert leases.first_seconds == clock.now_seconds() + EXTENSION
 
 
-def test_a_beat_for_what_was_fetched_or_is_not_granted_yet_does_nothing(clock: ManualClock, leases: Leases) -> None:
+def test_a_heartbeat_for_what_was_fetched_or_is_not_granted_yet_does_nothing(
+    clock: ManualClock, leases: Leases
+) -> None:
     leases.grant(P1)
     leases.pop(P1)
     leases.renew([P1, P2])
@@ -191,7 +193,7 @@ def test_a_lease_is_renewed_until_the_last_request_that_wants_it_has_ended(
     assert renewals.take_due() == {} and renewals.first_seconds is None and len(renewals) == 0
 
 
-def test_a_request_that_comes_and_goes_between_two_turns_is_not_beaten_for(renewals: Renewals) -> None:
+def test_a_request_that_comes_and_goes_between_two_turns_is_not_renewed(renewals: Renewals) -> None:
     renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE, LONGEST))
     renewals.end(D1)
     assert renewals.take_due() == {}
@@ -218,7 +220,9 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_what_is_wanted_is_never_without_a_beat_for_longer_than_an_interval(events: list[tuple[str, int, int]]) -> None:
+def test_what_is_wanted_is_never_without_a_heartbeat_for_longer_than_an_interval(
+    events: list[tuple[str, int, int]],
+) -> None:
     clock = ManualClock()
     renewals = Renewals(clock)
     wanted: dict[int, int] = {}

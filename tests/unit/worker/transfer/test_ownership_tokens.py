@@ -26,13 +26,13 @@ def empty(rows: int = BUCKETS) -> TokenArray:
     return np.zeros((rows, TOKENS_PER_BUCKET), dtype=np.uint64)
 
 
-def words_in(table: TokenArray) -> list[int]:
+def tokens_in(table: TokenArray) -> list[int]:
     return sorted(int(word) for word in table[np.nonzero(table)])
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(OWNERS, st.none() | WORDS), max_size=60))
-def test_each_owner_has_the_word_it_was_last_given_in_its_bucket(operations: list[tuple[str, int | None]]) -> None:
+def test_each_owner_has_the_token_it_was_last_given_in_its_bucket(operations: list[tuple[str, int | None]]) -> None:
     words, model = empty(), dict[str, int]()
     table = TokenTable(words)
     for owner, word in operations:
@@ -43,20 +43,20 @@ def test_each_owner_has_the_word_it_was_last_given_in_its_bucket(operations: lis
             assert table.publish(owner, word)
             model[owner] = word
         assert len(table) == len(model)
-        assert words_in(words) == sorted(model.values())
+        assert tokens_in(words) == sorted(model.values())
         assert all((words[bucket_of(one)] == np.uint64(one)).any() for one in model.values())
 
 
-def test_two_owners_of_one_word_have_two() -> None:
+def test_two_owners_of_one_token_have_two() -> None:
     """One that goes does not take the other's."""
     words = empty()
     table = TokenTable(words)
     assert table.publish("a", 5) and table.publish("b", 5)
     table.remove("a")
     table.remove("a")
-    assert words_in(words) == [5]
+    assert tokens_in(words) == [5]
     table.remove("b")
-    assert words_in(words) == []
+    assert tokens_in(words) == []
 
 
 def test_a_full_bucket_refuses_and_has_room_again() -> None:
@@ -72,14 +72,14 @@ def test_a_full_bucket_refuses_and_has_room_again() -> None:
     assert table.publish("late", 7 + TOKENS_PER_BUCKET * BUCKETS)
 
 
-def test_an_owner_without_room_for_its_new_word_has_no_old_one() -> None:
+def test_an_owner_without_room_for_its_new_token_has_no_old_one() -> None:
     words = empty()
     table = TokenTable(words)
     for number in range(TOKENS_PER_BUCKET):
         table.publish(number, 7 + number * BUCKETS)
     table.publish("mine", 8)
     assert not table.publish("mine", 7 + TOKENS_PER_BUCKET * BUCKETS)
-    assert 8 not in words_in(words)
+    assert 8 not in tokens_in(words)
 
 
 @pytest.mark.parametrize("table", [np.zeros((2, 2), dtype=np.uint64), empty() + 1], ids=["shape", "not empty"])
@@ -88,7 +88,7 @@ def test_a_table_that_does_not_fit_is_refused(table: TokenArray) -> None:
         TokenTable(table)
 
 
-def test_words_of_manifests_are_spread() -> None:
+def test_tokens_of_manifests_are_spread() -> None:
     """Sixteen thousand kept at once leave every bucket half empty."""
     made = [manifest(request_id=f"cmpl-{number}").ownership_token for number in range(16 * BUCKETS)]
     assert len(set(made)) == len(made)
@@ -98,7 +98,7 @@ def test_words_of_manifests_are_spread() -> None:
 # --------------------------------------------------------------------------------------------------------------- decode
 
 
-def test_a_landing_is_one_row_until_it_is_given_back() -> None:
+def test_a_buffer_is_one_row_until_it_is_given_back() -> None:
     token_buffers = TokenBuffers(empty(3))
     taken = [token_buffers.take() for _ in range(4)]
     assert sorted(taken[:3]) == [0, 1, 2] and taken[3] is None  # type: ignore[type-var]
@@ -108,7 +108,7 @@ def test_a_landing_is_one_row_until_it_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("word", [1, BUCKETS - 1, 2**64 - 1, 3 * BUCKETS + 5])
-def test_the_bucket_that_is_read_is_the_one_the_word_would_be_in(word: int) -> None:
+def test_the_bucket_that_is_read_is_the_one_the_token_would_be_in(word: int) -> None:
     words, rows = empty(), empty(2)
     token_buffers = TokenBuffers(rows)
     taken = token_buffers.take()
@@ -125,7 +125,7 @@ def test_the_bucket_that_is_read_is_the_one_the_word_would_be_in(word: int) -> N
     assert not token_buffers.holds(taken, word ^ 2**20)
 
 
-def test_a_word_of_before_is_not_seen_in_a_landing_that_is_used_again() -> None:
+def test_a_token_of_before_is_not_seen_in_a_buffer_that_is_used_again() -> None:
     """If a READ fails silently, the row still holds tokens that were read for another attempt."""
     rows = empty(1)
     token_buffers = TokenBuffers(rows)

@@ -348,7 +348,7 @@ def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
     assert local.dead == ["remote-0"] and len(local.peers) == 0
 
 
-def test_a_word_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) -> None:
+def test_a_message_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) -> None:
     """Another engine may answer at the address of one that has died; it is not sent the message."""
     remote = met(local)
     local.peers.send(remote.address, b"for you", only="remote-0")
@@ -465,7 +465,7 @@ def test_a_callback_that_raises_fails_what_it_belongs_to(local: Local, caplog: p
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-def test_a_word_waits_for_the_handshake(local: Local) -> None:
+def test_a_message_waits_for_the_handshake(local: Local) -> None:
     remote = local.remote(is_answering=False)
     local.peers.send(remote.address, b"one")
     local.peers.send(remote.address, b"two")
@@ -475,7 +475,7 @@ def test_a_word_waits_for_the_handshake(local: Local) -> None:
     assert [said for _, said in remote.transport.received()] == [b"one", b"two"]
 
 
-def test_a_word_over_a_lost_connection_is_said_once_more_over_another(local: Local) -> None:
+def test_a_message_over_a_lost_connection_is_said_once_more_over_another(local: Local) -> None:
     """The message is sent once more after another handshake; if that fails, it is counted as dropped."""
     remote = met(local)
     local.transport.lose("remote-0")

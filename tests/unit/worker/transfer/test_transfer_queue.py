@@ -267,7 +267,7 @@ def test_nothing_to_move_ends_at_once_but_not_inside_submit() -> None:
 # -------------------------------------------------------------------------------------------------------------- failure
 
 
-def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_quiet() -> None:
+def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_idle() -> None:
     """A failed transfer may have moved any part of its bytes, and others of its job are still in flight (nixl#2044)."""
     mover = Mover()
     mover.job("one", 100)
