@@ -657,3 +657,26 @@ def test_a_session_is_not_offered(pushes: bool, caplog: pytest.LogCaptureFixture
     assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
     for word in ("a streaming session", "expected a complete prompt", "computed as without", "Send them with"):
         assert word in caplog.text
+
+
+def test_offers_of_other_requests_stay_in_the_step_that_revokes_one() -> None:
+    """Workers are told of the others' tokens, and not of those that were revoked."""
+    prefill = Prefill(mode=TransferMode.PUSH)
+    for name, adapter in (("p1", 0), ("p2", 3)):
+        request = of_prefill(name)
+        request.adapter = adapter
+        prefill.arrive(request)
+        progress = [Progress(name, ([7],), True, 4)]
+        prefill.offering.scheduled(progress, prefill.pool, prefill.step)
+    prefill.offering.revoke("an adapter was loaded again", prefill.step, adapter=3)
+    step = prefill.take()
+    assert list(step.revoked) == ["p2"]
+    assert [(one.request_id, one.ready_tokens) for one in step.offered if one.ready_tokens] == [("p1", 4)]
+
+
+def test_the_blocks_of_a_prompt_of_one_token_are_read_too() -> None:
+    prefill = Prefill(mode=TransferMode.PUSH)
+    prefill.arrive(of_prefill(tokens=[5]))
+    assert not prefill.offering.is_read("p1")
+    prefill.compute(1, ([7],), replaces=True)
+    assert prefill.offering.is_read("p1")
