@@ -125,7 +125,7 @@ def build_worker(
     transport = NixlTransport(worker.agent, memory_type, worker.device_id)
     tag = Tag(
         mode=settings.transfer_mode.value,
-        facts=(*worker.facts, ("layers", layers_digest(layout, registered.layers_of_groups))),
+        facts=(*worker.facts, ("layers of groups", layers_digest(layout, registered.layers_of_groups))),
         arrangement=layout.arrangement.value,
         planes=tuple(tuple((len(kind.bases), kind.cell_bytes) for kind in group.planes) for group in groups),
     )

@@ -30,8 +30,7 @@ def group_memory(
     Raises:
         LayoutRefused: as `planes_of`.
     """
-    caches = {layer: view for layer, view in layout.device_views.items() if layer in layers}
-    return GroupMemory(planes_of(caches, layout.axes, first_head), kernel_blocks_per_block)
+    return GroupMemory(planes_of(_views(layout, layers), layout.axes, first_head), kernel_blocks_per_block)
 
 
 def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -> str:
@@ -42,7 +41,7 @@ def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -
     """
     found = hashlib.blake2b(digest_size=8)
     for layers in layers_of_groups:
-        cells = [(layer, _cell_bytes(view)) for layer, view in layout.device_views.items() if layer in layers]
+        cells = [(layer, _cell_bytes(view)) for layer, view in _views(layout, layers).items()]
         found.update(repr(cells).encode())
     return found.hexdigest()
 
@@ -87,6 +86,11 @@ def _kind(cache: torch.Tensor, axes: Axes, first_head: Callable[[int], int]) -> 
         "num_heads": num_heads,
         "first_head": first_head(num_heads),
     }
+
+
+def _views(layout: Layout, layers: Collection[str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of these layers, in the order in which both sides list their planes."""
+    return {layer: view for layer, view in layout.device_views.items() if layer in layers}
 
 
 def _cell_bytes(cache: torch.Tensor) -> int:
