@@ -26,6 +26,7 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
+from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Reports
@@ -173,9 +174,9 @@ class Engine:
         make_gate: Callable[[], WriteGate] | None = None,
     ) -> None:
         terms = Terms(
-            block_sizes=(planes.block_size,),
+            groups=KVGroups((KVGroup(planes.block_size),)),
+            zeroes_blocks=False,
             mode=settings.transfer_mode,
-            drops_blocks=False,
             recomputes=False,
             lease_seconds=settings.kv_lease_duration_seconds,
             timeout_seconds=settings.handover_timeout_seconds,

@@ -71,6 +71,26 @@ def _gemma4(pattern: str, *, block_size: int | None = 32, **values: Any) -> Fami
     return Family("Gemma4TextConfig", "Gemma4ForCausalLM", config, block_size)
 
 
+_LAYERS = {"s": "linear_attention", "f": "full_attention", "m": "mlp"}
+_QWEN: Mapping[str, Any] = {
+    **_SMALL,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+"""The gated delta net's kernels want heads of at least 64 on a CPU."""
+
+
+def _hybrid(config: str, architecture: str, pattern: str, values: Mapping[str, Any]) -> Family:
+    """``pattern``: a letter per layer, s for a state, f for full attention, m for a layer that keeps nothing."""
+    kinds = [_LAYERS[letter] for letter in pattern]
+    name = "layers_block_type" if config == "NemotronHConfig" else "layer_types"
+    return Family(config, architecture, {"num_hidden_layers": len(pattern), name: kinds, **values}, None)
+
+
 FAMILIES: Mapping[str, Family] = {
     "gemma4": _gemma4("sfsf"),
     "gemma4 5:1": _gemma4("sssssf"),
@@ -78,6 +98,64 @@ FAMILIES: Mapping[str, Family] = {
         "sfsf", block_size=64, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
     "gemma4 shared": _gemma4("sfsfsf", num_kv_shared_layers=2),
+    "nemotron-h": _hybrid(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        "smfsf",
+        {
+            **_SMALL,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 64,
+            "n_groups": 2,
+        },
+    ),
+    "granite4-h": _hybrid(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        "sssf",
+        {
+            **_SMALL,
+            "num_key_value_heads": 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+        },
+    ),
+    "falcon-h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_SMALL,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+        },
+        None,
+    ),
+    "qwen3.5": _hybrid("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN),
+    "qwen3-next": _hybrid(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        "sssf",
+        {
+            **_QWEN,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
 }
 
 

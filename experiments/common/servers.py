@@ -106,14 +106,15 @@ class ServerSpec:
     """Configuration of one server: a name for its log, the model, and the settings of its arm.
 
     ``kv_transfer`` is the value of ``--kv-transfer-config`` or None for an instance without a connector.
-    ``kv_space_gib`` is vLLM's own KV budget on a CPU (VLLM_CPU_KVCACHE_SPACE, whole GiB). ``forks``: the engine is
-    forked, which halves the time to start on a CPU; ``vllm serve`` itself spawns its engine.
+    ``block_size`` is None for vLLM's choice. ``kv_space_gib`` is vLLM's own KV budget on a CPU (VLLM_CPU_KVCACHE_SPACE,
+    whole GiB). ``forks``: the engine is forked, which halves the time to start on a CPU; ``vllm serve`` itself spawns
+    its engine.
     """
 
     name: str
     model: Path
     dtype: str = "bfloat16"
-    block_size: int = 32
+    block_size: int | None = 32
     max_model_len: int = 2048
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -135,7 +136,8 @@ class ServerSpec:
         command = [
             *(str(self.executable), "serve", str(self.model), "--host", HOST, "--port", str(port)),
             *("--served-model-name", "model", "--dtype", self.dtype, "--enforce-eager", "--seed", "0"),
-            *("--block-size", str(self.block_size), "--max-model-len", str(self.max_model_len)),
+            *(() if self.block_size is None else ("--block-size", str(self.block_size))),
+            *("--max-model-len", str(self.max_model_len)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
             *("--max-num-seqs", str(self.max_num_seqs), "--enable-chunked-prefill", "--enable-prefix-caching"),
             *("--distributed-executor-backend", self.executor),

@@ -40,7 +40,12 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "cells that are not one token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": dict.fromkeys(
             Era, _REFUSED
         ),
-        "state-space or linear-attention layers": dict.fromkeys(Era, _REFUSED),
+        "layers with a state (Mamba2, gated delta net) beside attention": {
+            Era.KV_APART: "by unit tests only",
+            Era.PACKED: "both layouts; served with 0.28",
+        },
+        "a state kept at every block boundary (--mamba-cache-mode all)": dict.fromkeys(Era, _REFUSED),
+        "peers with states and different tensor-parallel sizes": dict.fromkeys(Era, _REFUSED),
         "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),
         "peers with different block sizes": dict.fromkeys(
             Era,

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvcached_nixl.compat.private import envs, private
 from kvcached_nixl.compat.requests import RequestReader
-from kvcached_nixl.compat.specs import keeps_all_tokens, specs_of
+from kvcached_nixl.compat.specs import keeps_of, specs_of
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
 __all__ = ["SchedulerView"]
 
@@ -44,19 +45,26 @@ class SchedulerView:
         return int(self.config.parallel_config.tensor_parallel_size)
 
     @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Per KV-cache group, tokens in a logical block."""
-        return tuple(int(group.kv_cache_spec.block_size) for group in self.kv_cache_config.kv_cache_groups)
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The KV-cache groups."""
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        return tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs)
 
     @property
-    def dropping_groups(self) -> list[str]:
-        """KV-cache groups that free blocks while a request is computed, by the class names of their specs."""
+    def window_kinds(self) -> list[str]:
+        """KV-cache groups whose blocks leave a window while a request is computed, by the class names of their
+        specs."""
         return [
             type(spec).__name__
             for group in self.kv_cache_config.kv_cache_groups
             for spec in specs_of(group.kv_cache_spec)
-            if not keeps_all_tokens(spec)
+            if keeps_of(spec) is Keeps.WINDOW
         ]
+
+    @property
+    def zeroes_blocks(self) -> bool:
+        """Whether vLLM zeroes new blocks on the device at the beginning of a step."""
+        return bool(private(self.kv_cache_config, "needs_kv_cache_zeroing"))
 
     @property
     def recomputes(self) -> bool:

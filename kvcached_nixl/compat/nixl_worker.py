@@ -18,7 +18,7 @@ from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.model_runner_query import runner_of
 from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
-from kvcached_nixl.compat.specs import kind_of, kv_heads_of, odd_cells, specs_of
+from kvcached_nixl.compat.specs import is_state, kind_of, kv_heads_of, odd_cells, specs_of, state_bytes
 from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.compat.weights import model_facts
 from kvcached_nixl.errors import LayoutRefused
@@ -82,13 +82,16 @@ class WorkerView:
             if len(sizes) > 1:
                 shown = ", ".join(map(str, sorted(sizes)))
                 refused.append((f"a KV-cache group with blocks of {shown} tokens", "blocks of one size in each group"))
-        attention = [one.kv_cache_spec for one in self._groups if type(one.kv_cache_spec).__name__ != "MambaSpec"]
-        ratios = {self._kernel_blocks_in(int(spec.block_size)) for spec in attention}
+        ratios = {self._kernel_blocks_in(size) for size in self._attention_block_sizes}
         if len(ratios) > 1:
             shown = ", ".join(map(str, sorted(ratios)))
             refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
+        modes = {one.kv_cache_spec.mamba_cache_mode for one in self._groups if is_state(one.kv_cache_spec)}
+        if odd := sorted(modes - {"none", "align"}):
+            # Then a state is kept at every block boundary, and the last one is not always where the last token is.
+            refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
         shuffles = is_rocm() and getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
-        if shuffles or "ROCM_ATTN" in {one.get_name() for one in private(self.worker, "attn_backends")}:
+        if shuffles or "ROCM_ATTN" in {one.get_name() for one in self._backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
             refused.append((f"{what}, which interleaves the tokens of a block", "another attention backend"))
         model = private(self.worker, "model_config")
@@ -122,12 +125,32 @@ class WorkerView:
 
     @property
     def _attention(self) -> str:
-        name = str(private(self.worker, "backend_name"))
+        name = str(self._backends[0].get_name())
         # It stores a block's keys, and on some processors its values, in an order in which no part is one token's.
         whole = name == "CPU_ATTN"
-        sizes = [str(group.kv_cache_spec.block_size) for group in self._groups]
+        sizes = list(map(str, self._attention_block_sizes))
         shown = sizes[0] if len(set(sizes)) == 1 else "+".join(sizes)
         return f"{name}, whole blocks of {shown} tokens" if whole else name
+
+    @property
+    def _backends(self) -> list[Any]:
+        """The attention backends, without those of layers that keep a state."""
+        with_kv = [one for one in self._groups if not is_state(one.kv_cache_spec)]
+        if len(with_kv) == len(self._groups):
+            return list(private(self.worker, "attn_backends"))
+        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+        return list(get_current_attn_backends(self._config, [layer for one in with_kv for layer in one.layer_names]))
+
+    @property
+    def _attention_block_sizes(self) -> list[int]:
+        specs = [group.kv_cache_spec for group in self._groups]
+        return [int(spec.block_size) for spec in specs if not is_state(spec)]
+
+    @property
+    def zeroes_blocks(self) -> bool:
+        """Whether vLLM zeroes new blocks on the device at the beginning of a step."""
+        return bool(private(private(self.worker, "kv_cache_config"), "needs_kv_cache_zeroing"))
 
     @property
     def answers_before_drafts(self) -> bool:
@@ -172,7 +195,7 @@ class WorkerView:
             return self.kernel_blocks_per_block
         from vllm.v1.worker.utils import select_common_block_size
 
-        return block_size // int(select_common_block_size(block_size, private(self.worker, "attn_backends")))
+        return block_size // int(select_common_block_size(block_size, self._backends))
 
     @property
     def load(self) -> tuple[int, int]:
@@ -181,11 +204,15 @@ class WorkerView:
         return int(config.model_config.max_model_len), int(config.scheduler_config.max_num_seqs)
 
     def first_head(self, num_heads: int) -> int:
-        """Returns the index, in the whole model, of this rank's first KV head in layers with ``num_heads`` on a rank.
+        """Returns the index, in the whole model, of this rank's first KV head in layers with ``num_heads`` on a rank;
+        0 stands for layers that keep a state, which has a rank of its own share of.
 
         A rank's only head may be a copy of another rank's. Which one it is, may not be known if layers have different
         numbers of heads; then no rank of another tensor-parallel size has the head that is returned.
         """
+        unknown = _UNKNOWN_HEAD * self.tp_size + self.tp_rank
+        if not num_heads:
+            return unknown
         if self.use_mla or self.tp_size == 1:
             return 0
         model = private(self.worker, "model_config")
@@ -195,7 +222,7 @@ class WorkerView:
         configs = [one.hf_text_config for one in (model, drafter) if one is not None]
         totals = kv_heads_of(*configs) | {int(model.get_total_num_kv_heads())}
         found = {self.tp_rank * total // self.tp_size for total in totals if total <= self.tp_size}
-        return found.pop() if len(found) == 1 else _UNKNOWN_HEAD * self.tp_size + self.tp_rank
+        return found.pop() if len(found) == 1 else unknown
 
     @property
     def memory_type(self) -> MemoryType:
@@ -213,27 +240,23 @@ class WorkerView:
     def device_id(self) -> int:
         return int(private(self.worker, "device_id"))
 
-    def groups(self) -> list[dict[str, tuple[int, int, int]]]:
+    def groups(self) -> list[dict[str, tuple[int, int, int, int]]]:
         """Per KV-cache group: layer name -> bytes (K and V, or the latent), tokens and heads of one of its kernel
-        blocks.
+        blocks, and 0; of a layer with a state: bytes of its page, 1, 1, and bytes of its state.
 
         Raises:
-            LayoutRefused: a layer has a state instead of KV, or cells that are not one token of one head.
+            LayoutRefused: a layer has cells that are not one token of one head.
         """
         return [self._pages(group.layer_names, group.kv_cache_spec) for group in self._groups]
 
-    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, tuple[int, int, int]]:
+    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, tuple[int, int, int, int]]:
         ratio = self.kernel_blocks_per_block
-        pages: dict[str, tuple[int, int, int]] = {}
+        pages: dict[str, tuple[int, int, int, int]] = {}
         for layer in layers:
             own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
-            if type(own).__name__ == "MambaSpec":
-                raise LayoutRefused(
-                    found=f"layer {layer!r} keeps a state (MambaSpec) beside attention layers",
-                    expected="attention layers only; linear attention and state-space layers are not supported yet",
-                    consequence="state and attention share pools in a way that is not supported yet; the engine stops",
-                    remedy="serve this model without ENABLE_KVCACHED, or without a KV connector",
-                )
+            if is_state(own):
+                pages[layer] = own.page_size_bytes, 1, 1, state_bytes(own)
+                continue
             if reason := odd_cells(own):
                 raise LayoutRefused(
                     found=f"layer {layer!r} with {reason}",
@@ -241,7 +264,8 @@ class WorkerView:
                     consequence="peers with other block sizes or heads would mix cells up; the engine stops",
                     remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
                 )
-            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, int(private(own, "num_kv_heads"))
+            heads = int(private(own, "num_kv_heads"))
+            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, heads, 0
         return pages
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
@@ -249,7 +273,7 @@ class WorkerView:
         if installed_row().shape.logical_views:
             heads = 1 if self.use_mla else _PROBED["num_heads"]
             return (_PROBED["num_blocks"], heads, _PROBED["block_size"], 1), _PROBED
-        backend = private(self.worker, "attn_backends")[0]
+        backend = self._backends[0]
         shape = backend.get_kv_cache_shape(
             num_blocks=_PROBED["num_blocks"],
             block_size=_PROBED["block_size"],

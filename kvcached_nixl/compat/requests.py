@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcached_nixl.compat.arrival import is_stand_in
 from kvcached_nixl.compat.private import envs, private
+from kvcached_nixl.compat.states import whole_because
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
 from kvcached_nixl.wire.digest import digest_of
@@ -155,6 +156,11 @@ class RequestView:
         """``kv_transfer_params``; None if it is not a mapping, which the API server refuses or passes on unchecked."""
         found = self.request.kv_transfer_params
         return found if isinstance(found, Mapping) else None
+
+    @property
+    def whole_because(self) -> str:
+        """See `compat.states`."""
+        return whole_because(self.params or {})
 
     @property
     def is_session(self) -> bool:

@@ -6,9 +6,12 @@ Source: ``v1/kv_cache_interface.py``.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-__all__ = ["keeps_all_tokens", "kind_of", "kv_heads_of", "odd_cells", "specs_of"]
+from kvcached_nixl.wire.kv_groups import Keeps
+
+__all__ = ["is_state", "keeps_of", "kind_of", "kv_heads_of", "odd_cells", "specs_of", "state_bytes"]
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
@@ -18,9 +21,31 @@ def specs_of(kv_cache_spec: Any) -> list[Any]:
     return [kv_cache_spec]
 
 
-def keeps_all_tokens(spec: Any) -> bool:
-    """Whether vLLM's manager for such layers keeps every block until the request ends."""
-    return any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__) and type(spec).__name__ != "RSWASpec"
+def is_state(spec: Any) -> bool:
+    """Whether such layers keep a state that each step overwrites (Mamba, linear attention, short convolutions)."""
+    return any(cls.__name__ == "MambaSpec" for cls in type(spec).__mro__)
+
+
+def keeps_of(kv_cache_spec: Any) -> Keeps:
+    """Which blocks of a request vLLM's manager keeps for a KV-cache group until the request ends."""
+    found = {_keeps(spec) for spec in specs_of(kv_cache_spec)}
+    return found.pop() if len(found) == 1 else Keeps.WINDOW
+
+
+def _keeps(spec: Any) -> Keeps:
+    if is_state(spec):
+        return Keeps.STATE
+    is_full = any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__)
+    return Keeps.EVERYTHING if is_full and type(spec).__name__ != "RSWASpec" else Keeps.WINDOW
+
+
+def state_bytes(spec: Any) -> int:
+    """Bytes of a layer's state, without the padding behind it."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in _tensors(spec))
+
+
+def _tensors(spec: Any) -> list[tuple[tuple[int, ...], Any]]:
+    return [(tuple(shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
 
 
 def kind_of(kv_cache_spec: Any) -> str:
@@ -29,6 +54,8 @@ def kind_of(kv_cache_spec: Any) -> str:
     for spec in specs_of(kv_cache_spec):
         known = vars(spec)
         limits = [f" {name}={known[name]}" for name in ("sliding_window", "attention_chunk_size") if known.get(name)]
+        if is_state(spec):
+            limits = [f" {spec.mamba_type}", *(f" {shape} {dtype}" for shape, dtype in _tensors(spec))]
         kinds.add(f"{type(spec).__name__}{''.join(limits)}")
     return "+".join(sorted(kinds))
 

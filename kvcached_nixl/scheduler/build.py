@@ -14,6 +14,7 @@ from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
+from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 
 __all__ = ["StockScheduler", "build_scheduler"]
@@ -36,12 +37,14 @@ class StockScheduler(Protocol):
     @property
     def tp_size(self) -> int: ...
     @property
-    def block_sizes(self) -> tuple[int, ...]: ...
+    def groups(self) -> tuple[KVGroup, ...]: ...
     @property
-    def dropping_groups(self) -> list[str]:
-        """KV-cache groups that free blocks while a request is computed, by the name of their kind."""
+    def window_kinds(self) -> list[str]:
+        """KV-cache groups whose blocks leave a window while a request is computed, by the name of their kind."""
         ...
 
+    @property
+    def zeroes_blocks(self) -> bool: ...
     @property
     def recomputes(self) -> bool: ...
     @property
@@ -53,11 +56,11 @@ class StockScheduler(Protocol):
 def build_scheduler(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
     """Returns the object that the engine's thread calls for every hand-over from now on."""
     settings = Settings.from_extra_config(stock.extra_config)
-    if settings.transfer_mode.is_push and stock.dropping_groups:
+    if settings.transfer_mode.is_push and stock.window_kinds:
         logger.warning(
             "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
             "freed while the prompt is computed.",
-            ", ".join(stock.dropping_groups),
+            ", ".join(stock.window_kinds),
         )
     if STOCK_TIMEOUT in os.environ:
         logger.warning(
@@ -66,9 +69,9 @@ def build_scheduler(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
             settings.kv_lease_duration_seconds,
         )
     terms = Terms(
-        block_sizes=stock.block_sizes,
+        groups=KVGroups(stock.groups),
+        zeroes_blocks=stock.zeroes_blocks,
         mode=settings.transfer_mode,
-        drops_blocks=bool(stock.dropping_groups),
         recomputes=stock.recomputes,
         lease_seconds=settings.kv_lease_duration_seconds,
         timeout_seconds=settings.handover_timeout_seconds,

@@ -122,8 +122,8 @@ class DecodeFetches:
         if fetch_request is None or fetch_request.is_tried:
             return 0, False
         fetch_request.check(request, self._terms)
-        if fetch_request.refused is None and num_computed_tokens % self._terms.step_tokens:
-            reason = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.step_tokens}"
+        if fetch_request.refused is None and num_computed_tokens % self._terms.groups.step_tokens:
+            reason = f"its first {num_computed_tokens} tokens end inside a block of {self._terms.groups.step_tokens}"
             fetch_request.refused = HandOverFailed(FailureCause.RANGE, reason)
         if fetch_request.refused is None and is_stale and num_computed_tokens:
             reason = "its first tokens are in the prefix cache, which may hold KV that other weights have computed"

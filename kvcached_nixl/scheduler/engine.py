@@ -24,6 +24,12 @@ class Request(Protocol):
         ...
 
     @property
+    def whole_because(self) -> str:
+        """Why prefill computes it to its last token, which no state can be taken back from; "" if it does not. Asked
+        only of requests of prefill, where layers keep states."""
+        ...
+
+    @property
     def is_session(self) -> bool:
         """Whether more input may follow after what it has generated: its prompt is then not its whole input."""
         ...

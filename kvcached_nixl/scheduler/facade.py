@@ -32,6 +32,7 @@ from kvcached_nixl.scheduler.side_channel_listener import (
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FAILING, BlockIds, Reports, Step, failure_of, finished_attempts_of, idle_holds_of
 
@@ -53,6 +54,9 @@ class SchedulerFacade:
         incarnation: 16 hexadecimal digits, drawn when this engine starts, and again whenever its weights change.
         read: wraps vLLM's requests.
         wake_key: secret by which the side channel recognises a message of this engine's own workers.
+
+    Attributes:
+        keeps_states: some layers keep a state, so prefill has to stop one token before the end of a prompt.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class SchedulerFacade:
         self.read = read
         self.incarnation = incarnation
         self.wake_key = wake_key
-        self._drops_blocks = terms.drops_blocks
+        self._terms = terms
+        self.keeps_states = terms.groups.have_states
         self._clock = clock
         self._holds = Holds()
         self._failures = Failures()
@@ -283,10 +288,24 @@ class SchedulerFacade:
             step.quarantined_blocks = self._reported_quarantine = self.num_quarantined_blocks
         return step
 
+    def filled_in_part(self, step: Step) -> list[int]:
+        """Blocks that a step's fetches fill up to a request's last token; if vLLM zeroes blocks, it has to zero these
+        before anything is written into them."""
+        if not self._terms.zeroes_blocks:
+            return []
+        pairs = [zip(self._terms.groups.all, fetch.groups, strict=True) for fetch in step.fetches]
+        return [
+            block_id
+            for pair in pairs
+            for group, blocks in pair
+            if group.keeps is not Keeps.STATE
+            for block_id in blocks.block_ids[-1:]
+        ]
+
     def spares(self, request_id: str) -> bool:
         """Whether a request that ends must keep all its blocks until `finished` is called, even those that have left
         its sliding window."""
-        if not self._drops_blocks:
+        if not self._terms.groups.drop_blocks:
             return False
         return self._fetching.is_waiting(request_id) or self._offering.is_named(request_id)
 

@@ -3,23 +3,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID, Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds
 
-__all__ = ["ANY_ADAPTER", "NULL_BLOCK_ID", "Terms", "FetchRequest", "is_meant"]
+__all__ = ["ANY_ADAPTER", "Terms", "FetchRequest", "is_meant"]
 
 ANY_ADAPTER = -1
 """In place of a LoRA adapter's number: any adapter."""
-
-NULL_BLOCK_ID = 0
-"""vLLM's placeholder block: it holds no token's KV. Every request with a sliding window has it in its block table."""
 
 
 def is_meant(adapter: int | None, used: int) -> bool:
@@ -33,25 +31,20 @@ class Terms:
     """Settings that apply to every hand-over of an engine.
 
     Attributes:
-        block_sizes: per KV-cache group, tokens in a logical block.
+        groups: the engine's KV-cache groups.
+        zeroes_blocks: vLLM zeroes new blocks, because what is behind a request's last token is read, too.
         mode: who starts a transfer.
-        drops_blocks: some KV-cache group frees blocks while a request is computed (a sliding window).
         recomputes: ``kv_load_failure_policy`` is "recompute".
         lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
         timeout_seconds: time after which a hand-over fails.
     """
 
-    block_sizes: tuple[int, ...]
+    groups: KVGroups
+    zeroes_blocks: bool
     mode: TransferMode
-    drops_blocks: bool
     recomputes: bool
     lease_seconds: float
     timeout_seconds: float
-
-    @property
-    def step_tokens(self) -> int:
-        """A hand-over begins at a multiple of this many tokens: where blocks of all KV-cache groups begin."""
-        return math.lcm(*self.block_sizes)
 
 
 @dataclass
@@ -94,16 +87,20 @@ class FetchRequest:
         if self.is_checked:
             return
         self.is_checked = True
-        self.end_token = self.num_tokens = num_tokens = request.num_prompt_tokens
+        # Prefill hands over the states behind all tokens but the last: decode computes that one with them.
+        most_tokens = request.num_prompt_tokens - terms.groups.have_states
+        self.end_token = self.num_tokens = num_tokens = most_tokens
         self.lacks_media = request.lacks_media
         if self.fetch is None:
             return
         manifest = self.fetch.manifest
         if manifest is not None:
             self.num_tokens = num_tokens = manifest.num_tokens
-            self.end_token = min(num_tokens, request.num_prompt_tokens)
-            if num_tokens > request.num_prompt_tokens:
+            self.end_token = min(num_tokens, most_tokens)
+            if num_tokens > most_tokens:
                 reason = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
+                if terms.groups.have_states:
+                    reason += ", of which decode has to compute the last one"
                 self.refused = HandOverFailed(FailureCause.DIGEST, reason)
                 return
         self.digest = request.digest(num_tokens)
@@ -115,7 +112,7 @@ class FetchRequest:
             if self.lacks_media:
                 reason = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
                 self.refused = HandOverFailed(FailureCause.MEDIA, f"{reason}; send them to decode, too")
-        if terms.drops_blocks:
+        if terms.groups.drop_blocks:
             # Decode recomputes the last token, and that token's window begins one token before the next token's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
 
@@ -125,25 +122,34 @@ class FetchRequest:
         Raises:
             HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
-        found = []
         assert self.fetch is not None
-        theirs = self.fetch.manifest.groups if self.fetch.manifest is not None else None
-        for place, (group, size) in enumerate(zip(block_ids, terms.block_sizes, strict=True)):
-            begin, end = first_token // size, -(-self.end_token // size)
-            while begin < end and begin < len(group) and group[begin] == NULL_BLOCK_ID:
-                begin += 1
-            blocks = tuple(group[begin:end])
-            # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
-            is_whole = len(blocks) == end - begin and (blocks or terms.drops_blocks) and NULL_BLOCK_ID not in blocks
-            if not is_whole or (begin * size > first_token and not terms.drops_blocks):
-                raise HandOverFailed(
-                    FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}"
-                )
-            if theirs is not None and (len(theirs) != len(block_ids) or theirs[place].first_token > begin * size):
-                raise HandOverFailed(FailureCause.RANGE, f"prefill has not kept the tokens from {begin * size} on")
-            found.append(BlockRange(begin * size, blocks))
-        if not any(one.block_ids for one in found):
-            raise HandOverFailed(
-                FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}"
-            )
+        pairs = zip(terms.groups.all, block_ids, strict=True)
+        found = [self._range(group, blocks, first_token) for group, blocks in pairs]
+        # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
+        is_complete = all(one.block_ids or terms.groups.drop_blocks for one in found)
+        if not is_complete or not any(one.block_ids for one in found):
+            raise self._no_blocks(first_token)
+        if self.fetch.manifest is not None:
+            theirs = self.fetch.manifest.groups
+            if len(theirs) != len(found):
+                reason = f"prefill has {len(theirs)} KV-cache groups; expected {len(found)}"
+                raise HandOverFailed(FailureCause.RANGE, reason)
+            for one, their in zip(found, theirs, strict=True):
+                if their.first_token > one.first_token:
+                    reason = f"prefill has not kept the tokens from {one.first_token} on"
+                    raise HandOverFailed(FailureCause.RANGE, reason)
         return tuple(found)
+
+    def _range(self, group: KVGroup, blocks: list[LogicalBlock], first_token: int) -> BlockRange:
+        first = first_token // group.block_size * group.block_size
+        if group.keeps is Keeps.WINDOW:
+            while first < self.end_token and blocks[first // group.block_size :][:1] == [NULL_BLOCK_ID]:
+                first += group.block_size
+        found = group.range(blocks, first, self.end_token)
+        end_token = found.first_token + len(found.block_ids) * group.block_size
+        if end_token < self.end_token or NULL_BLOCK_ID in found.block_ids:
+            raise self._no_blocks(first_token)
+        return found
+
+    def _no_blocks(self, first_token: int) -> HandOverFailed:
+        return HandOverFailed(FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")

@@ -17,10 +17,11 @@ from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.failures import Failures
-from kvcached_nixl.scheduler.fetch_request import NULL_BLOCK_ID, Terms, is_meant
+from kvcached_nixl.scheduler.fetch_request import Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.manifest import PROTOCOL, Manifest, ranges_of
+from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
 
@@ -184,9 +185,12 @@ class PrefillOffers:
             )
             self._failures.not_offered(request_id, HandOverFailed(FailureCause.PARAMETERS, reason))
             return
+        if self._terms.groups.have_states and request.whole_because:
+            self._failures.not_offered(request_id, HandOverFailed(FailureCause.RANGE, request.whole_because))
+            return
         num_tokens = request.num_prompt_tokens
         sending = _Sending(request, name, request.digest(num_tokens), num_tokens)
-        sending.is_streamed = not self._terms.drops_blocks
+        sending.is_streamed = not self._terms.groups.have_windows
         self._sending[request_id] = sending
         if self._terms.mode.is_push:
             # Decode's registration may arrive first: tell the workers that there is such a request.
@@ -295,6 +299,8 @@ class PrefillOffers:
         self, request_id: PrefillRequestId, sending: _Sending, one: Progress, blocks: BlockPool, step: Step
     ) -> None:
         is_done = sending.manifest is not None and not one.replaces and one.num_computed_tokens >= sending.num_tokens
+        if is_done and self._terms.groups.have_states:
+            self._withdraw(request_id, sending, "its states are about to be overwritten by those of later tokens", step)
         if one.replaces or not sending.block_ids:
             sending.block_ids = one.block_ids
             if one.begin_token and self.is_stale(sending.request.adapter):
@@ -318,7 +324,7 @@ class PrefillOffers:
             sending.refused = HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it was computed")
             return None
         # If decode recomputes the last token, the window of that token decides which blocks it needs.
-        first_tokens = blocks.first_tokens(sending.num_tokens - self._terms.drops_blocks)
+        first_tokens = blocks.first_tokens(sending.num_tokens - self._terms.groups.have_windows)
         try:
             return Manifest(
                 protocol=PROTOCOL,
@@ -326,9 +332,9 @@ class PrefillOffers:
                 request_id=request_id,
                 digest=sending.digest,
                 num_tokens=sending.num_tokens,
-                block_sizes=self._terms.block_sizes,
+                block_sizes=self._terms.groups.block_sizes,
                 context_parallel=(1, 1),
-                groups=ranges_of(sending.block_ids, first_tokens, sending.num_tokens, self._terms.block_sizes),
+                groups=self._terms.groups.ranges(sending.block_ids, first_tokens, sending.num_tokens),
                 lease_seconds=self._terms.lease_seconds,
                 num_media=sending.request.num_media,
             )
@@ -339,25 +345,28 @@ class PrefillOffers:
 
     def _is_kept(self, sending: _Sending, block_ids: BlockIds) -> bool:
         """Whether the request still has the blocks that its manifest names."""
-        if sending.manifest is None or len(sending.manifest.groups) != len(block_ids):
+        manifest = sending.manifest
+        if manifest is None or len(manifest.groups) != len(block_ids):
             return False
-        for group, now, size in zip(sending.manifest.groups, block_ids, self._terms.block_sizes, strict=True):
-            begin = group.first_token // size
-            blocks = tuple(now[begin : begin + len(group.block_ids)])
-            if blocks != group.block_ids or NULL_BLOCK_ID in blocks:
-                return False
-        return True
+        first_tokens = tuple(group.first_token for group in manifest.groups)
+        now = self._terms.groups.ranges(block_ids, first_tokens, manifest.num_tokens)
+        return now == manifest.groups and not any(NULL_BLOCK_ID in group.block_ids for group in now)
 
     def _offer(self, request_id: PrefillRequestId, sending: _Sending, step: Step, *, is_held: bool = False) -> None:
         sending.is_offered = True
         sending.is_read = sending.is_read or (is_held and sending.ready_tokens > 0)
+        groups: tuple[BlockRange, ...] = ()
+        if sending.manifest is not None:
+            groups = sending.manifest.groups
+        elif sending.block_ids:
+            groups = self._terms.groups.growing(sending.block_ids, sending.num_tokens)
         step.offered.append(
             OfferUpdate(
                 request_id,
                 sending.name,
                 sending.digest,
                 sending.num_tokens,
-                sending.block_ids,
+                groups,
                 sending.ready_tokens,
                 sending.manifest,
                 is_held,

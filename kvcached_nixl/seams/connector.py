@@ -16,6 +16,7 @@ from typing import Any
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.actions.engine import blocks_of, is_whole, scheduled
+from kvcached_nixl.compat.actions.zeroing import zero_first
 from kvcached_nixl.compat.attached_state import attach, attach_step, begin_step, side_of, step_of
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
 from kvcached_nixl.compat.nixl_worker import WorkerView, transfer_results
@@ -112,8 +113,10 @@ def update_state_after_alloc(call: Call) -> None:
 
 @_of_connector("scheduler", ("scheduler_output",), "the workers would not be told of any hand-over.")
 def build_connector_meta(call: Call) -> Any:
-    progress = (Progress(*one) for one in scheduled(call.argument("scheduler_output")))
-    return attach_step(call.proceed(), side_of(call.instance).take_step(progress))
+    side, scheduler_output = side_of(call.instance), call.argument("scheduler_output")
+    step = side.take_step(Progress(*one) for one in scheduled(scheduler_output))
+    zero_first(scheduler_output, side.filled_in_part(step))
+    return attach_step(call.proceed(), step)
 
 
 _REUSED = "blocks would be reused while decode reads them."
@@ -218,7 +221,9 @@ def handle_preemptions(call: Call) -> None:
     target=PULL_FACADE,
 )
 def start_load_kv(call: Call) -> None:
-    side_of(call.instance).begin_step(step_of(call.instance))
+    side = side_of(call.instance)
+    side.begin_step(step_of(call.instance))
+    side.blocks_zeroed()
 
 
 @_of_connector("worker", (), "the KV that a step has computed would not be offered.")

@@ -27,6 +27,7 @@ from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
+from kvcached_nixl.compat.states import stop_before_last
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
 
@@ -84,8 +85,11 @@ def preprocess_add_request(call: Call) -> Any:
     request = call.argument("request")
     give_own_id(request)
     drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
-    for side in bound_sides(call.instance.scheduler):
+    sides_here = list(bound_sides(call.instance.scheduler))
+    for side in sides_here:
         load_once(request, side.read.is_loaded)
+    if any(side.keeps_states for side in sides_here):
+        stop_before_last(request)
     return call.proceed()
 
 

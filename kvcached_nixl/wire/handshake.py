@@ -12,6 +12,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     7: weights are identified by their content (`Weights`), which may change; prefill may revoke an offer at any time.
     8: fields named as in docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
     9: memory, manifests and registrations are described by KV-cache group, with a block size of its own for each.
+    10: a group may keep states: blocks of one token, the last one, with padding behind their cell.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ import hashlib
 
 import msgspec
 
-from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.wire.checked import Count, Digest, Identifier, Incarnation, LogicalBlockNumber, Seconds, require
 
-__all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json", "ranges_of"]
+__all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json"]
 
-PROTOCOL = 9
+PROTOCOL = 10
 """History: `wire.handshake`."""
 
 
@@ -26,7 +25,8 @@ class BlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     where ``block_size`` is the group's.
 
     Attributes:
-        first_token: starts a block. Above 0 if the group has freed blocks that left its sliding window.
+        first_token: starts a block. Above 0 if the group has freed blocks that left its sliding window; the last token
+            if it keeps a state (`wire.kv_groups`).
     """
 
     first_token: Count
@@ -42,7 +42,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_id: inside prefill's engine; vLLM draws its suffix for every request.
         digest: of the first ``num_tokens`` tokens, as `wire.digest` makes it.
         num_tokens: number of tokens, from the prompt's first one on.
-        block_sizes: per KV-cache group, tokens in one of prefill's logical blocks.
+        block_sizes: per KV-cache group, tokens in one of prefill's logical blocks; 1 if the group keeps a state.
         context_parallel: ranks that share one sequence, (decode, prefill) context parallelism; must be (1, 1).
         groups: per KV-cache group. Empty in the manifest of a WRITE, where prefill chose the bytes itself.
         lease_seconds: how long prefill keeps the blocks without hearing from decode.
@@ -80,25 +80,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-def ranges_of(
-    block_ids: tuple[list[LogicalBlock], ...],
-    first_tokens: tuple[int, ...],
-    num_tokens: int,
-    block_sizes: tuple[int, ...],
-) -> tuple[BlockRange, ...]:
-    """The blocks of each group that hold the tokens from its first one up to ``num_tokens``.
-
-    Args:
-        block_ids: per group, from the prompt's first token on, as in vLLM's scheduler.
-        first_tokens: per group; each starts a block.
-        block_sizes: per group, tokens in a logical block.
-    """
-    return tuple(
-        BlockRange(first, tuple(blocks[first // size : -(-num_tokens // size)]))
-        for blocks, first, size in zip(block_ids, first_tokens, block_sizes, strict=True)
-    )
 
 
 def as_json(manifest: Manifest) -> dict[str, object]:

@@ -23,6 +23,7 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_size: tokens in a block.
         num_heads: heads this rank holds.
         first_head: index in the model of the first of them.
+        padded_bytes: bytes of a cell and of the padding behind it, which belongs to nothing else; 0 if there is none.
     """
 
     bases: tuple[int, ...]
@@ -34,6 +35,7 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int
     num_heads: int
     first_head: int = 0
+    padded_bytes: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.cell_bytes, self.num_blocks, self.block_size, self.num_heads)
@@ -41,6 +43,7 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(0 < len(self.bases) <= 65_536, "1 to 65,536 planes")
         require(all(0 < size < 2**40 for size in sizes), "sizes above 0")
         require(all(0 <= stride < 2**48 for stride in strides) and 0 <= self.first_head < 2**31, "strides, and a head")
+        require(self.padded_bytes == 0 or self.cell_bytes <= self.padded_bytes < 2**40, "padding behind a cell")
         # Sums of an address and offsets are computed in signed 64 bits, and must not overflow.
         span = strides[0] * self.num_blocks + strides[1] * self.block_size + strides[2] * self.num_heads
         require(all(0 <= base < _ADDRESSES - span for base in self.bases), "addresses of 63 bits")

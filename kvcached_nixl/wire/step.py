@@ -147,10 +147,11 @@ class LeaseRenewal(msgspec.Struct):
 
 
 class OfferUpdate(msgspec.Struct):
-    """Prefill: at the end of this step the first ``ready_tokens`` tokens of a request are in ``block_ids``.
+    """Prefill: at the end of this step the first ``ready_tokens`` tokens of a request are in its blocks.
 
     Attributes:
         name, digest, num_tokens: what decode may look for it by; ``digest`` covers the first ``num_tokens`` tokens.
+        groups: per KV-cache group the blocks that the request has; those of the manifest if there is one.
         manifest: set when the whole prompt is computed.
         is_held: workers may read the blocks before the request has ended: if it loses them, they are held until no rank
             reads them.
@@ -160,7 +161,7 @@ class OfferUpdate(msgspec.Struct):
     name: str
     digest: str
     num_tokens: int
-    block_ids: BlockIds
+    groups: tuple[BlockRange, ...]
     ready_tokens: int
     manifest: Manifest | None
     is_held: bool = False

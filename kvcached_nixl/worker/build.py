@@ -88,6 +88,8 @@ class StockWorker(Protocol):
     @property
     def answers_before_drafts(self) -> bool: ...
     @property
+    def zeroes_blocks(self) -> bool: ...
+    @property
     def facts(self) -> tuple[tuple[str, str], ...]: ...
     def keep_registered(self, descriptors: Any) -> None: ...
     def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
@@ -189,6 +191,7 @@ def build_worker(
         gates,
         (lambda: wait_for(device)) if is_early else nothing,
         lambda: select(device.type, device.index or 0),
+        zeroes_blocks=worker.zeroes_blocks,
     )
     facade.thread.start()
     return facade
@@ -239,11 +242,13 @@ def assemble(
     gates: WriteGates | None = None,
     before_answer: Callable[[], None] = nothing,
     select_device: Callable[[], None] = nothing,
+    *,
+    zeroes_blocks: bool = False,
 ) -> WorkerFacade:
     """Build all parts of one worker; its thread is not started.
 
     Args:
-        offer_handshake, before_answer: see `WorkerFacade`.
+        offer_handshake, before_answer, zeroes_blocks: see `WorkerFacade`.
         select_device, wake: see `TransferThread`.
         local: describes the slab's memory where KV is staged, else the KV cache's.
         gates: see `Receiver`.
@@ -290,7 +295,9 @@ def assemble(
     thread = TransferThread(context, clock, receiver, registry, outcomes, wake, wake_engine, closed, select_device)
     # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
     is_read = not mode.is_push and staging is None
-    return WorkerFacade(thread, local, table, record, offer_handshake, before_answer, is_read=is_read)
+    return WorkerFacade(
+        thread, local, table, record, offer_handshake, before_answer, is_read=is_read, zeroes_blocks=zeroes_blocks
+    )
 
 
 def wait_for(device: torch.device) -> None:

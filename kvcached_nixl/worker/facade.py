@@ -97,11 +97,14 @@ class WorkerFacade:
         before_answer: Callable[[], None] = lambda: None,
         *,
         is_read: bool,
+        zeroes_blocks: bool = False,
     ) -> None:
         self.thread = thread
         self.tokens = tokens
         self._local = local
         self._is_read = is_read
+        self._zeroes_blocks = zeroes_blocks
+        self._unwritable: list[int] = []
         self._record_event = record_event
         self._offer_handshake = offer_handshake
         self._before_answer = before_answer
@@ -114,6 +117,8 @@ class WorkerFacade:
         """Called before the step is submitted to the device. Idempotent: vLLM 0.29 and later call this twice a step."""
         if step is self._step:
             return
+        # Of a step that raised before it zeroed blocks; nothing else of it will run.
+        self.blocks_zeroed()
         # A previous step that computes is still here only if it raised: vLLM never reported that it was submitted.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
         commands: list[Command] = []
@@ -127,8 +132,9 @@ class WorkerFacade:
         commands += step.renewed
         commands += map(EndRenewal, step.unrenewed)
         commands += step.fetches
-        if step.fetches:
-            commands.append(BlocksWritable(tuple(spec.attempt for spec in step.fetches), self._record_event()))
+        self._unwritable += (spec.attempt for spec in step.fetches)
+        if not self._zeroes_blocks:
+            commands += self._writable()
         # Offers without computed tokens. A request aborted since then is in `stopped` as well, so offer it before.
         commands += (update for update in step.offered if not update.ready_tokens)
         commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
@@ -148,6 +154,11 @@ class WorkerFacade:
             if step.quarantined_blocks is not None:
                 self._counted.quarantined_blocks = step.quarantined_blocks
         self.thread.engine_computes = not step.is_idle
+
+    def blocks_zeroed(self) -> None:
+        """Called when the step's zeroing of new blocks was submitted to the device, after `begin_step`. Idempotent."""
+        if self._unwritable:
+            self.thread.submit(*self._writable())
 
     def end_step(self, *, has_failed: bool = False) -> None:
         """Called after the step was submitted to the device.
@@ -215,6 +226,10 @@ class WorkerFacade:
     def close(self) -> None:
         """Stop the transfer thread."""
         self.thread.close()
+
+    def _writable(self) -> list[Command]:
+        attempts, self._unwritable = tuple(self._unwritable), []
+        return [BlocksWritable(attempts, self._record_event())] if attempts else []
 
     def _publish(self, request_id: str, ownership_token: int) -> None:
         if not self.tokens.publish(request_id, ownership_token):

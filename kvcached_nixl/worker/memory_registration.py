@@ -30,7 +30,9 @@ class NixlRegistrar(Protocol):
     def num_pools(self) -> int: ...
     @property
     def unserved(self) -> Sequence[tuple[str, str]]: ...
-    def groups(self) -> Sequence[Mapping[str, tuple[int, int, int]]]: ...
+    def groups(self) -> Sequence[Mapping[str, tuple[int, int, int, int]]]: ...
+    @property
+    def kernel_blocks_per_block(self) -> int: ...
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]: ...
     @property
     def load(self) -> tuple[int, int]: ...
@@ -68,9 +70,15 @@ class Registered:
 
 
 def register(
-    worker: NixlRegistrar, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
+    worker: NixlRegistrar,
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    path: MemoryPath,
+    settings: Settings,
 ) -> Registered:
-    """Register ``kv_caches``: layer name -> attention's tensor, kvcached's memory; or a slab in their place.
+    """Register ``kv_caches``, kvcached's memory, or a slab in their place.
+
+    Args:
+        kv_caches: layer name -> attention's tensor; of a layer with a state its pages or tensors.
 
     Raises:
         LayoutRefused: the memory cannot be described, or the model is parallelized in a way that is not supported.
@@ -91,6 +99,7 @@ def register(
         pages={layer: Page(*one) for group in groups for layer, one in group.items()},
         num_blocks=worker.num_blocks,
         num_pools=worker.num_pools,
+        split=worker.kernel_blocks_per_block,
     )
     layers_of_groups = tuple(tuple(layer for layer in group if layer in layout.device_views) for group in groups)
     # Torch returns -1 for host memory.
@@ -99,8 +108,17 @@ def register(
         extents = tuple((region.address, region.block_bytes * layout.num_blocks) for region in layout.regions)
         worker.register_memory(extents, device_id)
         return Registered(layout, layers_of_groups, extents=extents, device_id=device_id)
-    block_sizes = tuple(layout.device_views[layers[0]].shape[layout.axes.token] for layers in layers_of_groups)
-    load = SlabLoad(*worker.load, block_sizes)
+    if layout.state_bytes and worker.kernel_blocks_per_block > 1:
+        raise LayoutRefused(
+            found=f"layers that keep a state, and {worker.kernel_blocks_per_block} kernel blocks in a block",
+            expected="one kernel block in a block where KV is staged",
+            consequence="A state would need several slots side by side; the engine stops",
+            remedy="set memory_path to direct, or choose another --attention-backend",
+        )
+    firsts = [layers[0] for layers in layers_of_groups]
+    with_kv = [layout.device_views[layer] for layer in firsts if layer not in layout.state_bytes]
+    block_sizes = tuple(view.shape[layout.axes.token] for view in with_kv)
+    load = SlabLoad(*worker.load, block_sizes, len(firsts) - len(with_kv))
     slab = make_slab(layout, path, load, settings)
     is_host = path is MemoryPath.HOST
     where = 0 if is_host else device_id

@@ -9,7 +9,6 @@ is computed.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import torch
 from support import attention_engines, engine_node
-from support.engine_node import DECODE_ID, PREFILL_ID, nodes, prompt
+from support.engine_node import DECODE_ID, PREFILL_ID, nodes
+from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import (
     ANOTHER_REQUESTS,
     DECODE_FILLING,
@@ -27,10 +26,7 @@ from support.handover_node import (
     PREFILL_FILLING,
     RESERVED,
     SEND,
-    Node,
-    kv,
     rest,
-    until_both,
 )
 from vllm.v1.request import RequestStatus
 
@@ -44,57 +40,18 @@ WINDOW, BLOCK = 64, 16
 GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=60, reserved_blocks=70, num_pools=2)
 WIDE = -WINDOW
 """A window of as many tokens, in blocks of twice as many tokens of half as many heads, as in Gemma 4."""
-KINDS: dict[str, tuple[int | None, ...]] = {
+KINDS: dict[str, tuple[int | str | None, ...]] = {
     "a full one and a window": (None, WINDOW),
     "a window alone": (WINDOW,),
     "a full one and a window of wide blocks": (None, WIDE),
+    "a full one and a state": (None, "none"),
+    "a state, a full one and a window, with prefix caching": ("align", None, WINDOW),
 }
 
 
-class GroupsNode(Node):
-    """Its layers belong to groups with blocks of their own, in the same pools."""
-
-    windows: tuple[int | None, ...] = ()
-
-    def of_groups(self, request_id: str) -> list[list[int]]:
-        return [list(group) for group in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
-
-    def places(self, token_ids: list[int], first: int, blocks: list[list[int]], group: int) -> Iterator[Any]:
-        """Where a group has each token from ``first`` on, and what must be there; None where it has let go of it."""
-        layers = list(self.caches.values())[group * self.geometry.num_pools :][: self.geometry.num_pools]
-        size = self.geometry.of_group(group).block_size
-        for position in range(first, len(token_ids)):
-            block_id = blocks[group][position // size]
-            for layer, cache in enumerate(layers):
-                number = group * self.geometry.num_pools + layer
-                block = self.geometry.block(cache, block_id).view(torch.uint8).movedim(1, 0)
-                cell = block[position % size]
-                expected = kv([token_ids[position]], position, number, cell.numel()).view(cell.shape)
-                yield position, (cell if block_id else None), expected
-
-    def compute(self, output: Any) -> None:
-        for request_id, count in output.num_scheduled_tokens.items():
-            request, blocks = self.scheduler.requests[request_id], self.of_groups(request_id)
-            end = request.num_computed_tokens
-            for group in range(len(self.windows)):
-                for _, cell, expected in self.places(list(request.all_token_ids[:end]), end - count, blocks, group):
-                    assert cell is not None, "what is computed is in a block"
-                    cell.copy_(expected)
-
-    def sees(self, request_id: str, num_tokens: int, at: int) -> bool:
-        """Attention, computing the token ``at``, sees what it must of the prompt in the layers of each group."""
-        blocks, token_ids = self.of_groups(request_id), prompt(0, num_tokens)[:at]
-        for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, at - window + 1)
-            for _, cell, expected in self.places(token_ids, first, blocks, group):
-                if cell is None or not torch.equal(cell, expected):
-                    return False
-        return True
-
-
 @pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
-def windows(request: pytest.FixtureRequest) -> tuple[int | None, ...]:
-    found: tuple[int | None, ...] = request.param
+def windows(request: pytest.FixtureRequest) -> tuple[int | str | None, ...]:
+    found: tuple[int | str | None, ...] = request.param
     return found
 
 
@@ -116,11 +73,12 @@ def paths(request: pytest.FixtureRequest) -> tuple[str, str, str]:
 
 @pytest.fixture
 def node(
-    windows: tuple[int | None, ...], paths: tuple[str, str, str], tmp_path: Path, log: pytest.LogCaptureFixture
+    windows: tuple[int | str | None, ...], paths: tuple[str, str, str], tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> Iterator[Any]:
     wide = tuple(group for group, window in enumerate(windows) if window == WIDE)
-    geometry = dataclasses.replace(GEOMETRY, groups=len(windows), wide=wide)
-    windows = tuple(window and abs(window) for window in windows)
+    states = tuple(group for group, window in enumerate(windows) if isinstance(window, str))
+    geometry = dataclasses.replace(GEOMETRY, groups=len(windows), wide=wide, states=states)
+    windows = tuple(abs(window) if isinstance(window, int) else window for window in windows)
     mode, *of_sides = paths
 
     with nodes(GroupsNode, tmp_path, log) as make:
@@ -128,40 +86,13 @@ def node(
         def one(filling: int, contiguous: bool = False, **options: Any) -> GroupsNode:
             shape = dataclasses.replace(geometry, contiguous=contiguous)
             extra = {"transfer_mode": mode, "memory_path": of_sides[filling != PREFILL_FILLING]}
+            # As vLLM does where states are kept for whole requests only.
+            extra["prefix_caching"] = "none" not in windows
             found = make(filling, shape, windows=windows, **extra, **options)
             found.windows = windows
             return found
 
         yield one
-
-
-def prefilled(prefill: Node, request_id: str, num_tokens: int, max_tokens: int = 1) -> dict[str, Any]:
-    prefill.add(request_id, SEND, max_tokens, num_tokens=num_tokens)
-    prefill.step_until(lambda: request_id in prefill.transfer_params)
-    found: dict[str, Any] = json.loads(json.dumps(prefill.transfer_params[request_id]))
-    return found
-
-
-def runs_rightly(prefill: Node, decode: GroupsNode, num_tokens: int) -> None:
-    """Whether it was handed over or not: whenever decode computes a token, it sees what it must."""
-    request = decode.scheduler.requests[DECODE_ID]
-    compute, wrong = decode.compute, list[int]()
-
-    def checked(output: Any) -> None:
-        count = output.num_scheduled_tokens.get(DECODE_ID)
-        if count is not None:
-            first = request.num_computed_tokens - count
-            if not decode.sees(DECODE_ID, num_tokens, first):
-                wrong.append(first)
-        compute(output)
-
-    decode.compute = checked  # type: ignore[method-assign]
-    try:
-        until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    finally:
-        del decode.compute
-    assert decode.ended.pop(DECODE_ID) == "length"
-    assert wrong == []
 
 
 @pytest.mark.parametrize("contiguous", [False, True])

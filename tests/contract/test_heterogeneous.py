@@ -39,7 +39,8 @@ from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferStat
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, ranges_of
+from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, failure_of, finished_attempts_of
@@ -50,6 +51,7 @@ from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import POLL_SECONDS
+from tests.support.engine_fakes import grown
 
 pytestmark = pytest.mark.long
 
@@ -425,7 +427,7 @@ class Cluster:
 
     def manifest(self) -> Manifest:
         case, size = self.case, self.case.prefill.logical_block_size
-        groups = ranges_of((self.prefill[0].blocks,), (0,), case.tokens, (size,))
+        groups = KVGroups((KVGroup(size),)).ranges((self.prefill[0].blocks,), (0,), case.tokens)
         return Manifest(PROTOCOL, START, REQUEST, DIGEST, case.tokens, (size,), (1, 1), groups, NEVER_SECONDS, 0)
 
     def want(self, ranks: Sequence[Rank] | None = None) -> None:
@@ -446,7 +448,7 @@ class Cluster:
             blocks = rank.blocks[: -(-tokens.stop // case.prefill.logical_block_size)]
             manifest = self.manifest() if is_last else None
             if is_last or not self.pulls:
-                offered = OfferUpdate(REQUEST, self.transfer, DIGEST, case.tokens, (blocks,), tokens.stop, manifest)
+                offered = OfferUpdate(REQUEST, self.transfer, DIGEST, case.tokens, grown(blocks), tokens.stop, manifest)
                 rank.begin(offered=[offered])
             if is_last:
                 rank.begin(finished=[REQUEST])

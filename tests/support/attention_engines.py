@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcached_nixl.compat.series import Era
 from kvcached_nixl.compat.versions import found_version, reason_to_skip, row_of
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
 from support.kvcached_memory import Geometry
-from support.stock_pair import Engine, build_engine, single_process_group, write_model
+from support.stock_pair import MAX_TOKENS, Engine, build_engine, single_process_group, write_model
 
 ROW = row_of(found_version("vllm"))
 ERAS = ["kv_first", "blocks_first", "mla"]
@@ -67,6 +67,25 @@ def backend_of(geometry: Geometry) -> type:
             return one.shape(num_blocks)
 
     return Backend
+
+
+STATE_SHAPES, STATE_DTYPES = ((3, 40), (2, 8, 8)), (torch.bfloat16, torch.float32)
+"""Of a state's convolution and recurrence: 752 bytes, less than a page."""
+
+
+def state_spec_of(geometry: Geometry, mode: str) -> Any:
+    """Returns the KV-cache spec of a group that keeps states.
+
+    Args:
+        mode: ``mamba_cache_mode``: "none", with one block for all tokens; or "align".
+    """
+    return MambaSpec(
+        block_size=geometry.block_size if mode == "align" else MAX_TOKENS,
+        shapes=STATE_SHAPES,
+        dtypes=STATE_DTYPES,
+        page_size_padded=geometry.page_bytes,
+        mamba_cache_mode=mode,
+    )
 
 
 def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window: int | None = None) -> Any:

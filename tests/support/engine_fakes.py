@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 from kvcached_nixl.wire.step import Reports
@@ -117,11 +120,22 @@ class Pool:
         return tuple(window // BLOCK_SIZE * BLOCK_SIZE for window in self.windows)
 
 
-def terms(**changed: Any) -> Terms:
+def grown(*blocks: Sequence[int]) -> tuple[BlockRange, ...]:
+    """Per KV-cache group, a request's blocks from its first token on."""
+    return tuple(BlockRange(0, tuple(map(LogicalBlock, group))) for group in blocks)
+
+
+def kv_groups(*block_sizes: int, drops_blocks: bool = False) -> KVGroups:
+    """Groups of attention layers; with ``drops_blocks`` all have a sliding window."""
+    keeps = Keeps.WINDOW if drops_blocks else Keeps.EVERYTHING
+    return KVGroups(tuple(KVGroup(size, keeps) for size in block_sizes))
+
+
+def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = False, **changed: Any) -> Terms:
     fields: dict[str, Any] = {
-        "block_sizes": (BLOCK_SIZE,),
+        "groups": kv_groups(*block_sizes, drops_blocks=drops_blocks),
+        "zeroes_blocks": False,
         "mode": TransferMode.PULL,
-        "drops_blocks": False,
         "recomputes": False,
         "lease_seconds": LEASE,
         "timeout_seconds": TIMEOUT,

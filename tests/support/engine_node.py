@@ -25,13 +25,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.transport import side_channel
-from support.attention_engines import ERAS, backend_of, spec_of, vllm_log_to
+from support.attention_engines import ERAS, backend_of, spec_of, state_spec_of, vllm_log_to
 from support.kvcached_memory import Geometry
 from support.stock_pair import Engine, build_engine, single_process_group, write_model
 from support.transports import until
@@ -259,14 +260,15 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         prefix_caching: bool = True,
         policy: str = "fail",
         kernel_blocks_per_block: int = 1,
-        windows: Sequence[int | None] | None = None,
+        windows: Sequence[int | str | None] | None = None,
         replaces: AnyNode | None = None,
         **extra_config: Any,
     ) -> AnyNode:
         """Creates a node.
 
         Args:
-            windows: sliding window of each group; None for a group that keeps all tokens.
+            windows: sliding window of each group; None for a group that keeps all tokens; the ``mamba_cache_mode`` of
+                one that keeps states.
             replaces: an earlier node whose engine id and port the new one uses.
         """
         model = write_model(folder, num_key_value_heads=geometry.num_kv_heads)
@@ -298,7 +300,7 @@ def _engine(
     model: Path,
     geometry: Geometry,
     kernel_blocks_per_block: int,
-    windows: Sequence[int | None] | None,
+    windows: Sequence[int | str | None] | None,
     replaces: Node | None,
     extra_config: dict[str, Any],
 ) -> Engine:
@@ -308,7 +310,9 @@ def _engine(
         specs = [spec_of(geometry.of_group(group), group, kernel_blocks_per_block) for group in range(geometry.groups)]
     else:
         specs = [
-            spec_of(geometry.of_group(group), int(window is not None), kernel_blocks_per_block, window)
+            state_spec_of(geometry, window)
+            if isinstance(window, str)
+            else spec_of(geometry.of_group(group), int(window is not None), kernel_blocks_per_block, window)
             for group, window in enumerate(windows)
         ]
     return build_engine(
@@ -342,7 +346,10 @@ def _node(
     config.cache_config.num_gpu_blocks = engine.kv_cache_config.num_blocks
     config.cache_config.enable_prefix_caching = prefix_caching
     config.scheduler_config.max_num_scheduled_tokens = tokens_a_step
-    sizes = [group.kv_cache_spec.block_size for group in engine.kv_cache_config.kv_cache_groups]
+    specs = [group.kv_cache_spec for group in engine.kv_cache_config.kv_cache_groups]
+    for mode in (spec.mamba_cache_mode for spec in specs if isinstance(spec, MambaSpec)):
+        config.cache_config.mamba_cache_mode = mode
+    sizes = [spec.block_size for spec in specs]
     of_blocks = {"block_size": config.cache_config.block_size}
     if "hash_block_size" in inspect.signature(Scheduler).parameters:
         # As the engine core resolves them.

@@ -30,7 +30,7 @@ from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.decode.write_part import Access, Comparison, WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.geometry.descriptors import Route
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 from kvcached_nixl.worker.prefill import registry
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
@@ -219,7 +219,7 @@ def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
 
 
 def blocks_that_may_be_lost_are_copied(patch: Patcher) -> None:
-    patch.setattr(Offer, "may_be_read", property(lambda self: bool(self.block_ids)))
+    patch.setattr(Offer, "may_be_read", property(lambda self: bool(self.blocks)))
 
 
 def what_was_copied_before_a_preemption_is_used(patch: Patcher) -> None:
@@ -372,7 +372,10 @@ def one_rank_of_several_contributes(patch: Patcher) -> None:
 
 
 def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
-    patch.setattr(registry, "kernel_blocks", lambda blocks, _: blocks)
+    def uncounted(ranges: Any, groups: Any) -> Any:
+        return tuple(KernelBlocks(one.block_ids, one.first_token) for one in ranges)
+
+    patch.setattr(registry, "kernel_blocks_of", uncounted)
 
 
 def heads_are_not_told_apart(patch: Patcher) -> None:

@@ -43,6 +43,7 @@ from support.digest_fakes import InTurn, as_bytes, content_of
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
 from support.internals import context_of, receiver_of, registry_of
+from tests.support.engine_fakes import kv_groups
 
 if TYPE_CHECKING:
     from support.flow_cluster import Cluster
@@ -405,9 +406,9 @@ class Engine:
         self.settings = cluster.settings
         shape = kind.shape
         terms = Terms(
-            block_sizes=(shape.block_size,),
+            groups=kv_groups(shape.block_size, drops_blocks=kind.drops_blocks),
+            zeroes_blocks=False,
             mode=self.settings.transfer_mode,
-            drops_blocks=kind.drops_blocks,
             recomputes=kind.recomputes,
             lease_seconds=self.settings.kv_lease_duration_seconds,
             timeout_seconds=self.settings.handover_timeout_seconds,

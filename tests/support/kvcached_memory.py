@@ -27,6 +27,7 @@ class Geometry:
         num_blocks: planned blocks. ``reserved_blocks``, which is larger: blocks for which kvcached reserves addresses.
         groups: KV-cache groups that share the pools; layer ``g.i`` of each group g uses pool i.
         wide: groups whose blocks have twice as many tokens of half as many heads, and so the same bytes.
+        states: groups that keep a state in each block.
     """
 
     era: str = "kv_first"
@@ -39,6 +40,7 @@ class Geometry:
     reserved_blocks: int = 13
     groups: int = 1
     wide: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
     head_major: bool = False
     dtype: torch.dtype = field(default=torch.bfloat16)
 
@@ -106,16 +108,23 @@ class Geometry:
             memory = [torch.zeros(count * page, dtype=self.dtype) for _ in range(pools)]
             places = [(pool, 0, page) for pool in memory]
         return {
-            name: self.of_group(group)._view(*place)
+            name: self._pages(*place) if group in self.states else self.of_group(group)._view(*place)
             for group, names in enumerate(self.layers_of_groups())
             for name, place in zip(names, places, strict=True)
         }, memory
+
+    def _pages(self, memory: torch.Tensor, offset: int, block_stride: int) -> torch.Tensor:
+        """Returns a layer's blocks as bytes, as vLLM registers those of a layer with a state since 0.27."""
+        size, page = self.dtype.itemsize, self.page_bytes
+        shape = (self.reserved_blocks, 1, 1, page)
+        return memory.view(torch.int8).as_strided(shape, (block_stride * size, page, page, 1), offset * size)
 
     def _view(self, memory: torch.Tensor, offset: int, block_stride: int) -> torch.Tensor:
         heads, size, width = self.num_kv_heads, self.block_size, self.head_size
         half = self.half_elements
         kv_stride = half
-        if not self.contiguous and self.era in ("kv_first", "blocks_first"):
+        # Beside states, K and V of a block are side by side.
+        if not self.contiguous and self.era in ("kv_first", "blocks_first") and not self.states:
             block_stride, kv_stride = half, self.reserved_blocks * half
         if self.era == "packed":
             inner = (size * 2 * width, 2 * width, 1) if self.head_major else (2 * width, heads * 2 * width, 1)

@@ -30,6 +30,7 @@ from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step
+from tests.support.engine_fakes import grown
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 
@@ -116,7 +117,7 @@ class Engine:
             30.0,
             0,
         )
-        offered = OfferUpdate(kept, "name", digest, end, tuple(map(list, remote)), end, manifest)
+        offered = OfferUpdate(kept, "name", digest, end, grown(*remote), end, manifest)
         theirs = side_of(peer.worker)
         if theirs is not None:
             theirs.begin_step(Step("127.0.0.1", peer.port, "key", start, offered=[offered], finished=[kept]))
@@ -158,6 +159,10 @@ def write_model(folder: Path, architecture: str = "Qwen2ForCausalLM", **override
     return folder
 
 
+MAX_TOKENS = 1024
+"""Of a request."""
+
+
 def build_engine(
     model: Path,
     groups: Sequence[tuple[Sequence[str], Any]],
@@ -178,12 +183,12 @@ def build_engine(
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
     model_config = ModelConfig(
-        model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024
+        model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_TOKENS
     )
     config = VllmConfig(
         model_config=model_config,
         cache_config=CacheConfig(block_size=block_size),
-        scheduler_config=SchedulerConfig(max_model_len=1024, is_encoder_decoder=False),
+        scheduler_config=SchedulerConfig(max_model_len=MAX_TOKENS, is_encoder_decoder=False),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector",

@@ -155,7 +155,7 @@ class Stock:
     tp_size, tp_rank = 2, 1
     kernel_blocks_per_block = 1
     use_mla = False
-    answers_before_drafts = False
+    answers_before_drafts = zeroes_blocks = False
     facts = ()
 
     def __init__(self, agent: Agent) -> None:

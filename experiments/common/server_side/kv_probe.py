@@ -9,13 +9,13 @@ and are measured.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kv_blocks import DAMAGES, BlockIds, Cache, ProbeError, block_bytes, digests, normalise_block_ids, parts
 from packaging.version import Version
 
 # The kernel ends (SIGILL) a process that uses AMX tiles without requesting them first. For vLLM's CPU attention,
@@ -23,108 +23,10 @@ from packaging.version import Version
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 
-BlockIds = list[list[int]]
-"""Block ids per KV-cache group, outer list in group order."""
-
-
-class ProbeError(RuntimeError):
-    """The probe found a KV cache or a connector that it does not support, or was not armed."""
-
-
-def normalise_block_ids(block_ids: Any) -> BlockIds:
-    """Return ids per group as lists; a flat list (one group) is accepted, as older connectors send it."""
-    groups = list(block_ids)
-    if groups and isinstance(groups[0], int):
-        return [groups]
-    return [list(group) for group in groups]
-
-
-def block_view(cache: torch.Tensor, block_id: int) -> torch.Tensor:
-    """Return block ``block_id`` of one layer as a writable view of shape (2, heads, tokens, head_dim), K first.
-
-    ``cache`` is the tensor that attention itself uses, in whatever strides:
-    (2, blocks, heads, tokens, head_dim) as the CPU backend had it up to vLLM 0.22,
-    (blocks, 2, tokens, heads, head_dim) as several CUDA backends have it, or
-    (blocks, heads, tokens, 2 * head_dim) as packed backends have it since 0.23. In the packed form the CPU kernel
-    keeps all K of a head before all V of it, while the CUDA kernels put K and V of a token side by side.
-    """
-    if cache.dim() == 5 and cache.shape[0] == 2:
-        return cache[:, block_id]
-    if cache.dim() == 5 and cache.shape[1] == 2:
-        return cache[block_id].transpose(1, 2)
-    if cache.dim() == 4:
-        heads, tokens, both = cache[block_id].shape
-        if cache.device.type == "cpu":
-            return cache[block_id].view(heads, 2, tokens, both // 2).transpose(0, 1)
-        return cache[block_id].view(heads, tokens, 2, both // 2).permute(2, 0, 1, 3)
-    raise ProbeError(
-        f"found a KV tensor of shape {tuple(cache.shape)}; expected (2, N, H, T, D), (N, 2, T, H, D) or (N, H, T, 2D)."
-        " No digest of it would mean anything. Teach experiments/common/server_side/kv_probe.py this layout."
-    )
-
-
-def block_bytes(cache: torch.Tensor, block_id: int) -> bytes:
-    """Return one layer's block in canonical order: K then V, token, head, element."""
-    canonical = block_view(cache, block_id).permute(0, 2, 1, 3).contiguous()
-    content: bytes = canonical.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-    return content
-
-
-def block_digest(caches: list[torch.Tensor], block_id: int) -> str:
-    """Return the SHA-256 (hex) of one block over all ``caches`` of its group, in layer order."""
-    digest = hashlib.sha256()
-    for cache in caches:
-        digest.update(block_bytes(cache, block_id))
-    return digest.hexdigest()
-
-
-def digests(groups: list[list[torch.Tensor]], block_ids: BlockIds) -> list[list[str]]:
-    """Return the SHA-256 (hex) of each block, per KV-cache group."""
-    found = zip(groups, block_ids, strict=False)
-    return [[block_digest(caches, block) for block in blocks] for caches, blocks in found]
-
-
-# ---------------------------------------------------------------------------------------------- planted corruptions
-Damage = Callable[[list[torch.Tensor], list[int], int], None]
-
-
-def _swap_two_blocks(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
-    first, second = block_ids[index], block_ids[index + 1]
-    for cache in caches:
-        kept = block_view(cache, first).clone()
-        block_view(cache, first).copy_(block_view(cache, second))
-        block_view(cache, second).copy_(kept)
-
-
-def _shift_v_by_a_head(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
-    for cache in caches:
-        for block_id in block_ids:
-            v = block_view(cache, block_id)[1]
-            v.copy_(torch.roll(v, shifts=1, dims=0).clone())
-
-
-def _send_k_for_v(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
-    for cache in caches:
-        for block_id in block_ids:
-            k, v = block_view(cache, block_id)
-            v.copy_(k)
-
-
-def _zero_a_block(caches: list[torch.Tensor], block_ids: list[int], index: int) -> None:
-    for cache in caches:
-        block_view(cache, block_ids[index]).zero_()
-
-
 DROP_TAIL_BLOCK = "drop_tail_block"
 STEP, OVER = "kvcached_nixl_step", "kvcached-nixl:over:"
 """Names that kvcached_nixl uses: the attribute of the connector's metadata with the hand-overs for its workers, and
 the prefix that its workers put before the number of a finished attempt."""
-DAMAGES: dict[str, Damage] = {
-    "swap_two_blocks": _swap_two_blocks,
-    "shift_v_by_a_head": _shift_v_by_a_head,
-    "send_k_for_v": _send_k_for_v,
-    "zero_a_block": _zero_a_block,
-}
 
 
 def step_pushes(connector: Any) -> bool:
@@ -150,7 +52,7 @@ class Pending:
     transfer: str
     local: BlockIds
     remote: BlockIds | None
-    tail_before: list[list[torch.Tensor]] = field(default_factory=list)
+    tail_before: list[list[list[torch.Tensor]]] = field(default_factory=list)
 
 
 def step_methods(vllm: str | None = None) -> tuple[str, str]:
@@ -171,7 +73,7 @@ class Recorder:
     ``transfer`` replaces its NIXL agent's ``transfer``.
     """
 
-    groups: list[list[torch.Tensor]]
+    groups: list[list[Cache]]
     connector: Any
     call_begin: Callable[..., Any]
     call_finish: Callable[..., Any]
@@ -197,7 +99,7 @@ class Recorder:
         for one in step.offered if step is not None else ():
             if one.ready_tokens:
                 name = one.name if step_pushes(self.connector) else one.request_id
-                self.offered[one.request_id] = (name, normalise_block_ids(one.block_ids))
+                self.offered[one.request_id] = (name, [list(group.block_ids) for group in one.groups])
         return self.call_begin(*args, **kwargs)
 
     def _wanted(self, wanted: Any) -> Pending:
@@ -237,10 +139,11 @@ class Recorder:
     def _await(self, request_id: str, pending: Pending) -> None:
         if self.plan is not None and self.plan[0] == DROP_TAIL_BLOCK:
             for caches, block_ids in self._filled_groups(pending):
-                pending.tail_before.append([block_view(cache, block_ids[-1]).clone() for cache in caches])
+                tail = [[view.clone() for view in parts(cache, block_ids[-1])] for cache in caches]
+                pending.tail_before.append(tail)
         self.pending[request_id] = pending
 
-    def _filled_groups(self, pending: Pending) -> Iterator[tuple[list[torch.Tensor], list[int]]]:
+    def _filled_groups(self, pending: Pending) -> Iterator[tuple[list[Cache], list[int]]]:
         for caches, block_ids in zip(self.groups, pending.local, strict=False):
             if block_ids:
                 yield caches, block_ids
@@ -269,7 +172,12 @@ class Recorder:
     def _restore_tail(self, pending: Pending) -> None:
         for (caches, block_ids), before in zip(self._filled_groups(pending), pending.tail_before, strict=True):
             for cache, kept in zip(caches, before, strict=True):
-                block_view(cache, block_ids[-1]).copy_(kept)
+                for view, before_it in zip(parts(cache, block_ids[-1]), kept, strict=True):
+                    view.copy_(before_it)
+
+
+def _views(cache: Cache) -> tuple[torch.Tensor, ...]:
+    return cache if isinstance(cache, tuple) else (cache,)
 
 
 class KvProbe:
@@ -279,7 +187,7 @@ class KvProbe:
     model_runner: Any
     vllm_config: Any
 
-    def _kv_probe_groups(self) -> list[list[torch.Tensor]]:
+    def _kv_probe_groups(self) -> list[list[Cache]]:
         """Return the tensors attention uses, per KV-cache group and in layer order."""
         layers = self.vllm_config.compilation_config.static_forward_context
         groups = []
@@ -287,8 +195,8 @@ class KvProbe:
             tensors = []
             for name in group.layer_names:
                 cache = layers[name].kv_cache
-                # Until vLLM 0.18 a list with one tensor per virtual engine; since then the tensor itself.
-                tensors.append(cache[0] if isinstance(cache, list) else cache)
+                # Of a state several tensors: a tuple, or a list below vLLM 0.27.
+                tensors.append(tuple(cache) if isinstance(cache, list) else cache)
             groups.append(tensors)
         return groups
 
@@ -300,10 +208,10 @@ class KvProbe:
             "groups": [
                 {
                     "layers": list(group.layer_names),
-                    "shape": list(tensors[0].shape),
-                    "stride": list(tensors[0].stride()),
-                    "dtype": str(tensors[0].dtype),
-                    "block_bytes": sum(block_view(tensor, 0).nbytes for tensor in tensors),
+                    "shape": [list(view.shape) for view in _views(tensors[0])],
+                    "stride": [list(view.stride()) for view in _views(tensors[0])],
+                    "dtype": [str(view.dtype) for view in _views(tensors[0])],
+                    "block_bytes": sum(len(block_bytes(tensor, 0)) for tensor in tensors),
                 }
                 for group, tensors in zip(config.kv_cache_groups, self._kv_probe_groups(), strict=True)
             ],

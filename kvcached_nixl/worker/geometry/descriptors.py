@@ -134,6 +134,9 @@ def _within_step(local: Planes, remote: Planes, step: int, heads: int) -> tuple[
     length in bytes."""
     sides = (local, remote)
     tokens, count, run = step, heads, local.cell_bytes
+    if local.padded_bytes == remote.padded_bytes:
+        # Moved with its padding, a block of all layers is one run.
+        run = max(run, local.padded_bytes)
     # Fold the inner dimension into the run, then the outer one if it follows without a gap as well.
     if all(side.head_stride_bytes == run for side in sides):
         run, count = run * heads, 1

@@ -25,10 +25,11 @@ _PIECE_BYTES = 32 << 20
 
 
 class _Group(NamedTuple):
-    """A KV-cache group: its planes, and per area (the kind, the plane's index in its kind, offset in a block)."""
+    """A KV-cache group: its planes, and per area with some of them: its blocks as bytes, (num_blocks, block_bytes), and
+    of each plane (the kind, the plane's index in its kind, offset in a block)."""
 
     planes: Sequence[Planes]
-    within: list[list[tuple[int, int, int]]]
+    areas: list[tuple[torch.Tensor, list[tuple[int, int, int]]]]
 
 
 class Content:
@@ -40,8 +41,7 @@ class Content:
     """
 
     def __init__(self, groups: Sequence[GroupMemory], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._groups = [_Group(group.planes, _within(group.planes, areas)) for group in groups]
-        self._areas = [area for _, area in areas]
+        self._groups = [_Group(group.planes, _areas(group.planes, areas)) for group in groups]
 
     def digest(self, groups: Sequence[tuple[KernelBlocks, int]], end_token: int, other: Sequence[GroupMemory]) -> str:
         """Returns the checksum of the tokens before ``end_token`` and the heads that both sides have: 32 hexadecimal
@@ -58,9 +58,8 @@ class Content:
             if first_token >= end_token:
                 continue
             found = [[xxhash.xxh3_128() for _ in one.bases] for one in group.planes]
-            for area, within in zip(self._areas, group.within, strict=True):
-                if within:
-                    self._read(area, group.planes, within, blocks, first_token, end_token, there.planes, found)
+            for area, within in group.areas:
+                self._read(area, group.planes, within, blocks, first_token, end_token, there.planes, found)
             for one in found:
                 for plane in one:
                     whole.update(plane.digest())
@@ -111,19 +110,22 @@ def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes
     return view.reshape(-1, last - first, here.cell_bytes)
 
 
-def _within(planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> list[list[tuple[int, int, int]]]:
-    """Returns, per area, its planes: (the kind, the plane's index in its kind, offset of its cells in a block)."""
-    found: list[list[tuple[int, int, int]]] = [[] for _ in areas]
+def _areas(
+    planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]
+) -> list[tuple[torch.Tensor, list[tuple[int, int, int]]]]:
+    """Returns the areas that hold some of the planes, as in `_Group`."""
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for kind, one in enumerate(planes):
         for place, base in enumerate(one.bases):
-            index, offset = _find(base, areas)
-            found[index].append((kind, place, offset))
-    return found
+            index, offset = _find(base, areas, one.block_stride_bytes)
+            found.setdefault((index, one.block_stride_bytes), []).append((kind, place, offset))
+    # Where a block is split into kernel blocks, a state lies across all of them.
+    return [(areas[index][1].view(-1, stride), within) for (index, stride), within in found.items()]
 
 
-def _find(base: int, areas: Sequence[tuple[int, torch.Tensor]]) -> tuple[int, int]:
+def _find(base: int, areas: Sequence[tuple[int, torch.Tensor]], block_bytes: int) -> tuple[int, int]:
     """Returns the index of the area that holds a plane, and the plane's offset in the first block."""
-    for index, (address, area) in enumerate(areas):
-        if 0 <= base - address < area.shape[1]:
+    for index, (address, _) in enumerate(areas):
+        if 0 <= base - address < block_bytes:
             return index, base - address
     raise ValueError(f"found a plane at {base:#x}; expected it in the first block of a region")

@@ -20,13 +20,14 @@ a transfer would hit the bytes between blocks and nothing would report it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.geometry.states import pages_of_state
 
 __all__ = ["Arrangement", "Layout", "Page", "Region", "plan"]
 
@@ -41,16 +42,18 @@ class Arrangement(enum.Enum):
 
 @dataclass(frozen=True)
 class Page:
-    """The size of one kernel block of one layer, as vLLM counts it.
+    """The size of one kernel block of one layer, as vLLM counts it. A state has no kernel blocks: one logical block.
 
     Attributes:
-        num_bytes: of K and V together, or of the latent.
+        num_bytes: of K and V together, or of the latent, or of a state and the padding behind it.
         num_heads: on this rank; 1 for a latent.
+        state_bytes: of a state, without padding; 0 for a layer with KV.
     """
 
     num_bytes: int
     num_tokens: int
     num_heads: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ class Layout:
         axes: the meaning of the dimensions of ``device_views``.
         num_blocks: kernel blocks in every region.
         device_views: layer name -> the tensor attention uses, narrowed to ``num_blocks``. Only layers that have a cache
-            of their own, not those that share another layer's.
+            of their own, not those that share another layer's. Of a layer with a state: its pages, one a logical block.
+        state_bytes: layer name -> bytes of its state, for layers that keep one.
         regions: what is registered.
     """
 
@@ -84,6 +88,7 @@ class Layout:
     num_blocks: int
     device_views: dict[str, torch.Tensor]
     regions: tuple[Region, ...]
+    state_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -146,13 +151,17 @@ def _is_dense(block: torch.Tensor, num_bytes: int) -> bool:
     return bool(span * block.element_size() == num_bytes)
 
 
-def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page_bytes: int, num_pools: int) -> Arrangement:
+def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page: Page, num_pools: int) -> Arrangement:
+    if cache.dim() != axes.ndim:
+        raise _refuse(layer, cache, f"{axes.ndim} dimensions")
+    _refuse_other_cells(layer, cache, axes, page)
+    page_bytes = page.num_bytes
     stride_bytes = cache.stride(axes.block) * cache.element_size()
     block = cache.select(axes.block, 0)
     if axes.kv is not None and stride_bytes == page_bytes // 2 and _is_dense(_half(cache, axes, 0), page_bytes // 2):
         return Arrangement.SPLIT_HALF
     if _is_dense(block, page_bytes):
-        if stride_bytes == page_bytes and axes.kv != 0:
+        if stride_bytes == page_bytes:
             return Arrangement.DENSE
         if stride_bytes == page_bytes * num_pools:
             return Arrangement.CONTIGUOUS
@@ -172,29 +181,33 @@ def _half(cache: torch.Tensor, axes: Axes, half: int) -> torch.Tensor:
 
 
 def plan(
-    kv_caches: Mapping[str, torch.Tensor],
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     *,
     axes: Axes,
     pages: Mapping[str, Page],
     num_blocks: int,
     num_pools: int,
+    split: int = 1,
 ) -> Layout:
     """Narrow kvcached's tensors to the planned blocks and find the regions to register.
 
     Args:
-        kv_caches: layer name -> the tensor attention uses, as the model runner registers it.
-        axes: the meaning of the tensors' dimensions.
+        kv_caches: layer name -> the tensor attention uses, as the model runner registers it; of a layer with a state
+            its pages or its tensors (`pages_of_state`).
+        axes: the meaning of the dimensions of attention's tensors.
         pages: layer name -> page. Layers that share another layer's cache may be missing; they add no region.
         num_blocks: kernel blocks that vLLM planned; at most the blocks of every tensor.
         num_pools: pools of layers that kvcached interleaves in its contiguous layout
-            (``len(kv_cache_config.kv_cache_tensors)``).
+            (``len(kv_cache_config.kv_cache_tensors)``). Layers of different groups share a pool.
+        split: kernel blocks in a logical block.
 
     Raises:
         LayoutRefused: a tensor has gaps, an unknown stride, too few blocks, another layout than the others, or other
             numbers of tokens or heads in a block than vLLM has.
     """
-    owned = {layer: cache for layer, cache in kv_caches.items() if layer in pages}
-    if not owned:
+    owned = _owned(kv_caches, pages)
+    state_bytes = {layer: pages[layer].state_bytes for layer in owned if pages[layer].state_bytes}
+    if len(owned) == len(state_bytes):
         raise LayoutRefused(
             found="no layer with a KV cache of its own",
             expected="at least one attention layer",
@@ -202,24 +215,29 @@ def plan(
             remedy="run this model without a KV connector",
         )
     kinds: dict[Arrangement, str] = {}
+    views: dict[str, torch.Tensor] = {}
     for layer, cache in owned.items():
-        if cache.dim() != axes.ndim or cache.shape[axes.block] < num_blocks:
-            raise _refuse(
-                layer, cache, f"{axes.ndim} dimensions and at least {num_blocks} blocks in dimension {axes.block}"
-            )
-        _refuse_other_cells(layer, cache, axes, pages[layer])
-        kinds.setdefault(_arrangement(layer, cache, axes, pages[layer].num_bytes, num_pools), layer)
+        if layer in state_bytes:
+            kind, dimension, wanted = _arrangement_of_state(layer, cache, num_pools), 0, num_blocks // split
+        else:
+            kind, dimension, wanted = _arrangement(layer, cache, axes, pages[layer], num_pools), axes.block, num_blocks
+        if cache.shape[dimension] < wanted:
+            raise _refuse(layer, cache, f"at least {wanted} blocks in dimension {dimension}")
+        views[layer] = cache.narrow(dimension, 0, wanted)
+        kinds.setdefault(kind, layer)
     if len(kinds) > 1:
         mixed = ", ".join(f"{layer!r} {kind.value}" for kind, layer in kinds.items())
         layer = next(iter(owned))
         raise _refuse(layer, owned[layer], f"one arrangement for all layers; found {mixed}")
 
     arrangement = next(iter(kinds))
-    views = {layer: cache.narrow(axes.block, 0, num_blocks) for layer, cache in owned.items()}
+    # A block has the same bytes whatever it holds: a state, or as many kernel blocks as it is split into.
+    block_bytes = {layer: pages[layer].num_bytes for layer in owned}
+    block_bytes |= {layer: pages[layer].num_bytes // split for layer in state_bytes}
     if arrangement is Arrangement.CONTIGUOUS:
-        regions = [_across_layers(owned, {layer: pages[layer].num_bytes for layer in owned}, num_pools)]
+        regions = [_across_layers(owned, block_bytes, num_pools, dict.fromkeys(state_bytes, split))]
     elif arrangement is Arrangement.DENSE:
-        regions = [Region(view.data_ptr(), pages[layer].num_bytes) for layer, view in views.items()]
+        regions = [Region(view.data_ptr(), block_bytes[layer]) for layer, view in views.items()]
     else:
         assert axes.kv is not None
         regions = [
@@ -234,19 +252,53 @@ def plan(
         device_views=views,
         # Without duplicates: layers of different groups share a pool.
         regions=tuple(dict.fromkeys(regions)),
+        state_bytes=state_bytes,
     )
 
 
-def _across_layers(owned: Mapping[str, torch.Tensor], page_bytes: Mapping[str, int], num_pools: int) -> Region:
-    """Returns the one region of the contiguous layout: every block has the pages of all pools side by side."""
+def _owned(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], pages: Mapping[str, Page]
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of layers that have a page; of layers with a state, their pages."""
+    owned: dict[str, torch.Tensor] = {}
+    for layer, cache in kv_caches.items():
+        page = pages.get(layer)
+        if page is not None and page.state_bytes:
+            owned[layer] = pages_of_state(layer, cache, page.num_bytes, page.state_bytes)
+        elif page is not None:
+            assert isinstance(cache, torch.Tensor)
+            owned[layer] = cache
+    return owned
+
+
+def _arrangement_of_state(layer: str, pages: torch.Tensor, num_pools: int) -> Arrangement:
+    """Of `pages_of_state`."""
+    page_bytes = pages.shape[1]
+    if pages.stride(0) == page_bytes:
+        return Arrangement.DENSE
+    if pages.stride(0) == page_bytes * num_pools:
+        return Arrangement.CONTIGUOUS
+    raise _refuse(layer, pages, f"pages that lie {page_bytes} or {page_bytes * num_pools} bytes apart")
+
+
+def _across_layers(
+    owned: Mapping[str, torch.Tensor], block_bytes: Mapping[str, int], num_pools: int, split: Mapping[str, int]
+) -> Region:
+    """Returns the one region of the contiguous layout: every block has the pages of all pools side by side.
+
+    Args:
+        block_bytes: layer name -> bytes of a kernel block.
+        split: layer name -> how many kernel blocks a page is split into, for layers that keep a state.
+    """
     base = min(cache.data_ptr() for cache in owned.values())
-    page = next(iter(page_bytes.values()))
-    slots = {cache.data_ptr() - base for cache in owned.values()}
-    if slots != {page * pool for pool in range(num_pools)} or set(page_bytes.values()) != {page}:
+    page = next(iter(block_bytes.values()))
+    places = {(cache.data_ptr() - base) / (page * split.get(layer, 1)) for layer, cache in owned.items()}
+    if places != set(range(num_pools)) or set(block_bytes.values()) != {page}:
         layer = next(iter(owned))
+        offsets = sorted(cache.data_ptr() - base for cache in owned.values())
         raise _refuse(
             layer,
             owned[layer],
-            f"{num_pools} layers side by side, {page} bytes apart, in every block; found offsets {sorted(slots)}",
+            f"{num_pools} layers side by side, {page} bytes apart, in every block; found offsets {offsets}",
         )
     return Region(base, page * num_pools)

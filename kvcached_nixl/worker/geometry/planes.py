@@ -13,6 +13,7 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.geometry.layout import Layout
+from kvcached_nixl.worker.geometry.states import state_planes
 
 __all__ = ["group_memory", "layers_digest", "planes_of"]
 
@@ -25,12 +26,16 @@ def group_memory(
     Args:
         layers: names of its layers.
         kernel_blocks_per_block: kernel blocks in one of its logical blocks.
-        first_head: number of KV heads that a layer has on this rank -> index, in the whole model, of the first of them.
+        first_head: number of KV heads that a layer has on this rank -> index, in the whole model, of the first of them;
+            0 for layers that keep a state.
 
     Raises:
         LayoutRefused: as `planes_of`.
     """
-    return GroupMemory(planes_of(_views(layout, layers), layout.axes, first_head), kernel_blocks_per_block)
+    views = _views(layout, layers)
+    if all(layer in layout.state_bytes for layer in views):
+        return GroupMemory(state_planes(views, layout.state_bytes, first_head(0)))
+    return GroupMemory(planes_of(views, layout.axes, first_head), kernel_blocks_per_block)
 
 
 def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -> str:
@@ -41,7 +46,8 @@ def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -
     """
     found = hashlib.blake2b(digest_size=8)
     for layers in layers_of_groups:
-        cells = [(layer, _cell_bytes(view)) for layer, view in _views(layout, layers).items()]
+        states = layout.state_bytes
+        cells = [(layer, states.get(layer) or _cell_bytes(view)) for layer, view in _views(layout, layers).items()]
         found.update(repr(cells).encode())
     return found.hexdigest()
 

@@ -9,16 +9,16 @@ Owned by the transfer thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvcached_nixl.ids import KernelBlock, PrefillRequestId
+from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
@@ -75,7 +75,7 @@ class Offer:
 
     Attributes:
         update: the scheduler's last update.
-        block_ids: those of ``update`` as kernel blocks per group, from the prompt's first token on.
+        blocks: those of ``update``, as kernel blocks.
         finished: prefill computes no more tokens of it.
         stopped: why decode may not have it; empty if it may.
         is_kept: vLLM keeps its blocks until the request is reported as done.
@@ -87,7 +87,7 @@ class Offer:
     """
 
     update: OfferUpdate
-    block_ids: tuple[Sequence[KernelBlock], ...] = ()
+    blocks: tuple[KernelBlocks, ...] = ()
     finished: bool = False
     stopped: str = ""
     is_kept: bool = True
@@ -121,10 +121,15 @@ class Offer:
     def manifest(self) -> Manifest | None:
         return self.update.manifest
 
+    @property
+    def first_tokens(self) -> list[int]:
+        """Per KV-cache group, the first token that it has: those that have left its sliding window are not kept."""
+        return [blocks.first_token for blocks in self.blocks]
+
     def lose_blocks(self) -> None:
         """The request was preempted: it has no blocks and no computed tokens any more."""
-        self.block_ids = ()
-        self.update = msgspec.structs.replace(self.update, block_ids=(), ready_tokens=0, manifest=None, is_held=False)
+        self.blocks = ()
+        self.update = msgspec.structs.replace(self.update, groups=(), ready_tokens=0, manifest=None, is_held=False)
 
     @property
     def is_satisfied(self) -> bool:
@@ -133,7 +138,7 @@ class Offer:
     @property
     def may_be_read(self) -> bool:
         """Whether it has blocks that vLLM will not reuse before they are reported idle, and decode may have them."""
-        return bool(self.block_ids) and (self.update.is_held or self.finished) and not self.stopped
+        return bool(self.blocks) and (self.update.is_held or self.finished) and not self.stopped
 
     @property
     def is_read(self) -> bool:

@@ -31,7 +31,7 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.recent_set import RecentSet
-from kvcached_nixl.worker.transfer.topology import kernel_blocks
+from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["OfferRegistry"]
 
@@ -116,8 +116,8 @@ class OfferRegistry:
                 if task.next_token > update.ready_tokens:
                     self._writer.stop(task, FailureCause.STOPPED, "prefill computes some of its tokens again")
         # An offer without tokens has no blocks yet.
-        pairs = zip(update.block_ids, self._context.local.groups, strict=bool(update.block_ids))
-        offer.update, offer.block_ids = update, tuple(kernel_blocks(blocks, group) for blocks, group in pairs)
+        blocks = kernel_blocks_of(update.groups, self._context.local.groups) if update.groups else ()
+        offer.update, offer.blocks = update, blocks
         self._writer.source.told(offer)
         for task in list(offer.write_tasks.values()):
             self._writer.advance(task)
@@ -331,7 +331,7 @@ class OfferRegistry:
                 self._hold_idle(hold)
             offer.draining = []
         if offer.finished and offer.is_kept and self._writer.source.is_free_of_blocks(offer):
-            offer.is_kept, offer.block_ids = False, ()
+            offer.is_kept, offer.blocks = False, ()
             self._done(offer.request_id)
         # The end of its last registration may have removed it already.
         if (

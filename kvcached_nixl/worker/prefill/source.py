@@ -12,7 +12,7 @@ Without a slab they are written from the request's blocks. With a slab they are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -36,14 +36,7 @@ class Source(NamedTuple):
 
 
 class FromBlocks:
-    """The source where nothing is staged: the request's own blocks.
-
-    Args:
-        block_sizes: per KV-cache group, tokens in a kernel block.
-    """
-
-    def __init__(self, block_sizes: Sequence[int]) -> None:
-        self._block_sizes = block_sizes
+    """The source where nothing is staged: the request's own blocks."""
 
     def told(self, offer: Offer) -> None:
         """Prefill has updated or finished an offer."""
@@ -54,10 +47,7 @@ class FromBlocks:
     def find(self, task: WriteTask, end_token: int) -> Source | None:
         """Returns where a registration's next tokens can be written from; None if not yet: it is advanced later."""
         assert task.offer is not None
-        offer = task.offer
-        # Skip blocks before a group's sliding window: they may belong to another request.
-        groups = zip(offer.block_ids, _first_tokens(offer), self._block_sizes, strict=True)
-        return Source(tuple(KernelBlocks(ids[first // size :], first) for ids, first, size in groups), end_token)
+        return Source(task.offer.blocks, end_token)
 
     def is_copying(self, offer: Offer) -> bool:
         """Whether an offer's blocks are being copied."""
@@ -93,7 +83,7 @@ class Staged(FromBlocks):
         settle: Callable[[Offer], None],
         fail: Callable[[WriteTask, str], None],
     ) -> None:
-        super().__init__(staging.block_sizes)
+        self._block_sizes = staging.block_sizes
         self._staging = staging
         self._advance = advance
         self._settle = settle
@@ -175,7 +165,7 @@ class Staged(FromBlocks):
     def _park(self, offer: Offer) -> bool:
         """Take slots for the whole offer. Returns whether there are enough now."""
         step = math.lcm(*self._block_sizes)
-        held = self._staging.take(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens, step, is_whole=True)
+        held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.num_tokens, step, is_whole=True)
         if held is not None:
             self._parked[offer] = held
         return held is not None
@@ -183,7 +173,7 @@ class Staged(FromBlocks):
     def _may_be_parked(self, offer: Offer) -> bool:
         """Whether the slab is large enough for the whole offer, and no window has a range of it."""
         has_windows = any(self._windows.get(task) for task in offer.write_tasks.values())
-        return not has_windows and self._staging.fits(Use.PARKED, _first_tokens(offer), 0, offer.num_tokens)
+        return not has_windows and self._staging.fits(Use.PARKED, offer.first_tokens, 0, offer.num_tokens)
 
     def _park_late(self, offer: Offer) -> bool:
         """Called when slots are free: park a finished offer after all, so that its blocks can be freed. Returns False
@@ -219,7 +209,7 @@ class Staged(FromBlocks):
 
         self._copying[offer] = self._copying.get(offer, 0) + 1
         parked.asked_token = ready
-        self._staging.gather(parked, offer.block_ids, ready, copied)
+        self._staging.gather(parked, offer.blocks, ready, copied)
 
     def _open(self, task: WriteTask, end_token: int) -> bool:
         """A window for the next tokens that are in none. Returns whether it does not wait for slots."""
@@ -229,8 +219,8 @@ class Staged(FromBlocks):
         if first_token >= end_token:
             return True
         groups = [group.first_token for group in task.registration.groups]
-        if len(groups) != len(offer.block_ids):
-            reason = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.block_ids)}"
+        if len(groups) != len(offer.blocks):
+            reason = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.blocks)}"
             raise HandOverFailed(FailureCause.RANGE, reason)
         held = self._staging.take(Use.SENDING, groups, first_token, end_token, self._step(task))
         if held is None:
@@ -250,7 +240,7 @@ class Staged(FromBlocks):
             self._settle(offer)
 
         self._copying[offer] = self._copying.get(offer, 0) + 1
-        self._staging.gather(held, offer.block_ids, held.end_token, copied)
+        self._staging.gather(held, offer.blocks, held.end_token, copied)
         return True
 
     def _open_late(self, task: WriteTask, end_token: int) -> bool:
@@ -281,12 +271,6 @@ class Staged(FromBlocks):
 
 def _aligned(staged_token: int, end_token: int, step: int) -> int:
     return end_token if staged_token >= end_token else staged_token - staged_token % step
-
-
-def _first_tokens(offer: Offer) -> Sequence[int]:
-    """Returns the first token that each KV-cache group has: those that have left its sliding window are not kept."""
-    groups = () if offer.manifest is None else offer.manifest.groups
-    return [group.first_token for group in groups] or [0] * len(offer.block_ids)
 
 
 def _blocks(held: Held) -> tuple[KernelBlocks, ...]:

@@ -54,7 +54,7 @@ class Writer:
         self._gate_connections = gate_connections
         self._ended = ended
         self._settle = settle
-        self.source = FromBlocks(context.local.kernel_block_sizes)
+        self.source = FromBlocks()
         if context.staging is not None:
             self.source = Staged(context.staging, self.advance, settle, self._not_copied)
         self.num_final = 0

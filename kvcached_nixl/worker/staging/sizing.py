@@ -34,23 +34,25 @@ class SlabLoad:
     Attributes:
         longest_tokens: most tokens of one request.
         running: most requests that run at a time.
-        block_sizes: per KV-cache group, each of which has blocks for every token: tokens in a kernel block.
+        block_sizes: per KV-cache group that has blocks for every token: tokens in a kernel block.
+        num_states: KV-cache groups that keep a state, one block a request.
     """
 
     longest_tokens: int
     running: int
     block_sizes: tuple[int, ...]
+    num_states: int = 0
 
     @property
     def longest_blocks(self) -> int:
-        return sum(-(-self.longest_tokens // size) for size in self.block_sizes)
+        return sum(-(-self.longest_tokens // size) for size in self.block_sizes) + self.num_states
 
     @property
     def fewest_slots(self) -> int:
         """Fewest slots with which a hand-over of blocks of any supported size cannot get stuck."""
         # A peer may have larger blocks in every group, so the first place where all of them end may be later, too.
         largest = _LARGEST_BLOCK_TOKENS * math.lcm(*self.block_sizes) // min(self.block_sizes)
-        return _SHARES * sum(-(-largest // size) for size in self.block_sizes)
+        return _SHARES * (sum(-(-largest // size) for size in self.block_sizes) + self.num_states)
 
 
 def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_host: bool) -> int:

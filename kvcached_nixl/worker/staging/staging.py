@@ -164,15 +164,9 @@ class Staging:
         self._owned -= Counter({held.owner: len(held.slots)})
         self._freed = True
 
-    def gather(
-        self, held: Held, blocks: Sequence[Sequence[KernelBlock]], to_token: int, ended: Callable[[str], None]
-    ) -> None:
-        """Copy the tokens from ``held.staged_token`` up to ``to_token`` from blocks into the slots.
-
-        Args:
-            blocks: per KV-cache group, from the prompt's first token on.
-        """
-        self._copy(held, [KernelBlocks(group) for group in blocks], held.staged_token, to_token, True, ended)
+    def gather(self, held: Held, blocks: Sequence[KernelBlocks], to_token: int, ended: Callable[[str], None]) -> None:
+        """Copy the tokens from ``held.staged_token`` up to ``to_token`` from kernel blocks into the slots."""
+        self._copy(held, blocks, held.staged_token, to_token, True, ended)
 
     def scatter(self, held: Held, blocks: Sequence[KernelBlocks], ended: Callable[[str], None]) -> None:
         """Copy all tokens of the slots into kernel blocks."""

@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, WORKER_PROCESS
+from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, WORKER, WORKER_PROCESS
 from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.patching import Patch, Target
 from kvcached_nixl.seams import PATCHES
@@ -140,6 +140,10 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
         name = "register_connector" if is_registered else patch.attribute
         # A worker's methods are called by name through collective_rpc, wherever the worker runs.
         patches["collective_rpc" if patch.target is WORKER_PROCESS else name].append(patch)
+        if patch.target is WORKER and patch.attribute == "__init__":
+            # The connector constructs its worker half.
+            for place in patch.target.places:
+                patches[place.qualname].append(patch)
     for call in reader.calls(patches, _CALLERS_IN):
         for patch in patches[call.attribute]:
             if _reaches(reader, call, patch):
@@ -153,6 +157,8 @@ def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
         return bool(FACADE_CLASS_NAMES & set(call.arguments))
     if patch.target is WORKER_PROCESS:
         return patch.attribute in call.arguments
+    if not call.receiver and patch.attribute == "__init__":
+        return call.attribute in {place.qualname for place in patch.target.places}
     if call.attribute == "__init__":
         return call.receiver == "super" and _is_next(reader, call, patch)
     if call.receiver == "self":

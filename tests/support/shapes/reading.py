@@ -39,7 +39,8 @@ class Body:
 
 @dataclass(frozen=True)
 class Call:
-    """A call ``receiver.attribute(...)``. ``receiver``: last part of a dotted name; for a call, its function's name."""
+    """A call ``receiver.attribute(...)``. ``receiver``: last part of a dotted name; for a call, its function's name;
+    empty for ``attribute(...)``."""
 
     receiver: str
     attribute: str
@@ -148,6 +149,8 @@ def _calls(node: ast.AST, module: str, inside: tuple[str, ...], wanted: frozense
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in wanted:
         constants = tuple(one.value for one in node.args if isinstance(one, ast.Constant))
         yield Call(_name(node.func.value), node.func.attr, module, ".".join(inside), constants)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in wanted:
+        yield Call("", node.func.id, module, ".".join(inside), ())
     elif isinstance(node, ast.Attribute) and node.attr in wanted:
         # Properties are read without a call, and methods are passed as arguments.
         yield Call(_name(node.value), node.attr, module, ".".join(inside), ())

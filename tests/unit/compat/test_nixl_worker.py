@@ -17,6 +17,7 @@ from kvcached_nixl.compat.nixl_worker import WorkerView
 from kvcached_nixl.compat.series import Shape
 from kvcached_nixl.errors import ContractChanged, LayoutRefused
 from kvcached_nixl.scheduler.build import StockScheduler
+from kvcached_nixl.wire.kv_groups import KVGroup
 from kvcached_nixl.worker.build import StockWorker
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.memory_registration import NixlRegistrar
@@ -70,6 +71,11 @@ class ChunkedLocalAttentionSpec:
 
 class MambaSpec:
     page_size_bytes = 64
+    block_size = 4096
+    shapes = ((3, 4), (2, 2))
+    dtypes = (SimpleNamespace(itemsize=2), SimpleNamespace(itemsize=4))
+    mamba_type = "mamba2"
+    mamba_cache_mode = "none"
 
 
 class UniformTypeKVCacheSpecs:
@@ -77,6 +83,28 @@ class UniformTypeKVCacheSpecs:
 
     def __init__(self, **specs: Any) -> None:
         self.kv_cache_specs = specs
+
+
+@pytest.fixture
+def attention_backends(make_module: Callable[..., ModuleType]) -> list[list[str]]:
+    """Has vLLM say which backends some layers have; the names of the layers that it was asked about."""
+    asked: list[list[str]] = []
+    for name in (
+        "vllm",
+        "vllm.distributed",
+        "vllm.distributed.kv_transfer",
+        "vllm.distributed.kv_transfer.kv_connector",
+    ):
+        if name not in sys.modules:
+            make_module(name).__path__ = []
+    found = make_module("vllm.distributed.kv_transfer.kv_connector.utils")
+
+    def get_current_attn_backends(config: object, layers: list[str]) -> list[SimpleNamespace]:
+        asked.append(layers)
+        return [backend("FLASH")]
+
+    found.get_current_attn_backends = get_current_attn_backends  # type: ignore[attr-defined]
+    return asked
 
 
 def groups(*specs: Any) -> list[SimpleNamespace]:
@@ -116,7 +144,7 @@ def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..
     """Each data-parallel engine has a port of its own."""
     make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
     view: StockScheduler = scheduler(FullAttentionSpec())
-    assert (view.engine_id, view.host, view.port, view.tp_size, view.block_sizes) == ("e", "h", 5603, 2, (16,))
+    assert (view.engine_id, view.host, view.port, view.tp_size, view.groups) == ("e", "h", 5603, 2, (KVGroup(16),))
     assert view.extra_config == {"a": 1} and not view.recomputes
     assert scheduler(policy="recompute").recomputes
 
@@ -146,7 +174,7 @@ def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..
 )
 def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(specs: list[Any], dropping: list[str]) -> None:
     """B5: not by the number of groups."""
-    assert scheduler(*specs).dropping_groups == dropping
+    assert scheduler(*specs).window_kinds == dropping
 
 
 def config_of(**values: Any) -> SimpleNamespace:
@@ -181,7 +209,6 @@ def worker(**changed: Any) -> WorkerView:
         engine_id="e",
         world_size=2,
         tp_rank=1,
-        backend_name="FLASH",
         attn_backends=[backend("FLASH")],
         kv_cache_config=cache_of(
             FullAttentionSpec(), UniformTypeKVCacheSpecs(b=SlidingWindowSpec(), c=SlidingWindowSpec()), pools=3
@@ -207,7 +234,7 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
     assert (view.engine_id, view.tp_size, view.tp_rank, view.use_mla) == ("e", 2, 1, False)
     assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block) == (7, 3, 2)
     assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
-    assert view.groups() == [{"a": (32, 8, 4)}, {"b": (32, 8, 4), "c": (32, 8, 4)}]
+    assert view.groups() == [{"a": (32, 8, 4, 0)}, {"b": (32, 8, 4, 0), "c": (32, 8, 4, 0)}]
     assert view.unserved == []
 
 
@@ -270,9 +297,11 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
 def test_the_cpus_kernel_shares_whole_blocks_only(sizes: tuple[int, ...], shown: str) -> None:
     """Peers with other blocks have another tag, and nothing is moved."""
     config = cache_of(*map(with_blocks_of, sizes))
-    facts = dict(worker(backend_name="CPU_ATTN", kv_cache_config=config).facts)
+    facts = dict(worker(attn_backends=[backend("CPU_ATTN")], kv_cache_config=config).facts)
     assert facts["attention"] == f"CPU_ATTN, whole blocks of {shown} tokens"
-    assert dict(worker(backend_name="FLASH_ATTN", kv_cache_config=config).facts)["attention"] == "FLASH_ATTN"
+    assert (
+        dict(worker(attn_backends=[backend("FLASH_ATTN")], kv_cache_config=config).facts)["attention"] == "FLASH_ATTN"
+    )
 
 
 class Decided(SimpleNamespace):
@@ -339,7 +368,7 @@ def test_groups_may_have_blocks_of_other_sizes(kernel_tokens: Callable[[int], No
     view = worker(
         kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
     )
-    assert view.unserved == [] and view.groups() == [{"a": (64, 16, 4)}, {"b": (64, 32, 4)}]
+    assert view.unserved == [] and view.groups() == [{"a": (64, 16, 4, 0)}, {"b": (64, 32, 4, 0)}]
 
 
 def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_tokens: Callable[[int], None]) -> None:
@@ -395,7 +424,7 @@ FACTS: list[dict[str, Any]] = [
     {"get_total_num_kv_heads": lambda: 4},
     {"get_head_size": lambda: 128},
     {"get_total_num_hidden_layers": lambda: 3},
-    {"backend_name": "TRITON"},
+    {"attn_backends": [backend("TRITON")]},
     {"kv_cache_config": cache_of(FullAttentionSpec())},
 ]
 
@@ -437,9 +466,45 @@ def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles(
     assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
 
 
-def test_a_state_beside_attention_is_refused_in_words() -> None:
-    with pytest.raises(LayoutRefused, match="MambaSpec"):
-        worker(kv_cache_config=cache_of(MambaSpec())).groups()
+def test_a_layer_with_a_state_has_a_page_and_a_state_in_it(attention_backends: list[list[str]]) -> None:
+    """Its block is as large as attention's, however many kernel blocks that is split into."""
+    config = cache_of(FullAttentionSpec(), MambaSpec())
+    view = worker(kv_cache_config=config, attn_backends=[backend("MAMBA2"), backend("FLASH")])
+    assert view.groups() == [{"a": (32, 8, 4, 0)}, {"b": (64, 1, 1, 40)}]
+    assert view.unserved == []
+    facts = dict(view.facts)
+    assert facts["attention"] == "FLASH"
+    assert facts["groups"].startswith("0: FullAttentionSpec; 1: MambaSpec mamba2 (3, 4) ")
+    assert attention_backends == [["a"]] * len(attention_backends) != []
+
+
+@pytest.mark.parametrize(("name", "value"), [("shapes", ((3, 4), (2, 3))), ("mamba_type", "gdn")])
+def test_a_state_of_another_kind_is_another_fact(
+    name: str, value: object, attention_backends: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of another tensor-parallel size: each rank has its share of it."""
+    config = cache_of(FullAttentionSpec(), MambaSpec())
+    before = dict(worker(kv_cache_config=config).facts)
+    monkeypatch.setattr(MambaSpec, name, value)
+    after = dict(worker(kv_cache_config=config).facts)
+    assert [fact for fact in before if before[fact] != after[fact]] == ["groups"]
+
+
+def test_states_at_every_block_boundary_are_refused(
+    attention_backends: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that a hand-over needs is not always in the last token's block."""
+    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", "all")
+    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()))
+    assert [found for found, _ in view.unserved] == ["--mamba-cache-mode all"]
+
+
+def test_no_other_rank_has_a_share_of_a_state(attention_backends: list[list[str]]) -> None:
+    """Unless it has the same number in an engine of the same tensor-parallel size."""
+    ranks = [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2)]
+    found = {worker(world_size=size, tp_rank=rank).first_head(0) for size, rank in ranks}
+    assert len(found) == len(ranks) and found.isdisjoint(range(1024))
+    assert worker(use_mla=True).first_head(0) == worker().first_head(0)
 
 
 def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:

@@ -21,9 +21,19 @@ SOURCE = Path(__file__).parents[3] / "experiments" / "common" / "server_side" / 
 @pytest.fixture(scope="module")
 def probe() -> Iterator[ModuleType]:
     """The module, loaded as the servers load it: on its own."""
-    module = load_script("kv_probe_under_test", SOURCE)
-    yield module
-    del sys.modules[module.__name__]
+    sys.path.insert(0, str(SOURCE.parent))
+    try:
+        module = load_script("kv_probe_under_test", SOURCE)
+        yield module
+    finally:
+        sys.path.remove(str(SOURCE.parent))
+        sys.modules.pop("kv_probe_under_test")
+        sys.modules.pop("kv_blocks", None)
+
+
+def blocks() -> ModuleType:
+    """The module that the probe reads blocks with."""
+    return sys.modules["kv_blocks"]
 
 
 @pytest.fixture
@@ -51,16 +61,16 @@ def layouts(logical: Any) -> dict[str, Any]:
 def test_the_digest_does_not_depend_on_the_layout(probe: ModuleType, logical: Any) -> None:
     """One block, one digest, however it lies in memory."""
     for block in range(BLOCKS):
-        digests = {name: probe.block_digest([cache], block) for name, cache in layouts(logical).items()}
+        digests = {name: blocks().block_digest([cache], block) for name, cache in layouts(logical).items()}
         assert len(set(digests.values())) == 1, digests
 
 
 def test_every_byte_of_a_block_changes_its_digest_and_no_other(probe: ModuleType, logical: Any) -> None:
     """One element moves the digest of its block alone."""
     for name, cache in layouts(logical).items():
-        before = [probe.block_digest([cache], block) for block in range(BLOCKS)]
-        probe.block_view(cache, 2)[1, HEADS - 1, TOKENS - 1, DIM - 1] += 1
-        after = [probe.block_digest([cache], block) for block in range(BLOCKS)]
+        before = [blocks().block_digest([cache], block) for block in range(BLOCKS)]
+        blocks().block_view(cache, 2)[1, HEADS - 1, TOKENS - 1, DIM - 1] += 1
+        after = [blocks().block_digest([cache], block) for block in range(BLOCKS)]
         assert [ours != theirs for ours, theirs in zip(before, after, strict=True)] == [
             block == 2 for block in range(BLOCKS)
         ], name
@@ -69,13 +79,13 @@ def test_every_byte_of_a_block_changes_its_digest_and_no_other(probe: ModuleType
 def test_the_order_of_layers_counts(probe: ModuleType, logical: Any) -> None:
     """Layer 0's bytes in layer 1's place are wrong bytes."""
     caches = [logical.transpose(0, 1).contiguous(), logical.transpose(0, 1).flip(2).contiguous()]
-    assert probe.block_digest(caches, 0) != probe.block_digest(caches[::-1], 0)
+    assert blocks().block_digest(caches, 0) != blocks().block_digest(caches[::-1], 0)
 
 
 def test_an_unknown_layout_is_refused(probe: ModuleType) -> None:
     """A digest of misunderstood memory would be worse than none."""
     with pytest.raises(probe.ProbeError, match="found a KV tensor of shape"):
-        probe.block_view(torch.zeros(7, 3), 0)
+        blocks().block_view(torch.zeros(7, 3), 0)
 
 
 class FakeConnector:
@@ -124,7 +134,7 @@ def received(probe: ModuleType, logical: Any, plan: tuple[str, int] | None) -> t
     begin(recorder, {"on d": meta})
     assert recorder.finish() == (set(), {"on d"})
     (record,) = recorder.records
-    return record, [probe.block_digest([source], block) for block in (0, 3, 5)]
+    return record, [blocks().block_digest([source], block) for block in (0, 3, 5)]
 
 
 def test_what_arrives_is_recorded_as_it_was_sent(probe: ModuleType, logical: Any) -> None:
@@ -175,7 +185,12 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
     recorder = recorder_of(probe, connector)
     wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None)
     announced, first, last = (
-        SimpleNamespace(request_id="on p", name="u", block_ids=blocks, ready_tokens=len(blocks))
+        SimpleNamespace(
+            request_id="on p",
+            name="u",
+            groups=[SimpleNamespace(block_ids=one) for one in blocks],
+            ready_tokens=len(blocks),
+        )
         for blocks in ((), ([0],), ([0, 3],))
     )
     begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[wanted], offered=[announced])})
@@ -188,7 +203,7 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
     assert (recorder.transfer("handle"), recorder.posted) == ("PROC", 1)
     (sent,) = recorder.sent
     assert (sent["transfer"], sent["block_ids"]) == ("u", [[0, 3]])
-    assert sent["digests"] == [[probe.block_digest([source], block) for block in (0, 3)]]
+    assert sent["digests"] == [[blocks().block_digest([source], block) for block in (0, 3)]]
     recorder._record("7", recorder.pending.pop("7"))
     assert (recorder.records[0]["transfer"], recorder.records[0]["remote_block_ids"]) == ("t", None)
 
@@ -235,4 +250,4 @@ def test_a_step_of_a_newer_vllm_is_recorded(probe: ModuleType, logical: Any) -> 
     recorder.begin(SimpleNamespace(reqs_to_recv={"on d": meta}))
     assert recorder.finish_with_results(set()).finished_recving == {"on d"}
     (record,) = recorder.records
-    assert record["digests"] == [[probe.block_digest([source], 0)]]
+    assert record["digests"] == [[blocks().block_digest([source], 0)]]

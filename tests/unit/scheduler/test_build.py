@@ -15,6 +15,7 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
 BLOCKS = ([7, 3, 9],)
 
@@ -24,12 +25,13 @@ class Stock:
     """vLLM's NIXL scheduler, as ``compat.nixl_scheduler.SchedulerView`` shows it."""
 
     extra_config: Mapping[str, Any] = field(default_factory=dict)
-    dropping_groups: list[str] = field(default_factory=list)
+    window_kinds: list[str] = field(default_factory=list)
     engine_id: str = "e"
     host: str = "10.0.0.1"
     port: int = 5600
     tp_size: int = 2
-    block_sizes: tuple[int, ...] = (BLOCK_SIZE,)
+    groups: tuple[KVGroup, ...] = (KVGroup(BLOCK_SIZE),)
+    zeroes_blocks: bool = False
     recomputes: bool = False
     reader: Reads = field(default_factory=Reads)
 
@@ -71,7 +73,8 @@ def test_only_who_pushes_offers_before_it_has_computed(mode: str, is_offered: bo
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_model_that_drops_blocks_computes_the_last_token_here(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """B5: told by what its groups are, however many."""
-    made = started(Stock({"transfer_mode": mode}, dropping_groups=["SlidingWindowSpec", "SlidingWindowSpec"]))
+    windows = (KVGroup(BLOCK_SIZE, Keeps.WINDOW),)
+    made = started(Stock({"transfer_mode": mode}, ["SlidingWindowSpec", "SlidingWindowSpec"], groups=windows))
     assert ("SlidingWindowSpec" in caplog.text) is (mode == "push"), "that it is not streamed is said"
     request = of_decode()
     made.arrived(request)

@@ -421,8 +421,8 @@ def test_a_request_that_is_gone_before_it_was_looked_at_says_what_it_wanted() ->
         ((0,), ([0, 3, 9],), False, "no blocks"),
         ((0,), ([7, 3],), False, "no blocks"),
         ((0,), ([],), False, "no blocks"),
-        ((0, 0), ([7, 3, 9],), False, "not kept"),
-        ((0,), ([7, 3, 9], [1, 2, 5]), False, "not kept"),
+        ((0, 0), ([7, 3, 9],), False, "2 KV-cache groups; expected 1"),
+        ((0,), ([7, 3, 9], [1, 2, 5]), False, "1 KV-cache groups; expected 2"),
     ],
     ids=str,
 )
@@ -431,7 +431,7 @@ def test_blocks_that_do_not_hold_the_range_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Decode or prefill has no blocks for some of the tokens: nothing is moved."""
-    decode = Decode(drops_blocks=is_dropping)
+    decode = Decode(drops_blocks=is_dropping, block_sizes=(4,) * len(blocks))
     request = of_decode(manifest=manifest_of(prompt(), first_tokens=first_tokens))
     decode.arrive(request)
     decode.allocate(request, blocks, decode.match(request)[0])

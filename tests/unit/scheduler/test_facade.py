@@ -35,6 +35,7 @@ from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id
+from tests.support.engine_fakes import grown
 
 BLOCKS = ([7, 3, 9],)
 
@@ -76,7 +77,7 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     told = list(first.offered)
     second = engine.handover.take_step([Progress("p1", ([3],), False, 8)])
     assert first.offered == told and len(second.offered) == 1
-    assert (first.offered[-1].block_ids, second.offered[0].block_ids) == (([7],), ([7, 3],))
+    assert (first.offered[-1].groups, second.offered[0].groups) == (grown([7]), grown([7, 3]))
     assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, "key", OWN_START)
 
 
@@ -607,7 +608,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.holds[hold] = self.offers.get(request_id, set())
             self.offers[request_id] = set()
         for offered in step.offered:
-            self.offers.setdefault(offered.request_id, set()).update(*offered.block_ids)
+            self.offers.setdefault(offered.request_id, set()).update(*(group.block_ids for group in offered.groups))
         self.owed_done |= {*step.finished, *step.stopped} - step.unkept
         assert self.handover.pending == (fetching_of(self.handover).has_news or self.handover.due_in_seconds == 0)
 

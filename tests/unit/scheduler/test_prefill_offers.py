@@ -34,6 +34,7 @@ from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 from kvcached_nixl.wire.params import prefill_params, read_fetch
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
+from tests.support.engine_fakes import grown
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
@@ -81,7 +82,7 @@ def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Ma
 def offered(
     block_ids: BlockIds, ready_tokens: int, made: Manifest | None = None, *, is_held: bool = False
 ) -> OfferUpdate:
-    return OfferUpdate(P1, "transfer:t", DIGEST, TOKENS, block_ids, ready_tokens, made, is_held)
+    return OfferUpdate(P1, "transfer:t", DIGEST, TOKENS, grown(*block_ids), ready_tokens, made, is_held)
 
 
 held = partial(offered, is_held=True)
@@ -98,7 +99,7 @@ def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
     assert not prefill.take().has_news
     assert prefill.compute(4, ([7],), replaces=True).offered == []
     assert prefill.compute(8, ([3],)).offered == []
-    assert prefill.compute(12, ([9, 4],)).offered == [offered(([7, 3, 9, 4],), TOKENS, manifest())]
+    assert prefill.compute(12, ([9, 4],)).offered == [offered(([7, 3, 9],), TOKENS, manifest())]
     assert request.digested == 1
     # The tokens that prefill generates are none of decode's business (A1 a).
     assert prefill.compute(13, ([8],)).offered == []
@@ -137,7 +138,7 @@ def test_the_last_step_of_a_push_has_the_manifest() -> None:
     prefill.take()
     (last,) = prefill.compute(TOKENS, ([7, 3, 9, 4], [1, 2, 5, 6]), replaces=True).offered
     groups = (BlockRange(0, (7, 3, 9)), BlockRange(0, (1, 2, 5)))
-    assert last == held(([7, 3, 9, 4], [1, 2, 5, 6]), TOKENS, manifest(groups))
+    assert last == held(([7, 3, 9], [1, 2, 5]), TOKENS, manifest(groups))
 
 
 def test_each_group_is_offered_in_blocks_of_its_own_size() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.parameter_ids import plain_id
 
 from kvcached_nixl.wire.checked import Malformed, convert
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json, ranges_of
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 
 MANIFEST = Manifest(
     protocol=PROTOCOL,
@@ -85,7 +86,7 @@ def test_a_token_is_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_token_is_this_one() -> None:
     """Golden: both sides compute it by themselves."""
-    assert MANIFEST.ownership_token == 8857097169806691843
+    assert MANIFEST.ownership_token == 3525284285892092869
 
 
 @given(
@@ -217,9 +218,21 @@ def test_what_prefill_itself_makes_is_held_to_the_same() -> None:
 def test_ranges_hold_the_prompt_and_nothing_else() -> None:
     """Whatever else is allocated: generated tokens, look-ahead; and what has left a window is not there."""
     blocks = ([7, 3, 9, 11, 12], [0, 5, 6, 13, 14])
-    assert ranges_of(blocks, (0, 4), 10, (4, 4)) == (BlockRange(0, (7, 3, 9)), BlockRange(4, (5, 6)))
-    assert ranges_of(blocks, (0, 4), 8, (4, 4)) == (BlockRange(0, (7, 3)), BlockRange(4, (5,)))
-    assert ranges_of(blocks, (0, 0), 1, (4, 4)) == (BlockRange(0, (7,)), BlockRange(0, (0,)))
-    assert ranges_of(blocks, (0, 8), 10, (4, 8)) == (BlockRange(0, (7, 3, 9)), BlockRange(8, (5,)))
+    equal, wide = KVGroups((KVGroup(4), KVGroup(4))), KVGroups((KVGroup(4), KVGroup(8)))
+    assert equal.ranges(blocks, (0, 4), 10) == (BlockRange(0, (7, 3, 9)), BlockRange(4, (5, 6)))
+    assert equal.ranges(blocks, (0, 4), 8) == (BlockRange(0, (7, 3)), BlockRange(4, (5,)))
+    assert equal.ranges(blocks, (0, 0), 1) == (BlockRange(0, (7,)), BlockRange(0, (0,)))
+    assert wide.ranges(blocks, (0, 8), 10) == (BlockRange(0, (7, 3, 9)), BlockRange(8, (5,)))
     with pytest.raises(ValueError, match="zip"):
-        ranges_of(blocks, (0,), 10, (4, 4))
+        equal.ranges(blocks, (0,), 10)
+
+
+def test_of_a_state_the_last_block_alone_matters() -> None:
+    """It is the one that the last of the tokens is in, as vLLM counts; peers count a block of one token."""
+    groups = KVGroups((KVGroup(4), KVGroup(8, Keeps.STATE)))
+    assert groups.block_sizes == (4, 1) and groups.step_tokens == 4
+    blocks = ([7, 3, 9], [0, 5, 6])
+    assert groups.ranges(blocks, (0, 0), 8) == (BlockRange(0, (7, 3)), BlockRange(7, (0,)))
+    assert groups.ranges(blocks, (0, 4), 9) == (BlockRange(0, (7, 3, 9)), BlockRange(8, (5,)))
+    assert groups.ranges(blocks, (0, 0), 30)[1] == BlockRange(29, ()), "which no manifest accepts"
+    assert groups.growing(blocks, 11) == (BlockRange(0, (7, 3, 9)), BlockRange(10, ()))

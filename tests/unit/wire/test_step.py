@@ -88,7 +88,7 @@ NEWS: dict[str, Any] = {
     "finished": [PrefillRequestId("p")],
     "stopped": {PrefillRequestId("p"): "why"},
     "revoked": {PrefillRequestId("p"): "why"},
-    "offered": [OfferUpdate(PrefillRequestId("p"), "n", "", 4, ([1],), 4, None)],
+    "offered": [OfferUpdate(PrefillRequestId("p"), "n", "", 4, (BlockRange(0, (1,)),), 4, None)],
     "counts": {1: 1},
     "quarantined_blocks": 0,
 }

@@ -25,6 +25,7 @@ from kvcached_nixl.worker.geometry.layout import plan
 from kvcached_nixl.worker.geometry.planes import layers_digest
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
+from tests.support.engine_fakes import grown
 
 
 class Agent:
@@ -61,7 +62,7 @@ class Stock:
         self.tp_size, self.tp_rank = 2, 1
         self.kernel_blocks_per_block = 2
         self.use_mla = False
-        self.answers_before_drafts = False
+        self.answers_before_drafts = self.zeroes_blocks = False
         self.facts = (("vLLM", "0.19.1"), ("model", "m"))
         self.kept: list[Any] = []
         self.offered: tuple[str, RankHandshake] | None = None
@@ -136,7 +137,9 @@ def test_the_device_is_waited_for_where_an_answer_comes_too_early(
     waited: list[str] = []
     monkeypatch.setattr("kvcached_nixl.worker.build.wait_for", lambda device: waited.append(device.type))
     side, _ = started(Stock(answers_before_drafts=answers_before_drafts), Geometry(num_pools=2), mode)
-    update = OfferUpdate(PrefillRequestId("p-1"), "transfer:t", DIGEST, TOKENS, ([7, 3, 9],), TOKENS, manifest(7, 3, 9))
+    update = OfferUpdate(
+        PrefillRequestId("p-1"), "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, manifest(7, 3, 9)
+    )
     side.begin_step(Step("10.0.0.1", 5600, "key", "0" * 16, offered=[update], is_idle=False))
     assert not waited
     side.end_step()
@@ -161,7 +164,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     found = registered(Geometry(num_pools=2))
     layers = layers_digest(found.layout, found.layers_of_groups)
     assert tag == (
-        f"kvcached_nixl/9 pull [vLLM 0.19.1; model m; layers of groups {layers}; non-contiguous, K and V apart; group "
+        f"kvcached_nixl/10 pull [vLLM 0.19.1; model m; layers of groups {layers}; non-contiguous, K and V apart; group "
         "0: 4 planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)

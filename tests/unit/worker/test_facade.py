@@ -41,6 +41,7 @@ from kvcached_nixl.worker.thread_messages import (
 )
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread
+from tests.support.engine_fakes import grown
 
 P1 = PrefillRequestId("p-1")
 PREFILL = RemotePrefill("remote", "10.0.0.2", 5601, 1)
@@ -111,7 +112,7 @@ def step(**fields: Any) -> Step:
 
 def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), request_id: str = "p-1") -> OfferUpdate:
     made = manifest(7, 3, 9, request_id=request_id) if ready >= TOKENS else None
-    return OfferUpdate(PrefillRequestId(request_id), "transfer:t", DIGEST, TOKENS, blocks, ready, made)
+    return OfferUpdate(PrefillRequestId(request_id), "transfer:t", DIGEST, TOKENS, grown(*blocks), ready, made)
 
 
 def test_the_thread_learns_once_where_it_is() -> None:
@@ -231,7 +232,7 @@ def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
     """A preempted request has other blocks, so its manifest and ownership token are replaced."""
     worker = Worker()
     worker.side.begin_step(step(offered=[offered()]))
-    again = OfferUpdate(P1, "n", DIGEST, TOKENS, ([1, 2, 4],), TOKENS, manifest(1, 2, 4))
+    again = OfferUpdate(P1, "n", DIGEST, TOKENS, grown([1, 2, 4]), TOKENS, manifest(1, 2, 4))
     worker.side.begin_step(step(offered=[again]))
     worker.side.end_step()
     assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [manifest(1, 2, 4).ownership_token]

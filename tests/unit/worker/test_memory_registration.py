@@ -29,8 +29,9 @@ class Stock:
         self.registered: list[tuple[list[tuple[int, int]], int]] = []
         self.memory_types: list[str | None] = []
         self.load = 1000, 64
+        self.kernel_blocks_per_block = 1
 
-    def groups(self) -> list[dict[str, tuple[int, int, int]]]:
+    def groups(self) -> list[dict[str, tuple[int, int, int, int]]]:
         page = dataclasses.astuple(self.geometry.page())
         return [dict.fromkeys(layers, page) for layers in self.geometry.layers_of_groups()]
 

@@ -66,6 +66,7 @@ from kvcached_nixl.worker.transfer_thread import (
     POLL_SECONDS,
     TransferThread,
 )
+from tests.support.engine_fakes import grown
 
 P1 = PrefillRequestId("p-1")
 MANIFEST = manifest(17, 13, 19)
@@ -121,7 +122,7 @@ class Worker:
         made = manifest(7, 3, 9, request_id=request_id)
         self.thread.submit(
             commands.Computed(
-                OfferUpdate(request_id, "transfer:t", DIGEST, TOKENS, ([7, 3, 9],), TOKENS, made), is_reached
+                OfferUpdate(request_id, "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, made), is_reached
             )
         )
 

@@ -46,6 +46,7 @@ from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer.recent_set import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from tests.support.engine_fakes import grown
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
 BLOCKS = ([7, 3, 9],)
@@ -99,7 +100,7 @@ class Prefill(Local):
         is_finished: bool = False,
     ) -> None:
         made = manifest(request_id=request_id, digest=digest) if ready_tokens >= TOKENS else None
-        self.registry.offer(OfferUpdate(request_id, name, digest, TOKENS, blocks, ready_tokens, made))
+        self.registry.offer(OfferUpdate(request_id, name, digest, TOKENS, grown(*blocks), ready_tokens, made))
         if is_finished:
             self.registry.finish(request_id)
 
@@ -645,7 +646,7 @@ def test_a_hold_of_blocks_that_were_copied_is_idle_although_their_slots_are_writ
     """And these slots are not free before that has ended."""
     prefill = Prefill(slots=Slots(24, 8))
     remote = prefill.remote()
-    prefill.registry.offer(OfferUpdate(P1, NAME, DIGEST, TOKENS, ([7],), 4, None, True))
+    prefill.registry.offer(OfferUpdate(P1, NAME, DIGEST, TOKENS, grown([7]), 4, None, True))
     prefill.copies.end()
     prefill.register(remote)
     prefill.turn()
@@ -1216,7 +1217,7 @@ def test_blocks_are_kept_as_the_kernel_counts_them() -> None:
     prefill = Prefill(kernel_blocks_per_block=2, num_groups=2)
     prefill.offer(4, blocks=([7], [3]))
     (offer,) = offers_of(prefill.registry).values()
-    assert offer.block_ids == ([14, 15], [6, 7])
+    assert [list(one.ids) for one in offer.blocks] == [[14, 15], [6, 7]]
 
 
 def test_an_offer_of_another_prompt_under_its_id_takes_it_back(prefill: Prefill, remote: Remote) -> None:

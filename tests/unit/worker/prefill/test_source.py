@@ -14,18 +14,27 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import WINDOWS, FromBlocks, Source, Staged
 from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
+from tests.support.engine_fakes import grown
 
 BLOCKS = (7, 3, 9)
 
 
 def update(offer: Offer, ready_tokens: int, blocks: tuple[tuple[int, ...], ...] = (BLOCKS,)) -> Offer:
     """Prefill has computed so many tokens of an offer, in these kernel blocks per group."""
-    offer.update.ready_tokens, offer.update.block_ids = ready_tokens, tuple(list(group) for group in blocks)
-    offer.block_ids = tuple([KernelBlock(block) for block in group] for group in blocks)
+    offer.update.ready_tokens, offer.update.groups = ready_tokens, grown(*blocks)
+    offer.blocks = tuple(KernelBlocks([KernelBlock(block) for block in group]) for group in blocks)
+    return offer
+
+
+def windowed(offer: Offer, first_tokens: tuple[int, ...], block_sizes: tuple[int, ...]) -> Offer:
+    """The offer keeps no blocks before these tokens."""
+    kept = zip(offer.blocks, first_tokens, block_sizes, strict=True)
+    offer.blocks = tuple(KernelBlocks(one.ids[first // size :], first) for one, first, size in kept)
     return offer
 
 
@@ -45,7 +54,8 @@ def offer_of(
         groups = tuple(BlockRange(first, tuple(range(-(-(num_tokens - first) // size)))) for first, size in sizes)
         made = manifest(num_tokens=num_tokens, groups=groups, block_sizes=block_sizes)
     told = OfferUpdate(PrefillRequestId("p-1"), "transfer:t", DIGEST, num_tokens, (), 0, made, is_held)
-    return update(Offer(told), ready_tokens, blocks)
+    offer = update(Offer(told), ready_tokens, blocks)
+    return windowed(offer, first_tokens, block_sizes) if first_tokens else offer
 
 
 def task_of(offer: Offer | None, attempt: int = 1, next_token: int = 0, **changed: Any) -> WriteTask:
@@ -110,8 +120,7 @@ def found_in(side: Side, task: WriteTask, end_token: int = TOKENS) -> Source:
 
 
 def test_without_a_slab_a_request_is_written_from_its_blocks() -> None:
-    """Blocks before a group's sliding window are skipped: they may belong to another request."""
-    source = FromBlocks((4, 2))
+    source = FromBlocks()
     found = source.find(task_of(offer_of(8, ((7, 3), (1, 2, 4, 5)))), 8)
     assert found is not None and (found.end_token, found.held) == (8, None)
     assert [(group.first_token, list(group.ids)) for group in found.groups] == [(0, [7, 3]), (0, [1, 2, 4, 5])]

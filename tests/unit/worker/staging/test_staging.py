@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
@@ -67,7 +69,8 @@ def test_groups_with_blocks_of_other_sizes_get_slots_for_the_same_tokens() -> No
     assert len(set(held.slots)) == 8
     asked: list[tuple[list[int], list[int]]] = []
     staging.copier.submit = lambda copy: asked.append((list(copy.blocks), list(copy.slots)))  # type: ignore[method-assign]
-    staging.gather(held, ([*range(10, 14)], [*range(20, 28)]), 192, lambda failed: None)
+    blocks_of_groups = [KernelBlocks(list(map(KernelBlock, one))) for one in (range(10, 14), range(20, 28))]
+    staging.gather(held, blocks_of_groups, 192, lambda failed: None)
     ((blocks, slots),) = asked
     assert blocks == [12, 22, 23, 24, 25]
     assert slots == [held.groups[0].block_ids[0], *held.groups[1].block_ids[:4]]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a KV cache as bytes, and damages to them; for `kv_probe`, in the worker process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+BlockIds: TypeAlias = list[list[int]]
+"""Block ids per KV-cache group, outer list in group order."""
+Cache: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+"""What one layer uses: attention's tensor, or the tensors of a state."""
+
+
+class ProbeError(RuntimeError):
+    """The probe found a KV cache or a connector that it does not support, or was not armed."""
+
+
+def normalise_block_ids(block_ids: Any) -> BlockIds:
+    """Return ids per group as lists; a flat list (one group) is accepted, as older connectors send it."""
+    groups = list(block_ids)
+    if groups and isinstance(groups[0], int):
+        return [groups]
+    return [list(group) for group in groups]
+
+
+def block_view(cache: torch.Tensor, block_id: int) -> torch.Tensor:
+    """Return block ``block_id`` of one layer as a writable view of shape (2, heads, tokens, head_dim), K first.
+
+    ``cache`` is the tensor that attention itself uses, in whatever strides:
+    (2, blocks, heads, tokens, head_dim) as the CPU backend had it up to vLLM 0.22,
+    (blocks, 2, tokens, heads, head_dim) as several CUDA backends have it, or
+    (blocks, heads, tokens, 2 * head_dim) as packed backends have it since 0.23. In the packed form the CPU kernel
+    keeps all K of a head before all V of it, while the CUDA kernels put K and V of a token side by side.
+    """
+    if cache.dim() == 5 and cache.shape[0] == 2:
+        return cache[:, block_id]
+    if cache.dim() == 5 and cache.shape[1] == 2:
+        return cache[block_id].transpose(1, 2)
+    if cache.dim() == 4:
+        heads, tokens, both = cache[block_id].shape
+        if cache.device.type == "cpu":
+            return cache[block_id].view(heads, 2, tokens, both // 2).transpose(0, 1)
+        return cache[block_id].view(heads, tokens, 2, both // 2).permute(2, 0, 1, 3)
+    raise ProbeError(
+        f"found a KV tensor of shape {tuple(cache.shape)}; expected (2, N, H, T, D), (N, 2, T, H, D) or (N, H, T, 2D)."
+        " No digest of it would mean anything. Teach experiments/common/server_side/kv_probe.py this layout."
+    )
+
+
+def parts(cache: Cache, block_id: int) -> list[torch.Tensor]:
+    """Return the block of one layer as writable views: K and V (`block_view`), or each tensor of a state."""
+    if isinstance(cache, tuple):
+        return [tensor[block_id] for tensor in cache]
+    return [block_view(cache, block_id)]
+
+
+def block_bytes(cache: Cache, block_id: int) -> bytes:
+    """Return one layer's block in canonical order: K then V, token, head, element; or the tensors of a state."""
+    views = parts(cache, block_id)
+    if not isinstance(cache, tuple):
+        views = [views[0].permute(0, 2, 1, 3)]
+    return b"".join(view.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for view in views)
+
+
+def block_digest(caches: list[Cache], block_id: int) -> str:
+    """Return the SHA-256 (hex) of one block over all ``caches`` of its group, in layer order."""
+    digest = hashlib.sha256()
+    for cache in caches:
+        digest.update(block_bytes(cache, block_id))
+    return digest.hexdigest()
+
+
+def digests(groups: list[list[Cache]], block_ids: BlockIds) -> list[list[str]]:
+    """Return the SHA-256 (hex) of each block, per KV-cache group."""
+    found = zip(groups, block_ids, strict=False)
+    return [[block_digest(caches, block) for block in blocks] for caches, blocks in found]
+
+
+# ---------------------------------------------------------------------------------------------- planted corruptions
+Damage: TypeAlias = Callable[[list[Cache], list[int], int], None]
+
+
+def _swap_two_blocks(caches: list[Cache], block_ids: list[int], index: int) -> None:
+    first, second = block_ids[index], block_ids[index + 1]
+    for cache in caches:
+        for here, there in zip(parts(cache, first), parts(cache, second), strict=True):
+            kept = here.clone()
+            here.copy_(there)
+            there.copy_(kept)
+
+
+def _shift_v_by_a_head(caches: list[Cache], block_ids: list[int], index: int) -> None:
+    for cache in (one for one in caches if not isinstance(one, tuple)):
+        for block_id in block_ids:
+            v = block_view(cache, block_id)[1]
+            v.copy_(torch.roll(v, shifts=1, dims=0).clone())
+
+
+def _send_k_for_v(caches: list[Cache], block_ids: list[int], index: int) -> None:
+    for cache in (one for one in caches if not isinstance(one, tuple)):
+        for block_id in block_ids:
+            k, v = block_view(cache, block_id)
+            v.copy_(k)
+
+
+def _zero_a_block(caches: list[Cache], block_ids: list[int], index: int) -> None:
+    for cache in caches:
+        for view in parts(cache, block_ids[index]):
+            view.zero_()
+
+
+DAMAGES: dict[str, Damage] = {
+    "swap_two_blocks": _swap_two_blocks,
+    "shift_v_by_a_head": _shift_v_by_a_head,
+    "send_k_for_v": _send_k_for_v,
+    "zero_a_block": _zero_a_block,
+}

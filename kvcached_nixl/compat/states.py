@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that keep a state (Mamba, linear attention): where prefill stops, and what vLLM's own connector must not see.
+
+A state cannot be taken back by a token, and decode has to compute the last token of a prompt to get a first answer. So
+prefill computes a prompt without its last token, and no token of an answer after it.
+Sources: ``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``), ``v1/nixl/base_worker.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.specs import is_state
+
+__all__ = ["know_states", "stop_before_last", "whole_because", "without_states"]
+
+_MARK = "_kvcached_nixl_whole_because"
+"""Key in ``kv_transfer_params``: why the prompt was left whole; empty if its last token was taken away."""
+
+
+def stop_before_last(core_request: Any) -> None:
+    """Take the last token from a prompt that is to be handed over, and let prefill compute one token of an answer.
+
+    The token that it computes is none of the answer's. A prompt that has to stay whole is computed as any other, and
+    not handed over.
+
+    Args:
+        core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
+    """
+    sampling = private(core_request, "sampling_params")
+    params = ((sampling.extra_args if sampling is not None else None) or {}).get("kv_transfer_params")
+    if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True or core_request.resumable:
+        return
+    reason = _whole_because(core_request)
+    # Copies: where the engine runs in its client's process, the client has these objects, too.
+    core_request.sampling_params = sampling = copy.copy(sampling)
+    sampling.extra_args = {**sampling.extra_args, "kv_transfer_params": {**params, _MARK: reason}}
+    if reason:
+        return
+    sampling.max_tokens, sampling.min_tokens = 1, 0
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        # vLLM 0.19 has no prompt_is_token_ids.
+        if name in core_request.__struct_fields__ and getattr(core_request, name) is not None:
+            setattr(core_request, name, getattr(core_request, name)[:-1])
+
+
+def whole_because(params: Mapping[str, Any]) -> str:
+    """Why a request's prompt is whole, so that prefill cannot hand over its states; "" if `stop_before_last` cut it."""
+    return str(params.get(_MARK, "it did not enter the engine as requests do"))
+
+
+def _whole_because(core_request: Any) -> str:
+    tokens, embeds = core_request.prompt_token_ids, core_request.prompt_embeds
+    num_tokens = len(tokens) if tokens is not None else len(embeds)
+    if num_tokens < 2:
+        return "a prompt of one token has no states before its last token"
+    if core_request.sampling_params.prompt_logprobs is not None:
+        return "all tokens of its prompt have to be computed for their log-probabilities"
+    ends = [int(one.mm_position.offset) + int(one.mm_position.length) for one in core_request.mm_features or ()]
+    return "its last token belongs to an image, a sound, ..." if max(ends, default=0) >= num_tokens else ""
+
+
+def without_states(kv_cache_config: Any) -> Any:
+    """The KV-cache groups with attention only, for the constructor of vLLM's own NIXL worker.
+
+    It wants another layout of convolution states (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), and does not know all kinds of
+    states; but none of its own methods moves any.
+    """
+    groups = [one for one in private(kv_cache_config, "kv_cache_groups") if not is_state(one.kv_cache_spec)]
+    if len(groups) == len(kv_cache_config.kv_cache_groups):
+        return kv_cache_config
+    found = copy.copy(kv_cache_config)
+    found.kv_cache_groups = groups
+    return found
+
+
+def know_states(worker: Any, kv_cache_config: Any) -> None:
+    """Give a worker that was constructed `without_states` all KV-cache groups, for `nixl_worker.WorkerView`."""
+    private(worker, "kv_cache_config")
+    worker.kv_cache_config = kv_cache_config

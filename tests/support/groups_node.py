@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose layers belong to several KV-cache groups in the same pools, and a model that computes their bytes.
+
+Attention's bytes follow from each token and its position; a state's from all tokens so far and from the state before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from packaging.version import Version
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+
+from kvcached_nixl.compat.states import stop_before_last
+from kvcached_nixl.compat.versions import found_version
+from support.attention_engines import STATE_DTYPES, STATE_SHAPES
+from support.engine_node import DECODE_ID, prompt
+from support.handover_node import SEND, Node, kv, until_both
+
+STATE_BYTES = 752
+"""Of `attention_engines.STATE_SHAPES`."""
+
+
+def state_behind(token_ids: list[int], layer: int) -> torch.Tensor:
+    """Returns the bytes of a layer's state behind these tokens."""
+    seed = hashlib.blake2b(repr((token_ids, layer)).encode(), digest_size=47).digest()
+    return torch.frombuffer(bytearray(seed * 16), dtype=torch.uint8) % 241
+
+
+def tensors_of_state(pages: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors of a layer's states, in its pages."""
+    found, begin = [], pages.storage_offset()
+    for shape, dtype in zip(STATE_SHAPES, STATE_DTYPES, strict=True):
+        whole = torch.empty(0, dtype=dtype).set_(pages.untyped_storage())
+        strides = torch.empty(shape).stride()
+        one = whole.as_strided(
+            (len(pages), *shape), (pages.stride(0) // dtype.itemsize, *strides), begin // dtype.itemsize
+        )
+        found.append(one)
+        begin += one[0].numel() * dtype.itemsize
+    return found
+
+
+class GroupsNode(Node):
+    """Its layers belong to groups with blocks of their own, in the same pools."""
+
+    windows: tuple[int | str | None, ...] = ()
+    """Per group, as in `engine_node.nodes`."""
+
+    def of_groups(self, request_id: str) -> list[list[int]]:
+        return [list(group) for group in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
+
+    def places(self, token_ids: list[int], first: int, blocks: list[list[int]], group: int) -> Iterator[Any]:
+        """Where a group has each token from ``first`` on, and what must be there; None where it has let go of it."""
+        layers = list(self.caches.values())[group * self.geometry.num_pools :][: self.geometry.num_pools]
+        size = self.geometry.of_group(group).block_size
+        for position in range(first, len(token_ids)):
+            block_id = blocks[group][position // size]
+            for layer, cache in enumerate(layers):
+                number = group * self.geometry.num_pools + layer
+                block = self.geometry.block(cache, block_id).view(torch.uint8).movedim(1, 0)
+                cell = block[position % size]
+                expected = kv([token_ids[position]], position, number, cell.numel()).view(cell.shape)
+                yield position, (cell if block_id else None), expected
+
+    def compute(self, output: Any) -> None:
+        for request_id, count in output.num_scheduled_tokens.items():
+            request, blocks = self.scheduler.requests[request_id], self.of_groups(request_id)
+            end = request.num_computed_tokens
+            self.advance_states(list(request.all_token_ids[:end]), end - count, blocks)
+            for group in self.with_kv:
+                for _, cell, expected in self.places(list(request.all_token_ids[:end]), end - count, blocks, group):
+                    assert cell is not None, "what is computed is in a block"
+                    cell.copy_(expected)
+
+    def sees(self, request_id: str, num_tokens: int, at: int) -> bool:
+        """Attention, computing the token ``at``, sees what it must of the prompt in the layers of each group, and
+        layers with a state have the one behind all tokens before."""
+        blocks, token_ids = self.of_groups(request_id), prompt(0, num_tokens)[:at]
+        for group in self.with_kv:
+            window = self.windows[group]
+            first = 0 if window is None else max(0, at - int(window) + 1)
+            for _, cell, expected in self.places(token_ids, first, blocks, group):
+                if cell is None or not torch.equal(cell, expected):
+                    return False
+        computed = list(self.scheduler.requests[request_id].all_token_ids[:at])
+        return all(self.has_state(group, blocks, computed) for group in self.with_states)
+
+    # ------------------------------------------------------------------------------------------------------ states
+
+    @property
+    def with_kv(self) -> list[int]:
+        return [group for group, window in enumerate(self.windows) if not isinstance(window, str)]
+
+    @property
+    def with_states(self) -> list[int]:
+        return [group for group, window in enumerate(self.windows) if isinstance(window, str)]
+
+    def states(self, group: int, blocks: list[list[int]], num_tokens: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yields, per layer of a group, the bytes where vLLM keeps the state behind so many tokens, and the layer."""
+        size = self.scheduler.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        block_id = blocks[group][(num_tokens - 1) // size]
+        assert block_id, "the null block holds no state"
+        pools = self.geometry.num_pools
+        for layer, cache in list(enumerate(self.caches.values()))[group * pools : (group + 1) * pools]:
+            yield cache[block_id].view(-1).view(torch.uint8)[:STATE_BYTES], layer
+
+    def has_state(self, group: int, blocks: list[list[int]], token_ids: list[int]) -> bool:
+        """Whether a group's layers have the state behind these tokens, where vLLM looks for it."""
+        found = self.states(group, blocks, len(token_ids)) if token_ids else ()
+        return all(torch.equal(state, state_behind(token_ids, layer)) for state, layer in found)
+
+    def advance_states(self, token_ids: list[int], begin: int, blocks: list[list[int]]) -> None:
+        """Computes the states behind ``token_ids`` from those behind the first ``begin`` of them."""
+        for group in self.with_states:
+            is_right = self.has_state(group, blocks, token_ids[:begin])
+            for state, layer in self.states(group, blocks, len(token_ids)):
+                # A wrong state stays wrong.
+                state.copy_(state_behind(token_ids, layer) if is_right else torch.zeros(STATE_BYTES))
+
+    def register(self) -> None:
+        """Registers layers with states as this vLLM does: by pages, or below 0.27 by tensors."""
+        pages = dict(self.caches)
+        if Version(found_version("vllm")) < Version("0.27"):
+            of_groups = self.geometry.layers_of_groups()
+            for name in (name for group in self.with_states for name in of_groups[group]):
+                self.caches[name] = tensors_of_state(pages[name])  # type: ignore[assignment]
+        super().register()
+        self.caches.update(pages)
+
+    def add(
+        self, request_id: str, params: Any, max_tokens: int = 4, *args: Any, num_tokens: int = 96, **more: Any
+    ) -> None:
+        if not self.with_states:
+            super().add(request_id, params, max_tokens, *args, num_tokens=num_tokens, **more)
+            return
+        values = {"prompt_token_ids": prompt(0, num_tokens), "request_id": request_id, "arrival_time": 0.0}
+        values["sampling_params"] = SamplingParams(
+            extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=max_tokens
+        )
+        asked = EngineCoreRequest(**{name: values.get(name) for name in EngineCoreRequest.__struct_fields__[:10]})
+        # As `EngineCore.preprocess_add_request` does.
+        stop_before_last(asked)
+        hasher = get_request_block_hasher(self.geometry.block_size, sha256)
+        self.scheduler.add_request(Request.from_engine_core_request(asked, hasher))
+
+
+def prefilled(prefill: Node, request_id: str, num_tokens: int, max_tokens: int = 1) -> dict[str, Any]:
+    prefill.add(request_id, SEND, max_tokens, num_tokens=num_tokens)
+    prefill.step_until(lambda: request_id in prefill.transfer_params)
+    found: dict[str, Any] = json.loads(json.dumps(prefill.transfer_params[request_id]))
+    return found
+
+
+def runs_rightly(prefill: Node, decode: GroupsNode, num_tokens: int) -> None:
+    """Whether it was handed over or not: whenever decode computes a token, it sees what it must."""
+    request = decode.scheduler.requests[DECODE_ID]
+    compute, wrong = decode.compute, list[int]()
+
+    def checked(output: Any) -> None:
+        count = output.num_scheduled_tokens.get(DECODE_ID)
+        if count is not None:
+            first = request.num_computed_tokens - count
+            if not decode.sees(DECODE_ID, num_tokens, first):
+                wrong.append(first)
+        compute(output)
+
+    decode.compute = checked  # type: ignore[method-assign]
+    try:
+        until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    finally:
+        del decode.compute
+    assert decode.ended.pop(DECODE_ID) == "length"
+    assert wrong == []
