@@ -41,7 +41,7 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
             Era, _REFUSED
         ),
         "layers with a state (Mamba2, gated delta net) beside attention": {
-            Era.KV_APART: "by unit tests only",
+            Era.KV_APART: "both layouts; by contract tests with 0.19 (without prefix caching) and 0.25",
             Era.PACKED: "both layouts; served with 0.28",
         },
         "a state kept at every block boundary (--mamba-cache-mode all)": dict.fromkeys(Era, _REFUSED),

@@ -9,6 +9,7 @@ is computed.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from support.handover_node import (
     SEND,
     rest,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.wire.causes import FailureCause
@@ -75,6 +77,8 @@ def paths(request: pytest.FixtureRequest) -> tuple[str, str, str]:
 def node(
     windows: tuple[int | str | None, ...], paths: tuple[str, str, str], tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> Iterator[Any]:
+    if "align" in windows and "External KV connector is not verified yet" in inspect.getsource(Scheduler):
+        pytest.skip("this vLLM refuses prefix caching of states beside a KV connector")
     wide = tuple(group for group, window in enumerate(windows) if window == WIDE)
     states = tuple(group for group, window in enumerate(windows) if isinstance(window, str))
     geometry = dataclasses.replace(GEOMETRY, groups=len(windows), wide=wide, states=states)

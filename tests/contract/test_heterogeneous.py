@@ -27,6 +27,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.digest_fakes import digests_over
+from support.engine_fakes import grown
 from support.internals import context_of, receiver_of, registry_of, write_tasks_of
 from support.kvcached_memory import Geometry
 
@@ -51,7 +52,6 @@ from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import POLL_SECONDS
-from tests.support.engine_fakes import grown
 
 pytestmark = pytest.mark.long
 

@@ -45,6 +45,7 @@ class Asked:
     lacks_media: bool = False
     is_session: bool = False
     is_stand_in: bool = False
+    whole_because: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -129,6 +130,11 @@ def kv_groups(*block_sizes: int, drops_blocks: bool = False) -> KVGroups:
     """Groups of attention layers; with ``drops_blocks`` all have a sliding window."""
     keeps = Keeps.WINDOW if drops_blocks else Keeps.EVERYTHING
     return KVGroups(tuple(KVGroup(size, keeps) for size in block_sizes))
+
+
+def with_states(attention: int = BLOCK_SIZE, state: int = 2 * BLOCK_SIZE) -> KVGroups:
+    """A group of attention layers, and one that keeps states; tokens in a block of each, as vLLM counts."""
+    return KVGroups((KVGroup(attention), KVGroup(state, Keeps.STATE)))
 
 
 def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = False, **changed: Any) -> Terms:

@@ -57,7 +57,7 @@ from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.topology import LocalRank
-from tests.support.engine_fakes import grown
+from support.engine_fakes import grown
 
 BACKENDS = ["UCX"]
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 1 << 16, 8192

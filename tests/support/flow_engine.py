@@ -40,10 +40,10 @@ from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_B
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.digest_fakes import InTurn, as_bytes, content_of
+from support.engine_fakes import kv_groups
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
 from support.internals import context_of, receiver_of, registry_of
-from tests.support.engine_fakes import kv_groups
 
 if TYPE_CHECKING:
     from support.flow_cluster import Cluster

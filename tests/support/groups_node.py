@@ -126,6 +126,14 @@ class GroupsNode(Node):
                 # A wrong state stays wrong.
                 state.copy_(state_behind(token_ids, layer) if is_right else torch.zeros(STATE_BYTES))
 
+    def fill(self, block_ids: list[int], filling: int) -> None:
+        """Overwrites the blocks with a byte. A block has the same bytes in every group."""
+        for cache in list(self.caches.values())[: self.geometry.num_pools]:
+            is_paged = 0 in self.with_states
+            for block_id in block_ids:
+                block = cache[block_id] if is_paged else self.geometry.block(cache, block_id)
+                block.view(torch.uint8).fill_(filling)
+
     def register(self) -> None:
         """Registers layers with states as this vLLM does: by pages, or below 0.27 by tensors."""
         pages = dict(self.caches)

@@ -30,7 +30,7 @@ from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step
-from tests.support.engine_fakes import grown
+from support.engine_fakes import grown
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 

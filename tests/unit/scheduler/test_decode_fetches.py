@@ -20,6 +20,7 @@ from support.engine_fakes import (
     of_decode,
     prompt,
     terms,
+    with_states,
 )
 from support.internals import forbid_scans, leftovers
 
@@ -31,6 +32,7 @@ from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import MANIFEST_KEY
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer
@@ -766,3 +768,78 @@ def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_on
     decode.finish(request)
     (told,) = decode.failures.take_ended().values()
     assert told.startswith("KV hand-over failed: cause=media request=d1")
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+def of_states(num_tokens: int, in_manifest: int | None = None) -> Asked:
+    """A request of so many tokens; prefill has computed ``in_manifest`` of them."""
+    made = None
+    if in_manifest is not None:
+        made = manifest_of(
+            prompt(num_tokens=in_manifest),
+            groups=(
+                BlockRange(0, tuple(range(1, 1 + -(-in_manifest // 4)))),
+                BlockRange(in_manifest - 1, (77,)),
+            ),
+            block_sizes=(4, 1),
+        )
+    request = of_decode(manifest=made) if made is not None else at_once()
+    request.tokens = prompt(num_tokens=num_tokens)
+    return request
+
+
+def test_decode_computes_the_last_token_from_the_states_before_it() -> None:
+    decode = Decode(Pool(0, 0), groups=with_states())
+    request = of_states(TOKENS, TOKENS - 1)
+    decode.arrive(request)
+    assert decode.match(request) == (TOKENS - 1, True)
+    decode.allocate(request, ([7, 3, 9], [0, 5]), TOKENS - 1)
+    (fetch,) = decode.take().fetches
+    assert (fetch.num_tokens, fetch.end_token) == (TOKENS - 1, TOKENS - 1)
+    assert fetch.groups == (BlockRange(0, (7, 3, 9)), BlockRange(TOKENS - 2, (5,)))
+
+
+def test_of_a_longer_prompt_the_states_behind_prefills_tokens_are_fetched() -> None:
+    decode = Decode(Pool(0, 0), groups=with_states())
+    request = of_states(TOKENS, 6)
+    decode.arrive(request)
+    assert decode.match(request) == (6, True)
+    decode.allocate(request, ([7, 3], [5]), 6)
+    (fetch,) = decode.take().fetches
+    assert fetch.groups == (BlockRange(0, (7, 3)), BlockRange(5, (5,)))
+
+
+def test_states_behind_decodes_last_token_cannot_be_used() -> None:
+    """They cannot be taken back by a token."""
+    assert Decode(Pool(0, 0), groups=with_states()).fails(of_states(TOKENS, TOKENS)) is FailureCause.DIGEST
+
+
+@pytest.mark.parametrize("blocks", [([7, 3, 9], [0, 0]), ([7, 3, 9], [5]), ([7, 3], [0, 5])])
+def test_without_a_block_for_a_state_nothing_is_fetched(blocks: tuple[list[int], ...]) -> None:
+    decode = Decode(Pool(0, 0), groups=with_states())
+    request = of_states(TOKENS, TOKENS - 1)
+    decode.arrive(request)
+    decode.allocate(request, blocks, decode.match(request)[0])
+    assert decode.take().fetches == []
+    assert decode.failures.counts == {FailureCause.RANGE: 1}
+
+
+def test_a_push_is_asked_for_all_tokens_but_the_last() -> None:
+    """By the digest that prefill has of its shorter prompt."""
+    decode = Decode(Pool(0, 0), groups=with_states(), mode=TransferMode.PUSH)
+    request = of_states(TOKENS)
+    decode.arrive(request)
+    assert decode.match(request) == (TOKENS - 1, True)
+    decode.allocate(request, ([7, 3, 9], [0, 5]), TOKENS - 1)
+    (fetch,) = decode.take().fetches
+    assert (fetch.num_tokens, fetch.digest) == (TOKENS - 1, digest_of(prompt(), TOKENS - 1))
+
+
+def test_a_prompt_of_one_token_is_computed_here() -> None:
+    decode = Decode(Pool(0, 0), groups=with_states(), mode=TransferMode.PUSH)
+    request = of_states(1)
+    decode.arrive(request)
+    assert decode.match(request) == NOTHING
+    assert decode.failures.counts == {}

@@ -20,11 +20,13 @@ from support.engine_fakes import (
     Pool,
     Reads,
     at_once,
+    grown,
     of_decode,
     of_prefill,
     prompt,
     reports,
     terms,
+    with_states,
 )
 from support.internals import fetching_of, holds_of, leftovers, offering_of
 
@@ -35,7 +37,6 @@ from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id
-from tests.support.engine_fakes import grown
 
 BLOCKS = ([7, 3, 9],)
 
@@ -417,6 +418,20 @@ def test_whose_blocks_are_spared_until_its_end_is_told(engine: Engine) -> None:
         assert not one.handover.spares("another")
         one.handover.finished(of_decode(), False, BLOCKS)
         assert not one.handover.spares("d1")
+
+
+@pytest.mark.parametrize("zeroes_blocks", [True, False])
+def test_blocks_that_a_fetch_fills_in_part_are_zeroed_first(zeroes_blocks: bool) -> None:
+    """The last one of each attention group; vLLM does not zero what a connector loads. A state fills its block."""
+    request = at_once()
+    engine = Engine(groups=with_states(), zeroes_blocks=zeroes_blocks, mode=TransferMode.PUSH)
+    engine.handover.arrived(request)
+    engine.pool.of["d1"] = [("d1", 7)]
+    engine.handover.allocated(request, ([7, 3, 9], [0, 5]), engine.handover.matched(request, 0)[0])
+    step = engine.handover.take_step([])
+    assert len(step.fetches) == 1
+    assert engine.handover.filled_in_part(step) == ([9] if zeroes_blocks else [])
+    assert engine.handover.keeps_states and not Engine().handover.keeps_states
 
 
 def test_its_blocks_are_bound_once(engine: Engine) -> None:

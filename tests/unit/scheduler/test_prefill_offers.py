@@ -14,10 +14,12 @@ from support.engine_fakes import (
     TOKENS,
     Asked,
     Pool,
+    grown,
     of_decode,
     of_prefill,
     prompt,
     terms,
+    with_states,
 )
 from support.parameter_ids import plain_id
 
@@ -34,7 +36,6 @@ from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 from kvcached_nixl.wire.params import prefill_params, read_fetch
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
-from tests.support.engine_fakes import grown
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
@@ -681,3 +682,56 @@ def test_the_blocks_of_a_prompt_of_one_token_are_read_too() -> None:
     assert not prefill.offering.is_read("p1")
     prefill.compute(1, ([7],), replaces=True)
     assert prefill.offering.is_read("p1")
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+def test_of_a_state_the_block_behind_the_last_token_is_offered() -> None:
+    """A block of one token, as peers count; before that, there is none."""
+    prefill = Prefill(Pool(0, 0), groups=with_states(), mode=TransferMode.PUSH)
+    request = prefill.arrive(of_prefill())
+    assert prefill.take().offered == [offered((), 0)]
+    (early,) = prefill.compute(8, ([7, 3], [5]), replaces=True).offered
+    assert early.groups == (BlockRange(0, (7, 3)), BlockRange(TOKENS - 1, ())) and early.is_held
+    (last,) = prefill.compute(TOKENS, ([9], [6])).offered
+    assert last.groups == (BlockRange(0, (7, 3, 9)), BlockRange(TOKENS - 1, (6,)))
+    assert last.manifest is not None and last.manifest.block_sizes == (4, 1)
+    assert last.manifest.groups == last.groups
+    # Look-ahead blocks of speculative decoding follow.
+    assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6, 8]))[0]
+
+
+@pytest.mark.parametrize("blocks", [([7, 3, 9], [5, 8]), ([7, 3, 9], [5, 0]), ([7, 3, 9], [6])])
+def test_a_state_whose_block_is_gone_is_not_offered(blocks: BlockIds) -> None:
+    prefill = Prefill(Pool(0, 0), groups=with_states())
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True)
+    assert prefill.finish(request, block_ids=blocks) == (False, None)
+    assert prefill.failures.counts == {FailureCause.RANGE: 1}
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_an_offer_is_withdrawn_before_a_later_token_overwrites_its_states(mode: TransferMode) -> None:
+    """Whatever makes vLLM compute one: in a pull, decode may be reading already."""
+    prefill = Prefill(Pool(0, 0), groups=with_states(), mode=mode)
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True)
+    step = prefill.compute(TOKENS + 1)
+    assert list(step.revoked) == [P1] and "overwritten" in step.revoked[P1]
+    assert step.offered == []
+    assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6]))[1] is None
+
+
+def test_a_prompt_that_stays_whole_is_not_offered() -> None:
+    """Its states are those behind its last token, which decode computes again."""
+    request = of_prefill()
+    request.whole_because = "a prompt of one token"
+    prefill = Prefill(Pool(0, 0), groups=with_states())
+    prefill.arrive(request)
+    assert prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True).offered == []
+    assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6])) == (False, None)
+    assert prefill.failures.counts == {FailureCause.RANGE: 1}
+    without = Prefill()
+    without.arrive(request)
+    assert len(without.compute(TOKENS, BLOCKS, replaces=True).offered) == 1, "it matters where there are states only"

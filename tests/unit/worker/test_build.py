@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_fakes import grown
 from support.kvcached_memory import Geometry
 from support.worker_fakes import DIGEST, TOKENS, manifest
 
@@ -25,7 +26,6 @@ from kvcached_nixl.worker.geometry.layout import plan
 from kvcached_nixl.worker.geometry.planes import layers_digest
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
-from tests.support.engine_fakes import grown
 
 
 class Agent:

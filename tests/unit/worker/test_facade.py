@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from support.engine_fakes import grown
 from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
@@ -41,7 +42,6 @@ from kvcached_nixl.worker.thread_messages import (
 )
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread
-from tests.support.engine_fakes import grown
 
 P1 = PrefillRequestId("p-1")
 PREFILL = RemotePrefill("remote", "10.0.0.2", 5601, 1)
@@ -85,7 +85,9 @@ class Device:
 
 
 class Worker:
-    def __init__(self, *, is_read: bool = True, is_known: bool = True, **place: Any) -> None:
+    def __init__(
+        self, *, is_read: bool = True, is_known: bool = True, zeroes_blocks: bool = False, **place: Any
+    ) -> None:
         self.thread = Thread()
         self.device = Device()
         self.offered: list[Weights] = []
@@ -99,6 +101,7 @@ class Worker:
             self.device.record,
             self.offered.append,
             is_read=is_read,
+            zeroes_blocks=zeroes_blocks,
         )
         if is_known:
             self.side.begin_step(step())
@@ -169,6 +172,23 @@ def test_decodes_blocks_are_begun_when_the_device_has_ended_all_that_it_was_give
     assert not begin.is_reached()
     worker.device.events[0] = True
     assert begin.is_reached()
+
+
+def test_where_vllm_zeroes_blocks_they_are_begun_after_that() -> None:
+    """Rule R8: vLLM 0.29 begins a step before it zeroes blocks; and a step may raise before it has."""
+    worker = Worker(zeroes_blocks=True)
+    one, other = (wanted(number, MANIFEST) for number in (1, 2))
+    worker.side.begin_step(step(fetches=[one]))
+    assert worker.thread.take() == [one] and worker.device.events == []
+    worker.side.begin_step(step(fetches=[other]))
+    first, second = worker.thread.take()
+    assert isinstance(first, BlocksWritable) and first.attempts == (1,) and second == other
+    worker.side.blocks_zeroed()
+    worker.side.blocks_zeroed()
+    (begin,) = worker.thread.take()
+    assert isinstance(begin, BlocksWritable) and begin.attempts == (2,)
+    worker.device.events[0] = True
+    assert first.is_reached() and not begin.is_reached()
 
 
 def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> None:

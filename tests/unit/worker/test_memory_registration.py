@@ -76,6 +76,27 @@ def test_what_no_peer_could_make_sense_of_is_refused_before_anything_is_register
     assert stock.registered == []
 
 
+def test_states_across_kernel_blocks_are_not_staged() -> None:
+    """A slot is as large as a kernel block."""
+    stock = Stock(Geometry(era="packed", num_pools=2, groups=2, states=(1,)))
+    size = stock.geometry.page_bytes
+    attention, states = stock.geometry.layers_of_groups()
+    stock.groups = lambda: [  # type: ignore[method-assign]
+        dict.fromkeys(attention, dataclasses.astuple(stock.geometry.page())),
+        dict.fromkeys(states, (2 * size, 1, 1, 100)),
+    ]
+    stock.kernel_blocks_per_block = 2
+    stock.probe_cache_shape = lambda: (  # type: ignore[method-assign]
+        (PROBED["num_blocks"], PROBED["num_heads"], PROBED["block_size"], 1),
+        PROBED,
+    )
+    wide = {layer: stock.caches[layer][:12].view(6, 1, 1, 2 * size) for layer in states}
+    caches = {**stock.caches, **wide}
+    assert register(stock, caches, MemoryPath.DIRECT, Settings()).slab is None
+    with pytest.raises(LayoutRefused, match="2 kernel blocks in a block"):
+        register(stock, caches, MemoryPath.HOST, Settings())
+
+
 def test_memory_that_cannot_be_described_is_not_registered() -> None:
     stock = Stock(Geometry())
     stock.num_blocks = 1000

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.digest_fakes import as_bytes, digests_over
+from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
 from support.parameter_ids import plain_id
 from support.worker_fakes import (
@@ -66,7 +67,6 @@ from kvcached_nixl.worker.transfer_thread import (
     POLL_SECONDS,
     TransferThread,
 )
-from tests.support.engine_fakes import grown
 
 P1 = PrefillRequestId("p-1")
 MANIFEST = manifest(17, 13, 19)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.engine_fakes import grown
 from support.internals import forbid_scans, leftovers, matcher_of, offers_of, tokens_of, writer_of
 from support.worker_fakes import (
     BLOCK_SIZE,
@@ -46,7 +47,6 @@ from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer.recent_set import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
-from tests.support.engine_fakes import grown
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
 BLOCKS = ([7, 3, 9],)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.engine_fakes import grown
 from support.internals import leftovers
 from support.worker_fakes import BLOCK_SIZE, DIGEST, TOKENS, HeldCopies, manifest, registration
 
@@ -19,7 +20,6 @@ from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import WINDOWS, FromBlocks, Source, Staged
 from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
-from tests.support.engine_fakes import grown
 
 BLOCKS = (7, 3, 9)
 

@@ -33,6 +33,8 @@ LOAD = SlabLoad(longest_tokens=1600, running=64, block_sizes=(16,))
         (SlabLoad(1_000_000, 64, (16,)), 2000),
         (SlabLoad(16, 1, (16,)), 64),
         (SlabLoad(16, 1, (128, 128, 128)), 24),
+        (SlabLoad(1600, 2, (16,), 3), 2 * (100 + 3)),
+        (SlabLoad(16, 1, (16,), 3), 4 * (16 + 3)),
     ],
     ids=[
         "four",
@@ -43,6 +45,8 @@ LOAD = SlabLoad(longest_tokens=1600, running=64, block_sizes=(16,))
         "the whole cache",
         "few",
         "few of large ones",
+        "states",
+        "few of states",
     ],
 )
 def test_it_is_as_large_as_what_it_is_for(load: SlabLoad, slots: int) -> None:

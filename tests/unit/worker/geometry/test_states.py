@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that keep a state: where it lies, what is moved of it, and what its checksum covers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from support.kvcached_memory import Geometry
+from support.worker_fakes import Local
+
+from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, plan
+from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
+from kvcached_nixl.worker.geometry.states import pages_of_state
+from kvcached_nixl.worker.transfer.topology import PeerRoutes
+
+STATE_BYTES = 200
+BASE = Geometry(era="packed", num_pools=3, groups=2, states=(1,), num_blocks=8, reserved_blocks=11)
+
+
+def layout_of(geometry: Geometry, split: int = 1, state_bytes: int = STATE_BYTES) -> Layout:
+    """``split``: kernel blocks in a block; the geometry's blocks are kernel blocks."""
+    caches, memory = geometry.allocate()
+    generator = torch.Generator().manual_seed(geometry.reserved_blocks)
+    for pool in memory:
+        noise = torch.randint(0, 256, (pool.numel() * pool.itemsize,), generator=generator, dtype=torch.uint8)
+        pool.view(torch.uint8).copy_(noise)
+    attention, states = geometry.layers_of_groups()
+    pages = {layer: geometry.page() for layer in attention}
+    pages |= {layer: Page(split * geometry.page_bytes, 1, 1, state_bytes) for layer in states}
+    found: dict[str, Any] = dict(caches)
+    if split > 1:
+        found |= {layer: wide(caches[layer], split) for layer in states}
+    return plan(
+        found,
+        axes=geometry.axes(),
+        pages=pages,
+        num_blocks=geometry.num_blocks,
+        num_pools=geometry.num_pools,
+        split=split,
+    )
+
+
+def wide(pages: torch.Tensor, split: int) -> torch.Tensor:
+    """Pages of as many kernel blocks, as kvcached lays them out: those of all pools side by side in a block."""
+    page, stride = pages.shape[-1], pages.stride(0)
+    pool = pages.storage_offset() // page if stride > page else 0
+    offset = pool * split * page if stride > page else pages.storage_offset()
+    size = (len(pages) // split, 1, 1, split * page)
+    return pages.as_strided(size, (split * stride, split * page, split * page, 1), offset)
+
+
+def groups_of(layout: Layout, geometry: Geometry, split: int = 1) -> tuple[GroupMemory, ...]:
+    return tuple(group_memory(layout, layers, split, lambda _: 0) for layers in geometry.layers_of_groups())
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_state_is_at_the_beginning_of_its_page(contiguous: bool, split: int) -> None:
+    """Its blocks are whole ones, however many kernel blocks attention's are split into; and nothing else is
+    registered."""
+    geometry = dataclasses.replace(BASE, contiguous=contiguous)
+    layout = layout_of(geometry, split)
+    attention, state = groups_of(layout, geometry, split)
+    assert layout.arrangement is (Arrangement.CONTIGUOUS if contiguous else Arrangement.DENSE)
+    assert len(layout.regions) == (1 if contiguous else 3)
+    assert sum(region.block_bytes for region in layout.regions) == 3 * geometry.page_bytes
+    (planes,) = state.planes
+    assert (state.block_size, state.kernel_blocks_per_block, planes.num_blocks) == (1, 1, 8 // split)
+    assert (planes.cell_bytes, planes.padded_bytes) == (STATE_BYTES, split * geometry.page_bytes)
+    assert planes.block_stride_bytes == split * attention.planes[0].block_stride_bytes
+    first = layout.regions[0].address
+    apart = split * geometry.page_bytes
+    if contiguous:
+        assert [base - first for base in planes.bases] == [0, apart, 2 * apart]
+    else:
+        assert planes.bases == attention.planes[0].bases
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_contiguous_states_of_all_layers_are_one_descriptor(split: int) -> None:
+    """With their padding; where the two sides pad differently, each layer's state is one."""
+    geometry = dataclasses.replace(BASE, contiguous=True)
+    groups = groups_of(layout_of(geometry, split), geometry, split)
+    one, other = state_blocks(3), state_blocks(1)
+    here = dataclasses.replace(Local().side.local, groups=groups)
+    routes = PeerRoutes(here).of("a", groups)
+    found = PeerRoutes.ranges(routes, [(nothing(), nothing(), 10), (one, other, 9)], 10)
+    size = 3 * split * geometry.page_bytes
+    base = groups[1].planes[0].bases[0]
+    assert found.local.tolist() == [[base + 3 * size, size]]
+    assert found.remote.tolist() == [[base + size, size]]
+    padded = [msgspec.structs.replace(planes, padded_bytes=planes.padded_bytes + 64) for planes in groups[1].planes]
+    theirs = (groups[0], msgspec.structs.replace(groups[1], planes=tuple(padded)))
+    found = PeerRoutes.ranges(PeerRoutes(here).of("b", theirs), [(nothing(), nothing(), 10), (one, other, 9)], 10)
+    assert found.local[:, 1].tolist() == [STATE_BYTES] * 3
+
+
+def state_blocks(block: int, first_token: int = 9) -> KernelBlocks:
+    return KernelBlocks([KernelBlock(block)], first_token)
+
+
+def nothing() -> KernelBlocks:
+    return KernelBlocks([])
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_the_checksum_covers_the_state_and_not_its_padding(split: int) -> None:
+    """Equal for every layout, and different for each byte of a state."""
+    sums = []
+    for contiguous in (True, False):
+        geometry = dataclasses.replace(BASE, contiguous=contiguous)
+        layout = layout_of(geometry, split)
+        groups = groups_of(layout, geometry, split)
+        content = Content(groups, layout.areas())
+        views = [layout.device_views[layer] for layer in geometry.layers_of_groups()[1]]
+        for number, view in enumerate(views):
+            view[2].copy_(torch.arange(view.shape[1]).add(number).remainder(251))
+        sums.append(content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups))
+        views[1][2, STATE_BYTES:] = 255
+        assert content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups) == sums[-1]
+        views[1][2, STATE_BYTES - 1] ^= 1
+        assert content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups) != sums[-1]
+    assert sums[0] == sums[1]
+
+
+def test_a_range_before_the_last_token_moves_no_state() -> None:
+    geometry = dataclasses.replace(BASE, contiguous=True)
+    groups = groups_of(layout_of(geometry), geometry)
+    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups)
+    blocks = KernelBlocks([KernelBlock(block) for block in (4, 5, 6)])
+    state = state_blocks(2)
+    found = PeerRoutes.ranges(routes, [(blocks, blocks, 0), (state, state, 9)], 8)
+    size = 3 * geometry.page_bytes
+    assert found.local.tolist() == [[groups[0].planes[0].bases[0] + 4 * size, 2 * size]]
+
+
+def typed(pages: torch.Tensor, offset: int = 0) -> list[torch.Tensor]:
+    """The tensors of a state of 200 bytes, as vLLM registers them below 0.27."""
+    found = []
+    for shape, dtype in (((3, 12), torch.bfloat16), ((2, 16), torch.float32)):
+        whole = torch.empty(0, dtype=dtype).set_(pages.untyped_storage())
+        size, begin = dtype.itemsize, pages.storage_offset() + offset
+        found.append(whole.as_strided((len(pages), *shape), (pages.stride(0) // size, shape[1], 1), begin // size))
+        offset += found[-1][0].numel() * size
+    return found
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_tensors_of_a_state_are_seen_as_the_pages_that_they_are_in(contiguous: bool) -> None:
+    geometry = dataclasses.replace(BASE, contiguous=contiguous)
+    caches, _ = geometry.allocate()
+    pages = caches[geometry.layers_of_groups()[1][1]]
+    one, other = (pages_of_state("l", cache, geometry.page_bytes, 200) for cache in (pages, typed(pages)))
+    assert (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+    assert one.shape == (geometry.reserved_blocks, geometry.page_bytes)
+
+
+@pytest.mark.parametrize("wrong", ["order", "size", "gap", "strides", "lengths", "page"])
+def test_a_state_that_is_laid_out_in_another_way_is_refused(wrong: str) -> None:
+    geometry = dataclasses.replace(BASE, contiguous=True)
+    pages = geometry.allocate()[0][geometry.layers_of_groups()[1][0]]
+    tensors: Sequence[torch.Tensor] | torch.Tensor = typed(pages)
+    size = 200
+    if wrong == "order":
+        tensors = tensors[::-1]
+    elif wrong == "size":
+        size = 204
+    elif wrong == "gap":
+        tensors = [tensors[0], *typed(pages, 8)[1:]]
+    elif wrong == "strides":
+        tensors = [tensors[0], tensors[1][::2]]
+    elif wrong == "lengths":
+        tensors = [tensors[0], tensors[1][:-1]]
+    else:
+        tensors = pages[..., :-1]
+    with pytest.raises(LayoutRefused, match="keeps a state"):
+        pages_of_state("l", tensors, geometry.page_bytes, size)
+
+
+def test_pages_that_lie_in_another_way_than_attentions_are_refused() -> None:
+    geometry = dataclasses.replace(BASE, contiguous=True)
+    caches, _ = geometry.allocate()
+    attention, states = geometry.layers_of_groups()
+    pages = {layer: geometry.page() for layer in attention}
+    pages |= {layer: Page(geometry.page_bytes, 1, 1, STATE_BYTES) for layer in states}
+    several = {**caches, states[0]: caches[states[0]][::2]}
+    for found, words in (
+        (several, "bytes apart"),
+        ({layer: caches[layer] for layer in states}, "no layer with a KV cache"),
+        ({**caches, states[2]: caches[states[2]][:4]}, "at least 8 blocks"),
+    ):
+        with pytest.raises(LayoutRefused, match=words):
+            plan(found, axes=geometry.axes(), pages=pages, num_blocks=8, num_pools=3)
+
+
+def test_layers_are_told_apart_by_the_size_of_their_state() -> None:
+    """And not by padding, which follows from block sizes."""
+    geometry = dataclasses.replace(BASE, contiguous=True)
+    layers = geometry.layers_of_groups()
+    one, other, padded = layout_of(geometry), layout_of(geometry, 1, 196), layout_of(geometry, 2)
+    assert layers_digest(one, layers) == layers_digest(padded, layers) != layers_digest(other, layers)
+
+
+def test_no_bytes_of_neighbours_are_moved() -> None:
+    """A copy by descriptors changes the state's page of the target block in each layer, and nothing else."""
+    geometry = dataclasses.replace(BASE, contiguous=False)
+    layout = layout_of(geometry)
+    groups = groups_of(layout, geometry)
+    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups)
+    found = PeerRoutes.ranges(routes, [(nothing(), nothing(), 10), (state_blocks(6), state_blocks(2), 9)], 10)
+    areas = dict(layout.areas())
+    expected = {address: area.clone() for address, area in areas.items()}
+    for area in expected.values():
+        area[6] = area[2]
+    for (there, size), (source, _) in zip(found.local.tolist(), found.remote.tolist(), strict=True):
+        ((address, area),) = [(a, t) for a, t in areas.items() if 0 <= there - a < t.numel()]
+        flat = area.view(-1).numpy()
+        flat[there - address : there - address + size] = np.array(flat[source - address : source - address + size])
+    assert all(torch.equal(areas[address], area) for address, area in expected.items())
