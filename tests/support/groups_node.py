@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvcached_nixl.compat.states import stop_before_last
@@ -71,15 +72,31 @@ class GroupsNode(Node):
                 expected = kv([token_ids[position]], position, number, cell.numel()).view(cell.shape)
                 yield position, (cell if block_id else None), expected
 
+    def run(self, output: Any) -> ModelRunnerOutput:
+        # Model runner V1 zeroes blocks before the connector begins to load, V2 in between.
+        if self.runner is None:
+            self.zero(output.new_block_ids_to_zero or ())
+        return super().run(output)
+
     def compute(self, output: Any) -> None:
+        if self.runner is not None:
+            self.zero(output.new_block_ids_to_zero or ())
         for request_id, count in output.num_scheduled_tokens.items():
-            request, blocks = self.scheduler.requests[request_id], self.of_groups(request_id)
-            end = request.num_computed_tokens
-            self.advance_states(list(request.all_token_ids[:end]), end - count, blocks)
-            for group in self.with_kv:
-                for _, cell, expected in self.places(list(request.all_token_ids[:end]), end - count, blocks, group):
-                    assert cell is not None, "what is computed is in a block"
-                    cell.copy_(expected)
+            request = self.scheduler.requests[request_id]
+            self.compute_tokens(request, self.of_groups(request_id), request.num_computed_tokens - count, count)
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """What the model runner does with new blocks before it computes."""
+        self.fill(list(block_ids), 0)
+
+    def compute_tokens(self, request: Request, blocks: list[list[int]], begin: int, count: int) -> None:
+        """Computes some tokens of a request, whose blocks the device was told when the step was scheduled."""
+        token_ids = list(request.all_token_ids[: begin + count])
+        self.advance_states(token_ids, begin, blocks)
+        for group in self.with_kv:
+            for _, cell, expected in self.places(token_ids, begin, blocks, group):
+                assert cell is not None, "what is computed is in a block"
+                cell.copy_(expected)
 
     def sees(self, request_id: str, num_tokens: int, at: int) -> bool:
         """Attention, computing the token ``at``, sees what it must of the prompt in the layers of each group, and
@@ -91,8 +108,17 @@ class GroupsNode(Node):
             for _, cell, expected in self.places(token_ids, first, blocks, group):
                 if cell is None or not torch.equal(cell, expected):
                     return False
+            if self.with_states and any(cell.any() for cell in self.behind(at, blocks, group)):
+                return False
         computed = list(self.scheduler.requests[request_id].all_token_ids[:at])
         return all(self.has_state(group, blocks, computed) for group in self.with_states)
+
+    def behind(self, num_tokens: int, blocks: list[list[int]], group: int) -> Iterator[torch.Tensor]:
+        """Yields the rest of the block that the last of these tokens is in; a kernel may read it."""
+        size = self.geometry.of_group(group).block_size
+        if num_tokens % size:
+            end = [0] * (num_tokens + size - num_tokens % size)
+            yield from (cell for _, cell, _ in self.places(end, num_tokens, blocks, group))
 
     # ------------------------------------------------------------------------------------------------------ states
 
@@ -145,14 +171,24 @@ class GroupsNode(Node):
         self.caches.update(pages)
 
     def add(
-        self, request_id: str, params: Any, max_tokens: int = 4, *args: Any, num_tokens: int = 96, **more: Any
+        self,
+        request_id: str,
+        params: Any,
+        max_tokens: int = 4,
+        *args: Any,
+        num_tokens: int = 96,
+        stop_token_ids: list[int] | None = None,
+        **more: Any,
     ) -> None:
         if not self.with_states:
             super().add(request_id, params, max_tokens, *args, num_tokens=num_tokens, **more)
             return
         values = {"prompt_token_ids": prompt(0, num_tokens), "request_id": request_id, "arrival_time": 0.0}
         values["sampling_params"] = SamplingParams(
-            extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=max_tokens
+            extra_args={"kv_transfer_params": params},
+            ignore_eos=True,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
         )
         asked = EngineCoreRequest(**{name: values.get(name) for name in EngineCoreRequest.__struct_fields__[:10]})
         # As `EngineCore.preprocess_add_request` does.

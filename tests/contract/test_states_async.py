@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States and zeroed blocks on a device that lags behind, with several steps in flight.
+
+A state is overwritten by every step of its request, and vLLM zeroes new blocks of such models on the device. Both may
+still be under way when decode's request gets the blocks (rule R8; vllm#42182, vllm#48481).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+from support import attention_engines, engine_node
+from support.engine_node import DECODE_ID, PREFILL_ID, SAMPLED, nodes
+from support.groups_node import GroupsNode, prefilled
+from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
+from support.internals import use_events
+from support.transports import until
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+
+BLOCK, TOKENS = 16, 44
+GEOMETRY = dataclasses.replace(
+    RESERVED, block_size=BLOCK, num_blocks=5, reserved_blocks=9, num_pools=2, groups=2, states=(1,)
+)
+"""A null block, and four: a request of 44 tokens has three, and one for its state."""
+WINDOWS = (None, "none")
+LOCAL_ID = "cmpl-y-0-eeeeeeee"
+
+
+@dataclasses.dataclass
+class Node(GroupsNode):
+    """An engine that schedules a step while the one before it is under way, on a device that works when it is told to.
+
+    Attributes:
+        work: what was submitted to the device and is not done.
+    """
+
+    queued: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
+    work: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    num_submitted: int = 0
+    lags: bool = False
+
+    windows = WINDOWS
+    scheduler_class: ClassVar[type[Scheduler]] = AsyncScheduler
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.num_submitted += 1
+        self.work.append(work)
+        if not self.lags:
+            self.do_all()
+
+    @property
+    def num_done(self) -> int:
+        return self.num_submitted - len(self.work)
+
+    def do_all(self) -> None:
+        self.do(self.num_submitted)
+
+    def do(self, up_to: int) -> None:
+        while self.num_done < up_to:
+            self.work[0]()
+            del self.work[0]
+
+    def record(self) -> Callable[[], bool]:
+        """Returns whether the device has done all that it was given before this call."""
+        place = self.num_submitted
+        return lambda: self.num_done >= place
+
+    def zero(self, block_ids: Any) -> None:
+        if block_ids:
+            ids = list(block_ids)
+            self.submit(lambda: super(Node, self).zero(ids))
+
+    def compute_tokens(self, request: Any, blocks: list[list[int]], begin: int, count: int) -> None:
+        self.submit(lambda: super(Node, self).compute_tokens(request, blocks, begin, count))
+
+    def step(self) -> Any:
+        """As EngineCore.step_with_batch_queue; a step's output is there when the device has done it."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.queued.append((output, self.run(output), self.num_submitted))
+            if len(self.queued) < 2 and self.scheduler.has_requests():
+                return True
+        if self.queued:
+            output, result, submitted = self.queued.pop(0)
+            self.do(submitted)
+            self.take(output, result)
+        return True
+
+
+@pytest.fixture(params=["pull", "push"])
+def node(
+    request: pytest.FixtureRequest, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., Node]]:
+    with nodes(Node, tmp_path, log) as make:
+
+        def one(filling: int, **options: Any) -> Node:
+            extra = {"transfer_mode": request.param, "prefix_caching": False, "windows": WINDOWS, **options}
+            found = make(filling, extra.pop("geometry", GEOMETRY), **extra)
+            use_events(found.side, found.record)
+            return found
+
+        yield one
+
+
+def with_a_step_in_flight(decode: Node) -> list[list[int]]:
+    """A request has ended with its first token, while the device has not begun a step more of it. Returns its blocks
+    per group, which are free."""
+    decode.add(LOCAL_ID, None, 4, num_tokens=TOKENS, stop_token_ids=[SAMPLED])
+    decode.step()
+    blocks = decode.of_groups(LOCAL_ID)
+    decode.lags = True
+    decode.step()
+    assert decode.ended.pop(LOCAL_ID) == "stop"
+    assert decode.work, "the step behind the last token is under way"
+    return blocks
+
+
+@pytest.mark.parametrize("is_fenced", [True, False])
+def test_states_arrive_after_the_steps_that_still_overwrite_them(is_fenced: bool, node: Callable[..., Node]) -> None:
+    """Rule R8 is a matter of tokens here: the step in flight writes the state behind a token that nobody wants. Without
+    the fence it lands in what has just arrived."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    params = prefilled(prefill, PREFILL_ID, TOKENS)
+    freed = with_a_step_in_flight(decode)
+    if not is_fenced:
+        use_events(decode.side, lambda: lambda: True)
+    decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
+    output = decode.scheduler.schedule()
+    decode.queued.append((output, decode.run(output), decode.num_submitted))
+    blocks = decode.of_groups(DECODE_ID)
+    assert set(freed[1]) <= {*blocks[0], *blocks[1]}, "the step in flight writes a state into one of its blocks"
+    decode.settle()
+    prefill.step()
+    if is_fenced:
+        assert not decode.moved and not decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
+    else:
+        until(lambda: prefill.step() and decode.moved)
+        assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
+    decode.do_all()
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1) is is_fenced
+    decode.lags = False
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("is_fenced", [True, False])
+def test_blocks_are_filled_after_they_were_zeroed(is_fenced: bool, node: Callable[..., Node]) -> None:
+    """vllm#48481. From 0.28 on vLLM leaves such blocks alone, and this package asks for them."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    params = prefilled(prefill, PREFILL_ID, TOKENS)
+    decode.lags = True
+    if not is_fenced:
+        use_events(decode.side, lambda: lambda: True)
+    decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
+    decode.step()
+    assert decode.work, "the last block is to be zeroed"
+    if is_fenced:
+        decode.settle()
+        prefill.step()
+        assert not decode.moved
+    else:
+        until(lambda: prefill.step() and decode.moved)
+    decode.do_all()
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1) is is_fenced
+    decode.lags = False
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+
+
+def test_what_is_behind_the_last_token_is_zero_in_larger_blocks_too(node: Callable[..., Node]) -> None:
+    """Prefill's blocks do not reach as far; and what was there before may be no number."""
+    larger = dataclasses.replace(GEOMETRY, block_size=2 * BLOCK)
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, geometry=larger)
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID, 2 * BLOCK + 5), 2, num_tokens=2 * BLOCK + 5)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    (blocks, _) = decode.of_groups(DECODE_ID)
+    assert not any(cell.any() for cell in decode.behind(2 * BLOCK + 4, [blocks], 0))
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
