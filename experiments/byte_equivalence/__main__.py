@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments.byte_equivalence import cli
 from experiments.common.command_line import run_main
+
+if TYPE_CHECKING:
+    from experiments.byte_equivalence.arms import Arm
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -30,6 +35,8 @@ def main(options: cli.Options) -> int:
         and (options.mode is None or arm.mode == options.mode)
         and (not options.arms or any(word.lower() in arm.name.lower() for word in options.arms))
     ]
+    if options.model is not None:
+        return _family(options, arms)
     if not arms:
         names = "; ".join(arm.name for arm in of_size("full", options.vllm) if arm.mode != SINGLE)
         sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arms)!r}; there are: {names}.\n")
@@ -68,6 +75,49 @@ def main(options: cli.Options) -> int:
                 f"{last.name} does not cover all arms of such a run yet. Missing: {'; '.join(found['missing'])}"
             )
         write_json(last, {**content, **found})
+    return status
+
+
+def _family(options: cli.Options, arms: Sequence[Arm]) -> int:
+    """Run the comparison with another model; return the exit status."""
+    from experiments.byte_equivalence.checks import VERDICTS, Checks
+    from experiments.byte_equivalence.family_run import FamilyRun
+    from experiments.byte_equivalence.harness import NotCaught
+    from experiments.common.families import FAMILIES
+    from experiments.common.report import Narrator, begin, stdout_console, versions, write_json
+
+    arms = [arm for arm in arms if arm.kvcached and arm.servers == arm.ranks == 1 and not arm.has_own_runner]
+    if options.model not in FAMILIES or not arms:
+        sys.stderr.write(
+            f"found --model {options.model!r} and {len(arms)} arms; expected one of {', '.join(FAMILIES)}, and an arm "
+            "with kvcached, one P, one D and the default runner.\n"
+        )
+        return 2
+    began, stamp = begin(options.vllm)
+    checks = Checks()
+    not_caught = None
+    with Narrator(f"byte equivalence, vLLM {options.vllm}, {options.model}") as narrator:
+        try:
+            FamilyRun(options.model, arms, RESULTS / stamp, narrator, checks).run()
+        except NotCaught as error:
+            not_caught = error
+    console = stdout_console()
+    title = f"byte equivalence, vLLM {versions()['vllm']}, {options.model}, {narrator.seconds:.0f} s"
+    console.print(checks.table(title))
+    status = 1 if not_caught else checks.exit_status
+    console.print(
+        f"{not_caught or ''}{': was not caught. ' if not_caught else ''}{VERDICTS[status]} (exit status {status})"
+    )
+    content = {
+        "began": began,
+        "seconds": round(narrator.seconds, 1),
+        "verdict": VERDICTS[status],
+        "options": {"vllm": options.vllm, "model": options.model, "size": options.size, "arms": options.arms},
+    }
+    write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
+    if not options.is_partial:
+        name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
+        write_json(RESULTS / f"last-{options.vllm}-{name}.json", {**content, "checks": checks.summary()})
     return status
 
 

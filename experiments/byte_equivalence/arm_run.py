@@ -25,7 +25,8 @@ SENT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Corruption:
-    """Damage planted in the blocks that D received: its label, the probe's name for it, the first block it touches.
+    """Damage planted in the blocks that D received: its label, the probe's name for it, the first block it touches, and
+    the KV-cache group; -1 for all.
 
     ``changes_output`` is whether tokens or log-probabilities can show it. They cannot show that two full blocks were
     swapped: keys carry their positions, and attention sums over a set. Only the digests of the bytes differ.
@@ -35,6 +36,7 @@ class Corruption:
     kind: str
     block: int = 0
     changes_output: bool = True
+    group: int = -1
 
 
 CORRUPTIONS = (
@@ -205,7 +207,7 @@ class PairRun:
 
     async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> Observation:
         """Hand ``prompt`` over with ``corruption`` planted in the blocks that D receives."""
-        await self.pairs[0].decode.probe("plant", corruption.kind, corruption.block)
+        await self.pairs[0].decode.probe("plant", corruption.kind, corruption.block, corruption.group)
         handed = await self._one(prompt, prompt.salt(run), prompt.salt(run).replace(" ", "-"))
         (seen,) = await self._observe([handed])
         if seen.record is None or seen.record["planted"] != corruption.kind:

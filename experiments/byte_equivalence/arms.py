@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,10 @@ class Arm:
     servers: int = 1
     ranks: int = 1
     in_runs: Size = "quick"
+
+    def with_connector(self, connector: Mapping[str, object]) -> Arm:
+        """Return the arm with another ``--kv-transfer-config``."""
+        return replace(self, connector=connector)
 
     @property
     def has_own_runner(self) -> bool:
@@ -217,10 +221,11 @@ def specs(
     model: Path,
     dtype: str,
     pool: Mapping[str, str],
-    block_size: int = 32,
+    block_size: int | None = 32,
     max_batched: int = 512,
     *,
     forks: bool = False,
+    arguments: tuple[str, ...] = (),
 ) -> list[ServerSpec]:
     """Return the servers of ``arm``: one, or all P and then all D."""
     tag = "".join(letter if letter.isalnum() else "-" for letter in arm.name).strip("-")
@@ -242,6 +247,7 @@ def specs(
             block_size=block_size,
             max_num_batched_tokens=max_batched,
             forks=forks,
+            arguments=arguments,
             **executor,
         )
         for name in (["single"] if arm.mode == SINGLE else names)

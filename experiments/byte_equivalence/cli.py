@@ -40,6 +40,7 @@ examples:
   bash experiments/byte_equivalence/run.sh --brief            the same with one arm per transfer mode, three minutes
   bash experiments/byte_equivalence/run.sh --vllm 0.28.0
   bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name contains this (and the reference)
+  bash experiments/byte_equivalence/run.sh --model nemotron-h --quick     states beside attention
 
 Results: a table on the terminal; in experiments/byte_equivalence/results/ one JSON file per run with every difference,
 and last-VERSION.json (last-VERSION-quick.json) with the rows of the table."""
@@ -55,6 +56,7 @@ class Options:
     mode: str | None
     size: Literal["full", "quick", "brief"]
     arms: tuple[str, ...]
+    model: str | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -83,5 +85,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         help="as --quick, with one arm per transfer mode; does not write last-VERSION.json",
     )
     add_word(parser, "--arm", "arms", f"repeatable; {KEEPS_ROWS}", action="append", default=[])
+    parser.add_argument(
+        "--model",
+        metavar="FAMILY",
+        help="a family of experiments/common/families.py (gemma4, nemotron-h, ...) in place of the model with "
+        "grouped-query attention; writes last-VERSION-FAMILY.json",
+    )
     found = parser.parse_args(arguments)
-    return Options(vllm=found.vllm, mode=found.mode, size=found.size, arms=tuple(found.arm))
+    return Options(vllm=found.vllm, mode=found.mode, size=found.size, arms=tuple(found.arm), model=found.model)

@@ -99,12 +99,31 @@ def compare_answers(prompt: str, expected: Answer, found: Answer, tolerance: flo
     return differences
 
 
-def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_received: int) -> list[Difference]:
-    """Compare the SHA-256 of every transferred block on both sides, after checking that blocks were transferred at all.
+@dataclass(frozen=True)
+class Expected:
+    """How many blocks of one KV-cache group travel.
 
-    ``blocks`` is how many blocks the prompt fills in each group; D may have some of them from an earlier prompt, but
-    at least ``fewest_received`` must have been transferred.
+    Attributes:
+        fewest_offered, most_offered: P's.
+        fewest_received: D may have some of them from an earlier prompt.
+        unneeded: P's last blocks that D does not take, because it computes the last token itself.
     """
+
+    fewest_offered: int
+    most_offered: int
+    fewest_received: int
+    unneeded: int = 0
+
+
+def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_received: int) -> list[Difference]:
+    """`compare_groups` for groups that have a block for each stretch of the prompt: ``blocks`` in each group, of which
+    at least ``fewest_received`` must have been transferred."""
+    return compare_groups(prompt, seen, [Expected(blocks, blocks, fewest_received)] * len(seen.hand_over.sent_digests))
+
+
+def compare_groups(prompt: str, seen: Observation, expected: Sequence[Expected]) -> list[Difference]:
+    """Compare the SHA-256 of every transferred block on both sides, after checking that blocks were transferred at
+    all."""
     record, sent = seen.record, seen.hand_over
     if record is None:
         return [Difference(prompt, "hand-over", "D recorded no transfer: it computed the prompt itself")]
@@ -112,20 +131,23 @@ def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_receiv
     if record["remote_block_ids"] not in (None, sent.sent_block_ids):
         text = f"D read from {record['remote_block_ids']}, P offered {sent.sent_block_ids}"
         differences.append(Difference(prompt, "hand-over", text))
-    groups = zip(sent.sent_digests, record["digests"], strict=False)
-    if len(sent.sent_digests) != len(record["digests"]) or not record["digests"]:
+    if not len(sent.sent_digests) == len(record["digests"]) == len(expected) or not expected:
         text = f"P has {len(sent.sent_digests)} KV-cache groups, D received {len(record['digests'])}"
         differences.append(Difference(prompt, "hand-over", text))
-    for group, (offered, received) in enumerate(groups):
-        if len(offered) != blocks:
-            text = f"group {group}: P offered {len(offered)} blocks, the prompt fills {blocks}"
+    groups = zip(sent.sent_digests, record["digests"], expected, strict=False)
+    for group, (offered, received, wanted) in enumerate(groups):
+        if not wanted.fewest_offered <= len(offered) <= wanted.most_offered:
+            text = f"group {group}: P offered {len(offered)} blocks, the prompt fills {wanted.most_offered}"
             differences.append(Difference(prompt, "hand-over", text))
-        if not fewest_received <= len(received) <= len(offered):
-            text = f"group {group}: D received {len(received)} blocks, expected {fewest_received} to {len(offered)}"
+        # D receives the tail only: the blocks after its own cached prefix.
+        needed = offered[: len(offered) - wanted.unneeded]
+        if not wanted.fewest_received <= len(received) <= len(needed):
+            text = (
+                f"group {group}: D received {len(received)} blocks, expected {wanted.fewest_received} to {len(needed)}"
+            )
             differences.append(Difference(prompt, "hand-over", text))
             continue
-        # D receives the tail only: the blocks after its own cached prefix.
-        tail = offered[len(offered) - len(received) :]
+        tail = needed[len(needed) - len(received) :]
         wrong = [place for place, (ours, theirs) in enumerate(zip(tail, received, strict=True)) if ours != theirs]
         if wrong:
             text = f"group {group}: {len(wrong)} of {len(received)} blocks differ in bytes on D (first: {wrong[0]})"
@@ -159,11 +181,9 @@ def match_records(
 
 
 def catches(
-    prompt: str, expected: Answer, seen: Observation, *, blocks: int, tolerance: float
+    prompt: str, answer: Answer, seen: Observation, expected: Sequence[Expected], *, tolerance: float
 ) -> tuple[list[Aspect], list[Aspect]]:
     """Return (caught by bytes, caught by output) for a request that was corrupted on purpose."""
-    by_bytes = [difference.aspect for difference in compare_blocks(prompt, seen, blocks=blocks, fewest_received=blocks)]
-    by_output = [
-        difference.aspect for difference in compare_answers(prompt, expected, seen.hand_over.answer, tolerance)
-    ]
+    by_bytes = [difference.aspect for difference in compare_groups(prompt, seen, expected)]
+    by_output = [difference.aspect for difference in compare_answers(prompt, answer, seen.hand_over.answer, tolerance)]
     return [aspect for aspect in by_bytes if aspect == "blocks"], by_output

@@ -17,6 +17,7 @@ from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
     Difference,
+    Expected,
     Observation,
     catches,
     compare_answers,
@@ -176,7 +177,8 @@ class Harness:
             self.narrator.update(f"{arm.name}: planting: {corruption.words}")
             seen = await run.planted(corruption, prompt, "planted")
             blocks = prompt.blocks(BLOCK_SIZE)
-            by_bytes, by_output = catches(prompt.name, answer, seen, blocks=blocks, tolerance=tolerance)
+            expected = [Expected(blocks, blocks, blocks)] * len(seen.hand_over.sent_digests)
+            by_bytes, by_output = catches(prompt.name, answer, seen, expected, tolerance=tolerance)
             caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
             by = ", ".join([*by_bytes, *by_output]) or "nothing"
             row = Check(
@@ -249,10 +251,10 @@ class Harness:
                 arm.name,
                 f"{name}: SHA-256 of KV blocks, sent and received",
                 blocks,
-                f"{received} blocks of {shape['block_bytes']} bytes travelled, KV tensor {shape['shape']}",
+                f"{received} blocks of {shape['block_bytes']} bytes travelled, KV tensor {shape['shape'][0]}",
                 blocks=received,
-                kv_shape=shape["shape"],
-                kv_stride=shape["stride"],
+                kv_shape=shape["shape"][0],
+                kv_stride=shape["stride"][0],
             )
         )
         if not phase.exact_between_arms or not arm.computes_as_stock:

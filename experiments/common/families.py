@@ -30,14 +30,30 @@ class Family:
         architecture: as vLLM's registry names it.
         values: of the configuration; the rest is transformers' default.
         block_size: ``--block-size`` of its servers, in tokens; None for vLLM's choice.
+        dtype: of its servers. Where kernels take float32, batches of any size are rounded alike on a CPU.
+        has_delta_net: some layers are a gated delta net. Its kernels take bfloat16 only; without AMX they want the
+            state of its recurrence in float32.
+        fewest_tokens: of a prompt; shorter ones are not handed over, or not computed alike twice by vLLM itself.
     """
 
     config: str
     architecture: str
     values: Mapping[str, Any] = field(default_factory=dict)
     block_size: int | None = 32
+    dtype: str = "float32"
+    has_delta_net: bool = False
+    fewest_tokens: int = 2
     seed: int = 20260
     deviation: float = 0.08
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """More of ``vllm serve``, on this machine."""
+        if not self.has_delta_net:
+            return ()
+        import torch
+
+        return () if torch.cpu._is_amx_tile_supported() else ("--mamba-ssm-cache-dtype", "float32")
 
 
 _SMALL: Mapping[str, Any] = {
@@ -82,13 +98,19 @@ _QWEN: Mapping[str, Any] = {
     "linear_value_head_dim": 64,
 }
 """The gated delta net's kernels want heads of at least 64 on a CPU."""
+_GATED_DELTA_NET: Mapping[str, Any] = {
+    "dtype": "bfloat16",
+    "has_delta_net": True,
+    # With one token it reads what the state's block held before.
+    "fewest_tokens": 3,
+}
 
 
-def _hybrid(config: str, architecture: str, pattern: str, values: Mapping[str, Any]) -> Family:
+def _hybrid(config: str, architecture: str, pattern: str, values: Mapping[str, Any], **more: Any) -> Family:
     """``pattern``: a letter per layer, s for a state, f for full attention, m for a layer that keeps nothing."""
     kinds = [_LAYERS[letter] for letter in pattern]
     name = "layers_block_type" if config == "NemotronHConfig" else "layer_types"
-    return Family(config, architecture, {"num_hidden_layers": len(pattern), name: kinds, **values}, None)
+    return Family(config, architecture, {"num_hidden_layers": len(pattern), name: kinds, **values}, None, **more)
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -143,7 +165,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         None,
     ),
-    "qwen3.5": _hybrid("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN),
+    "qwen3.5": _hybrid("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, **_GATED_DELTA_NET),
     "qwen3-next": _hybrid(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
@@ -155,6 +177,7 @@ FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size": 128,
             "shared_expert_intermediate_size": 128,
         },
+        **_GATED_DELTA_NET,
     ),
 }
 

@@ -41,9 +41,11 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
             Era, _REFUSED
         ),
         "layers with a state (Mamba2, gated delta net) beside attention": {
-            Era.KV_APART: "both layouts; by contract tests with 0.19 (without prefix caching) and 0.25",
-            Era.PACKED: "both layouts; served with 0.28",
+            Era.KV_APART: _REFUSED,
+            Era.PACKED: "refused below 0.28; both layouts, served with 0.28",
         },
+        "states where a block is several kernel blocks": dict.fromkeys(Era, "not staged"),
+        "states and speculative decoding": dict.fromkeys(Era, _REFUSED),
         "a state kept at every block boundary (--mamba-cache-mode all)": dict.fromkeys(Era, _REFUSED),
         "peers with states and different tensor-parallel sizes": dict.fromkeys(Era, _REFUSED),
         "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),

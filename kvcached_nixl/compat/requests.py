@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcached_nixl.compat.arrival import is_stand_in
 from kvcached_nixl.compat.private import envs, private
-from kvcached_nixl.compat.states import whole_because
+from kvcached_nixl.compat.states import ends_in_media, whole_because
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
 from kvcached_nixl.wire.digest import digest_of
@@ -161,6 +161,11 @@ class RequestView:
     def whole_because(self) -> str:
         """See `compat.states`."""
         return whole_because(self.params or {})
+
+    @property
+    def ends_in_media(self) -> bool:
+        """Whether the prompt's last token belongs to an image, a sound, ..."""
+        return ends_in_media(self.request.mm_features, self.num_prompt_tokens)
 
     @property
     def is_session(self) -> bool:

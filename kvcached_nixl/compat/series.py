@@ -90,6 +90,9 @@ class Shape:
         era: shape of a layer's KV tensor on GPUs.
         side_channel_names_stage: requests on the side channel name the pipeline stage, too.
         serves_on_cpu: servers with kvcached run on a machine without a GPU.
+        serves_states: layers with a state are handed over (`compat.states`). Before, the engine ends where it loads
+            beside cached states (vllm#43508), CUDA graphs may read another state (vllm#42430), prefix hits may end
+            where no state is, or zeroing a block of contiguous layers clears some of the next one (vllm#50276).
         logical_views: every layer's view is (N, H, bs, D) with any backend, with one head for a latent; vLLM states its
             byte offset.
     """
@@ -97,6 +100,7 @@ class Shape:
     era: Era = Era.KV_APART
     side_channel_names_stage: bool = False
     serves_on_cpu: bool = True
+    serves_states: bool = False
     logical_views: bool = False
 
 
@@ -154,7 +158,11 @@ CHANGES = (
     Change("0.25", "a request that finishes reports the computed blocks only"),
     ASKS_FOR_STAGES,
     Change("0.27", "torch 2.13"),
-    Change("0.28", "kvcached 0.1.6 accepts model runner V2"),
+    Change(
+        "0.28",
+        "kvcached 0.1.6 accepts model runner V2; blocks are zeroed by their own size and stride (vllm#50276)",
+        {"serves_states": True},
+    ),
     LOADS_BEHIND,
     ASKS_FOR_RESULTS,
 )

@@ -2,20 +2,21 @@
 """Layers that keep a state (Mamba, linear attention): where prefill stops, and what vLLM's own connector must not see.
 
 A state cannot be taken back by a token, and decode has to compute the last token of a prompt to get a first answer. So
-prefill computes a prompt without its last token, and no token of an answer after it.
+prefill computes a prompt without its last token, and one token of an answer, which is none of the prompt's answer.
 Sources: ``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``), ``v1/nixl/base_worker.py``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.compat.private import private
-from kvcached_nixl.compat.specs import is_state
+from kvcached_nixl.compat.specs import keeps_of
+from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
 
-__all__ = ["know_states", "stop_before_last", "whole_because", "without_states"]
+__all__ = ["ends_in_media", "know_states", "stop_before_last", "whole_because", "without_states"]
 
 _MARK = "_kvcached_nixl_whole_because"
 """Key in ``kv_transfer_params``: why the prompt was left whole; empty if its last token was taken away."""
@@ -32,9 +33,12 @@ def stop_before_last(core_request: Any) -> None:
     """
     sampling = private(core_request, "sampling_params")
     params = ((sampling.extra_args if sampling is not None else None) or {}).get("kv_transfer_params")
-    if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True or core_request.resumable:
+    if not isinstance(params, Mapping) or core_request.resumable:
         return
-    reason = _whole_because(core_request)
+    # With both roles set, decode's half has the request, and may compute it.
+    if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") not in (None, False):
+        return
+    reason = _obstacle(core_request)
     # Copies: where the engine runs in its client's process, the client has these objects, too.
     core_request.sampling_params = sampling = copy.copy(sampling)
     sampling.extra_args = {**sampling.extra_args, "kv_transfer_params": {**params, _MARK: reason}}
@@ -52,15 +56,22 @@ def whole_because(params: Mapping[str, Any]) -> str:
     return str(params.get(_MARK, "it did not enter the engine as requests do"))
 
 
-def _whole_because(core_request: Any) -> str:
+def _obstacle(core_request: Any) -> str:
     tokens, embeds = core_request.prompt_token_ids, core_request.prompt_embeds
     num_tokens = len(tokens) if tokens is not None else len(embeds)
-    if num_tokens < 2:
-        return "a prompt of one token has no states before its last token"
+    if num_tokens < FEWEST_TOKENS:
+        return f"states of a prompt of {num_tokens} tokens are not handed over; expected at least {FEWEST_TOKENS}"
     if core_request.sampling_params.prompt_logprobs is not None:
         return "all tokens of its prompt have to be computed for their log-probabilities"
-    ends = [int(one.mm_position.offset) + int(one.mm_position.length) for one in core_request.mm_features or ()]
-    return "its last token belongs to an image, a sound, ..." if max(ends, default=0) >= num_tokens else ""
+    if ends_in_media(core_request.mm_features or (), num_tokens):
+        return "its last token belongs to an image, a sound, ..."
+    return ""
+
+
+def ends_in_media(mm_features: Iterable[Any], num_tokens: int) -> bool:
+    """Whether the last token of a prompt belongs to an image, a sound, ..."""
+    ends = (int(one.mm_position.offset) + int(one.mm_position.length) for one in mm_features)
+    return max(ends, default=0) >= num_tokens
 
 
 def without_states(kv_cache_config: Any) -> Any:
@@ -69,7 +80,9 @@ def without_states(kv_cache_config: Any) -> Any:
     It wants another layout of convolution states (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), and does not know all kinds of
     states; but none of its own methods moves any.
     """
-    groups = [one for one in private(kv_cache_config, "kv_cache_groups") if not is_state(one.kv_cache_spec)]
+    groups = [
+        one for one in private(kv_cache_config, "kv_cache_groups") if keeps_of(one.kv_cache_spec) is not Keeps.STATE
+    ]
     if len(groups) == len(kv_cache_config.kv_cache_groups):
         return kv_cache_config
     found = copy.copy(kv_cache_config)

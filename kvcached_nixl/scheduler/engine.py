@@ -30,6 +30,11 @@ class Request(Protocol):
         ...
 
     @property
+    def ends_in_media(self) -> bool:
+        """Whether its prompt's last token belongs to an image, a sound, ..."""
+        ...
+
+    @property
     def is_session(self) -> bool:
         """Whether more input may follow after what it has generated: its prompt is then not its whole input."""
         ...

@@ -9,7 +9,7 @@ from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID, Keeps, KVGroup, KVGroups
+from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds
@@ -87,8 +87,7 @@ class FetchRequest:
         if self.is_checked:
             return
         self.is_checked = True
-        # Prefill hands over the states behind all tokens but the last: decode computes that one with them.
-        most_tokens = request.num_prompt_tokens - terms.groups.have_states
+        most_tokens = _most_tokens(request, terms)
         self.end_token = self.num_tokens = num_tokens = most_tokens
         self.lacks_media = request.lacks_media
         if self.fetch is None:
@@ -112,7 +111,7 @@ class FetchRequest:
             if self.lacks_media:
                 reason = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
                 self.refused = HandOverFailed(FailureCause.MEDIA, f"{reason}; send them to decode, too")
-        if terms.groups.drop_blocks:
+        if terms.groups.have_windows:
             # Decode recomputes the last token, and that token's window begins one token before the next token's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
 
@@ -126,7 +125,7 @@ class FetchRequest:
         pairs = zip(terms.groups.all, block_ids, strict=True)
         found = [self._range(group, blocks, first_token) for group, blocks in pairs]
         # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
-        is_complete = all(one.block_ids or terms.groups.drop_blocks for one in found)
+        is_complete = all(one.block_ids or terms.groups.have_windows for one in found)
         if not is_complete or not any(one.block_ids for one in found):
             raise self._no_blocks(first_token)
         if self.fetch.manifest is not None:
@@ -153,3 +152,12 @@ class FetchRequest:
 
     def _no_blocks(self, first_token: int) -> HandOverFailed:
         return HandOverFailed(FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
+
+
+def _most_tokens(request: Request, terms: Terms) -> int:
+    """How many of a prompt's tokens prefill may have. States are handed over behind all tokens but the last, and decode
+    computes that one with them; some prompts prefill leaves whole (`compat.states`), and decode computes them."""
+    if not terms.groups.have_states:
+        return request.num_prompt_tokens
+    is_whole = request.num_prompt_tokens < FEWEST_TOKENS or request.ends_in_media
+    return 0 if is_whole else request.num_prompt_tokens - 1

@@ -73,10 +73,13 @@ PREPROCESS_ADD_REQUEST = Patch(
     needs="lease",
     why="the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
     "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
-    "for an adapter whose files are incomplete.",
+    "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
+    "from which decode cannot go back.",
     upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected; "
-    "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace",
-    remove_when="vLLM gives such a request a unique id, checks stop tokens, and loads an adapter once",
+    "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace; "
+    "v1/nixl/base_scheduler.py: _truncate_mamba_request_for_prefill",
+    remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, and asks its "
+    "connector where prefill stops",
 )
 
 

@@ -18,7 +18,12 @@ from enum import Enum
 from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.wire.manifest import BlockRange
 
-__all__ = ["NULL_BLOCK_ID", "Keeps", "KVGroup", "KVGroups"]
+__all__ = ["FEWEST_TOKENS", "NULL_BLOCK_ID", "Keeps", "KVGroup", "KVGroups"]
+
+FEWEST_TOKENS = 3
+"""Of a prompt whose states are handed over. Prefill computes one token less, and vLLM takes a request of one token for
+one that goes on: gated delta nets and linear attention then read the state that another request has left in its block
+(vllm#51562)."""
 
 NULL_BLOCK_ID = 0
 """vLLM's placeholder block: it holds no token's KV. Every request with a sliding window has it in its block table."""

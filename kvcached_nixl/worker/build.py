@@ -120,6 +120,7 @@ def build_worker(
         tp_rank=worker.tp_rank,
         groups=groups,
         is_latent=worker.use_mla,
+        needs_equal_blocks=slab is not None and worker.zeroes_blocks,
     )
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
     worker.keep_registered(register_host_memory(worker.agent, tokens, worker.backends))

@@ -105,7 +105,7 @@ class WorkerFacade:
         self._is_read = is_read
         self._zeroes_blocks = zeroes_blocks
         self._unwritable: list[int] = []
-        self._record_event = record_event
+        self.record_event = record_event
         self._offer_handshake = offer_handshake
         self._before_answer = before_answer
         self._step: Step | None = None
@@ -175,7 +175,7 @@ class WorkerFacade:
             return
         if any(one.manifest is not None for one in computed):
             self._before_answer()
-        is_reached = self._record_event()
+        is_reached = self.record_event()
         for one in computed:
             if one.manifest is not None and self._is_read:
                 # Published here, not on the transfer thread: decode may read it as soon as prefill has answered.
@@ -229,7 +229,7 @@ class WorkerFacade:
 
     def _writable(self) -> list[Command]:
         attempts, self._unwritable = tuple(self._unwritable), []
-        return [BlocksWritable(attempts, self._record_event())] if attempts else []
+        return [BlocksWritable(attempts, self.record_event())] if attempts else []
 
     def _publish(self, request_id: str, ownership_token: int) -> None:
         if not self.tokens.publish(request_id, ownership_token):

@@ -71,14 +71,14 @@ class Registered:
 
 def register(
     worker: NixlRegistrar,
-    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    kv_caches: Mapping[str, torch.Tensor],
     path: MemoryPath,
     settings: Settings,
 ) -> Registered:
     """Register ``kv_caches``, kvcached's memory, or a slab in their place.
 
     Args:
-        kv_caches: layer name -> attention's tensor; of a layer with a state its pages or tensors.
+        kv_caches: layer name -> attention's tensor; of a layer with a state its pages.
 
     Raises:
         LayoutRefused: the memory cannot be described, or the model is parallelized in a way that is not supported.

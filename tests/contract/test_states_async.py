@@ -19,11 +19,13 @@ from support import attention_engines, engine_node
 from support.engine_node import DECODE_ID, PREFILL_ID, SAMPLED, nodes
 from support.groups_node import GroupsNode, prefilled
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
-from support.internals import use_events
 from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvcached_nixl.compat.versions import installed_row
+
+pytestmark = pytest.mark.skipif(not installed_row().shape.serves_states, reason="this vLLM cannot load states")
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
 BLOCK, TOKENS = 16, 44
@@ -48,7 +50,6 @@ class Node(GroupsNode):
     num_submitted: int = 0
     lags: bool = False
 
-    windows = WINDOWS
     scheduler_class: ClassVar[type[Scheduler]] = AsyncScheduler
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -105,7 +106,7 @@ def node(
         def one(filling: int, **options: Any) -> Node:
             extra = {"transfer_mode": request.param, "prefix_caching": False, "windows": WINDOWS, **options}
             found = make(filling, extra.pop("geometry", GEOMETRY), **extra)
-            use_events(found.side, found.record)
+            found.side.record_event = found.record
             return found
 
         yield one
@@ -132,7 +133,7 @@ def test_states_arrive_after_the_steps_that_still_overwrite_them(is_fenced: bool
     params = prefilled(prefill, PREFILL_ID, TOKENS)
     freed = with_a_step_in_flight(decode)
     if not is_fenced:
-        use_events(decode.side, lambda: lambda: True)
+        decode.side.record_event = lambda: lambda: True
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     output = decode.scheduler.schedule()
     decode.queued.append((output, decode.run(output), decode.num_submitted))
@@ -160,7 +161,7 @@ def test_blocks_are_filled_after_they_were_zeroed(is_fenced: bool, node: Callabl
     params = prefilled(prefill, PREFILL_ID, TOKENS)
     decode.lags = True
     if not is_fenced:
-        use_events(decode.side, lambda: lambda: True)
+        decode.side.record_event = lambda: lambda: True
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     decode.step()
     assert decode.work, "the last block is to be zeroed"

@@ -97,7 +97,6 @@ CASES = {
         family="qwen3-next",
         block_sizes=(1, 1, 1, 256),
         extra={**PUSHED, "memory_path": "host"},
-        arguments=("--mamba-ssm-cache-dtype", "float32"),
         rounds=True,
     ),
 }
@@ -132,7 +131,11 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
             kv_transfer=connector,
             environment=environment,
             block_size=FAMILIES[served.family].block_size if served.family else BLOCK_SIZE,
-            arguments=(*(GROUPS if len(served.block_sizes) > 1 else ()), *served.arguments),
+            arguments=(
+                *(GROUPS if len(served.block_sizes) > 1 else ()),
+                *(FAMILIES[served.family].arguments if served.family else ()),
+                *served.arguments,
+            ),
             forks=True,
         )
         for side in ("prefill", "decode")

@@ -46,6 +46,7 @@ class Asked:
     is_session: bool = False
     is_stand_in: bool = False
     whole_because: str = ""
+    ends_in_media: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -74,6 +74,8 @@ class Node:
     runner: Any = None
     """vLLM's own connector glue, if every model of this vLLM uses model runner V2. Else the node does its work."""
     taken_stats: list[Any] = dataclasses.field(default_factory=list)
+    windows: Sequence[int | str | None] = ()
+    """Per KV-cache group, as in `nodes`."""
 
     connector: ClassVar[str] = "NixlConnector"
     scheduler_class: ClassVar[type[Scheduler]] = Scheduler
@@ -275,6 +277,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         engine = _engine(model, geometry, kernel_blocks_per_block, windows, replaces, extra_config)
         one = _node(kind, engine, log, geometry, tokens_a_step, prefix_caching, policy)
         one.kernel_blocks_per_block = kernel_blocks_per_block
+        one.windows = windows or ()
         made.append(one)
         caches, memory = geometry.allocate()
         for pool in memory:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from packaging.version import Version
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -21,8 +20,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvcached_nixl.compat.states import stop_before_last
-from kvcached_nixl.compat.versions import found_version
-from support.attention_engines import STATE_DTYPES, STATE_SHAPES
 from support.engine_node import DECODE_ID, prompt
 from support.handover_node import SEND, Node, kv, until_both
 
@@ -36,25 +33,8 @@ def state_behind(token_ids: list[int], layer: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(seed * 16), dtype=torch.uint8) % 241
 
 
-def tensors_of_state(pages: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors of a layer's states, in its pages."""
-    found, begin = [], pages.storage_offset()
-    for shape, dtype in zip(STATE_SHAPES, STATE_DTYPES, strict=True):
-        whole = torch.empty(0, dtype=dtype).set_(pages.untyped_storage())
-        strides = torch.empty(shape).stride()
-        one = whole.as_strided(
-            (len(pages), *shape), (pages.stride(0) // dtype.itemsize, *strides), begin // dtype.itemsize
-        )
-        found.append(one)
-        begin += one[0].numel() * dtype.itemsize
-    return found
-
-
 class GroupsNode(Node):
     """Its layers belong to groups with blocks of their own, in the same pools."""
-
-    windows: tuple[int | str | None, ...] = ()
-    """Per group, as in `engine_node.nodes`."""
 
     def of_groups(self, request_id: str) -> list[list[int]]:
         return [list(group) for group in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
@@ -159,16 +139,6 @@ class GroupsNode(Node):
             for block_id in block_ids:
                 block = cache[block_id] if is_paged else self.geometry.block(cache, block_id)
                 block.view(torch.uint8).fill_(filling)
-
-    def register(self) -> None:
-        """Registers layers with states as this vLLM does: by pages, or below 0.27 by tensors."""
-        pages = dict(self.caches)
-        if Version(found_version("vllm")) < Version("0.27"):
-            of_groups = self.geometry.layers_of_groups()
-            for name in (name for group in self.with_states for name in of_groups[group]):
-                self.caches[name] = tensors_of_state(pages[name])  # type: ignore[assignment]
-        super().register()
-        self.caches.update(pages)
 
     def add(
         self,

@@ -8,7 +8,7 @@ Each private name is read in one place here, so that a rename in the package cha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, MutableMapping
+from collections.abc import Collection, Hashable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.deadlines import Deadlines
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.decode.active_writers import ActiveWriters
     from kvcached_nixl.worker.decode.attempt import Attempt
     from kvcached_nixl.worker.decode.receiver import Receiver
-    from kvcached_nixl.worker.facade import WorkerFacade
     from kvcached_nixl.worker.prefill.matching import OfferMatcher
     from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
     from kvcached_nixl.worker.prefill.registry import OfferRegistry
@@ -100,11 +99,6 @@ def receiver_of(thread: TransferThread) -> Receiver:
 
 def registry_of(thread: TransferThread) -> OfferRegistry:
     return thread._registry
-
-
-def use_events(side: WorkerFacade, record: Callable[[], Callable[[], bool]]) -> None:
-    """Has ``record`` say, instead of the worker's device, when steps are done."""
-    side._record_event = record
 
 
 def outcome_of(thread: TransferThread) -> Outcome:

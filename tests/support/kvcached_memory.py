@@ -123,8 +123,7 @@ class Geometry:
         heads, size, width = self.num_kv_heads, self.block_size, self.head_size
         half = self.half_elements
         kv_stride = half
-        # Beside states, K and V of a block are side by side.
-        if not self.contiguous and self.era in ("kv_first", "blocks_first") and not self.states:
+        if not self.contiguous and self.era in ("kv_first", "blocks_first"):
             block_stride, kv_stride = half, self.reserved_blocks * half
         if self.era == "packed":
             inner = (size * 2 * width, 2 * width, 1) if self.head_major else (2 * width, heads * 2 * width, 1)

@@ -107,6 +107,39 @@ def _send_k_for_v(caches: list[Cache], block_ids: list[int], index: int) -> None
             v.copy_(k)
 
 
+def _older_blocks(caches: list[Cache], block_ids: list[int], index: int) -> None:
+    """Each block but the first gets the bytes of the one before it."""
+    for cache in caches:
+        for earlier, block_id in zip(block_ids[-2::-1], block_ids[:0:-1], strict=True):
+            for here, there in zip(parts(cache, block_id), parts(cache, earlier), strict=True):
+                here.copy_(there)
+
+
+def _swap_two_layers(caches: list[Cache], block_ids: list[int], index: int) -> None:
+    for here, there in zip(parts(caches[0], block_ids[index]), parts(caches[1], block_ids[index]), strict=True):
+        kept = here.clone()
+        here.copy_(there)
+        there.copy_(kept)
+
+
+def swap_groups(one: list[Cache], block_id: int, other: list[Cache], other_id: int) -> None:
+    """A block of each of two groups gets the bytes of the other one's, as far as both reach."""
+    for here, there in zip(one, other, strict=False):
+        contents = block_bytes(here, block_id), block_bytes(there, other_id)
+        _overwrite(parts(here, block_id), contents[1])
+        _overwrite(parts(there, other_id), contents[0])
+
+
+def _overwrite(views: list[torch.Tensor], content: bytes) -> None:
+    left = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    for view in views:
+        size = view.numel() * view.element_size()
+        if len(left) < size:
+            return
+        view.copy_(left[:size].clone().view(view.dtype).view(view.shape))
+        left = left[size:]
+
+
 def _zero_a_block(caches: list[Cache], block_ids: list[int], index: int) -> None:
     for cache in caches:
         for view in parts(cache, block_ids[index]):
@@ -118,4 +151,6 @@ DAMAGES: dict[str, Damage] = {
     "shift_v_by_a_head": _shift_v_by_a_head,
     "send_k_for_v": _send_k_for_v,
     "zero_a_block": _zero_a_block,
+    "older_blocks": _older_blocks,
+    "swap_two_layers": _swap_two_layers,
 }

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kv_blocks import DAMAGES, BlockIds, Cache, ProbeError, block_bytes, digests, normalise_block_ids, parts
+from kv_blocks import (
+    DAMAGES,
+    BlockIds,
+    Cache,
+    ProbeError,
+    block_bytes,
+    digests,
+    normalise_block_ids,
+    parts,
+    swap_groups,
+)
 from packaging.version import Version
 
 # The kernel ends (SIGILL) a process that uses AMX tiles without requesting them first. For vLLM's CPU attention,
@@ -23,7 +33,8 @@ from packaging.version import Version
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 
-DROP_TAIL_BLOCK = "drop_tail_block"
+DROP_TAIL_BLOCK, SWAP_GROUPS = "drop_tail_block", "swap_two_groups"
+ALL_GROUPS = -1
 STEP, OVER = "kvcached_nixl_step", "kvcached-nixl:over:"
 """Names that kvcached_nixl uses: the attribute of the connector's metadata with the hand-overs for its workers, and
 the prefix that its workers put before the number of a finished attempt."""
@@ -70,7 +81,8 @@ class Recorder:
 
     The key of a request is its id; of one that kvcached_nixl receives, the number of its attempt. On the connector's
     instance, ``begin`` replaces the first method that a step calls, ``finish`` or ``finish_with_results`` the last one;
-    ``transfer`` replaces its NIXL agent's ``transfer``.
+    ``transfer`` replaces its NIXL agent's ``transfer``. ``plan``: a corruption, the block, and the KV-cache group or
+    ALL_GROUPS.
     """
 
     groups: list[list[Cache]]
@@ -83,7 +95,7 @@ class Recorder:
     offered: dict[str, tuple[str, BlockIds]] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     sent: list[dict[str, Any]] = field(default_factory=list)
-    plan: tuple[str, int] | None = None
+    plan: tuple[str, int, int] | None = None
 
     def begin(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM passes the metadata to handle_preemptions before it binds the metadata to the connector.
@@ -144,20 +156,17 @@ class Recorder:
         self.pending[request_id] = pending
 
     def _filled_groups(self, pending: Pending) -> Iterator[tuple[list[Cache], list[int]]]:
-        for caches, block_ids in zip(self.groups, pending.local, strict=False):
-            if block_ids:
+        wanted = ALL_GROUPS if self.plan is None else self.plan[2]
+        for group, (caches, block_ids) in enumerate(zip(self.groups, pending.local, strict=False)):
+            if block_ids and wanted in (group, ALL_GROUPS):
                 yield caches, block_ids
 
     def _record(self, request_id: str, pending: Pending) -> None:
         planted = None
         if self.plan is not None and any(pending.local):
-            planted, index = self.plan
+            planted = self.plan[0]
+            self._damage(pending)
             self.plan = None
-            if planted == DROP_TAIL_BLOCK:
-                self._restore_tail(pending)
-            else:
-                for caches, block_ids in self._filled_groups(pending):
-                    DAMAGES[planted](caches, block_ids, index)
         self.records.append(
             {
                 "request_id": request_id,
@@ -168,6 +177,19 @@ class Recorder:
                 "planted": planted,
             }
         )
+
+    def _damage(self, pending: Pending) -> None:
+        assert self.plan is not None
+        kind, index, group = self.plan
+        if kind == DROP_TAIL_BLOCK:
+            self._restore_tail(pending)
+        elif kind == SWAP_GROUPS:
+            other = (group + 1) % len(self.groups)
+            ids = pending.local
+            swap_groups(self.groups[group], ids[group][-1], self.groups[other], ids[other][-1])
+        else:
+            for caches, block_ids in self._filled_groups(pending):
+                DAMAGES[kind](caches, block_ids, index)
 
     def _restore_tail(self, pending: Pending) -> None:
         for (caches, block_ids), before in zip(self._filled_groups(pending), pending.tail_before, strict=True):
@@ -208,6 +230,9 @@ class KvProbe:
             "groups": [
                 {
                     "layers": list(group.layer_names),
+                    "block_size": group.kv_cache_spec.block_size,
+                    "window": vars(group.kv_cache_spec).get("sliding_window"),
+                    "is_state": isinstance(tensors[0], tuple),
                     "shape": [list(view.shape) for view in _views(tensors[0])],
                     "stride": [list(view.stride()) for view in _views(tensors[0])],
                     "dtype": [str(view.dtype) for view in _views(tensors[0])],
@@ -266,12 +291,13 @@ class KvProbe:
             "offered": [transfer for transfer, _ in recorder.offered.values()],
         }
 
-    def kv_probe_plant(self, kind: str, index: int) -> dict[str, Any]:
+    def kv_probe_plant(self, kind: str, index: int, group: int = ALL_GROUPS) -> dict[str, Any]:
         """Damage the blocks of the next received request. ``index`` is a position in its list of received blocks."""
-        if kind != DROP_TAIL_BLOCK and kind not in DAMAGES:
-            raise ProbeError(f"found the corruption {kind!r}; expected one of {sorted([*DAMAGES, DROP_TAIL_BLOCK])}.")
-        self._kv_probe_recorder().plan = (kind, int(index))
-        return {"planted": kind, "index": int(index)}
+        known = sorted([*DAMAGES, DROP_TAIL_BLOCK, SWAP_GROUPS])
+        if kind not in known:
+            raise ProbeError(f"found the corruption {kind!r}; expected one of {known}.")
+        self._kv_probe_recorder().plan = (kind, int(index), int(group))
+        return {"planted": kind, "index": int(index), "group": int(group)}
 
     def kv_probe_other_weights(self, seed: str) -> dict[str, Any]:
         """Change the weights in place, as a trainer that sends new weights does; equal on all servers for one seed.

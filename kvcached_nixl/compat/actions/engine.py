@@ -72,7 +72,8 @@ class EngineBlocks:
         taken: list[Any] = []
         for manager in self._managers():
             taken += reversed(private(manager, "req_to_blocks").pop(request_id, []))
-            private(manager, "num_cached_block").pop(request_id, None)
+            # Frees no block now, but forgets what else vLLM notes of them: which of them has the state.
+            private(manager, "free")(request_id)
         return [block for block in taken if not block.is_null]
 
     def give_back(self, blocks: list[Any]) -> None:

@@ -20,7 +20,7 @@ a transfer would hit the bytes between blocks and nothing would report it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -161,7 +161,7 @@ def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page: Page, num_po
     if axes.kv is not None and stride_bytes == page_bytes // 2 and _is_dense(_half(cache, axes, 0), page_bytes // 2):
         return Arrangement.SPLIT_HALF
     if _is_dense(block, page_bytes):
-        if stride_bytes == page_bytes:
+        if stride_bytes == page_bytes and axes.kv != 0:
             return Arrangement.DENSE
         if stride_bytes == page_bytes * num_pools:
             return Arrangement.CONTIGUOUS
@@ -181,7 +181,7 @@ def _half(cache: torch.Tensor, axes: Axes, half: int) -> torch.Tensor:
 
 
 def plan(
-    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    kv_caches: Mapping[str, torch.Tensor],
     *,
     axes: Axes,
     pages: Mapping[str, Page],
@@ -193,7 +193,7 @@ def plan(
 
     Args:
         kv_caches: layer name -> the tensor attention uses, as the model runner registers it; of a layer with a state
-            its pages or its tensors (`pages_of_state`).
+            its pages (`pages_of_state`).
         axes: the meaning of the dimensions of attention's tensors.
         pages: layer name -> page. Layers that share another layer's cache may be missing; they add no region.
         num_blocks: kernel blocks that vLLM planned; at most the blocks of every tensor.
@@ -256,18 +256,13 @@ def plan(
     )
 
 
-def _owned(
-    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], pages: Mapping[str, Page]
-) -> dict[str, torch.Tensor]:
+def _owned(kv_caches: Mapping[str, torch.Tensor], pages: Mapping[str, Page]) -> dict[str, torch.Tensor]:
     """Returns the tensors of layers that have a page; of layers with a state, their pages."""
     owned: dict[str, torch.Tensor] = {}
     for layer, cache in kv_caches.items():
         page = pages.get(layer)
-        if page is not None and page.state_bytes:
-            owned[layer] = pages_of_state(layer, cache, page.num_bytes, page.state_bytes)
-        elif page is not None:
-            assert isinstance(cache, torch.Tensor)
-            owned[layer] = cache
+        if page is not None:
+            owned[layer] = pages_of_state(layer, cache, page.num_bytes) if page.state_bytes else cache
     return owned
 
 
@@ -282,17 +277,17 @@ def _arrangement_of_state(layer: str, pages: torch.Tensor, num_pools: int) -> Ar
 
 
 def _across_layers(
-    owned: Mapping[str, torch.Tensor], block_bytes: Mapping[str, int], num_pools: int, split: Mapping[str, int]
+    owned: Mapping[str, torch.Tensor], block_bytes: Mapping[str, int], num_pools: int, splits: Mapping[str, int]
 ) -> Region:
     """Returns the one region of the contiguous layout: every block has the pages of all pools side by side.
 
     Args:
         block_bytes: layer name -> bytes of a kernel block.
-        split: layer name -> how many kernel blocks a page is split into, for layers that keep a state.
+        splits: layer name -> how many kernel blocks a page is split into, for layers that keep a state.
     """
     base = min(cache.data_ptr() for cache in owned.values())
     page = next(iter(block_bytes.values()))
-    places = {(cache.data_ptr() - base) / (page * split.get(layer, 1)) for layer, cache in owned.items()}
+    places = {(cache.data_ptr() - base) / (page * splits.get(layer, 1)) for layer, cache in owned.items()}
     if places != set(range(num_pools)) or set(block_bytes.values()) != {page}:
         layer = next(iter(owned))
         offsets = sorted(cache.data_ptr() - base for cache in owned.values())

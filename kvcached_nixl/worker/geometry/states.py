@@ -2,12 +2,12 @@
 """Describes layers that keep a state (Mamba, linear attention) instead of KV. Once per process, byte arithmetic only.
 
 A state has several tensors, such as those of a convolution and of a recurrence, side by side at the beginning of a page
-of its block; the rest of the page is padding. vLLM registers whole pages from 0.27 on, the tensors before.
+of its block; the rest of the page is padding. vLLM registers whole pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -17,37 +17,25 @@ from kvcached_nixl.wire.planes import Planes
 __all__ = ["pages_of_state", "state_planes"]
 
 
-def pages_of_state(
-    layer: str, cache: torch.Tensor | Sequence[torch.Tensor], page_bytes: int, state_bytes: int
-) -> torch.Tensor:
+def pages_of_state(layer: str, cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
     """View a layer's blocks as bytes, (num_blocks, page_bytes), with the block stride that they have.
 
     Args:
-        cache: the pages, or the tensors of the state.
+        cache: the pages, as vLLM registers them.
 
     Raises:
-        LayoutRefused: they are neither.
+        LayoutRefused: they are not pages of this size.
     """
-    tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
-    first, end = tensors[0], tensors[0].data_ptr()
-    stride_bytes = first.stride(0) * first.element_size()
-    for one in tensors:
-        is_next = one.data_ptr() == end and one.stride(0) * one.element_size() == stride_bytes
-        if not is_next or one.shape[0] != first.shape[0] or not one[0].is_contiguous():
-            break
-        end += one[0].numel() * one.element_size()
-    if end - first.data_ptr() != (page_bytes if len(tensors) == 1 and tensors[0].element_size() == 1 else state_bytes):
-        found = "; ".join(f"shape {tuple(one.shape)}, strides {one.stride()}, {one.dtype}" for one in tensors)
+    if cache.element_size() != 1 or cache[0].numel() != page_bytes or not cache[0].is_contiguous():
         raise LayoutRefused(
-            found=f"layer {layer!r}, which keeps a state: {found}",
-            expected=f"pages of {page_bytes} bytes, or tensors of {state_bytes} bytes in all, side by side in a block",
+            found=f"layer {layer!r}, which keeps a state: shape {tuple(cache.shape)}, strides {cache.stride()}, "
+            f"{cache.dtype}",
+            expected=f"one page of {page_bytes} bytes in a block",
             consequence="A transfer would move other bytes than those of the state; the engine stops.",
             remedy="Serve this model without ENABLE_KVCACHED, or without a KV connector.",
         )
-    storage = first.untyped_storage()
-    offset = first.data_ptr() - storage.data_ptr()
-    size, stride = (first.shape[0], page_bytes), (stride_bytes, 1)
-    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, offset, size, stride)
+    size, stride = (cache.shape[0], page_bytes), (cache.stride(0), 1)
+    return cache.view(torch.uint8).as_strided(size, stride, cache.storage_offset())
 
 
 def state_planes(

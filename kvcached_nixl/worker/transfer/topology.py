@@ -36,6 +36,8 @@ class LocalRank:
     Attributes:
         groups: where it keeps each KV-cache group.
         is_latent: all ranks hold the same KV (multi-latent attention).
+        needs_equal_blocks: it copies whole slots of a slab into blocks that vLLM has zeroed, so what a peer with
+            smaller blocks has not written would be there in place of zeroes.
     """
 
     engine_id: EngineId
@@ -43,6 +45,7 @@ class LocalRank:
     tp_rank: int
     groups: tuple[GroupMemory, ...]
     is_latent: bool
+    needs_equal_blocks: bool = False
 
     @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
@@ -172,6 +175,9 @@ def fits(local: LocalRank, rank: RankHandshake) -> str:
     sizes = (local.tp_size, rank.tp_size)
     if max(sizes) % min(sizes):
         return f"tensor parallel {rank.tp_size}; expected a multiple or a divisor of {local.tp_size}"
+    theirs = tuple(group.kernel_block_size for group in rank.groups)
+    if local.needs_equal_blocks and theirs != local.kernel_block_sizes:
+        return f"kernel blocks of {theirs} tokens; expected {local.kernel_block_sizes}, as KV is staged beside states"
     return _misfit(local.groups, rank.groups)
 
 

@@ -160,7 +160,7 @@ READS = (
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager",
         "req_to_blocks",
-        "num_cached_block",
+        "free",
         "block_size",
         "get_num_skipped_tokens",
     ),

@@ -471,7 +471,6 @@ def test_a_layer_with_a_state_has_a_page_and_a_state_in_it(attention_backends: l
     config = cache_of(FullAttentionSpec(), MambaSpec())
     view = worker(kv_cache_config=config, attn_backends=[backend("MAMBA2"), backend("FLASH")])
     assert view.groups() == [{"a": (32, 8, 4, 0)}, {"b": (64, 1, 1, 40)}]
-    assert view.unserved == []
     facts = dict(view.facts)
     assert facts["attention"] == "FLASH"
     assert facts["groups"].startswith("0: FullAttentionSpec; 1: MambaSpec mamba2 (3, 4) ")
@@ -490,13 +489,42 @@ def test_a_state_of_another_kind_is_another_fact(
     assert [fact for fact in before if before[fact] != after[fact]] == ["groups"]
 
 
-def test_states_at_every_block_boundary_are_refused(
-    attention_backends: list[list[str]], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what the installed vLLM is known for."""
+
+    def known(**shape: Any) -> None:
+        monkeypatch.setattr(module, "installed_row", lambda: SimpleNamespace(shape=SimpleNamespace(**shape)))
+
+    return known
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafts", "serves_states", "words"),
+    [
+        ("none", None, True, []),
+        ("align", 0, True, []),
+        ("all", None, True, ["--mamba-cache-mode all"]),
+        ("align", 2, True, ["--speculative-config, with layers that keep a state"]),
+        ("none", None, False, ["layers that keep a state, with vLLM"]),
+    ],
+)
+def test_what_would_make_a_state_the_wrong_one_is_refused(
+    mode: str,
+    drafts: int | None,
+    serves_states: bool,
+    words: list[str],
+    attention_backends: list[list[str]],
+    row: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The one that a hand-over needs is not always in the last token's block."""
-    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", "all")
-    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()))
-    assert [found for found, _ in view.unserved] == ["--mamba-cache-mode all"]
+    """A state at every block boundary; one behind tokens that were only guessed; an engine that cannot load it."""
+    row(serves_states=serves_states, logical_views=False)
+    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
+    speculative = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
+    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), speculative=speculative)
+    assert [found[: len(word)] for (found, _), word in zip(view.unserved, words, strict=True)] == words
+    assert worker(speculative=speculative).unserved == [], "only where there are states"
 
 
 def test_no_other_rank_has_a_share_of_a_state(attention_backends: list[list[str]]) -> None:

@@ -78,7 +78,8 @@ def test_embeddings_alone_are_cut_as_well() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"num_tokens": 1}, "one token"),
+        ({"num_tokens": 1}, "1 tokens"),
+        ({"num_tokens": 2}, "2 tokens"),
         ({"prompt_logprobs": 0}, "log-probabilities"),
         ({"mm_features": [media(0, 2), media(3, 2)]}, "an image"),
     ],
@@ -93,10 +94,20 @@ def test_some_prompts_stay_whole_and_it_is_said_why(changed: dict[str, Any], wor
 
 
 @pytest.mark.parametrize(
-    "params", [None, {}, [], "x", {"do_remote_prefill": True}, {"do_remote_decode": False}, {"do_remote_decode": 1}]
+    "params",
+    [
+        None,
+        {},
+        [],
+        "x",
+        {"do_remote_prefill": True},
+        {"do_remote_decode": False},
+        {"do_remote_decode": 1},
+        {"do_remote_decode": True, "do_remote_prefill": 1},
+    ],
 )
 def test_other_requests_are_not_changed(params: Any) -> None:
-    """Of a value that is not a boolean the scheduler says that it is wrong."""
+    """Of a value that is not a boolean, and of both roles, the scheduler says that they are wrong."""
     request, before = asked(params), asked(params)
     stop_before_last(request)
     assert request == before

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.byte_equivalence.compare import (
+    Expected,
     Observation,
     catches,
     compare_answers,
@@ -22,6 +23,7 @@ from experiments.common.client import Answer, HandOver, joined, of_all_ranks, pe
 
 ANSWER = Answer([5, 6, 7], [-0.1, -0.2, -0.3], [{"5": -0.1, "9": -2.0}, {"6": -0.2}, {"7": -0.3}])
 DIGESTS = ["a", "b", "c"]
+THREE = [Expected(3, 3, 3)]
 
 
 def seen(received: list[str] | None, *, sent: list[str] = DIGESTS, remote: list[int] | None = None) -> Observation:
@@ -148,13 +150,13 @@ def test_a_corruption_is_caught_by_bytes_and_by_output() -> None:
     damaged = seen(["a", "b", "x"])
     moved = replace(ANSWER, token_ids=[5, 6, 8])
     both = replace(damaged, hand_over=replace(damaged.hand_over, answer=moved))
-    assert catches("p", ANSWER, both, blocks=3, tolerance=0.0) == (["blocks"], ["tokens"])
-    assert catches("p", ANSWER, damaged, blocks=3, tolerance=0.0) == (["blocks"], [])
+    assert catches("p", ANSWER, both, THREE, tolerance=0.0) == (["blocks"], ["tokens"])
+    assert catches("p", ANSWER, damaged, THREE, tolerance=0.0) == (["blocks"], [])
 
 
 def test_a_missing_transfer_does_not_count_as_caught_by_bytes() -> None:
     """A corruption that was never applied cannot be caught."""
-    assert catches("p", ANSWER, seen(None), blocks=3, tolerance=0.0) == ([], [])
+    assert catches("p", ANSWER, seen(None), THREE, tolerance=0.0) == ([], [])
 
 
 def test_senders_are_compared_over_full_blocks_only() -> None:

@@ -127,7 +127,7 @@ def received(probe: ModuleType, logical: Any, plan: tuple[str, int] | None) -> t
     source = logical.transpose(0, 1).contiguous()
     cache = torch.ones_like(source)
     recorder = recorder_of(probe, FakeConnector(cache, source))
-    recorder.plan = plan
+    recorder.plan = plan and (*plan, probe.ALL_GROUPS)
     meta = SimpleNamespace(
         local_block_ids=([4, 1, 2],), remote=SimpleNamespace(block_ids=[[0, 3, 5]], request_id="on p")
     )
@@ -170,7 +170,7 @@ def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
     """The request after the corrupted one is received untouched."""
     source = logical.transpose(0, 1).contiguous()
     recorder = recorder_of(probe, FakeConnector(torch.ones_like(source), source))
-    recorder.plan = ("zero_a_block", 0)
+    recorder.plan = ("zero_a_block", 0, probe.ALL_GROUPS)
     for name in ("first", "second"):
         meta = SimpleNamespace(local_block_ids=([4],), remote=SimpleNamespace(block_ids=[[0]], request_id=name))
         begin(recorder, {name: meta})

@@ -837,9 +837,12 @@ def test_a_push_is_asked_for_all_tokens_but_the_last() -> None:
     assert (fetch.num_tokens, fetch.digest) == (TOKENS - 1, digest_of(prompt(), TOKENS - 1))
 
 
-def test_a_prompt_of_one_token_is_computed_here() -> None:
+@pytest.mark.parametrize(("num_tokens", "ends_in_media"), [(1, False), (2, False), (TOKENS, True)])
+def test_a_prompt_that_prefill_leaves_whole_is_computed_here(num_tokens: int, ends_in_media: bool) -> None:
+    """At once: nobody will write its states."""
     decode = Decode(Pool(0, 0), groups=with_states(), mode=TransferMode.PUSH)
-    request = of_states(1)
+    request = of_states(num_tokens)
+    request.ends_in_media = ends_in_media
     decode.arrive(request)
     assert decode.match(request) == NOTHING
     assert decode.failures.counts == {}

@@ -143,9 +143,11 @@ def block(name: str, *, is_null: bool = False) -> SimpleNamespace:
 
 
 def manager(block_size: int = 4, skipped: int = 0, **blocks: list[Any]) -> SimpleNamespace:
+    notes = {name: len(blocks[name]) for name in blocks}
     return SimpleNamespace(
         req_to_blocks=dict(blocks),
-        num_cached_block={name: len(blocks[name]) for name in blocks},
+        num_cached_block=notes,
+        free=lambda name: notes.pop(name, None),
         block_size=block_size,
         get_num_skipped_tokens=lambda num_tokens: min(skipped, num_tokens),
     )
@@ -186,7 +188,7 @@ def test_what_a_window_keeps_starts_a_block() -> None:
     assert EngineBlocks(scheduler).first_tokens(5) == (0, 4, 0)
 
 
-@pytest.mark.parametrize("name", ["req_to_blocks", "num_cached_block"])
+@pytest.mark.parametrize("name", ["req_to_blocks", "free"])
 def test_a_changed_scheduler_is_refused_by_the_name_that_is_gone(name: str) -> None:
     """A default in its place would let blocks be reused while they are read."""
     one = manager(mine=[])

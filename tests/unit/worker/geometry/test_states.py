@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -145,47 +144,16 @@ def test_a_range_before_the_last_token_moves_no_state() -> None:
     assert found.local.tolist() == [[groups[0].planes[0].bases[0] + 4 * size, 2 * size]]
 
 
-def typed(pages: torch.Tensor, offset: int = 0) -> list[torch.Tensor]:
-    """The tensors of a state of 200 bytes, as vLLM registers them below 0.27."""
-    found = []
-    for shape, dtype in (((3, 12), torch.bfloat16), ((2, 16), torch.float32)):
-        whole = torch.empty(0, dtype=dtype).set_(pages.untyped_storage())
-        size, begin = dtype.itemsize, pages.storage_offset() + offset
-        found.append(whole.as_strided((len(pages), *shape), (pages.stride(0) // size, shape[1], 1), begin // size))
-        offset += found[-1][0].numel() * size
-    return found
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_tensors_of_a_state_are_seen_as_the_pages_that_they_are_in(contiguous: bool) -> None:
-    geometry = dataclasses.replace(BASE, contiguous=contiguous)
-    caches, _ = geometry.allocate()
-    pages = caches[geometry.layers_of_groups()[1][1]]
-    one, other = (pages_of_state("l", cache, geometry.page_bytes, 200) for cache in (pages, typed(pages)))
-    assert (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
-    assert one.shape == (geometry.reserved_blocks, geometry.page_bytes)
-
-
-@pytest.mark.parametrize("wrong", ["order", "size", "gap", "strides", "lengths", "page"])
-def test_a_state_that_is_laid_out_in_another_way_is_refused(wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["size", "holes", "type"])
+def test_pages_of_another_size_are_refused(wrong: str) -> None:
     geometry = dataclasses.replace(BASE, contiguous=True)
     pages = geometry.allocate()[0][geometry.layers_of_groups()[1][0]]
-    tensors: Sequence[torch.Tensor] | torch.Tensor = typed(pages)
-    size = 200
-    if wrong == "order":
-        tensors = tensors[::-1]
-    elif wrong == "size":
-        size = 204
-    elif wrong == "gap":
-        tensors = [tensors[0], *typed(pages, 8)[1:]]
-    elif wrong == "strides":
-        tensors = [tensors[0], tensors[1][::2]]
-    elif wrong == "lengths":
-        tensors = [tensors[0], tensors[1][:-1]]
-    else:
-        tensors = pages[..., :-1]
+    found = {"size": pages[..., :-1], "holes": pages[..., ::2], "type": pages.view(torch.bfloat16)}[wrong]
+    size = geometry.page_bytes // (1 if wrong == "size" else 2)
     with pytest.raises(LayoutRefused, match="keeps a state"):
-        pages_of_state("l", tensors, geometry.page_bytes, size)
+        pages_of_state("l", found, size)
+    whole = pages_of_state("l", pages, geometry.page_bytes)
+    assert (whole.shape, whole.data_ptr()) == ((geometry.reserved_blocks, geometry.page_bytes), pages.data_ptr())
 
 
 def test_pages_that_lie_in_another_way_than_attentions_are_refused() -> None:

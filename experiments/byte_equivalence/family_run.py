@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the arms with a model whose layers keep KV in several ways (``--model``), and adds a row per check.
+
+Differs from `harness` in what is known before: KV-cache groups have blocks of their own, windows and states, so how
+many blocks travel is computed per group from what the servers say. There is no stock P/D arm: stock vLLM wants another
+layout of states. Log-probabilities may differ from the single instance's by the rounding of the last token, which
+decode computes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from experiments.byte_equivalence.arm_run import Corruption, PairRun, SingleRun, with_clients
+from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
+from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.compare import (
+    LOGPROB_TOLERANCE,
+    Difference,
+    Expected,
+    Observation,
+    catches,
+    compare_answers,
+    compare_groups,
+    largest_logprob_gap,
+    until_tie,
+)
+from experiments.byte_equivalence.harness import NotCaught, count_received
+from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fixed_prompts
+from experiments.common.client import Answer, AnswerError
+from experiments.common.families import FAMILIES, make_family
+from experiments.common.report import Narrator
+from experiments.common.servers import Running, Server, ServerError
+from experiments.common.transfer_config import with_extra
+
+BLOCK_SIZE = 32
+"""Unit of the prompts' lengths, in tokens; groups have blocks of 32 to 256."""
+MAX_BATCHED_TOKENS = 512
+MAX_PROMPT_TOKENS = 1900
+DAMAGED_TOKENS = 1190
+"""Several blocks of every group, the last one filled in part."""
+POOL: Mapping[str, str] = {"KVCACHED_HOSTVMM_GIB": "2", "KVCACHED_MAX_CACHED_TOKENS": "16000"}
+HYBRID = "--no-disable-hybrid-kv-cache-manager"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A KV-cache group, as decode's probe describes it."""
+
+    block_size: int
+    window: int | None
+    is_state: bool
+    layers: int
+
+    def expected(self, prompt: Prompt, shared_tokens: int, *, has_states: bool, recomputes_last: bool) -> Expected:
+        """How many of its blocks travel for a prompt, of which D may have the first ``shared_tokens`` already."""
+        if self.is_state:
+            return Expected(1, 1, 1)
+        num_tokens = len(prompt.token_ids)
+        offered_tokens, wanted_tokens = num_tokens - has_states, num_tokens - recomputes_last
+        offered, wanted = (-(-tokens // self.block_size) for tokens in (offered_tokens, wanted_tokens))
+        unneeded = offered - wanted
+        if self.window is None:
+            return Expected(offered, offered, wanted - shared_tokens // self.block_size, unneeded)
+        in_window = -(-min(self.window, offered_tokens) // self.block_size)
+        return Expected(in_window, offered, 0, unneeded)
+
+
+class FamilyRun:
+    """One run. Each server writes its log to ``logs``."""
+
+    def __init__(self, family: str, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
+        self.family = FAMILIES[family]
+        self.name = family
+        self.arms = arms
+        self.logs = logs
+        self.narrator = narrator
+        self.checks = checks
+        vocabulary = self.family.values["vocab_size"]
+        prompts = fixed_prompts(
+            block_size=BLOCK_SIZE, max_batched=MAX_BATCHED_TOKENS, max_prompt=MAX_PROMPT_TOKENS, vocabulary=vocabulary
+        )
+        self.prompts = [one for one in prompts if len(one.token_ids) >= self.family.fewest_tokens]
+        self.vocabulary = vocabulary
+        self.tolerance = LOGPROB_TOLERANCE[self.family.dtype]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether vLLM's own name for the family's cache modes applies: it may keep no prefixes."""
+        return "layer_types" not in self.family.values or "sliding_attention" not in self.family.values["layer_types"]
+
+    def run(self) -> None:
+        """Run with prefix caching, and without where that changes how states are kept; raises `NotCaught`."""
+        model = make_family(self.name)
+        for caching in (True, False) if self.has_states else (True,):
+            phase = "prefix caching" if caching else "no prefix caching"
+            flags = (HYBRID, *self.family.arguments, *(() if caching else ("--no-enable-prefix-caching",)))
+            baseline = self._reference(phase, model, flags)
+            if baseline is None:
+                return
+            for arm in self.arms:
+                self._pair(phase, arm, model, flags, baseline)
+
+    def _launch(self, arm: Arm, model: Path, flags: tuple[str, ...]) -> Running:
+        # Slots are as large as these models' blocks, so a slab of the size that is enough for others may be too small.
+        connector = with_extra(arm.connector, {"staging_gib": None}) if arm.connector else {}
+        extra = {key: value for key, value in (connector.get("kv_connector_extra_config") or {}).items() if value}
+        plain = arm.with_connector({**connector, "kv_connector_extra_config": extra} if connector else {})
+        made = specs(
+            plain,
+            model,
+            self.family.dtype,
+            POOL,
+            self.family.block_size,
+            MAX_BATCHED_TOKENS,
+            forks=True,
+            arguments=flags,
+        )
+        return Running(made, self.logs, self.narrator.update)
+
+    def _row(self, row: Check) -> Check:
+        self.checks.add(row)
+        self.narrator.say(f"{'ok    ' if row.passed else 'FAILED'} {row.arm}: {row.what}: {row.outcome}")
+        return row
+
+    def _serve(self, phase: str, arm: Arm, launched: Running, work: Any) -> None:
+        started = False
+        with launched:
+            try:
+                servers = launched.ready()
+                started = True
+                self.narrator.say(f"{arm.name}: serving ({self.family.dtype}, {phase})")
+                work(servers)
+            except (ServerError, AnswerError, httpx.HTTPError) as error:
+                outcome = f"{type(error).__name__}: {error}. Logs: {self.logs}"
+                self._row(Check(arm.name, f"{phase}: serves", False, outcome, failed_setup=not started))
+
+    def _reference(self, phase: str, model: Path, flags: tuple[str, ...]) -> tuple[list[Answer], list[Answer]] | None:
+        found: list[tuple[list[Answer], list[Answer]]] = []
+
+        async def work(run: SingleRun | PairRun) -> None:
+            assert isinstance(run, SingleRun)
+            answers = await run.sequential(self.prompts, f"reference-{phase}", self.narrator.update)
+            found.append((answers, await run.sequential(self._damaged(9), f"damaged-{phase}", self.narrator.update)))
+
+        launched = self._launch(REFERENCE, model, flags)
+        self._serve(phase, REFERENCE, launched, lambda servers: with_clients(servers, [], work))
+        if found:
+            distinct = len({tuple(answer.token_ids) for answer in found[0][0]})
+            outcome = f"{len(self.prompts)} prompts up to {MAX_PROMPT_TOKENS} tokens, {distinct} distinct answers"
+            self._row(
+                Check(
+                    REFERENCE.name,
+                    f"{phase}: answers ({self.family.dtype})",
+                    distinct > len(self.prompts) // 2,
+                    outcome,
+                )
+            )
+        return found[0] if found else None
+
+    def _damaged(self, count: int) -> list[Prompt]:
+        made = damage_prompts(count, block_size=BLOCK_SIZE * 8, vocabulary=self.vocabulary)
+        return [Prompt(one.name, one.token_ids[:DAMAGED_TOKENS]) for one in made]
+
+    def _pair(
+        self, phase: str, arm: Arm, model: Path, flags: tuple[str, ...], baseline: tuple[list[Answer], list[Answer]]
+    ) -> None:
+        async def work(run: SingleRun | PairRun) -> None:
+            assert isinstance(run, PairRun)
+            geometry = await run.arm()
+            groups = [
+                Group(one["block_size"], one["window"], one["is_state"], len(one["layers"]))
+                for one in geometry["groups"]
+            ]
+            await self._plant(phase, arm, run, groups, baseline[1])
+            for order in arm.orders:
+                run.order = order
+                name = phase if len(arm.orders) == 1 else f"{phase}, {order}"
+                slug = f"{phase}-{run.slug}".replace(" ", "-")
+                seen = await run.sequential(self.prompts, f"one-{slug}", self.narrator.update)
+                self._compare(
+                    f"{name}, one at a time", arm, groups, list(zip(self.prompts, seen, strict=True)), baseline
+                )
+                if self.family.dtype == "float32":
+                    found = await run.concurrent(
+                        self.prompts,
+                        f"many-{slug}",
+                        rounds=2,
+                        hold_blocks=0,
+                        settle=_nothing,
+                        progress=self.narrator.update,
+                    )
+                    self._compare(f"{name}, 32 at a time", arm, groups, found, baseline)
+
+        def with_servers(servers: list[Server]) -> None:
+            with_clients(
+                servers[: arm.servers],
+                servers[arm.servers :],
+                work,
+                writes=arm.writes,
+                keeps_blocks=not arm.is_staged,
+            )
+
+        self._serve(phase, arm, self._launch(arm, model, flags), with_servers)
+
+    async def _plant(
+        self, phase: str, arm: Arm, run: PairRun, groups: Sequence[Group], answers: Sequence[Answer]
+    ) -> None:
+        corruptions = list(corruptions_of(groups))
+        prompts = self._damaged(9)
+        for place, corruption in enumerate(corruptions):
+            prompt, answer = prompts[place % len(prompts)], answers[place % len(prompts)]
+            self.narrator.update(f"{arm.name}: planting: {corruption.words}")
+            seen = await run.planted(corruption, prompt, f"planted-{phase}-{place}")
+            by_bytes, by_output = catches(
+                prompt.name, answer, seen, self._expected(prompt, 0, groups), tolerance=self.tolerance
+            )
+            caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
+            by = ", ".join([*by_bytes, *by_output]) or "nothing"
+            what = f"{phase}: planted: {corruption.words}"
+            if not self._row(Check(arm.name, what, caught, f"{'caught' if caught else 'seen only'} by {by}")).passed:
+                raise NotCaught(what)
+
+    def _expected(self, prompt: Prompt, shared_tokens: int, groups: Sequence[Group]) -> list[Expected]:
+        has_states = any(group.is_state for group in groups)
+        recomputes = has_states or any(group.window is not None for group in groups)
+        return [
+            group.expected(prompt, shared_tokens, has_states=has_states, recomputes_last=recomputes) for group in groups
+        ]
+
+    def _compare(
+        self,
+        name: str,
+        arm: Arm,
+        groups: Sequence[Group],
+        seen: Sequence[tuple[Prompt, Observation]],
+        baseline: tuple[list[Answer], list[Answer]],
+    ) -> None:
+        expected = dict(zip((prompt.name for prompt in self.prompts), baseline[0], strict=True))
+        answers: list[Difference] = []
+        blocks: list[Difference] = []
+        gap, ties = 0.0, 0
+        for prompt, observed in seen:
+            answer, found = expected[prompt.name], observed.hand_over.answer
+            answers += compare_answers(prompt.name, answer, found, self.tolerance)
+            until = until_tie(answer, found, self.tolerance)
+            gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not answer)
+            # Another prompt of its family may have been there before.
+            shared = len(prompt.token_ids) - 1 if prompt.family else 0
+            if observed.record is None and may_be_cached(prompt, groups):
+                continue
+            blocks += compare_groups(prompt.name, observed, self._expected(prompt, shared, groups))
+        ties_said = f", {ties} of them up to a tie" if ties else ""
+        self._row(
+            compared(
+                arm.name,
+                f"{name}: tokens and log-probabilities ({self.family.dtype})",
+                answers,
+                f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance{ties_said}",
+                largest_gap_nats=gap,
+                ties=ties,
+            )
+        )
+        states = sum(group.is_state for group in groups) * len(seen)
+        received = count_received([one for _, one in seen])
+        self._row(
+            compared(
+                arm.name,
+                f"{name}: SHA-256 of blocks and states, sent and received",
+                blocks,
+                f"{received - states} blocks and {states} states travelled",
+                blocks=received - states,
+                states=states,
+            )
+        )
+
+
+def may_be_cached(prompt: Prompt, groups: Sequence[Group]) -> bool:
+    """Whether D may have all that it fetches of a prompt: an earlier one began alike, and blocks end where this one's
+    last token begins."""
+    step = math.lcm(*(group.block_size for group in groups if not group.is_state))
+    return prompt.family is not None and (len(prompt.token_ids) - 1) % step == 0
+
+
+async def _nothing() -> None:
+    """Nothing is waited for between rounds."""
+
+
+def corruptions_of(groups: Sequence[Group]) -> Iterator[Corruption]:
+    """Yield damages that fit the first group of each kind, and one that mixes two groups up."""
+    kinds: dict[str, int] = {}
+    for place, group in enumerate(groups):
+        kinds.setdefault("state" if group.is_state else "all" if group.window is None else "window", place)
+    if "all" in kinds:
+        place = kinds["all"]
+        yield Corruption("two full blocks swapped", "swap_two_blocks", 1, changes_output=False, group=place)
+        yield Corruption("a block read before it is backed", "zero_a_block", 2, group=place)
+        yield Corruption("tail block dropped", "drop_tail_block", group=place)
+    if "window" in kinds:
+        yield Corruption("a window's blocks one too old", "older_blocks", group=kinds["window"])
+    if "state" in kinds:
+        place = kinds["state"]
+        yield Corruption("a state dropped: what was there before", "drop_tail_block", group=place)
+        yield Corruption("a state read before it is backed", "zero_a_block", group=place)
+        if groups[place].layers > 1:
+            yield Corruption("two layers' states swapped", "swap_two_layers", group=place)
+    if len(groups) > 1:
+        yield Corruption("a block of one group for another's", "swap_two_groups", group=0)
