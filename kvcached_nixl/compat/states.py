@@ -9,6 +9,7 @@ Sources: ``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``)
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -85,9 +86,8 @@ def without_states(kv_cache_config: Any) -> Any:
     ]
     if len(groups) == len(kv_cache_config.kv_cache_groups):
         return kv_cache_config
-    found = copy.copy(kv_cache_config)
-    found.kv_cache_groups = groups
-    return found
+    # Not a copy: it would have what vLLM has already derived from all groups.
+    return dataclasses.replace(kv_cache_config, kv_cache_groups=groups)
 
 
 def know_states(worker: Any, kv_cache_config: Any) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,16 +132,27 @@ class MambaSpec:
     pass
 
 
+@dataclasses.dataclass
+class CacheConfig:
+    kv_cache_groups: list[Any]
+    num_blocks: int = 7
+
+    @functools.cached_property
+    def num_groups(self) -> int:
+        return len(self.kv_cache_groups)
+
+
 def test_vllms_own_worker_does_not_see_states() -> None:
     attention, state = SimpleNamespace(kv_cache_spec="full"), SimpleNamespace(kv_cache_spec=MambaSpec())
-    whole = SimpleNamespace(kv_cache_groups=[state, attention], num_blocks=7)
+    whole = CacheConfig([state, attention])
+    assert whole.num_groups == 2
     found = without_states(whole)
-    assert found.kv_cache_groups == [attention] and found.num_blocks == 7
+    assert found.kv_cache_groups == [attention] and (found.num_blocks, found.num_groups) == (7, 1)
     assert whole.kv_cache_groups == [state, attention]
     worker = SimpleNamespace(kv_cache_config=found)
     know_states(worker, whole)
     assert worker.kv_cache_config is whole
-    plain = SimpleNamespace(kv_cache_groups=[attention])
+    plain = CacheConfig([attention])
     assert without_states(plain) is plain
 
 
