@@ -42,7 +42,7 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         ),
         "layers with a state (Mamba2, gated delta net) beside attention": {
             Era.KV_APART: _REFUSED,
-            Era.PACKED: "refused below 0.28; both layouts, served with 0.28",
+            Era.PACKED: "refused below 0.28; both layouts, from 0.29 on non-contiguous; served with 0.28 and 0.30",
         },
         "states where a block is several kernel blocks": dict.fromkeys(Era, "not staged"),
         "states and speculative decoding": dict.fromkeys(Era, _REFUSED),

@@ -114,6 +114,9 @@ class WorkerView:
         if odd := sorted({spec.mamba_cache_mode for spec in specs} - {"none", "align"}):
             # Then a state is kept at every block boundary, and the last one is not always where the last token is.
             refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
+        if any(vars(spec).get("num_prefill_checkpoint_blocks") for spec in specs):
+            # vLLM 0.30: blocks with states of earlier tokens, in the same block table.
+            refused.append(("checkpoints of states while a prompt is computed", "none"))
         if getattr(self._config.speculative_config, "num_speculative_tokens", 0):
             # vLLM may schedule drafts with the first token that decode computes, and takes that for a part of a prompt:
             # the state is then one behind tokens that were only guessed (vllm#55178).

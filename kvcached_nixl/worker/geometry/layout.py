@@ -262,7 +262,7 @@ def _owned(kv_caches: Mapping[str, torch.Tensor], pages: Mapping[str, Page]) -> 
     for layer, cache in kv_caches.items():
         page = pages.get(layer)
         if page is not None:
-            owned[layer] = pages_of_state(layer, cache, page.num_bytes) if page.state_bytes else cache
+            owned[layer] = pages_of_state(layer, cache, page.num_bytes, page.state_bytes) if page.state_bytes else cache
     return owned
 
 

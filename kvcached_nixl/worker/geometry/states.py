@@ -17,20 +17,21 @@ from kvcached_nixl.wire.planes import Planes
 __all__ = ["pages_of_state", "state_planes"]
 
 
-def pages_of_state(layer: str, cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
+def pages_of_state(layer: str, cache: torch.Tensor, page_bytes: int, state_bytes: int) -> torch.Tensor:
     """View a layer's blocks as bytes, (num_blocks, page_bytes), with the block stride that they have.
 
     Args:
-        cache: the pages, as vLLM registers them.
+        cache: the pages, as vLLM registers them; with or without the padding behind a state.
 
     Raises:
-        LayoutRefused: they are not pages of this size.
+        LayoutRefused: they are not pages with such a state.
     """
-    if cache.element_size() != 1 or cache[0].numel() != page_bytes or not cache[0].is_contiguous():
+    num_bytes = cache[0].numel()
+    if cache.element_size() != 1 or not state_bytes <= num_bytes <= page_bytes or not cache[0].is_contiguous():
         raise LayoutRefused(
             found=f"layer {layer!r}, which keeps a state: shape {tuple(cache.shape)}, strides {cache.stride()}, "
             f"{cache.dtype}",
-            expected=f"one page of {page_bytes} bytes in a block",
+            expected=f"one page of {state_bytes} to {page_bytes} bytes in a block",
             consequence="A transfer would move other bytes than those of the state; the engine stops.",
             remedy="Serve this model without ENABLE_KVCACHED, or without a KV connector.",
         )

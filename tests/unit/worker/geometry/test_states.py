@@ -144,16 +144,23 @@ def test_a_range_before_the_last_token_moves_no_state() -> None:
     assert found.local.tolist() == [[groups[0].planes[0].bases[0] + 4 * size, 2 * size]]
 
 
-@pytest.mark.parametrize("wrong", ["size", "holes", "type"])
-def test_pages_of_another_size_are_refused(wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["too small", "too large", "holes", "type"])
+def test_pages_without_room_for_the_state_and_no_more_are_refused(wrong: str) -> None:
     geometry = dataclasses.replace(BASE, contiguous=True)
-    pages = geometry.allocate()[0][geometry.layers_of_groups()[1][0]]
-    found = {"size": pages[..., :-1], "holes": pages[..., ::2], "type": pages.view(torch.bfloat16)}[wrong]
-    size = geometry.page_bytes // (1 if wrong == "size" else 2)
+    pages, size = geometry.allocate()[0][geometry.layers_of_groups()[1][0]], geometry.page_bytes
+    found = {"holes": pages[..., ::2], "type": pages.view(torch.bfloat16), "too small": pages[..., :199]}
     with pytest.raises(LayoutRefused, match="keeps a state"):
-        pages_of_state("l", found, size)
-    whole = pages_of_state("l", pages, geometry.page_bytes)
-    assert (whole.shape, whole.data_ptr()) == ((geometry.reserved_blocks, geometry.page_bytes), pages.data_ptr())
+        pages_of_state("l", found.get(wrong, pages), size - (wrong == "too large"), 200)
+
+
+def test_pages_registered_without_their_padding_have_it_all_the_same() -> None:
+    """As model runner V2 registers them; the padding belongs to nothing else."""
+    geometry = dataclasses.replace(BASE, contiguous=True)
+    pages = geometry.allocate()[0][geometry.layers_of_groups()[1][1]]
+    for registered in (pages, pages[..., :STATE_BYTES]):
+        whole = pages_of_state("l", registered, geometry.page_bytes, STATE_BYTES)
+        assert whole.shape == (geometry.reserved_blocks, geometry.page_bytes)
+        assert (whole.data_ptr(), whole.stride(0)) == (pages.data_ptr(), pages.stride(0))
 
 
 def test_pages_that_lie_in_another_way_than_attentions_are_refused() -> None:
