@@ -33,7 +33,7 @@ class Family:
         dtype: of its servers. Where kernels take float32, batches of any size are rounded alike on a CPU.
         has_delta_net: some layers are a gated delta net. Its kernels take bfloat16 only; without AMX they want the
             state of its recurrence in float32.
-        fewest_tokens: of a prompt; shorter ones are not handed over, or not computed alike twice by vLLM itself.
+        fewest_tokens: of a prompt; shorter ones are not handed over.
     """
 
     config: str
@@ -42,7 +42,7 @@ class Family:
     block_size: int | None = 32
     dtype: str = "float32"
     has_delta_net: bool = False
-    fewest_tokens: int = 2
+    fewest_tokens: int = 3
     seed: int = 20260
     deviation: float = 0.08
 
@@ -84,7 +84,7 @@ def _gemma4(pattern: str, *, block_size: int | None = 32, **values: Any) -> Fami
         "vocab_size_per_layer_input": 512,
         **values,
     }
-    return Family("Gemma4TextConfig", "Gemma4ForCausalLM", config, block_size)
+    return Family("Gemma4TextConfig", "Gemma4ForCausalLM", config, block_size, fewest_tokens=2)
 
 
 _LAYERS = {"s": "linear_attention", "f": "full_attention", "m": "mlp"}
@@ -101,8 +101,6 @@ _QWEN: Mapping[str, Any] = {
 _GATED_DELTA_NET: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "has_delta_net": True,
-    # With one token it reads what the state's block held before.
-    "fewest_tokens": 3,
 }
 
 

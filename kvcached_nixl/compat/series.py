@@ -16,6 +16,7 @@ __all__ = [
     "ASKS_FOR_STAGES",
     "ASKS_FOR_WORK",
     "CHANGES",
+    "HITS_DIVERGE",
     "LOADS_BEHIND",
     "PROVIDES",
     "ROWS",
@@ -138,6 +139,12 @@ ASKS_FOR_STAGES = Change(
     "packed KV tensors; side-channel requests name a pipeline stage (set_xfer_handshake_metadata_pp_aware)",
     {"era": Era.PACKED, "side_channel_names_stage": True, "serves_on_cpu": True},
 )
+HITS_DIVERGE = Change(
+    "0.28",
+    "kvcached 0.1.6 accepts model runner V2; blocks are zeroed by their own size and stride (vllm#50276); local prefix "
+    "hits of a model with states may differ by KV-cache group (supports_divergent_local_hybrid_hits)",
+    {"serves_states": True},
+)
 LOADS_BEHIND = Change(
     "0.29",
     "a connector's loads begin after the forward pass, and it is told of preemptions before it (handle_preemptions); "
@@ -158,11 +165,7 @@ CHANGES = (
     Change("0.25", "a request that finishes reports the computed blocks only"),
     ASKS_FOR_STAGES,
     Change("0.27", "torch 2.13"),
-    Change(
-        "0.28",
-        "kvcached 0.1.6 accepts model runner V2; blocks are zeroed by their own size and stride (vllm#50276)",
-        {"serves_states": True},
-    ),
+    HITS_DIVERGE,
     LOADS_BEHIND,
     ASKS_FOR_RESULTS,
 )

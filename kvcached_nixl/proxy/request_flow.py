@@ -253,8 +253,9 @@ class Journey:
             prefill.is_warned = True
             logger.warning(
                 "prefill server %s answers without kv_transfer_params, expected them from a NixlConnector. Decode "
-                "computes those prompts again. Start prefill with --kv-transfer-config. Logged once until the server "
-                "hands over again; the metric kvcached_nixl_router_prefills_without_parameters_total counts them.",
+                "computes those prompts again. Start prefill with --kv-transfer-config; its log names prompts that it "
+                "does not hand over. Logged once until the server hands over again; the metric "
+                "kvcached_nixl_router_prefills_without_parameters_total counts them.",
                 prefill.name,
             )
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A patch for models with layers that keep a state: vLLM's own NIXL worker is constructed without them.
+"""Patches for models with layers that keep a state. Where prefill stops is decided in
+`seams.scheduler.preprocess_add_request`.
 
-Runs in: the worker. Where prefill stops is decided in `seams.scheduler.preprocess_add_request`.
+Runs in: the worker, and the engine core.
 """
 
 from __future__ import annotations
 
-from kvcached_nixl.compat.locate import WORKER
+from kvcached_nixl.compat.locate import FACADE, WORKER
+from kvcached_nixl.compat.series import HITS_DIVERGE
 from kvcached_nixl.compat.states import know_states, without_states
 from kvcached_nixl.patching import Call, Patch
 
@@ -29,4 +31,25 @@ def make_nixl_worker(call: Call) -> None:
     know_states(call.instance, groups)
 
 
-SEAMS = (make_nixl_worker,)
+DIVERGENT_HITS = Patch(
+    target=FACADE,
+    attribute="supports_divergent_local_hybrid_hits",
+    kind="property",
+    process="scheduler",
+    parameters=("self",),
+    versions=HITS_DIVERGE.later,
+    needs="pull",
+    why="vLLM would count tokens as computed that only full attention has in decode's prefix cache; sliding windows "
+    "would see whatever is in their blocks.",
+    upstream="vllm/v1/core/kv_cache_manager.py: get_computed_blocks_for_connector",
+    remove_when="a hand-over begins at each KV-cache group's own prefix hit",
+)
+
+
+@DIVERGENT_HITS.around
+def supports_divergent_local_hybrid_hits(call: Call) -> bool:
+    """Decode fetches the tokens behind one prefix, the same for all groups."""
+    return False
+
+
+SEAMS = (make_nixl_worker, supports_divergent_local_hybrid_hits)

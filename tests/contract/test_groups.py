@@ -39,6 +39,7 @@ parallel_state, log, patched = engine_node.parallel_state, engine_node.log, atte
 
 WINDOW, BLOCK = 64, 16
 GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=60, reserved_blocks=70, num_pools=2)
+DIRECT, PUSHED_AND_STAGED = ("pull", "direct", "direct"), ("push", "host", "device")
 WIDE = -WINDOW
 """A window of as many tokens, in blocks of twice as many tokens of half as many heads, as in Gemma 4."""
 KINDS: dict[str, tuple[int | str | None, ...]] = {
@@ -58,11 +59,11 @@ def windows(request: pytest.FixtureRequest) -> tuple[int | str | None, ...]:
 
 @pytest.fixture(
     params=[
-        ("pull", "direct", "direct"),
+        DIRECT,
         ("pull", "host", "direct"),
         ("pull", "direct", "device"),
         ("push", "direct", "direct"),
-        ("push", "host", "device"),
+        PUSHED_AND_STAGED,
     ],
     ids=["direct", "P staged", "D", "push", "push, staged"],
 )
@@ -78,6 +79,8 @@ def node(
 ) -> Iterator[Any]:
     if any(isinstance(one, str) for one in windows) and not installed_row().shape.serves_states:
         pytest.skip("this vLLM cannot load states")
+    if any(isinstance(one, str) for one in windows) and paths not in (DIRECT, PUSHED_AND_STAGED):
+        pytest.skip("random schedules (test_states_random.py) have these")
     wide = tuple(group for group, window in enumerate(windows) if window == WIDE)
     states = tuple(group for group, window in enumerate(windows) if isinstance(window, str))
     geometry = dataclasses.replace(GEOMETRY, groups=len(windows), wide=wide, states=states)

@@ -110,8 +110,8 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
     served = CASES[case]
     if served.family and Version(version("vllm")) < Version(SERVED_FROM):
         pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
-    # Of one token there is nothing to hand over.
-    lengths = (2, *LENGTHS[1:]) if served.has_states else LENGTHS
+    # Shorter prompts are not handed over.
+    lengths = (3, *LENGTHS[1:]) if served.has_states else LENGTHS
     connector = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",

@@ -147,13 +147,14 @@ class GroupsNode(Node):
         max_tokens: int = 4,
         *args: Any,
         num_tokens: int = 96,
+        first_token: int = 0,
         stop_token_ids: list[int] | None = None,
         **more: Any,
     ) -> None:
         if not self.with_states:
-            super().add(request_id, params, max_tokens, *args, num_tokens=num_tokens, **more)
+            super().add(request_id, params, max_tokens, first_token, *args, num_tokens=num_tokens, **more)
             return
-        values = {"prompt_token_ids": prompt(0, num_tokens), "request_id": request_id, "arrival_time": 0.0}
+        values = {"prompt_token_ids": prompt(first_token, num_tokens), "request_id": request_id, "arrival_time": 0.0}
         values["sampling_params"] = SamplingParams(
             extra_args={"kv_transfer_params": params},
             ignore_eos=True,

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random schedules on two engines whose layers keep KV in three ways: full attention, a sliding window and states.
+
+Real: vLLM's schedulers, this package, NIXL. The model computes bytes that follow from all tokens so far, and before it
+computes a token it looks at everything that the token depends on, wherever it came from: computed here, cached, or
+handed over. Faults that are planted have to show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import torch
+from support import attention_engines, engine_node
+from support.engine_node import nodes
+from support.groups_node import GroupsNode
+from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEND, rest, until_both
+from vllm.v1.request import Request, RequestStatus
+
+from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
+from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.worker.geometry.descriptors import Route
+from kvcached_nixl.worker.transfer.topology import PeerRoutes
+
+pytestmark = pytest.mark.skipif(not installed_row().shape.serves_states, reason="this vLLM cannot load states")
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+
+BLOCK, WINDOW = 16, 48
+GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=50, reserved_blocks=53, num_pools=2, groups=3)
+ORDERS = [("align", None, WINDOW), (None, WINDOW, "align"), (None, "none", WINDOW)]
+REQUESTS, TURNS = 10, 160
+
+
+class WrongBytes(Exception):
+    """A token was about to be computed from bytes that are not what it depends on."""
+
+
+class Node(GroupsNode):
+    """Looks before it computes."""
+
+    def compute_tokens(self, request: Request, blocks: list[list[int]], begin: int, count: int) -> None:
+        token_ids = list(request.all_token_ids[:begin])
+        for group in self.with_kv:
+            window = self.windows[group]
+            first = 0 if window is None else max(0, begin - int(window) + 1)
+            for position, cell, expected in self.places(token_ids, first, blocks, group):
+                if cell is None or not torch.equal(cell, expected):
+                    found = "let go of" if cell is None else "wrong"
+                    raise WrongBytes(
+                        f"{request.request_id} at {begin}: group {group}, token {position} {found}; {blocks}"
+                    )
+        for group in self.with_states:
+            if not self.has_state(group, blocks, token_ids):
+                raise WrongBytes(f"{request.request_id} at {begin}: the state of group {group}")
+        super().compute_tokens(request, blocks, begin, count)
+
+
+@dataclasses.dataclass
+class Schedule:
+    """One random schedule, drawn from a seed."""
+
+    make: Callable[..., Node]
+    seed: int
+    verify_fraction: float = 1.0
+    started: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)
+        dice = self.dice
+        self.mode = dice.choice(["pull", "push"])
+        order = dice.choice(ORDERS)
+        states = tuple(place for place, kind in enumerate(order) if isinstance(kind, str))
+        geometry = dataclasses.replace(GEOMETRY, states=states, contiguous=dice.random() < 0.5)
+
+        def engine(filling: int) -> Node:
+            return self.make(
+                filling,
+                geometry,
+                windows=order,
+                policy="recompute",
+                prefix_caching="none" not in order,
+                tokens_a_step=dice.choice([None, 24, 40, 64]),
+                transfer_mode=self.mode,
+                memory_path=dice.choice(["direct", "direct", "host"]),
+                verify_fraction=self.verify_fraction,
+            )
+
+        self.prefill, self.decode = engine(PREFILL_FILLING), engine(DECODE_FILLING)
+        self.waiting: dict[str, tuple[int, int, int]] = {}
+
+    def run(self) -> None:
+        left = REQUESTS
+        for _ in range(TURNS):
+            kind = self.dice.choice(["start", "prefill", "prefill", "decode", "decode", "decode", "trouble"])
+            if kind == "start" and left:
+                left -= 1
+                self._start(REQUESTS - left)
+            elif kind == "trouble":
+                self._trouble()
+            else:
+                (self.prefill if kind == "prefill" else self.decode).step()
+            self._follow()
+        until_both(self.prefill, self.decode, self._is_over)
+        rest(self.prefill, self.decode)
+
+    def _start(self, number: int) -> None:
+        # Few beginnings, so that prefixes are found in the caches.
+        family, num_tokens = self.dice.randrange(3), self.dice.randint(3, 150)
+        name = f"cmpl-{number}-0"
+        prefill_id, decode_id = f"{name}-aaaaaaaa", f"{name}-dddddddd"
+        shape = family * 40, num_tokens, self.dice.randint(1, 20)
+        params: dict[str, Any] = {**SEND, "transfer_id": name}
+        if self.mode == "push" and self.dice.random() < 0.5:
+            self._decode(decode_id, {**self.prefill.address(), "transfer_id": name}, shape)
+        else:
+            self.waiting[prefill_id] = shape
+        self.prefill.add(prefill_id, params, 1, num_tokens=num_tokens, first_token=shape[0])
+
+    def _follow(self) -> None:
+        """Decode's requests follow prefill's answers."""
+        for prefill_id in [one for one in self.waiting if one in self.prefill.ended or not self._lives(prefill_id=one)]:
+            shape = self.waiting.pop(prefill_id)
+            params = self.prefill.transfer_params.pop(prefill_id, None)
+            self._decode(prefill_id.replace("aaaaaaaa", "dddddddd"), params, shape)
+
+    def _lives(self, prefill_id: str) -> bool:
+        request = self.prefill.scheduler.requests.get(prefill_id)
+        return request is not None and not request.is_finished()
+
+    def _decode(self, decode_id: str, params: Any, shape: tuple[int, int, int]) -> None:
+        first_token, num_tokens, max_tokens = shape
+        self.decode.add(decode_id, params, max_tokens, num_tokens=num_tokens, first_token=first_token)
+        self.started[decode_id] = "length"
+
+    def _trouble(self) -> None:
+        node = self.dice.choice([self.prefill, self.decode])
+        running = sorted(one.request_id for one in node.scheduler.running)
+        living = sorted(one for one, request in node.scheduler.requests.items() if not request.is_finished())
+        if running and self.dice.random() < 0.6:
+            node.preempt(self.dice.choice(running))
+        elif living and self.dice.random() < 0.4:
+            name = self.dice.choice(living)
+            node.abort(name)
+            self.started.pop(name, None)
+
+    def _is_over(self) -> bool:
+        self._follow()
+        return not self.waiting and set(self.started) <= set(self.decode.ended)
+
+
+@pytest.fixture
+def make(tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
+    with nodes(Node, tmp_path, log) as one:
+        yield one
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_token_is_computed_from_what_it_depends_on(seed: int, make: Callable[..., Node]) -> None:
+    schedule = Schedule(make, seed)
+    schedule.run()
+    assert {one: schedule.decode.ended[one] for one in schedule.started} == schedule.started
+    assert RequestStatus.FINISHED_ERROR not in {one.status for one in schedule.decode.scheduler.requests.values()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_more_schedules(seed: int, make: Callable[..., Node]) -> None:
+    test_every_token_is_computed_from_what_it_depends_on(seed, make)
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+Patcher = pytest.MonkeyPatch
+
+
+def the_superseded_slot(patch: Patcher) -> None:
+    """Prefill names the block of an earlier chunk's state."""
+
+    def range_(self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
+        found = original(self, blocks, first_token, end_token)
+        place = (end_token - 1) // self.table_block_size - 1
+        if self.keeps is Keeps.STATE and place >= 0 and blocks[place]:
+            return BlockRange(end_token - 1, tuple(blocks[place : place + 1]))
+        return found
+
+    original = KVGroup.range
+    patch.setattr(KVGroup, "range", range_)
+
+
+def states_of_two_layers_are_swapped(patch: Patcher) -> None:
+    def init(self: Route, local: Any, remote: Any) -> None:
+        if local.padded_bytes:
+            remote = msgspec.structs.replace(remote, bases=tuple(reversed(remote.bases)))
+        original(self, local, remote)
+
+    original = Route.__init__
+    patch.setattr(Route, "__init__", init)
+
+
+def the_end_of_a_state_is_not_moved(patch: Patcher) -> None:
+    def init(self: Route, local: Any, remote: Any) -> None:
+        if local.padded_bytes:
+            local, remote = (
+                msgspec.structs.replace(one, padded_bytes=0, cell_bytes=one.cell_bytes - 8) for one in (local, remote)
+            )
+        original(self, local, remote)
+
+    original = Route.__init__
+    patch.setattr(Route, "__init__", init)
+
+
+def a_state_is_not_moved(patch: Patcher) -> None:
+    def ranges(routes: Any, groups: Any, end_token: int) -> Any:
+        kept = [
+            (here, there, end_token if len(here.ids) <= 1 and first == end_token - 1 else first)
+            for here, there, first in groups
+        ]
+        return original(routes, kept if any(first < end_token for *_, first in kept) else groups, end_token)
+
+    original = PeerRoutes.ranges
+    patch.setattr(PeerRoutes, "ranges", staticmethod(ranges))
+
+
+def groups_are_mixed_up(patch: Patcher) -> None:
+    """The first block of two groups change places where decode is told to put them."""
+
+    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
+        found = list(original(self, block_ids, first_token, terms))
+        ids = [list(group.block_ids) for group in found[:2]]
+        if ids[0] and ids[1]:
+            ids[0][-1], ids[1][-1] = ids[1][-1], ids[0][-1]
+            found[:2] = (BlockRange(one.first_token, tuple(new)) for one, new in zip(found, ids, strict=False))
+        return tuple(found)
+
+    original = FetchRequest.groups
+    patch.setattr(FetchRequest, "groups", groups)
+
+
+def windows_begin_too_late(patch: Patcher) -> None:
+    """Decode leaves out the oldest block that the window still reaches."""
+
+    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
+        found = list(original(self, block_ids, first_token, terms))
+        for place, group in enumerate(terms.groups.all):
+            if group.keeps is Keeps.WINDOW and len(found[place].block_ids) > 2:
+                size = group.table_block_size
+                found[place] = BlockRange(found[place].first_token + size, found[place].block_ids[1:])
+        return tuple(found)
+
+    original = FetchRequest.groups
+    patch.setattr(FetchRequest, "groups", groups)
+
+
+FAULTS: tuple[Callable[[Patcher], None], ...] = (
+    the_superseded_slot,
+    states_of_two_layers_are_swapped,
+    the_end_of_a_state_is_not_moved,
+    a_state_is_not_moved,
+    groups_are_mixed_up,
+    windows_begin_too_late,
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_shows(fault: Callable[[Patcher], None], make: Callable[..., Node]) -> None:
+    """Verification would notice some of them first, and the request would be computed again: it is off here."""
+    for seed in range(40):
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            try:
+                Schedule(make, seed, verify_fraction=0.0).run()
+            except (WrongBytes, AssertionError):
+                return
+    pytest.fail("no schedule showed it")
