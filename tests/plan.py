@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which tests tests/run.sh runs with which vLLM, and print one job per line.
 
-A job is a tier, or one file of the slowest tier (e2e), with one vLLM. Its size is "brief" (without the tests marked
+A job is a tier, or one file of the slowest tiers (e2e, contract), with one vLLM. Its size is "brief" (without the tests marked
 ``long``) or "whole".
 
     newcomer   every tier with one vLLM and one Python, brief where a brief form exists: within 25 minutes
@@ -46,7 +46,8 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "install": (None, 3.0),
     "gpu": (None, 0.2),
     "pythons": (None, 14.0),
-    "contract": (8.6, 24.0),
+    "contract": (8.6, 14.0),
+    "contract/test_groups.py": (None, 10.0),
     "e2e/test_fuzzed_parameters.py": (None, 2.5),
     "e2e/test_identity.py": (None, 6.5),
     "e2e/test_leases.py": (None, 5.5),
@@ -98,6 +99,7 @@ def newcomer(vllm: str) -> list[Job]:
     tiers = (*ONCE, "install", "gpu", "contract", *_with_servers(vllm))
     chosen = [job for tier in tiers for job in jobs(tier, vllm, "brief")]
     left_out = {what for what in MINUTES if what.startswith("e2e/")} - {"e2e/test_refusals.py"}
+    left_out |= {what for what in MINUTES if what.startswith("contract/")}
     if "V1" in accepted(vllm):
         left_out.add("equivalence/V2")
     return [job for job in chosen if job.what not in left_out]

@@ -124,6 +124,8 @@ while read -r -u 3 what version size estimate; do
     *)
         options=(-q --junitxml="$reports/${what//\//-}-$version.xml")
         [[ $size == whole ]] || options+=(-m "not long")
+        # A job of its own.
+        [[ $what != contract ]] || options+=(--ignore=tests/contract/test_groups.py)
         # A warning fails the test, except in the tiers that import vLLM, torch and NIXL, which warn by themselves.
         [[ ! $what =~ ^(contract|e2e|gpu) ]] || options+=(-W default)
         ran_pytest=1

@@ -95,7 +95,9 @@ def test_named_tiers_are_whole_and_those_without_vllm_run_once(capsys: pytest.Ca
     assert plan.named(["unit", "contract"], ["0.19.1", "0.28.0"]) == [
         Job("unit", "0.28.0"),
         Job("contract", "0.19.1"),
+        Job("contract/test_groups.py", "0.19.1"),
         Job("contract", "0.28.0"),
+        Job("contract/test_groups.py", "0.28.0"),
     ]
     assert plan.main(["all", "unti"]) == 2
     assert "found 'all' among tiers" in capsys.readouterr().err
