@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which tests tests/run.sh runs with which vLLM, and print one job per line.
 
-A job is a tier, or one file of the slowest tiers (e2e, contract), with one vLLM. Its size is "brief" (without the tests marked
-``long``) or "whole".
+A job is a tier, or one file of the slowest tiers (e2e, contract), with one vLLM. Its size is "brief" (without the tests
+marked ``long``) or "whole".
 
     newcomer   every tier with one vLLM and one Python, brief where a brief form exists: within 25 minutes
     all        every job

@@ -57,7 +57,6 @@ from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.topology import LocalRank
-from support.engine_fakes import grown
 
 BACKENDS = ["UCX"]
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 1 << 16, 8192
@@ -161,7 +160,8 @@ def prefill(folder: Path) -> None:
     blocks = list(reversed(range(NUM_BLOCKS)))
     rank.thread.submit(
         commands.Computed(
-            OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, grown(blocks), TOKENS, manifest), lambda: True
+            OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (BlockRange(0, tuple(blocks)),), TOKENS, manifest),
+            lambda: True,
         )
     )
     time.sleep(600)
