@@ -19,6 +19,7 @@ from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.model_runner_query import runner_of
 from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
 from kvcached_nixl.compat.specs import is_state, keeps_of, kind_of, kv_heads_of, odd_cells, specs_of, state_bytes
+from kvcached_nixl.compat.states import unserved_states
 from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.compat.weights import model_facts
 from kvcached_nixl.errors import LayoutRefused
@@ -87,7 +88,8 @@ class WorkerView:
         if len(ratios) > 1:
             shown = ", ".join(map(str, sorted(ratios)))
             refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
-        refused += self._unserved_states
+        specs = [spec for one in self._groups for spec in specs_of(one.kv_cache_spec)]
+        refused += unserved_states(specs, self._config.speculative_config)
         shuffles = is_rocm() and getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in self._backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
@@ -100,27 +102,6 @@ class WorkerView:
         # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
         if getattr(self._config.cache_config, "calculate_kv_scales", False):
             refused.append(("--calculate-kv-scales", "scales that come with the model"))
-        return refused
-
-    @property
-    def _unserved_states(self) -> list[tuple[str, str]]:
-        specs = [spec for one in self._groups for spec in specs_of(one.kv_cache_spec) if is_state(spec)]
-        if not specs:
-            return []
-        refused = []
-        if not installed_row().shape.serves_states:
-            found = f"layers that keep a state, with vLLM {found_version('vllm')}"
-            refused.append((found, "vLLM 0.28 or later, whose engine can load them"))
-        if odd := sorted({spec.mamba_cache_mode for spec in specs} - {"none", "align"}):
-            # Then a state is kept at every block boundary, and the last one is not always where the last token is.
-            refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
-        if any(vars(spec).get("num_prefill_checkpoint_blocks") for spec in specs):
-            # vLLM 0.30: blocks with states of earlier tokens, in the same block table.
-            refused.append(("checkpoints of states while a prompt is computed", "none"))
-        if getattr(self._config.speculative_config, "num_speculative_tokens", 0):
-            # vLLM may schedule drafts with the first token that decode computes, and takes that for a part of a prompt:
-            # the state is then one behind tokens that were only guessed (vllm#55178).
-            refused.append(("--speculative-config, with layers that keep a state", "no speculative decoding"))
         return refused
 
     @property

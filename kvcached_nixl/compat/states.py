@@ -14,10 +14,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.compat.private import private
-from kvcached_nixl.compat.specs import keeps_of
+from kvcached_nixl.compat.specs import is_state, keeps_of
+from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
 
-__all__ = ["ends_in_media", "know_states", "stop_before_last", "whole_because", "without_states"]
+__all__ = [
+    "ends_in_media",
+    "know_states",
+    "stop_before_last",
+    "unserved_states",
+    "whole_because",
+    "without_states",
+]
 
 _MARK = "_kvcached_nixl_whole_because"
 """Key in ``kv_transfer_params``: why the prompt was left whole; empty if its last token was taken away."""
@@ -73,6 +81,33 @@ def ends_in_media(mm_features: Iterable[Any], num_tokens: int) -> bool:
     """Whether the last token of a prompt belongs to an image, a sound, ..."""
     ends = (int(one.mm_position.offset) + int(one.mm_position.length) for one in mm_features)
     return max(ends, default=0) >= num_tokens
+
+
+def unserved_states(specs: Iterable[Any], speculative_config: Any) -> list[tuple[str, str]]:
+    """Settings with which decode would go on from another state than prefill's: (found, expected).
+
+    Args:
+        specs: of all layers.
+        speculative_config: vLLM's, or None.
+    """
+    specs = [spec for spec in specs if is_state(spec)]
+    if not specs:
+        return []
+    refused = []
+    if not installed_row().shape.serves_states:
+        found = f"layers that keep a state, with vLLM {found_version('vllm')}"
+        refused.append((found, "vLLM 0.28 or later, whose engine can load them"))
+    if odd := sorted({spec.mamba_cache_mode for spec in specs} - {"none", "align"}):
+        # Then a state is kept at every block boundary, and the last one is not always where the last token is.
+        refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
+    if any(vars(spec).get("num_prefill_checkpoint_blocks") for spec in specs):
+        # vLLM 0.30: blocks with states of earlier tokens, in the same block table.
+        refused.append(("checkpoints of states while a prompt is computed", "none"))
+    if getattr(speculative_config, "num_speculative_tokens", 0):
+        # vLLM may schedule drafts with the first token that decode computes, and takes that for a part of a prompt: the
+        # state is then one behind tokens that were only guessed (vllm#55178).
+        refused.append(("--speculative-config, with layers that keep a state", "no speculative decoding"))
+    return refused
 
 
 def without_states(kv_cache_config: Any) -> Any:

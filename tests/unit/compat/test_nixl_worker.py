@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.compat import nixl_worker as module
+from kvcached_nixl.compat import states
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.compat.nixl_worker import WorkerView
@@ -494,7 +495,8 @@ def row(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets what the installed vLLM is known for."""
 
     def known(**shape: Any) -> None:
-        monkeypatch.setattr(module, "installed_row", lambda: SimpleNamespace(shape=SimpleNamespace(**shape)))
+        for one in (module, states):
+            monkeypatch.setattr(one, "installed_row", lambda: SimpleNamespace(shape=SimpleNamespace(**shape)))
 
     return known
 
