@@ -19,6 +19,7 @@ from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
 
 __all__ = [
+    "align_chunks",
     "ends_in_media",
     "know_states",
     "stop_before_last",
@@ -58,6 +59,20 @@ def stop_before_last(core_request: Any) -> None:
         # vLLM 0.19 has no prompt_is_token_ids.
         if name in core_request.__struct_fields__ and getattr(core_request, name) is not None:
             setattr(core_request, name, getattr(core_request, name)[:-1])
+
+
+def align_chunks(scheduler: Any) -> None:
+    """Let prefill's chunks end where blocks with a state end, as vLLM's scheduler means them to.
+
+    Otherwise its prefix cache takes the state of a token in the middle of a block for the one at the block's end, and
+    every prompt that begins with this block is computed from it. A CPU's platform sets ``block_size`` back to its
+    default when the scheduler exists (``v1/engine/core.py``: ``_perform_handshakes``).
+    """
+    cache_config = private(scheduler, "cache_config")
+    if cache_config.mamba_cache_mode == "align":
+        specs = (one.kv_cache_spec for one in private(scheduler, "kv_cache_config").kv_cache_groups)
+        # One of them: vLLM takes states of one kind only.
+        cache_config.block_size = next(spec.block_size for spec in specs if keeps_of(spec) is Keeps.STATE)
 
 
 def whole_because(params: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
-from kvcached_nixl.compat.states import stop_before_last
+from kvcached_nixl.compat.states import align_chunks, stop_before_last
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
 
@@ -74,12 +74,12 @@ PREPROCESS_ADD_REQUEST = Patch(
     why="the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
     "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
     "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
-    "from which decode cannot go back.",
+    "from which decode cannot go back, or on a CPU cached states of other tokens than those of their blocks.",
     upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected; "
     "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace; "
-    "v1/nixl/base_scheduler.py: _truncate_mamba_request_for_prefill",
-    remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, and asks its "
-    "connector where prefill stops",
+    "v1/nixl/base_scheduler.py: _truncate_mamba_request_for_prefill; vllm/platforms/cpu.py: check_and_update_config",
+    remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, asks its "
+    "connector where prefill stops, and keeps the block size that its scheduler was made with",
 )
 
 
@@ -92,6 +92,7 @@ def preprocess_add_request(call: Call) -> Any:
     for side in sides_here:
         load_once(request, side.read.is_loaded)
     if any(side.keeps_states for side in sides_here):
+        align_chunks(call.instance.scheduler)
         stop_before_last(request)
     return call.proceed()
 

@@ -18,6 +18,7 @@ from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
 from vllm.v1.request import RequestStatus
 
+from kvcached_nixl.compat import states
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.wire import kv_groups
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
@@ -92,6 +93,29 @@ def test_the_superseded_slot_is_not_handed_over(
         with pytest.raises(AssertionError, match="== \\[\\]"):
             runs_rightly(prefill, decode, num_tokens)
     rest(prefill, decode)
+
+
+@pytest.mark.parametrize("is_aligned", [True, False], ids=["as it is", "as vLLM leaves it on a CPU"])
+def test_a_cached_state_is_the_one_at_its_blocks_end(
+    is_aligned: bool, node: Callable[..., GroupsNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's platform sets the block size back when the scheduler exists. Chunks of one and a half blocks would then
+    leave a state in the middle of the second block, and the next prompt would go on from there."""
+    prefill, decode = node(PREFILL_FILLING, tokens_a_step=BLOCK * 3 // 2), node(DECODE_FILLING)
+    prefill.scheduler.cache_config.block_size = BLOCK // 2
+    if not is_aligned:
+        monkeypatch.setattr(states, "align_chunks", lambda scheduler: None)
+    for num_tokens, is_right in ((4 * BLOCK + 1, True), (2 * BLOCK + 5, is_aligned)):
+        params = prefilled(prefill, PREFILL_ID, num_tokens)
+        decode.add(DECODE_ID, params, 2, num_tokens=num_tokens)
+        if is_right:
+            runs_rightly(prefill, decode, num_tokens)
+            rest(prefill, decode)
+        else:
+            with pytest.raises(AssertionError, match="== \\[\\]"):
+                runs_rightly(prefill, decode, num_tokens)
+        assert decode.scheduler.reset_prefix_cache() or not is_right
+        prefill.transfer_params.clear()
 
 
 def test_prefills_hit_ends_before_the_state_that_it_hands_over(node: Callable[..., GroupsNode]) -> None:
