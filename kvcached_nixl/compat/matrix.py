@@ -53,7 +53,7 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
             Era,
             f"{_MULTIPLES}; with a sliding window, prefill's not the smaller ones; refused on a CPU",
         ),
-        "peers with different layouts": dict.fromkeys(Era, _REFUSED),
+        "peers with different layouts": dict.fromkeys(Era, "served; a descriptor per layer and block, or two"),
         "a peer that pulls and one that pushes": dict.fromkeys(Era, _REFUSED),
         "peer without this package": dict.fromkeys(Era, _REFUSED),
         "pipeline and context parallelism": dict.fromkeys(Era, _REFUSED),

@@ -13,6 +13,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     8: fields named as in docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
     9: memory, manifests and registrations are described by KV-cache group, with a block size of its own for each.
     10: a group may keep states: blocks of one token, the last one, with padding behind their cell.
+    11: the tag has no arrangement: planes say where cells are, so peers may lay their blocks out differently.
 """
 
 from __future__ import annotations
@@ -55,13 +56,11 @@ class Tag(msgspec.Struct, frozen=True):
     Attributes:
         direction: ``pull`` or ``push``.
         facts: everything but the weights that the bytes depend on, as (name, value): vLLM, configuration, dtype, ...
-        arrangement: how kvcached has laid out the blocks.
         planes: per KV-cache group (number, bytes of a cell) of each kind of plane.
     """
 
     mode: str
     facts: tuple[tuple[str, str], ...]
-    arrangement: str
     planes: tuple[tuple[tuple[int, int], ...], ...]
 
     def __str__(self) -> str:
@@ -70,7 +69,7 @@ class Tag(msgspec.Struct, frozen=True):
             " and ".join(f"{count} planes of cells of {size} bytes" for count, size in one) for one in self.planes
         )
         planes = ", ".join(f"group {place}: {group}" for place, group in enumerate(groups))
-        return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {self.arrangement}; {planes}]"
+        return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {planes}]"
 
 
 Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]

@@ -129,7 +129,6 @@ def build_worker(
     tag = Tag(
         mode=settings.transfer_mode.value,
         facts=(*worker.facts, ("layers of groups", layers_digest(layout, registered.layers_of_groups))),
-        arrangement=layout.arrangement.value,
         planes=tuple(tuple((len(kind.bases), kind.cell_bytes) for kind in group.planes) for group in groups),
     )
     host = Host.here(memory_type, os.environ)

@@ -99,11 +99,25 @@ def node(
         yield one
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
-def test_prompts_around_the_window_arrive(contiguous: bool, node: Callable[..., GroupsNode]) -> None:
+@pytest.mark.parametrize("contiguous", [(False, False), (True, True), (True, False)], ids=str)
+def test_prompts_around_the_window_arrive(contiguous: tuple[bool, bool], node: Callable[..., GroupsNode]) -> None:
     """Finding B5: from inside the window to beyond it, over every block boundary; none is recomputed."""
-    prefill, decode = node(PREFILL_FILLING, contiguous), node(DECODE_FILLING, contiguous)
-    for num_tokens in (5, 16, 17, *range(60, 101, 1 if contiguous else 4), 63, 64, 65, 66, 79, 80, 81, 129, 200):
+    prefill, decode = node(PREFILL_FILLING, contiguous[0]), node(DECODE_FILLING, contiguous[1])
+    for num_tokens in (
+        5,
+        16,
+        17,
+        *range(60, 101, 1 if contiguous == (True, True) else 4),
+        63,
+        64,
+        65,
+        66,
+        79,
+        80,
+        81,
+        129,
+        200,
+    ):
         params = prefilled(prefill, PREFILL_ID, num_tokens)
         # All of it is to come from prefill.
         assert decode.scheduler.reset_prefix_cache()

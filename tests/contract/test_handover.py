@@ -58,7 +58,6 @@ from support.transports import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.transport import side_channel
-from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import EXTENSION, MAX_HEARTBEAT_BYTES
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.messages import PREFIX, Stopped, encode
@@ -288,16 +287,12 @@ def test_an_engine_that_is_asked_while_it_stands_still_is_asked_again(
     assert len(asked_for) > 2 and "trying again" in decode.log.text
 
 
-def test_an_engine_of_another_arrangement_is_refused_in_words(node: Callable[..., Node]) -> None:
-    prefill = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS)
-    decode = node(DECODE_FILLING, dataclasses.replace(RESERVED, contiguous=True))
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
-    ends_by_policy("fail", decode, prefill)
-    assert "non-contiguous; expected contiguous" in decode.log.text and prefill.tag != decode.tag
-    assert "KVCACHED_CONTIGUOUS_LAYOUT" in decode.log.text
-    assert decode.account["kvcached_nixl_failures"] == [FailureCause.REFUSED]
-    computed_alone(prefill)
-    computed_alone(decode)
+@pytest.mark.parametrize("of_decode", [False, True], ids=["contiguous prefill", "contiguous decode"])
+def test_engines_of_different_arrangements_serve_each_other(of_decode: bool, node: Callable[..., Node]) -> None:
+    prefill = node(PREFILL_FILLING, dataclasses.replace(RESERVED, contiguous=not of_decode))
+    decode = node(DECODE_FILLING, dataclasses.replace(RESERVED, contiguous=of_decode))
+    served(prefill, decode)
+    assert prefill.tag == decode.tag and decode.account["kvcached_nixl_failures"] == []
 
 
 def test_engines_of_which_only_one_pushes_refuse_each_other(direction: str, node: Callable[..., Node]) -> None:

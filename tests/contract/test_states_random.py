@@ -80,12 +80,11 @@ class Schedule:
         self.mode = dice.choice(["pull", "push"])
         order = dice.choice(ORDERS)
         states = tuple(place for place, kind in enumerate(order) if isinstance(kind, str))
-        geometry = dataclasses.replace(GEOMETRY, states=states, contiguous=dice.random() < 0.5)
 
         def engine(filling: int) -> Node:
             return self.make(
                 filling,
-                geometry,
+                dataclasses.replace(GEOMETRY, states=states, contiguous=dice.random() < 0.5),
                 windows=order,
                 policy="recompute",
                 prefix_caching="none" not in order,

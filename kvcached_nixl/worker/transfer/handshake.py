@@ -48,8 +48,8 @@ class Handshaker:
             raise HandOverFailed(
                 FailureCause.REFUSED,
                 f"{where} is another kind of engine: {differences(compatibility, self.compatibility)}. Run the same "
-                "vLLM, kvcached, kvcached_nixl and model with the same KVCACHED_CONTIGUOUS_LAYOUT, dtype and "
-                "transfer_mode on both sides; `python -m kvcached_nixl` prints what each has.",
+                "vLLM, kvcached, kvcached_nixl and model with the same dtype and transfer_mode on both sides; "
+                "`python -m kvcached_nixl` prints what each has.",
             )
         answer = read_answer(metadata)
         rank = read_rank(answer.rank)

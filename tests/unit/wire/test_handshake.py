@@ -26,9 +26,7 @@ from kvcached_nixl.wire.handshake import (
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
-TAG = Tag(
-    "pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), "contiguous", (((16, 128), (2, 64)), ((4, 32),))
-)
+TAG = Tag("pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), (((16, 128), (2, 64)), ((4, 32),)))
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
 WEIGHTS = Weights("1" * 32, "2" * 32, "")
 PROCESS = Process("a-boot", "pid:[1]", 7, 2**40)
@@ -42,7 +40,6 @@ OTHER: dict[str, list[Any]] = {
         (("vLLM", "0.19.1"), ("model", "m")),
         (("vLLM", "0.19.1"), ("dtype", "m"), ("model", "bf16")),
     ],
-    "arrangement": ["non-contiguous"],
     "planes": [
         (((16, 128), (2, 64)),),
         (((16, 128),), ((2, 64), (4, 32))),
@@ -53,11 +50,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_10_is_these_words() -> None:
+def test_the_tag_of_protocol_11_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 10
+    assert PROTOCOL == 11
     assert str(TAG) == (
-        "kvcached_nixl/10 pull [vLLM 0.19.1; model m; dtype bf16; contiguous; group 0: 16 planes of cells of 128 bytes "
+        "kvcached_nixl/11 pull [vLLM 0.19.1; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
         "and 2 planes of cells of 64 bytes, group 1: 4 planes of cells of 32 bytes]"
     )
 
@@ -236,7 +233,7 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
     several = msgspec.structs.replace(other, mode="push")
     assert differences(str(several), str(TAG)) == (
-        "found dtype fp8, kvcached_nixl/10 push; expected dtype bf16, kvcached_nixl/10 pull"
+        "found dtype fp8, kvcached_nixl/11 push; expected dtype bf16, kvcached_nixl/11 pull"
     )
     more = msgspec.structs.replace(TAG, facts=(*TAG.facts, ("spec", "eagle")))
     assert differences(str(more), str(TAG)) == "found spec eagle; expected nothing"

@@ -68,7 +68,7 @@ def test_a_peer_that_offers_something_else_is_refused_in_words(local: Local, the
     shown = ("found kvcached_nixl/6 push;", "expected kvcached_nixl/6 pull.") if "push" in theirs else ()
     assert all(one in needing.words for one in shown or (repr(theirs)[:1000], repr(TAG)))
     assert "engine remote at 10.0.0.2:5601" in needing.words
-    assert "KVCACHED_CONTIGUOUS_LAYOUT" in needing.words and len(needing.words) < 3000
+    assert "the same dtype and transfer_mode" in needing.words and len(needing.words) < 3000
     assert len(local.peers) == 0
     Needing(local, remote.address)
     assert len(local.asking.asked) == 2, "it may have been replaced by one that fits"
