@@ -282,7 +282,7 @@ class Worker:
             weights=engine.kind.weights,
             process=self.host.own,
         )
-        tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), "dense", (((2, 8),),)))
+        tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), (((2, 8),),)))
 
         def offer(weights: Weights) -> None:
             told = msgspec.structs.replace(handshake, weights=weights)
