@@ -47,7 +47,10 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "states where a block is several kernel blocks": dict.fromkeys(Era, "not staged"),
         "states and speculative decoding": dict.fromkeys(Era, _REFUSED),
         "a state kept at every block boundary (--mamba-cache-mode all)": dict.fromkeys(Era, _REFUSED),
-        "peers with states and different tensor-parallel sizes": dict.fromkeys(Era, _REFUSED),
+        "peers with states and different tensor-parallel sizes": {
+            Era.KV_APART: _REFUSED,
+            Era.PACKED: f"{_MULTIPLES}; a Mamba2 model whose configuration does not tell its groups is refused",
+        },
         "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),
         "peers with different block sizes": dict.fromkeys(
             Era,

@@ -19,6 +19,7 @@ from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.model_runner_query import runner_of
 from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
 from kvcached_nixl.compat.specs import is_state, keeps_of, kind_of, kv_heads_of, odd_cells, specs_of, state_bytes
+from kvcached_nixl.compat.state_parts import Part, dims_first, groups_of_states, parts_of_state
 from kvcached_nixl.compat.states import unserved_states
 from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.compat.weights import model_facts
@@ -105,6 +106,10 @@ class WorkerView:
         return refused
 
     @property
+    def _has_states(self) -> bool:
+        return any(keeps_of(one.kv_cache_spec) is Keeps.STATE for one in self._groups)
+
+    @property
     def _groups(self) -> Any:
         return private(self.worker, "kv_cache_config").kv_cache_groups
 
@@ -121,6 +126,8 @@ class WorkerView:
             "attention": self._attention,
             "groups": "; ".join(f"{index}: {kind_of(one.kv_cache_spec)}" for index, one in enumerate(self._groups)),
         }
+        if self._has_states:
+            facts["states of convolutions"] = "channels first" if dims_first() else "channels last"
         return tuple((name, str(value)) for name, value in facts.items())
 
     @property
@@ -185,6 +192,11 @@ class WorkerView:
         return bool(private(self.worker, "use_mla"))
 
     @property
+    def is_latent(self) -> bool:
+        """Whether all ranks hold the same KV: latents, and no states, of which each rank has a share of its own."""
+        return self.use_mla and not self._has_states
+
+    @property
     def kernel_blocks_per_block(self) -> int:
         """Kernel blocks per logical block, in every KV-cache group (see `unserved`)."""
         return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
@@ -240,22 +252,22 @@ class WorkerView:
     def device_id(self) -> int:
         return int(private(self.worker, "device_id"))
 
-    def groups(self) -> list[dict[str, tuple[int, int, int, int]]]:
+    def groups(self) -> list[dict[str, tuple[int, int, int, int, tuple[Part, ...]]]]:
         """Per KV-cache group: layer name -> bytes (K and V, or the latent), tokens and heads of one of its kernel
-        blocks, and 0; of a layer with a state: bytes of its page, 1, 1, and bytes of its state.
+        blocks, 0, and (); of a layer with a state: bytes of its page, 1, 1, bytes of its state, and its parts.
 
         Raises:
             LayoutRefused: a layer has cells that are not one token of one head.
         """
         return [self._pages(group.layer_names, group.kv_cache_spec) for group in self._groups]
 
-    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, tuple[int, int, int, int]]:
+    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, tuple[int, int, int, int, tuple[Part, ...]]]:
         ratio = self.kernel_blocks_per_block
-        pages: dict[str, tuple[int, int, int, int]] = {}
+        pages: dict[str, tuple[int, int, int, int, tuple[Part, ...]]] = {}
         for layer in layers:
             own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
             if is_state(own):
-                pages[layer] = own.page_size_bytes, 1, 1, state_bytes(own)
+                pages[layer] = own.page_size_bytes, 1, 1, state_bytes(own), self._parts_of_state(own)
                 continue
             if reason := odd_cells(own):
                 raise LayoutRefused(
@@ -265,8 +277,12 @@ class WorkerView:
                     remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
                 )
             heads = int(private(own, "num_kv_heads"))
-            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, heads, 0
+            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, heads, 0, ()
         return pages
+
+    def _parts_of_state(self, spec: Any) -> tuple[Part, ...]:
+        groups = groups_of_states(private(self.worker, "model_config").hf_text_config)
+        return parts_of_state(spec, self.tp_rank, self.tp_size, groups, dim_first=dims_first())
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
         """The shape of a layer's cache for distinctive numbers of blocks, tokens and heads, and those numbers."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcached_nixl.wire.kv_groups import Keeps
 
-__all__ = ["is_state", "keeps_of", "kind_of", "kv_heads_of", "odd_cells", "specs_of", "state_bytes"]
+__all__ = ["is_state", "keeps_of", "kind_of", "kv_heads_of", "odd_cells", "specs_of", "state_bytes", "tensors_of_state"]
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
@@ -41,10 +41,11 @@ def _keeps(spec: Any) -> Keeps:
 
 def state_bytes(spec: Any) -> int:
     """Bytes of a layer's state, without the padding behind it."""
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in _tensors(spec))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors_of_state(spec))
 
 
-def _tensors(spec: Any) -> list[tuple[tuple[int, ...], Any]]:
+def tensors_of_state(spec: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and data type of each tensor of a layer's state, on one rank."""
     return [(tuple(shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
 
 
@@ -55,7 +56,8 @@ def kind_of(kv_cache_spec: Any) -> str:
         known = vars(spec)
         limits = [f" {name}={known[name]}" for name in ("sliding_window", "attention_chunk_size") if known.get(name)]
         if is_state(spec):
-            limits = [f" {spec.mamba_type}", *(f" {shape} {dtype}" for shape, dtype in _tensors(spec))]
+            # Not the shapes: they depend on the tensor-parallel size.
+            limits = [f" {spec.mamba_type}", *(f" {dtype}" for _, dtype in tensors_of_state(spec))]
         kinds.add(f"{type(spec).__name__}{''.join(limits)}")
     return "+".join(sorted(kinds))
 

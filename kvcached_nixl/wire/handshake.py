@@ -13,7 +13,8 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     8: fields named as in docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
     9: memory, manifests and registrations are described by KV-cache group, with a block size of its own for each.
     10: a group may keep states: blocks of one token, the last one, with padding behind their cell.
-    11: the tag has no arrangement: planes say where cells are, so peers may lay their blocks out differently.
+    11: the tag has no arrangement: planes say where cells are, so peers may lay their blocks out differently. States
+        are described by part, too, for peers with another tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Tag(msgspec.Struct, frozen=True):
     Attributes:
         direction: ``pull`` or ``push``.
         facts: everything but the weights that the bytes depend on, as (name, value): vLLM, configuration, dtype, ...
-        planes: per KV-cache group (number, bytes of a cell) of each kind of plane.
+        planes: per KV-cache group (number, bytes of a cell) of each kind of plane; of states, of their parts if known.
     """
 
     mode: str

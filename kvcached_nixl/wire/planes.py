@@ -7,7 +7,7 @@ import msgspec
 
 from kvcached_nixl.wire.checked import require
 
-__all__ = ["GroupMemory", "Planes"]
+__all__ = ["GroupMemory", "Planes", "exchanged"]
 
 _ADDRESSES = 2**63
 
@@ -60,15 +60,18 @@ class GroupMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         planes: one entry per kind, in the same order on both sides. All have blocks of the same number of tokens.
         kernel_blocks_per_block: kernel blocks in a logical block.
+        parts: of states, the same bytes by channel and head, for peers that have another share of them; empty if it is
+            not known how ranks share them.
     """
 
     planes: tuple[Planes, ...]
     kernel_blocks_per_block: int = 1
+    parts: tuple[Planes, ...] = ()
 
     def __post_init__(self) -> None:
-        require(0 < len(self.planes) <= 64, "1 to 64 kinds of planes in a KV-cache group")
+        require(0 < len(self.planes) <= 64 and len(self.parts) <= 64, "1 to 64 kinds of planes in a KV-cache group")
         require(0 < self.kernel_blocks_per_block < 2**20, "at least one kernel block in a block")
-        sizes = {(planes.block_size, planes.num_blocks) for planes in self.planes}
+        sizes = {(planes.block_size, planes.num_blocks) for planes in (*self.planes, *self.parts)}
         require(len(sizes) == 1, "blocks of one size in a KV-cache group")
 
     @property
@@ -80,3 +83,11 @@ class GroupMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def block_size(self) -> int:
         """Tokens in a logical block (the scheduler's)."""
         return self.kernel_block_size * self.kernel_blocks_per_block
+
+
+def exchanged(here: GroupMemory, there: GroupMemory) -> tuple[tuple[Planes, ...], tuple[Planes, ...]]:
+    """The planes by which two ranks exchange a KV-cache group: of states the whole ones if both have the same share,
+    else their parts."""
+    if here.parts and there.parts and here.planes[0].first_head != there.planes[0].first_head:
+        return here.parts, there.parts
+    return here.planes, there.planes

@@ -84,7 +84,7 @@ class StockWorker(Protocol):
     def kernel_blocks_per_block(self) -> int: ...
     def first_head(self, num_heads: int) -> int: ...
     @property
-    def use_mla(self) -> bool: ...
+    def is_latent(self) -> bool: ...
     @property
     def answers_before_drafts(self) -> bool: ...
     @property
@@ -119,7 +119,7 @@ def build_worker(
         tp_size=worker.tp_size,
         tp_rank=worker.tp_rank,
         groups=groups,
-        is_latent=worker.use_mla,
+        is_latent=worker.is_latent,
         needs_equal_blocks=slab is not None and worker.zeroes_blocks,
     )
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
@@ -129,7 +129,9 @@ def build_worker(
     tag = Tag(
         mode=settings.transfer_mode.value,
         facts=(*worker.facts, ("layers of groups", layers_digest(layout, registered.layers_of_groups))),
-        planes=tuple(tuple((len(kind.bases), kind.cell_bytes) for kind in group.planes) for group in groups),
+        planes=tuple(
+            tuple((len(kind.bases), kind.cell_bytes) for kind in group.parts or group.planes) for group in groups
+        ),
     )
     host = Host.here(memory_type, os.environ)
     handshake = RankHandshake(

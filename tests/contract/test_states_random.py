@@ -25,11 +25,13 @@ from support.groups_node import GroupsNode
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEND, rest, until_both
 from vllm.v1.request import Request, RequestStatus
 
+from kvcached_nixl.compat import states
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.worker.geometry.descriptors import Route
+from kvcached_nixl.worker.staging.slab import Slab
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 
 pytestmark = pytest.mark.skipif(not installed_row().shape.serves_states, reason="this vLLM cannot load states")
@@ -79,12 +81,12 @@ class Schedule:
         dice = self.dice
         self.mode = dice.choice(["pull", "push"])
         order = dice.choice(ORDERS)
-        states = tuple(place for place, kind in enumerate(order) if isinstance(kind, str))
+        with_states = tuple(place for place, kind in enumerate(order) if isinstance(kind, str))
 
         def engine(filling: int) -> Node:
             return self.make(
                 filling,
-                dataclasses.replace(GEOMETRY, states=states, contiguous=dice.random() < 0.5),
+                dataclasses.replace(GEOMETRY, states=with_states, contiguous=dice.random() < 0.5),
                 windows=order,
                 policy="recompute",
                 prefix_caching="none" not in order,
@@ -260,6 +262,90 @@ def windows_begin_too_late(patch: Patcher) -> None:
     patch.setattr(FetchRequest, "groups", groups)
 
 
+def chunks_end_in_the_middle_of_blocks(patch: Patcher) -> None:
+    """And the state of a token there is cached as that of the block's end."""
+
+    def align_chunks(scheduler: Any) -> None:
+        scheduler.cache_config.block_size = BLOCK // 2
+
+    patch.setattr(states, "align_chunks", align_chunks)
+
+
+def a_windows_block_is_one_too_old(patch: Patcher) -> None:
+    def range_(self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
+        found = original(self, blocks, first_token, end_token)
+        if self.keeps is Keeps.WINDOW and len(found.block_ids) > 1:
+            return BlockRange(found.first_token, (*found.block_ids[:1], *found.block_ids[:-1]))
+        return found
+
+    original = KVGroup.range
+    patch.setattr(KVGroup, "range", range_)
+
+
+def the_end_of_a_prompt_is_not_moved(patch: Patcher) -> None:
+    def descriptors(self: Route, here: Any, there: Any, first: int, end: int) -> Any:
+        return original(self, here, there, first, end - BLOCK if end - BLOCK > first else end)
+
+    original = Route.descriptors
+    patch.setattr(Route, "descriptors", descriptors)
+
+
+def the_beginning_of_a_prompt_is_not_moved(patch: Patcher) -> None:
+    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
+        found = list(original(self, block_ids, first_token, terms))
+        for place, group in enumerate(terms.groups.all):
+            if group.keeps is Keeps.EVERYTHING and len(found[place].block_ids) > 1:
+                size = group.table_block_size
+                found[place] = BlockRange(found[place].first_token + size, found[place].block_ids[1:])
+        return tuple(found)
+
+    original = FetchRequest.groups
+    patch.setattr(FetchRequest, "groups", groups)
+
+
+def layers_of_attention_are_swapped(patch: Patcher) -> None:
+    def init(self: Route, local: Any, remote: Any) -> None:
+        if not local.padded_bytes:
+            remote = msgspec.structs.replace(remote, bases=tuple(reversed(remote.bases)))
+        original(self, local, remote)
+
+    original = Route.__init__
+    patch.setattr(Route, "__init__", init)
+
+
+def a_cached_prefix_counts_for_the_state(patch: Patcher) -> None:
+    """Decode has some of the prompt, and leaves out the state that is behind the rest."""
+
+    def ranges(routes: Any, groups: Any, end_token: int) -> Any:
+        starts = [first for here, _, first in groups if len(here.ids) > 1 or first < end_token - 1]
+        kept = [
+            (here, there, end_token if starts and min(starts) and first == end_token - 1 else first)
+            for here, there, first in groups
+        ]
+        return original(routes, kept, end_token)
+
+    original = PeerRoutes.ranges
+    patch.setattr(PeerRoutes, "ranges", staticmethod(ranges))
+
+
+def another_layout_is_taken_for_the_own_one(patch: Patcher) -> None:
+    def init(self: Route, local: Any, remote: Any) -> None:
+        original(self, local, msgspec.structs.replace(remote, block_stride_bytes=local.block_stride_bytes))
+
+    original = Route.__init__
+    patch.setattr(Route, "__init__", init)
+
+
+def slots_of_a_slab_are_mixed_up(patch: Patcher) -> None:
+    """Two blocks of a staged hand-over change places on their way into the cache."""
+
+    def scatter(self: Slab, slots: list[int], blocks: list[int]) -> None:
+        original(self, slots, blocks[::-1])
+
+    original = Slab.scatter
+    patch.setattr(Slab, "scatter", scatter)
+
+
 FAULTS: tuple[Callable[[Patcher], None], ...] = (
     the_superseded_slot,
     states_of_two_layers_are_swapped,
@@ -267,6 +353,14 @@ FAULTS: tuple[Callable[[Patcher], None], ...] = (
     a_state_is_not_moved,
     groups_are_mixed_up,
     windows_begin_too_late,
+    chunks_end_in_the_middle_of_blocks,
+    a_windows_block_is_one_too_old,
+    the_end_of_a_prompt_is_not_moved,
+    the_beginning_of_a_prompt_is_not_moved,
+    layers_of_attention_are_swapped,
+    a_cached_prefix_counts_for_the_state,
+    another_layout_is_taken_for_the_own_one,
+    slots_of_a_slab_are_mixed_up,
 )
 
 

@@ -19,7 +19,7 @@ from packaging.version import Version
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, HandOver, Pair, http_client
 from experiments.common.families import FAMILIES, make_family
-from experiments.common.servers import ServerSpec, running
+from experiments.common.servers import UNIPROC, ServerSpec, running
 
 # Lengths around one block of 32 tokens, beyond the sliding window of 128, and beyond one chunk of 256.
 LENGTHS = (1, 33, 100, 300, 700)
@@ -60,8 +60,33 @@ class Case:
         """Prefill leaves the prompt's last token out."""
         return 1 in self.block_sizes
 
-    def model(self) -> Path:
-        return make_family(self.family) if self.family else models.make_model(self.shape)
+    def side(self, name: str, tp: int = 1) -> ServerSpec:
+        family = FAMILIES[self.family] if self.family else None
+        return ServerSpec(
+            name=name,
+            model=make_family(self.family) if family else models.make_model(self.shape),
+            dtype="bfloat16" if self.rounds else "float32",
+            max_num_batched_tokens=256,
+            tensor_parallel_size=tp,
+            executor="mp" if tp > 1 else UNIPROC,
+            kv_transfer={
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"num_threads": 0, **self.extra},
+            },
+            environment={
+                "ENABLE_KVCACHED": "true",
+                "KVCACHED_CONTIGUOUS_LAYOUT": str(self.contiguous).lower(),
+                "KVCACHED_HOSTVMM_GIB": "2",
+            },
+            block_size=family.block_size if family else BLOCK_SIZE,
+            arguments=(
+                *(GROUPS if len(self.block_sizes) > 1 else ()),
+                *(family.arguments if family else ()),
+                *self.arguments,
+            ),
+            forks=True,
+        )
 
 
 CASES = {
@@ -112,34 +137,7 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
         pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
     # Shorter prompts are not handed over.
     lengths = (3, *LENGTHS[1:]) if served.has_states else LENGTHS
-    connector = {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"num_threads": 0, **served.extra},
-    }
-    environment = {
-        "ENABLE_KVCACHED": "true",
-        "KVCACHED_CONTIGUOUS_LAYOUT": str(served.contiguous).lower(),
-        "KVCACHED_HOSTVMM_GIB": "2",
-    }
-    specs = [
-        ServerSpec(
-            name=side,
-            model=served.model(),
-            dtype="bfloat16" if served.rounds else "float32",
-            max_num_batched_tokens=256,
-            kv_transfer=connector,
-            environment=environment,
-            block_size=FAMILIES[served.family].block_size if served.family else BLOCK_SIZE,
-            arguments=(
-                *(GROUPS if len(served.block_sizes) > 1 else ()),
-                *(FAMILIES[served.family].arguments if served.family else ()),
-                *served.arguments,
-            ),
-            forks=True,
-        )
-        for side in ("prefill", "decode")
-    ]
+    specs = [served.side(side) for side in ("prefill", "decode")]
     with running(specs, tmp_path) as (prefill, decode):
         alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url, lengths))
     if not served.rounds:
@@ -159,6 +157,25 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
             sent = group[: len(group) - more]
             assert sent[len(sent) - len(received) :] == received
         assert any(record["digests"])
+
+
+SHARES = {
+    "a group on each rank": (1, 2, Case(family="nemotron-h", block_sizes=(1, 128), extra={"verify_fraction": 1.0})),
+    "one group, pushed": (2, 1, Case(family="granite4-h", contiguous=False, block_sizes=(1, 1, 1, 256), extra=PUSHED)),
+}
+
+
+@pytest.mark.parametrize("case", list(SHARES))
+def test_ranks_with_other_shares_of_a_state_get_theirs(case: str, tmp_path: Path) -> None:
+    """Unequal tensor-parallel sizes: a convolution's state has channels of several projections, each shared out."""
+    if Version(version("vllm")) < Version(SERVED_FROM):
+        pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
+    prefill_tp, decode_tp, served = SHARES[case]
+    specs = [served.side("prefill", prefill_tp), served.side("decode", decode_tp)]
+    with running(specs, tmp_path) as (prefill, decode):
+        alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url, (3, 100, 300, 700)))
+    assert [answer.token_ids for answer in alone] == [hand_over.answer.token_ids for hand_over in handed_over]
+    assert {hand_over.transfer for hand_over in handed_over} <= set(records)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

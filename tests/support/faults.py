@@ -601,6 +601,6 @@ def a_digest_is_of_all_heads(patch: Patcher) -> None:
     digest = Content.digest
 
     def of_all(self: Any, groups: Any, end_token: int, _: Any) -> str:
-        return digest(self, groups, end_token, self._groups)
+        return digest(self, groups, end_token, self._memory)
 
     patch.setattr(Content, "digest", of_all)

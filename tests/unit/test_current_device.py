@@ -154,7 +154,7 @@ class Stock:
     engine_id = "e"
     tp_size, tp_rank = 2, 1
     kernel_blocks_per_block = 1
-    use_mla = False
+    is_latent = False
     answers_before_drafts = zeroes_blocks = False
     facts = ()
 

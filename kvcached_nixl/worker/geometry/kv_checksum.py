@@ -9,14 +9,14 @@ block ids do not matter, and the unused rest of the last block is not included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from kvcached_nixl.wire.planes import GroupMemory, Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 
 __all__ = ["Content"]
@@ -24,12 +24,9 @@ __all__ = ["Content"]
 _PIECE_BYTES = 32 << 20
 
 
-class _Group(NamedTuple):
-    """A KV-cache group: its planes, and per area with some of them: its blocks as bytes, (num_blocks, block_bytes), and
-    of each plane (the kind, the plane's index in its kind, offset in a block)."""
-
-    planes: Sequence[Planes]
-    areas: list[tuple[torch.Tensor, list[tuple[int, int, int]]]]
+_Areas: TypeAlias = list[tuple[torch.Tensor, list[tuple[int, int, int]]]]
+"""Per area with some of a group's planes: its blocks as bytes, (num_blocks, block_bytes), and of each plane (the kind,
+the plane's index in its kind, offset in a block)."""
 
 
 class Content:
@@ -41,7 +38,11 @@ class Content:
     """
 
     def __init__(self, groups: Sequence[GroupMemory], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._groups = [_Group(group.planes, _areas(group.planes, areas)) for group in groups]
+        self._memory = tuple(groups)
+        # Both ways in which a group may be exchanged.
+        self._areas: dict[tuple[Planes, ...], _Areas] = {
+            planes: _areas(planes, areas) for group in groups for planes in (group.planes, group.parts) if planes
+        }
 
     def digest(self, groups: Sequence[tuple[KernelBlocks, int]], end_token: int, other: Sequence[GroupMemory]) -> str:
         """Returns the checksum of the tokens before ``end_token`` and the heads that both sides have: 32 hexadecimal
@@ -54,12 +55,13 @@ class Content:
         Threads: any. The blocks are read until it returns.
         """
         whole = xxhash.xxh3_128()
-        for (blocks, first_token), group, there in zip(groups, self._groups, other, strict=True):
+        for (blocks, first_token), here, there in zip(groups, self._memory, other, strict=True):
             if first_token >= end_token:
                 continue
-            found = [[xxhash.xxh3_128() for _ in one.bases] for one in group.planes]
-            for area, within in group.areas:
-                self._read(area, group.planes, within, blocks, first_token, end_token, there.planes, found)
+            planes, theirs = exchanged(here, there)
+            found = [[xxhash.xxh3_128() for _ in one.bases] for one in planes]
+            for area, within in self._areas[planes]:
+                self._read(area, planes, within, blocks, first_token, end_token, theirs, found)
             for one in found:
                 for plane in one:
                     whole.update(plane.digest())
@@ -110,10 +112,8 @@ def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes
     return view.reshape(-1, last - first, here.cell_bytes)
 
 
-def _areas(
-    planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]
-) -> list[tuple[torch.Tensor, list[tuple[int, int, int]]]]:
-    """Returns the areas that hold some of the planes, as in `_Group`."""
+def _areas(planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> _Areas:
+    """Returns the areas that hold some of the planes."""
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for kind, one in enumerate(planes):
         for place, base in enumerate(one.bases):

@@ -27,7 +27,7 @@ import torch
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.geometry.kv_axes import Axes
-from kvcached_nixl.worker.geometry.states import pages_of_state
+from kvcached_nixl.worker.geometry.states import StatePart, pages_of_state
 
 __all__ = ["Arrangement", "Layout", "Page", "Region", "plan"]
 
@@ -48,12 +48,14 @@ class Page:
         num_bytes: of K and V together, or of the latent, or of a state and the padding behind it.
         num_heads: on this rank; 1 for a latent.
         state_bytes: of a state, without padding; 0 for a layer with KV.
+        state_parts: how ranks share it; empty if this is not known.
     """
 
     num_bytes: int
     num_tokens: int
     num_heads: int
     state_bytes: int = 0
+    state_parts: tuple[StatePart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Layout:
         device_views: layer name -> the tensor attention uses, narrowed to ``num_blocks``. Only layers that have a cache
             of their own, not those that share another layer's. Of a layer with a state: its pages, one a logical block.
         state_bytes: layer name -> bytes of its state, for layers that keep one.
+        state_parts: layer name -> how ranks share its state; for the same layers.
         regions: what is registered.
     """
 
@@ -89,6 +92,7 @@ class Layout:
     device_views: dict[str, torch.Tensor]
     regions: tuple[Region, ...]
     state_bytes: Mapping[str, int] = field(default_factory=dict)
+    state_parts: Mapping[str, tuple[StatePart, ...]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -253,6 +257,7 @@ def plan(
         # Without duplicates: layers of different groups share a pool.
         regions=tuple(dict.fromkeys(regions)),
         state_bytes=state_bytes,
+        state_parts={layer: pages[layer].state_parts for layer in state_bytes},
     )
 
 

@@ -13,7 +13,7 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.geometry.layout import Layout
-from kvcached_nixl.worker.geometry.states import state_planes
+from kvcached_nixl.worker.geometry.states import part_planes, state_planes
 
 __all__ = ["group_memory", "layers_digest", "planes_of"]
 
@@ -34,7 +34,8 @@ def group_memory(
     """
     views = _views(layout, layers)
     if all(layer in layout.state_bytes for layer in views):
-        return GroupMemory(state_planes(views, layout.state_bytes, first_head(0)))
+        whole = state_planes(views, layout.state_bytes, first_head(0))
+        return GroupMemory(whole, parts=part_planes(views, layout.state_parts))
     return GroupMemory(planes_of(views, layout.axes, first_head), kernel_blocks_per_block)
 
 
@@ -47,7 +48,8 @@ def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -
     found = hashlib.blake2b(digest_size=8)
     for layers in layers_of_groups:
         states = layout.state_bytes
-        cells = [(layer, states.get(layer) or _cell_bytes(view)) for layer, view in _views(layout, layers).items()]
+        # A state's bytes depend on the tensor-parallel size.
+        cells = [(layer, layer in states or _cell_bytes(view)) for layer, view in _views(layout, layers).items()]
         found.update(repr(cells).encode())
     return found.hexdigest()
 

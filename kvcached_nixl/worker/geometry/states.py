@@ -7,14 +7,34 @@ of its block; the rest of the page is padding. vLLM registers whole pages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.planes import Planes
 
-__all__ = ["pages_of_state", "state_planes"]
+__all__ = ["StatePart", "pages_of_state", "part_planes", "state_planes"]
+
+
+class StatePart(NamedTuple):
+    """Cells of a rank's state that follow one another: channels of a projection of a convolution, or heads.
+
+    Attributes:
+        offset_bytes: of the first cell in the page.
+        num_rows, row_stride_bytes: the same cells again, as often, and so far apart.
+        cell_bytes: of a channel or a head, in a row.
+        num_cells: on this rank.
+        first_cell: index in the model of the first of them.
+    """
+
+    offset_bytes: int
+    num_rows: int
+    row_stride_bytes: int
+    cell_bytes: int
+    num_cells: int
+    first_cell: int
 
 
 def pages_of_state(layer: str, cache: torch.Tensor, page_bytes: int, state_bytes: int) -> torch.Tensor:
@@ -67,4 +87,36 @@ def state_planes(
             padded_bytes=view.shape[1],
         )
         for size, bases in kinds.items()
+    )
+
+
+def part_planes(pages: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[StatePart]]) -> tuple[Planes, ...]:
+    """Describe the same layers by channel and head, as `state_planes`; () if it is not known for all of them.
+
+    Args:
+        parts: layer name -> parts of its state, in the same order on all ranks.
+    """
+    if not all(parts[layer] for layer in pages):
+        return ()
+    kinds: dict[tuple[int, StatePart], dict[int, None]] = {}
+    for layer, view in pages.items():
+        for place, part in enumerate(parts[layer]):
+            # Bases in the same order on both sides, whatever their offsets are.
+            rows = kinds.setdefault((place, part._replace(offset_bytes=0, row_stride_bytes=0)), {})
+            first = view.data_ptr() + part.offset_bytes
+            rows.update(dict.fromkeys(first + row * part.row_stride_bytes for row in range(part.num_rows)))
+    view = next(iter(pages.values()))
+    return tuple(
+        Planes(
+            bases=tuple(bases),
+            block_stride_bytes=view.stride(0),
+            token_stride_bytes=view.shape[1],
+            head_stride_bytes=part.cell_bytes,
+            cell_bytes=part.cell_bytes,
+            num_blocks=view.shape[0],
+            block_size=1,
+            num_heads=part.num_cells,
+            first_head=part.first_cell,
+        )
+        for (_, part), bases in kinds.items()
     )

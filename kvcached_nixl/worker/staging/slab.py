@@ -76,7 +76,12 @@ class Slab:
         Args:
             groups: in the KV cache.
         """
-        return tuple(msgspec.structs.replace(group, planes=tuple(map(self._in_slab, group.planes))) for group in groups)
+        return tuple(
+            msgspec.structs.replace(
+                group, planes=tuple(map(self._in_slab, group.planes)), parts=tuple(map(self._in_slab, group.parts))
+            )
+            for group in groups
+        )
 
     def _in_slab(self, planes: Planes) -> Planes:
         return msgspec.structs.replace(planes, bases=tuple(map(self._moved, planes.bases)), num_blocks=self.num_slots)

@@ -19,7 +19,7 @@ from kvcached_nixl.wire.handshake import RankHandshake
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.wire.planes import GroupMemory, exchanged
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 
 __all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of", "peers_of"]
@@ -35,7 +35,7 @@ class LocalRank:
 
     Attributes:
         groups: where it keeps each KV-cache group.
-        is_latent: all ranks hold the same KV (multi-latent attention).
+        is_latent: all ranks hold the same KV (multi-latent attention, without states beside it).
         needs_equal_blocks: it copies whole slots of a slab into blocks that vLLM has zeroed, so what a peer with
             smaller blocks has not written would be there in place of zeroes.
     """
@@ -81,7 +81,7 @@ class PeerRoutes:
             if reason:
                 raise ValueError(reason)
             routes = tuple(
-                tuple(Route(here, there) for here, there in zip(ours.planes, theirs.planes, strict=True))
+                tuple(Route(here, there) for here, there in zip(*exchanged(ours, theirs), strict=True))
                 for ours, theirs in zip(self.local.groups, groups, strict=True)
             )
             self._found[agent] = groups, routes
@@ -186,6 +186,6 @@ def _misfit(local: Sequence[GroupMemory], remote: Sequence[GroupMemory]) -> str:
     if len(local) != len(remote):
         return f"{len(remote)} KV-cache groups; expected {len(local)}"
     for place, (here, there) in enumerate(zip(local, remote, strict=True)):
-        if reason := misfit(here.planes, there.planes):
+        if reason := misfit(*exchanged(here, there)):
             return f"in KV-cache group {place} {reason}"
     return ""

@@ -25,7 +25,7 @@ from kvcached_nixl.compat.locate import (
     WORKER_PROCESS,
 )
 from kvcached_nixl.compat.names import KV_TRANSFER
-from kvcached_nixl.compat.series import ASKS_FOR_RESULTS, LOADS_BEHIND
+from kvcached_nixl.compat.series import ASKS_FOR_RESULTS, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.patching import Place, Target
 
 __all__ = ["READS", "Reads"]
@@ -318,6 +318,7 @@ READS = (
     _of(_CACHE_INTERFACE, "KVCacheGroupSpec", "kv_cache_spec"),
     _of(_CACHE_INTERFACE, "UniformTypeKVCacheSpecs", "kv_cache_specs"),
     _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size", "page_size_bytes", "num_kv_heads"),
+    _of("vllm.model_executor.layers.mamba.mamba_utils", "", "is_conv_state_dim_first", versions=HITS_DIVERGE.later),
     _of(_CACHE_INTERFACE, "MambaSpec", "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "page_size_bytes"),
     _of(
         "vllm.envs",

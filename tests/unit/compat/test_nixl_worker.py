@@ -29,6 +29,7 @@ def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     """A vLLM that knows nothing of ROCm."""
     make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
     monkeypatch.setattr(module, "is_rocm", lambda: False)
+    monkeypatch.setattr(module, "dims_first", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +74,9 @@ class ChunkedLocalAttentionSpec:
 class MambaSpec:
     page_size_bytes = 64
     block_size = 4096
-    shapes = ((3, 4), (2, 2))
-    dtypes = (SimpleNamespace(itemsize=2), SimpleNamespace(itemsize=4))
-    mamba_type = "mamba2"
+    shapes = ((3, 4),)
+    dtypes = (SimpleNamespace(itemsize=2),)
+    mamba_type = "short_conv"
     mamba_cache_mode = "none"
 
 
@@ -232,10 +233,10 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
     view = worker()
     asked: tuple[StockWorker | None, NixlRegistrar] = (None, view)
     assert asked[1] is view
-    assert (view.engine_id, view.tp_size, view.tp_rank, view.use_mla) == ("e", 2, 1, False)
+    assert (view.engine_id, view.tp_size, view.tp_rank, view.is_latent) == ("e", 2, 1, False)
     assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block) == (7, 3, 2)
     assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
-    assert view.groups() == [{"a": (32, 8, 4, 0)}, {"b": (32, 8, 4, 0), "c": (32, 8, 4, 0)}]
+    assert view.groups() == [{"a": (32, 8, 4, 0, ())}, {"b": (32, 8, 4, 0, ()), "c": (32, 8, 4, 0, ())}]
     assert view.unserved == []
 
 
@@ -369,7 +370,7 @@ def test_groups_may_have_blocks_of_other_sizes(kernel_tokens: Callable[[int], No
     view = worker(
         kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
     )
-    assert view.unserved == [] and view.groups() == [{"a": (64, 16, 4, 0)}, {"b": (64, 32, 4, 0)}]
+    assert view.unserved == [] and view.groups() == [{"a": (64, 16, 4, 0, ())}, {"b": (64, 32, 4, 0, ())}]
 
 
 def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_tokens: Callable[[int], None]) -> None:
@@ -471,23 +472,39 @@ def test_a_layer_with_a_state_has_a_page_and_a_state_in_it(attention_backends: l
     """Its block is as large as attention's, however many kernel blocks that is split into."""
     config = cache_of(FullAttentionSpec(), MambaSpec())
     view = worker(kv_cache_config=config, attn_backends=[backend("MAMBA2"), backend("FLASH")])
-    assert view.groups() == [{"a": (32, 8, 4, 0)}, {"b": (64, 1, 1, 40)}]
+    (attention,), (state,) = (of_group.values() for of_group in view.groups())
+    assert (attention, state[:4]) == ((32, 8, 4, 0, ()), (64, 1, 1, 24))
+    # Short convolution: four channels of rank 1 in each of three rows.
+    assert state[4] == ((0, 3, 8, 2, 4, 4),)
     facts = dict(view.facts)
     assert facts["attention"] == "FLASH"
-    assert facts["groups"].startswith("0: FullAttentionSpec; 1: MambaSpec mamba2 (3, 4) ")
+    assert facts["groups"].startswith("0: FullAttentionSpec; 1: MambaSpec short_conv ")
+    assert facts["states of convolutions"] == "channels last"
     assert attention_backends == [["a"]] * len(attention_backends) != []
 
 
-@pytest.mark.parametrize(("name", "value"), [("shapes", ((3, 4), (2, 3))), ("mamba_type", "gdn")])
+@pytest.mark.parametrize(
+    ("name", "value", "fact"),
+    [
+        ("dtypes", (SimpleNamespace(itemsize=4),), "groups"),
+        ("mamba_type", "gdn", "groups"),
+        (None, True, "states of convolutions"),
+    ],
+)
 def test_a_state_of_another_kind_is_another_fact(
-    name: str, value: object, attention_backends: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    name: str | None, value: object, fact: str, attention_backends: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of another tensor-parallel size: each rank has its share of it."""
+    """Not of another tensor-parallel size: ranks have other shares of it then."""
     config = cache_of(FullAttentionSpec(), MambaSpec())
     before = dict(worker(kv_cache_config=config).facts)
-    monkeypatch.setattr(MambaSpec, name, value)
+    if name:
+        monkeypatch.setattr(MambaSpec, name, value)
+    else:
+        monkeypatch.setattr(module, "dims_first", lambda: value)
     after = dict(worker(kv_cache_config=config).facts)
-    assert [fact for fact in before if before[fact] != after[fact]] == ["groups"]
+    assert [one for one in before if before[one] != after[one]] == [fact]
+    monkeypatch.setattr(MambaSpec, "shapes", ((3, 8),))
+    assert dict(worker(kv_cache_config=config).facts) == after
 
 
 @pytest.fixture
@@ -546,6 +563,12 @@ def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
     shape, numbers = worker(attn_backends=[backend]).probe_cache_shape()
     assert shape == (2, numbers["num_blocks"], numbers["block_size"], numbers["num_heads"], 1)
     assert len({*numbers.values()}) == 3 and min(numbers.values()) > 1000
+
+
+def test_latents_beside_states_are_not_all_that_a_rank_needs() -> None:
+    """Kimi-Linear: decode asks one rank of prefill for a latent, and every rank for the states."""
+    assert worker(use_mla=True).is_latent
+    assert not worker(use_mla=True, kv_cache_config=cache_of(MLAAttentionSpec(), MambaSpec())).is_latent
 
 
 @pytest.mark.parametrize(("use_mla", "heads"), [(False, 1_009), (True, 1)], ids=["heads", "latent"])

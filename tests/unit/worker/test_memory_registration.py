@@ -31,7 +31,7 @@ class Stock:
         self.load = 1000, 64
         self.kernel_blocks_per_block = 1
 
-    def groups(self) -> list[dict[str, tuple[int, int, int, int]]]:
+    def groups(self) -> list[dict[str, Any]]:
         page = dataclasses.astuple(self.geometry.page())
         return [dict.fromkeys(layers, page) for layers in self.geometry.layers_of_groups()]
 
@@ -83,7 +83,7 @@ def test_states_across_kernel_blocks_are_not_staged() -> None:
     attention, states = stock.geometry.layers_of_groups()
     stock.groups = lambda: [  # type: ignore[method-assign]
         dict.fromkeys(attention, dataclasses.astuple(stock.geometry.page())),
-        dict.fromkeys(states, (2 * size, 1, 1, 100)),
+        dict.fromkeys(states, (2 * size, 1, 1, 100, ())),
     ]
     stock.kernel_blocks_per_block = 2
     stock.probe_cache_shape = lambda: (  # type: ignore[method-assign]

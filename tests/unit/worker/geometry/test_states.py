@@ -179,12 +179,13 @@ def test_pages_that_lie_in_another_way_than_attentions_are_refused() -> None:
             plan(found, axes=geometry.axes(), pages=pages, num_blocks=8, num_pools=3)
 
 
-def test_layers_are_told_apart_by_the_size_of_their_state() -> None:
-    """And not by padding, which follows from block sizes."""
+def test_layers_are_told_apart_by_what_they_keep() -> None:
+    """And not by the size of a state, which follows from the tensor-parallel size, nor by its padding."""
     geometry = dataclasses.replace(BASE, contiguous=True)
     layers = geometry.layers_of_groups()
-    one, other, padded = layout_of(geometry), layout_of(geometry, 1, 196), layout_of(geometry, 2)
-    assert layers_digest(one, layers) == layers_digest(padded, layers) != layers_digest(other, layers)
+    one, share, padded = layout_of(geometry), layout_of(geometry, 1, 100), layout_of(geometry, 2)
+    assert layers_digest(one, layers) == layers_digest(padded, layers) == layers_digest(share, layers)
+    assert layers_digest(one, layers[::-1]) != layers_digest(one, layers)
 
 
 def test_no_bytes_of_neighbours_are_moved() -> None:

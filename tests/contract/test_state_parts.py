@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of ranks with another tensor-parallel size, as vLLM cuts them: by its own shapes and its own weight loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import torch
+from support.worker_fakes import Local
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from kvcached_nixl.compat import state_parts
+from kvcached_nixl.compat.specs import state_bytes
+from kvcached_nixl.compat.state_parts import parts_of_state
+from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.geometry.states import StatePart, part_planes, state_planes
+from kvcached_nixl.worker.transfer.topology import PeerRoutes, contributors
+
+pytestmark = pytest.mark.skipif(not installed_row().shape.serves_states, reason="this vLLM cannot load states")
+
+KERNEL = 4
+PAGE_BYTES = 4096
+LAYERS = 2
+NUM_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers with a state: of a convolution, of something behind it, or of both.
+
+    Attributes:
+        projections: channels of each projection in the convolution, and whether every rank has all of them.
+        behind: shape of the state behind the convolution, of the whole model.
+        groups: of B and C, as a configuration has them.
+        shape: vLLM's function of them, and its arguments but the tensor-parallel size.
+    """
+
+    kind: Kind
+    projections: tuple[tuple[int, bool], ...]
+    behind: tuple[int, ...] | None
+    shape: Any
+    arguments: dict[str, int]
+    groups: frozenset[int] = frozenset()
+
+
+def mamba2(groups: int) -> Model:
+    heads, size, state = 8, 6, 10
+    wide, narrow = heads * size, groups * state
+    projections = ((wide, False), (narrow, groups == 1), (narrow, groups == 1))
+    given = {"intermediate_size": wide, "n_groups": groups, "num_heads": heads, "head_dim": size, "state_size": state}
+    given["conv_kernel"] = KERNEL
+    return Model(Kind.MAMBA2, projections, (heads, size, state), Shapes.mamba2_state_shape, given, frozenset({groups}))
+
+
+def gated_delta_net(keys: int, values: int) -> Model:
+    q, v = keys * 6, values * 10
+    given = {"num_k_heads": keys, "num_v_heads": values, "head_k_dim": 6, "head_v_dim": 10, "conv_kernel_size": KERNEL}
+    shape = Shapes.gated_delta_net_state_shape
+    return Model(Kind.GDN_ATTN, ((q, False), (q, False), (v, False)), (values, 10, 6), shape, given)
+
+
+MODELS = {
+    "Mamba2, groups on each rank": mamba2(8),
+    "Mamba2, as many groups as ranks": mamba2(4),
+    "Mamba2, one group": mamba2(1),
+    "gated delta net": gated_delta_net(4, 8),
+    "delta attention with as many keys": gated_delta_net(4, 4),
+    "Mamba1": Model(
+        Kind.MAMBA1,
+        ((48, False),),
+        (48, 16),
+        Shapes.mamba1_state_shape,
+        {"intermediate_size": 48, "state_size": 16, "conv_kernel": KERNEL},
+    ),
+    "short convolution": Model(
+        Kind.SHORT_CONV,
+        ((48, False),),
+        None,
+        Shapes.short_conv_state_shape,
+        {"intermediate_size": 48, "conv_kernel": KERNEL},
+    ),
+    "linear attention": Model(
+        Kind.LINEAR, (), (8, 6, 6), Shapes.linear_attention_state_shape, {"num_heads": 8, "head_dim": 6}
+    ),
+}
+
+
+@pytest.fixture(params=["channels last", "channels first"])
+def dim_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    found: bool = request.param == "channels first"
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS" if found else "SD")
+    mamba_utils.get_conv_state_layout.cache_clear()
+    assert state_parts.dims_first() is found
+    yield found
+    mamba_utils.get_conv_state_layout.cache_clear()
+
+
+class Rank:
+    """A rank's pages, with its share of the model's states in block ``block`` and noise around."""
+
+    def __init__(self, model: Model, whole: list[list[torch.Tensor]], rank: int, size: int, dim_first: bool) -> None:
+        shapes = model.shape(tp_size=size, **model.arguments) if model.kind is Kind.LINEAR else None
+        shapes = shapes or model.shape(tp_world_size=size, **model.arguments)
+        dtypes = (torch.bfloat16, torch.float32)[-len(shapes) :] if model.projections else (torch.float32,)
+        dtypes = (torch.bfloat16,) if model.behind is None else dtypes
+        self.spec = MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, mamba_type=model.kind)
+        self.bytes = state_bytes(self.spec)
+        self.block = 1 + rank % 2
+        self.memory = torch.randint(0, 256, (NUM_BLOCKS, LAYERS, PAGE_BYTES), dtype=torch.uint8)
+        self.share = [_share(model, of_layer, shapes, rank, size, dim_first) for of_layer in whole]
+        found = parts_of_state(self.spec, rank, size, set(model.groups), dim_first=dim_first)
+        parts = tuple(StatePart(*one) for one in found)
+        pages = {f"l{layer}": self.memory[:, layer] for layer in range(LAYERS)}
+        planes = state_planes(pages, dict.fromkeys(pages, self.bytes), 1000 * size + rank)
+        self.group = GroupMemory(planes, parts=part_planes(pages, dict.fromkeys(pages, parts)))
+        self.local = dataclasses.replace(
+            Local().side.local, groups=(self.group,), tp_size=size, tp_rank=rank, is_latent=False
+        )
+        self.content = Content((self.group,), [(self.memory.data_ptr(), self.memory.view(NUM_BLOCKS, -1))])
+
+    def fill(self) -> None:
+        for layer, share in enumerate(self.share):
+            self.memory[self.block, layer, : self.bytes] = share
+
+    @property
+    def blocks(self) -> KernelBlocks:
+        return KernelBlocks([KernelBlock(self.block)], 9)
+
+    def digest(self, other: Rank) -> str:
+        return self.content.digest([(self.blocks, 9)], 10, (other.group,))
+
+
+def _share(model: Model, whole: list[torch.Tensor], shapes: Any, rank: int, size: int, dim_first: bool) -> torch.Tensor:
+    """The bytes of a rank's state."""
+    found = []
+    for tensor, shape in zip(whole, shapes, strict=True):
+        if tensor.dim() == 2 and tensor is whole[0] and model.projections:
+            channels, positions = shape if dim_first else shape[::-1]
+            own = torch.zeros(channels, positions, dtype=tensor.dtype)
+            spec = []
+            for num_channels, copied in model.projections:
+                # As MambaMixer2 counts them: with what every further rank has of its own.
+                extra = (size - 1) * num_channels if copied else 0
+                spec.append((num_channels + extra, extra, copied))
+            mamba_v2_sharded_weight_loader(spec, size, rank)(torch.nn.Parameter(own, requires_grad=False), tensor)
+            own = own if dim_first else own.T
+        else:
+            own = tensor.chunk(size)[rank]
+        assert tuple(own.shape) == tuple(shape)
+        found.append(own.contiguous().view(torch.uint8).reshape(-1))
+    return torch.cat(found)
+
+
+def whole_states(model: Model) -> list[list[torch.Tensor]]:
+    """Per layer: what a convolution has of all channels, and all heads behind it."""
+    generator = torch.Generator().manual_seed(7)
+    channels = sum(one for one, _ in model.projections)
+    shapes = [(channels, KERNEL - 1)] if channels else []
+    dtypes = [torch.bfloat16] if channels else []
+    if model.behind:
+        shapes.append(model.behind)
+        dtypes.append(torch.float32)
+    return [
+        [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        for _ in range(LAYERS)
+    ]
+
+
+def moved(prefill: list[Rank], decode: list[Rank]) -> None:
+    """Decode pulls from the ranks that it asks, as descriptors say."""
+    for rank in decode:
+        source = _Source(len(prefill))
+        needed, _ = contributors(source, tp_rank=rank.local.tp_rank, tp_size=len(decode), is_latent=False)
+        for one in needed:
+            other = prefill[one]
+            routes = PeerRoutes(rank.local).of(f"p{one}", (other.group,))
+            found = PeerRoutes.ranges(routes, [(rank.blocks, other.blocks, 9)], 10)
+            here, there = rank.memory.view(-1), other.memory.view(-1)
+            for (to, size), (at, _) in zip(found.local.tolist(), found.remote.tolist(), strict=True):
+                to, at = to - here.data_ptr(), at - there.data_ptr()
+                here[to : to + size] = there[at : at + size]
+
+
+class _Source(NamedTuple):
+    tp_size: int
+
+
+SIZES = [one for one in itertools.permutations((1, 2, 4), 2)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_rank_gets_its_share_of_the_states(name: str, sizes: tuple[int, int], dim_first: bool) -> None:
+    """Every byte of it, and nothing else; and both sides have the same checksum of what they share."""
+    model = MODELS[name]
+    whole = whole_states(model)
+    prefill, decode = ([Rank(model, whole, rank, size, dim_first) for rank in range(size)] for size in sizes)
+    for one in prefill:
+        one.fill()
+    expected = []
+    for one in decode:
+        memory = one.memory.clone()
+        for layer, share in enumerate(one.share):
+            memory[one.block, layer, : one.bytes] = share
+        expected.append(memory)
+    moved(prefill, decode)
+    for one, memory in zip(decode, expected, strict=True):
+        assert torch.equal(one.memory, memory)
+    times = max(sizes) // min(sizes)
+    for one, other in itertools.product(prefill, decode):
+        smaller, larger = sorted((one, other), key=lambda rank: rank.local.tp_size)
+        if larger.local.tp_rank // times == smaller.local.tp_rank:
+            assert one.digest(other) == other.digest(one)
+            other.memory[other.block, 1, other.bytes - 1] ^= 1
+            # The last head: of the last of several ranks.
+            differs = one.digest(other) != other.digest(one)
+            assert differs or (one.local.tp_rank + 1) % times
+            other.memory[other.block, 1, other.bytes - 1] ^= 1
+
+
+def test_a_group_that_is_taken_for_a_copy_is_noticed_here() -> None:
+    """The kind of fault that this file is for: a checksum cannot know it."""
+    model = dataclasses.replace(MODELS["Mamba2, as many groups as ranks"], groups=frozenset({1}))
+    whole = whole_states(model)
+    prefill, decode = ([Rank(model, whole, rank, size, False) for rank in range(size)] for size in (4, 1))
+    for one in prefill:
+        one.fill()
+    moved(prefill, decode)
+    (one,) = decode
+    assert prefill[3].digest(one) == one.digest(prefill[3])
+    assert not torch.equal(one.memory[one.block, 0, : one.bytes], one.share[0])
+
+
+@pytest.mark.parametrize("groups", [{2, 4}, {8}, set()], ids=str)
+def test_where_a_group_may_be_a_copy_nothing_is_told(groups: set[int]) -> None:
+    """One group on each of four ranks, and a configuration that names neither one group nor four."""
+    model = dataclasses.replace(mamba2(4), groups=frozenset(groups))
+    rank = Rank(model, whole_states(model), 1, 4, False)
+    assert rank.group.parts == ()
+    alone = Rank(model, whole_states(model), 0, 1, False)
+    with pytest.raises(ValueError, match="cells of"):
+        PeerRoutes(rank.local).of("p", (alone.group,))
+
+
+def test_another_kind_of_state_is_not_cut() -> None:
+    spec = MambaSpec(block_size=64, shapes=((3, 8), (3, 8), (4, 6, 6)), dtypes=(torch.float32,) * 3)
+    assert parts_of_state(spec, 0, 2, set(), dim_first=False) == ()
