@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,7 @@ class FamilyRun:
         connector = with_extra(arm.connector, {"staging_gib": None}) if arm.connector else {}
         extra = {key: value for key, value in (connector.get("kv_connector_extra_config") or {}).items() if value}
         plain = arm.with_connector({**connector, "kv_connector_extra_config": extra} if connector else {})
+        plain = replace(plain, environment={**plain.environment, **self.family.environment})
         made = specs(
             plain,
             model,

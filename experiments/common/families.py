@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.model import CACHE, FORMAT, ModelShape, write_tokenizer
+from experiments.common.servers import REPOSITORY, SERVER_SIDE
 
 __all__ = ["FAMILIES", "Family", "make_family"]
+
+STAND_INS = Path(__file__).resolve().parent / "stand_ins"
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Family:
         has_delta_net: some layers are a gated delta net. Its kernels take bfloat16 only; without AMX they want the
             state of its recurrence in float32.
         fewest_tokens: of a prompt; shorter ones are not handed over.
+        imports_torchvision: vLLM's module of it does, for images.
     """
 
     config: str
@@ -43,6 +49,7 @@ class Family:
     dtype: str = "float32"
     has_delta_net: bool = False
     fewest_tokens: int = 3
+    imports_torchvision: bool = False
     seed: int = 20260
     deviation: float = 0.08
 
@@ -54,6 +61,13 @@ class Family:
         import torch
 
         return () if torch.cpu._is_amx_tile_supported() else ("--mamba-ssm-cache-dtype", "float32")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """More environment variables of ``vllm serve``."""
+        if not self.imports_torchvision or importlib.util.find_spec("torchvision"):
+            return {}
+        return {"PYTHONPATH": os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, STAND_INS)))}
 
 
 _SMALL: Mapping[str, Any] = {
@@ -163,7 +177,9 @@ FAMILIES: Mapping[str, Family] = {
         },
         None,
     ),
-    "qwen3.5": _hybrid("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, **_GATED_DELTA_NET),
+    "qwen3.5": _hybrid(
+        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, **_GATED_DELTA_NET, imports_torchvision=True
+    ),
     "qwen3-next": _hybrid(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",

@@ -175,6 +175,8 @@ class DecodeFetches:
             self._refuse(request_id, error)
             self._failing[request_id] = error
             step.unrenewed.append(request_id)
+            if refused is None:
+                self._release_computed(fetch_request, step)
             if not fetch_request.may_be_computed:
                 self._ending.add(request_id)
             return
@@ -216,6 +218,7 @@ class DecodeFetches:
             self.attempts.stop_waiting(attempt)
             self.attempts.hold(attempt, blocks)
             step.withdrawn[attempt.number] = "the request has ended"
+            self._release(fetch_request, step, attempt.number)
             self._aborted.add(request_id)
         elif request_id in self._failing:
             # It was aborted before vLLM was told that it failed.
@@ -347,8 +350,10 @@ class DecodeFetches:
         request_id = attempt.request_id
         self._failing[request_id] = failure
         fetch_request = self._fetch_requests.get(request_id)
-        if fetch_request is not None and not fetch_request.may_be_computed:
-            self._ending.add(request_id)
+        if fetch_request is not None:
+            self._release_computed(fetch_request, step, attempt.number)
+            if not fetch_request.may_be_computed:
+                self._ending.add(request_id)
         step.unrenewed.append(request_id)
         prefill_request_id = self._prefill_request_id(request_id)
         self._failures.not_received(request_id, failure, attempt=attempt.number, prefill_request_id=prefill_request_id)
@@ -364,9 +369,16 @@ class DecodeFetches:
         fetch_request.check(request, self._terms)
         self._release(fetch_request, step)
 
-    def _release(self, fetch_request: FetchRequest, step: Step) -> None:
-        """Tells prefill that decode needs none of the offer's KV (vllm#41269)."""
+    def _release_computed(self, fetch_request: FetchRequest, step: Step, attempt: int | None = None) -> None:
+        """As `_release`, if the request is computed here. One that fails may be sent to another decode engine, with the
+        same offer."""
+        if self._terms.recomputes and fetch_request.may_be_computed:
+            self._release(fetch_request, step, attempt)
+
+    def _release(self, fetch_request: FetchRequest, step: Step, attempt: int | None = None) -> None:
+        """Tells prefill that decode needs none of the offer's KV (vllm#41269), or no more when ``attempt`` is over."""
         fetch = fetch_request.fetch
-        if fetch is not None:
+        # The end of a registration frees its offer. A release by name might count for a later request of that name.
+        if fetch is not None and (attempt is None or fetch.manifest is not None):
             request_id = "" if fetch.manifest is None else fetch.manifest.request_id
-            step.released.append(UnneededOffer(fetch.prefill, request_id, fetch.name, fetch_request.digest))
+            step.released.append(UnneededOffer(fetch.prefill, request_id, fetch.name, fetch_request.digest, attempt))

@@ -128,12 +128,18 @@ class FetchSpec(msgspec.Struct):
 
 
 class UnneededOffer(msgspec.Struct):
-    """Decode: it needs no KV of this prefill request. ``digest`` is empty if the prompt is not known."""
+    """Decode: it needs no KV of this prefill request.
+
+    Attributes:
+        digest: empty if the prompt is not known.
+        attempt: prefill is told when nothing of this attempt is in flight any more; None: at once.
+    """
 
     prefill: RemotePrefill
     request_id: str
     name: str
     digest: str
+    attempt: int | None = None
 
 
 class LeaseRenewal(msgspec.Struct):

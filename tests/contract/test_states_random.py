@@ -271,15 +271,19 @@ def chunks_end_in_the_middle_of_blocks(patch: Patcher) -> None:
     patch.setattr(states, "align_chunks", align_chunks)
 
 
-def a_windows_block_is_one_too_old(patch: Patcher) -> None:
-    def range_(self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
-        found = original(self, blocks, first_token, end_token)
-        if self.keeps is Keeps.WINDOW and len(found.block_ids) > 1:
-            return BlockRange(found.first_token, (*found.block_ids[:1], *found.block_ids[:-1]))
-        return found
+def a_windows_blocks_are_one_too_old(patch: Patcher) -> None:
+    """Each arrives where the one before it belongs."""
 
-    original = KVGroup.range
-    patch.setattr(KVGroup, "range", range_)
+    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
+        found = list(original(self, block_ids, first_token, terms))
+        for place, group in enumerate(terms.groups.all):
+            if group.keeps is Keeps.WINDOW and len(found[place].block_ids) > 1:
+                ids = found[place].block_ids
+                found[place] = BlockRange(found[place].first_token, (*ids[1:], ids[0]))
+        return tuple(found)
+
+    original = FetchRequest.groups
+    patch.setattr(FetchRequest, "groups", groups)
 
 
 def the_end_of_a_prompt_is_not_moved(patch: Patcher) -> None:
@@ -354,7 +358,7 @@ FAULTS: tuple[Callable[[Patcher], None], ...] = (
     groups_are_mixed_up,
     windows_begin_too_late,
     chunks_end_in_the_middle_of_blocks,
-    a_windows_block_is_one_too_old,
+    a_windows_blocks_are_one_too_old,
     the_end_of_a_prompt_is_not_moved,
     the_beginning_of_a_prompt_is_not_moved,
     layers_of_attention_are_swapped,

@@ -78,6 +78,7 @@ class Case:
                 "ENABLE_KVCACHED": "true",
                 "KVCACHED_CONTIGUOUS_LAYOUT": str(self.contiguous).lower(),
                 "KVCACHED_HOSTVMM_GIB": "2",
+                **(family.environment if family else {}),
             },
             block_size=family.block_size if family else BLOCK_SIZE,
             arguments=(

@@ -96,6 +96,12 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.preempted_blocks_are_idle_at_once: schedules,
         faults.draining_holds_are_forgotten: schedules,
         faults.prefill_s_blocks_are_free_when_its_request_ends: schedules,
+        faults.an_unneeded_offer_is_given_back_while_it_is_read: case(
+            cases.test_decode_that_is_aborted_frees_prefill_when_nothing_is_in_flight, PULL, True
+        ),
+        faults.an_aborted_requests_offer_waits_for_its_lease: case(
+            cases.test_decode_that_is_aborted_frees_prefill_when_nothing_is_in_flight, PULL, False
+        ),
         faults.nobody_is_told_of_a_request_that_was_aborted: schedules,
         faults.other_ranks_are_not_told_of_a_failure: case(
             cases.test_a_rank_that_fails_ends_the_attempt_on_all_of_them

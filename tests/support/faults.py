@@ -252,6 +252,23 @@ def prefill_s_blocks_are_free_when_its_request_ends(patch: Patcher) -> None:
     patch.setattr(PrefillOffers, "finished", finished)
 
 
+def an_unneeded_offer_is_given_back_while_it_is_read(patch: Patcher) -> None:
+    def release(self: Any, released: Any) -> None:
+        original(self, msgspec.structs.replace(released, attempt=None))
+
+    original = Receiver.release
+    patch.setattr(Receiver, "release", release)
+
+
+def an_aborted_requests_offer_waits_for_its_lease(patch: Patcher) -> None:
+    def release(self: Any, released: Any) -> None:
+        if released.attempt is None:
+            original(self, released)
+
+    original = Receiver.release
+    patch.setattr(Receiver, "release", release)
+
+
 def nobody_is_told_of_a_request_that_was_aborted(patch: Patcher) -> None:
     def forget(_: Any, __: Any, ___: Any, step: Any) -> None:
         step.withdrawn.clear()

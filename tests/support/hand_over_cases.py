@@ -396,6 +396,35 @@ def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair
     pair.nothing_is_left()
 
 
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_decode_that_is_aborted_frees_prefill_when_nothing_is_in_flight(pair: Pair, recomputes: bool) -> None:
+    """No lease has to expire. Until then, prefill keeps what is being read."""
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=recomputes))
+    found = in_flight(pair)
+    transfers = pair.transfers
+    pair.decode.abort(found)
+    for _ in range(6):
+        pair.round()
+    assert pair.prefill.requests
+    for posted in transfers:
+        pair.wire.deliver(posted)
+    pair.pass_time(1)
+    assert not pair.prefill.requests
+    pair.nothing_is_left(0)
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_an_offer_that_has_failed_is_kept_for_another_decode_or_freed(pull: Pair, recomputes: bool) -> None:
+    """Decode that computes the prompt itself needs it no more; else a router may send it to another decode engine."""
+    pair = Pair(PULL, None, kind(recomputes=recomputes))
+    found = in_flight(pair)
+    for posted in pair.transfers:
+        pair.wire.fail(posted)
+    pair.pass_time(1)
+    assert found.status is (Status.STOPPED if recomputes else Status.ERROR)
+    assert bool(pair.prefill.requests) is not recomputes
+
+
 def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
     """Prefill ignores the late registration, because its blocks belong to other requests by then."""
     push.acquaint()

@@ -59,6 +59,7 @@ class Receiver:
         self._reported: set[int] = set()
         self._asked_again = Deadlines[int]()
         self._unanswered: set[int] = set()
+        self._unneeded: dict[int, UnneededOffer] = {}
         self._writers = ActiveWriters(context, clock, self._attempts)
         self.dropped: Counter[str] = Counter()
 
@@ -119,7 +120,11 @@ class Receiver:
                 part.begin()
 
     def release(self, released: UnneededOffer) -> None:
-        """Tell all ranks of prefill that this rank of decode needs nothing. If that gets lost, the lease expires."""
+        """Tell all ranks of prefill that this rank of decode needs nothing, when nothing of the offer is being moved.
+        If that gets lost, the lease expires."""
+        if released.attempt is not None and released.attempt in self._attempts:
+            self._unneeded[released.attempt] = released
+            return
         local = self._context.local
         try:
             ranks = contributors(
@@ -237,3 +242,6 @@ class Receiver:
             self._unanswered.discard(number)
             self._writers.finished(attempt)
             self._finished(attempt.spec)
+            unneeded = self._unneeded.pop(number, None)
+            if unneeded is not None:
+                self.release(unneeded)

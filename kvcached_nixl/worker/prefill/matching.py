@@ -131,7 +131,9 @@ class OfferMatcher:
     def released_by(self, message: Release) -> Offer | None:
         """Returns the offer that a rank of decode releases. A release that arrives before its offer is remembered."""
         if message.request_id:
-            return self.offers.get(PrefillRequestId(message.request_id))
+            found = self.offers.get(PrefillRequestId(message.request_id))
+            # Parameters of one request may name another one's offer.
+            return found if found is None or message.digest in ("", found.digest) else None
         named = self._named.get(message.name, {})
         if not message.digest and named:
             return self._waived_by(message, list(named.values()))

@@ -536,6 +536,44 @@ def test_when_all_ranks_are_over_it_has_been_received() -> None:
     assert not decode.failures.counts
 
 
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_an_offer_that_nobody_will_ask_for_again_is_released_when_its_attempt_is_over(recomputes: bool) -> None:
+    """A request that was aborted, or is computed here; one that has failed may be sent to another decode engine."""
+    manifest = manifest_of(prompt())
+    decode = Decode(recomputes=recomputes)
+    request = of_decode()
+    attempt = decode.wait(request)
+    released = [UnneededOffer(PREFILL, manifest.request_id, "request:cmpl-p-0", manifest.digest, attempt)]
+    decode.finish(request)
+    assert decode.take().released == released
+    attempt = decode.wait(request)
+    assert decode.collect(failures=((attempt, FailureCause.LOST),)) == ({D1}, {D1})
+    released = [msgspec.structs.replace(released[0], attempt=attempt)]
+    assert decode.take().released == (released if recomputes else [])
+
+
+def test_an_offer_is_not_released_by_a_name_that_may_come_again() -> None:
+    """Prefill frees it with the end of decode's registration."""
+    decode = Decode(mode=TransferMode.PUSH)
+    request = at_once()
+    attempt = decode.wait(request)
+    decode.finish(request)
+    step = decode.take()
+    assert (step.released, list(step.withdrawn)) == ([], [attempt])
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_blocks_that_do_not_fit_release_the_offer_and_another_prompts_offer_stays(recomputes: bool) -> None:
+    decode = Decode(recomputes=recomputes)
+    request = of_decode()
+    decode.arrive(request)
+    decode.match(request)
+    decode.allocate(request, ([7],), TOKENS)
+    step = decode.take()
+    assert (step.fetches, len(step.released)) == ([], int(recomputes))
+    assert decode.failures.counts == {FailureCause.RANGE: 1}
+
+
 def test_one_rank_that_fails_ends_it_and_its_blocks_are_held_until_all_are_over() -> None:
     """The client is told at once; the blocks are held until every rank has reported the end."""
     decode = Decode()

@@ -443,6 +443,27 @@ def test_an_engine_that_is_distrusted_while_it_is_read_is_not_used(pull: Decode,
     assert pull.over == [1, 2] and pull.failed[2] is FailureCause.CHECKSUM and len(pull.transport.posted) == posted
 
 
+def test_an_offer_is_released_when_nothing_of_its_attempt_is_in_flight(pull: Decode) -> None:
+    """Prefill would free blocks that are being read, and kvcached might unmap them."""
+    remote = pull.remote()
+    keep(remote)
+    pull.want(wanted(1, MANIFEST))
+    pull.turn()
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "the request has ended"))
+    pull.turn()
+    assert pull.in_flight and remote.heard() == []
+    pull.deliver()
+    # Transfers that were given up are polled from time to time.
+    pull.clock.advance(1.0)
+    pull.deliver()
+    assert pull.over == [1] and remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.deliver()
+    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)], "at once, as nothing is known of the attempt"
+    assert pull.is_clean()
+
+
 def test_sizes_that_do_not_divide_fail_the_request_and_nothing_else() -> None:
     decode = Decode(tp_size=2)
     decode.want(wanted(1, MANIFEST, tp_size=3))

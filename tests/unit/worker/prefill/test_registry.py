@@ -982,6 +982,15 @@ def test_a_release_by_id_before_its_offer_is_dropped(prefill: Prefill) -> None:
     assert prefill.done == []
 
 
+def test_a_release_by_id_for_another_prompt_is_dropped(prefill: Prefill) -> None:
+    """A client's parameters may name the offer of another client's request."""
+    prefill.offer(is_finished=True)
+    prefill.registry.handle("remote-0", Release("p-1", NAME, OTHER_DIGEST, 0, 1))
+    assert prefill.done == []
+    prefill.registry.handle("remote-0", Release("p-1", NAME, DIGEST, 0, 1))
+    assert prefill.done == ["p-1"]
+
+
 def test_a_release_by_name_means_that_prompt_and_one_that_is_not_settled(prefill: Prefill) -> None:
     for request_id in (P1, P2):
         prefill.offer(request_id=request_id, is_finished=True)
