@@ -29,8 +29,9 @@ ports; either is frozen (SIGSTOP) for less and for more than a lease; prefill st
 memory; clients disconnect in every phase, also while their requests wait for blocks of decode; a decode request has the
 parameters of a lease that has ended and whose blocks other requests have used; an operator pauses one or both servers,
 in every mode, resets caches with running requests, and changes the weights of one server after the other.
-Arms: kvcached with pull and push, direct and staged, with registrations that follow its pages and that do not; and the
-stock connector for comparison. Every answer is compared with the answer of one server alone."""
+Arms: kvcached with pull and push, direct and staged, with registrations that follow its pages and that do not, and with
+a model whose layers keep states (Nemotron-H); and the stock connector for comparison. Every answer is compared with the
+answer of one server alone."""
 
 EPILOG = """\
 targets, for the arms over kvcached:
@@ -46,7 +47,7 @@ Results: tables; results/last-VERSION.json, with the text of every wrong answer 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
     parser.add_argument("--rounds", type=int, default=2, help="how often each fault is inflicted (%(default)s)")
-    add_word(parser, "--arm", "arms", f'for example "pull", "staged", "staged push" or "stock"; {KEEPS_LAST}')
+    add_word(parser, "--arm", "arms", f'for example "pull", "staged", "staged push", "hybrid" or "stock"; {KEEPS_LAST}')
     add_policy(parser)
     return parser.parse_args()
 

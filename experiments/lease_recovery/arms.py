@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from experiments.common.device import PINNED
+from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec
 from kvcached_nixl.wire.lease import INTERVAL
@@ -34,6 +35,8 @@ class Arm:
 
     Attributes:
         extra: further extra config of the connector, besides mode and lease.
+        family: a model with several KV-cache groups, of `families.FAMILIES`, in place of ``MODEL``.
+        num_blocks: of the pool: a few of the longest requests fill it.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Arm:
     kvcached: bool = True
     extra: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    family: str = ""
+    num_blocks: int = NUM_BLOCKS
 
     def specs(self, policy: str) -> list[ServerSpec]:
         """Return the configurations of P and D; ``policy`` is ``kv_load_failure_policy``."""
@@ -49,10 +54,11 @@ class Arm:
         extra: dict[str, object] = {"num_threads": 0, "kv_lease_duration": int(LEASE_SECONDS)}
         if self.kvcached:
             extra |= {"transfer_mode": self.mode, **self.extra}
+        family = FAMILIES[self.family] if self.family else None
         return [
             ServerSpec(
                 name=f"{self.name.replace(', ', '-').replace(' ', '-')}-{side}",
-                model=make_model(MODEL),
+                model=make_family(self.family) if family else make_model(MODEL),
                 dtype="float32",
                 kv_transfer={
                     "kv_connector": "NixlConnector",
@@ -61,9 +67,12 @@ class Arm:
                     "kv_connector_extra_config": extra,
                 },
                 environment=environment | self.environment,
-                block_size=BLOCK_SIZE,
+                block_size=family.block_size if family else BLOCK_SIZE,
                 max_model_len=1024,
-                arguments=("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+                arguments=(
+                    *("--num-gpu-blocks-override", str(self.num_blocks)),
+                    *(("--no-disable-hybrid-kv-cache-manager", *family.arguments) if family else ()),
+                ),
                 forks=True,
             )
             for side in ("prefill", "decode")
@@ -78,7 +87,13 @@ STAGED = (
     Arm("staged push, pinned", "push", environment=PINNED),
     Arm("staged push", "push", extra={"memory_path": "device"}),
 )
-ARMS = (PULL, PUSH, *STAGED, STOCK)
+HYBRID = (
+    # Blocks of 128 tokens, and one for each request's states.
+    Arm("hybrid pull", "pull", family="nemotron-h", num_blocks=32),
+    Arm("hybrid push", "push", family="nemotron-h", num_blocks=32),
+    Arm("hybrid staged pull", "pull", extra={"memory_path": "device"}, family="nemotron-h", num_blocks=32),
+)
+ARMS = (PULL, PUSH, *STAGED, *HYBRID, STOCK)
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:

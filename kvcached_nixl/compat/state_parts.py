@@ -44,6 +44,9 @@ def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, d
     """
     tensors = tensors_of_state(spec)
     kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
+    if vars(spec).get("tp_replicated"):
+        # vLLM 0.30 has layers whose state is the same on all ranks.
+        tp_rank, tp_size = 0, 1
     shares = _shares(kind, [shape for shape, _ in tensors], tp_rank, tp_size, groups, dim_first)
     if not shares:
         return ()

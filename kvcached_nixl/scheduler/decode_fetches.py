@@ -94,7 +94,7 @@ class DecodeFetches:
         if request.is_session:
             self._pass_over(request, fetch, step)
             return
-        self._fetch_requests[request_id] = FetchRequest(fetch, now, request.adapter)
+        self._fetch_requests[request_id] = FetchRequest(fetch, now, request.adapter, request=request)
         self._queued[request_id] = now + self._terms.timeout_seconds
         lease_seconds = self._terms.lease_seconds if fetch.manifest is None else fetch.manifest.lease_seconds
         if is_nameable(fetch.lease_name):
@@ -135,6 +135,7 @@ class DecodeFetches:
             self._release(fetch_request, step)
         elif fetch_request.refused is not None and self._terms.recomputes and fetch_request.may_be_computed:
             self._refuse(request_id, fetch_request.refused)
+            self._release_computed(fetch_request, step)
         else:
             missing = fetch_request.end_token - num_computed_tokens
             if missing > 0:
@@ -175,8 +176,7 @@ class DecodeFetches:
             self._refuse(request_id, error)
             self._failing[request_id] = error
             step.unrenewed.append(request_id)
-            if refused is None:
-                self._release_computed(fetch_request, step)
+            self._release_computed(fetch_request, step)
             if not fetch_request.may_be_computed:
                 self._ending.add(request_id)
             return
@@ -327,6 +327,8 @@ class DecodeFetches:
         """The request is still in vLLM's waiting queue: it ends, or is computed here when vLLM schedules it."""
         fetch_request = self._fetch_requests[request_id]
         step.unrenewed.append(request_id)
+        if fetch_request.request is not None:
+            fetch_request.check(fetch_request.request, self._terms)
         self._release(fetch_request, step)
         if self._terms.recomputes:
             # `matched` decides whether it may be computed at all, when vLLM schedules it.
@@ -351,7 +353,9 @@ class DecodeFetches:
         self._failing[request_id] = failure
         fetch_request = self._fetch_requests.get(request_id)
         if fetch_request is not None:
-            self._release_computed(fetch_request, step, attempt.number)
+            # Who cannot be reached, or refuses, would not hear it.
+            if failure.cause not in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
+                self._release_computed(fetch_request, step, attempt.number)
             if not fetch_request.may_be_computed:
                 self._ending.add(request_id)
         step.unrenewed.append(request_id)
@@ -370,9 +374,9 @@ class DecodeFetches:
         self._release(fetch_request, step)
 
     def _release_computed(self, fetch_request: FetchRequest, step: Step, attempt: int | None = None) -> None:
-        """As `_release`, if the request is computed here. One that fails may be sent to another decode engine, with the
-        same offer."""
-        if self._terms.recomputes and fetch_request.may_be_computed:
+        """As `_release`, if the request is computed here, and the offer is of its prompt. One that fails may be sent to
+        another decode engine, with the same offer."""
+        if self._terms.recomputes and fetch_request.may_be_computed and fetch_request.has_own_offer:
             self._release(fetch_request, step, attempt)
 
     def _release(self, fetch_request: FetchRequest, step: Step, attempt: int | None = None) -> None:

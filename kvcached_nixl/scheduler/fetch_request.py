@@ -57,6 +57,7 @@ class FetchRequest:
         adapter: the engine's number of its LoRA adapter; 0 for none.
         lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
             would give a wrong answer. Set by `check`.
+        request: to `check` if it never gets a turn; None if it cannot be.
         refused: why its KV is not handed over.
         is_checked: `check` has compared its prompt with the manifest.
         is_tried: it was given blocks, or refused. From then on it is computed here, e.g. after a preemption.
@@ -68,6 +69,7 @@ class FetchRequest:
     arrived_at_seconds: float
     adapter: int = 0
     lacks_media: bool = False
+    request: Request | None = None
     refused: HandOverFailed | None = None
     is_checked: bool = False
     is_tried: bool = False
@@ -79,8 +81,13 @@ class FetchRequest:
     def may_be_computed(self) -> bool:
         """Whether decode has everything it needs to compute the prompt itself. If the digests are equal, prefill has
         computed the same prompt: what looks like a placeholder for an image is text in it."""
+        return not self.lacks_media or self.has_own_offer
+
+    @property
+    def has_own_offer(self) -> bool:
+        """Whether its parameters name the offer of a prompt that has the same digest."""
         manifest = None if self.fetch is None else self.fetch.manifest
-        return not self.lacks_media or (manifest is not None and manifest.digest == self.digest)
+        return manifest is not None and manifest.digest == self.digest
 
     def check(self, request: Request, terms: Terms) -> None:
         """Compares the manifest with the prompt, and sets ``refused``, or how many tokens to fetch. Idempotent."""
@@ -97,6 +104,8 @@ class FetchRequest:
             self.num_tokens = num_tokens = manifest.num_tokens
             self.end_token = min(num_tokens, most_tokens)
             if num_tokens > most_tokens:
+                # Of what there is: without a digest, its release would count for whatever offer the parameters name.
+                self.digest = request.digest(most_tokens)
                 reason = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
                 if terms.groups.have_states:
                     reason += ", of which decode has to compute the last one"

@@ -261,6 +261,7 @@ class Local:
         token_buffers: int = BUFFERS,
         verify_fraction: float = 0.0,
     ) -> None:
+        self.remotes: list[Remote] = []
         self.network = Network() if network is None else network
         self.clock = ManualClock(1000.0)
         self.transport = self.network.agent("local")
@@ -314,6 +315,8 @@ class Local:
         """Creates a rank of another engine. Unless ``is_answering`` is False it answers handshakes at once."""
         where = more.pop("address", None) or address(name)
         made = Remote(where, self.network.agent(f"{name}-{where.tp_rank}"), **more)
+        # Transfers touch its memory by address, after the test has forgotten it.
+        self.remotes.append(made)
         if is_answering:
             self.asking.answers[made.place] = made.answer()
         return made

@@ -243,5 +243,10 @@ class Receiver:
             self._writers.finished(attempt)
             self._finished(attempt.spec)
             unneeded = self._unneeded.pop(number, None)
-            if unneeded is not None:
+            if unneeded is not None and not self._uses(unneeded.request_id):
                 self.release(unneeded)
+
+    def _uses(self, prefill_request_id: str) -> bool:
+        """Whether an attempt needs an offer. A router may have sent the same parameters again."""
+        manifests = (attempt.spec.manifest for attempt in self._attempts.values())
+        return any(one is not None and one.request_id == prefill_request_id for one in manifests)

@@ -552,6 +552,38 @@ def test_an_offer_that_nobody_will_ask_for_again_is_released_when_its_attempt_is
     assert decode.take().released == (released if recomputes else [])
 
 
+def test_who_refuses_or_cannot_be_reached_is_not_told() -> None:
+    """It would be asked for another handshake, for nothing."""
+    decode = Decode(recomputes=True)
+    for cause in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
+        attempt = decode.wait(of_decode())
+        decode.collect(failures=((attempt, cause),))
+        decode.finish(of_decode())
+        assert decode.take().released == []
+
+
+def test_an_offer_of_the_same_prompt_is_released_if_its_kv_cannot_be_used() -> None:
+    decode = Decode(recomputes=True)
+    request = of_decode()
+    decode.arrive(request)
+    assert decode.match(request, 3) == NOTHING
+    assert len(decode.take().released) == 1
+
+
+@pytest.mark.parametrize(
+    "theirs", [prompt(), prompt(1), prompt(0, TOKENS + 1)], ids=["its own", "another prompt", "a longer prompt"]
+)
+def test_a_request_that_never_gets_a_turn_releases_the_offer_of_its_own_prompt(theirs: list[int]) -> None:
+    """Its digest goes with the release, so that another prompt's offer, which its parameters name, stays."""
+    decode = Decode(recomputes=True)
+    request = of_decode(manifest=manifest_of(theirs))
+    decode.arrive(request)
+    decode.clock.advance(TIMEOUT)
+    decode.collect()
+    (released,) = decode.take().released
+    assert released.digest == request.digest(TOKENS)
+
+
 def test_an_offer_is_not_released_by_a_name_that_may_come_again() -> None:
     """Prefill frees it with the end of decode's registration."""
     decode = Decode(mode=TransferMode.PUSH)

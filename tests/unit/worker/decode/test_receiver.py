@@ -464,6 +464,24 @@ def test_an_offer_is_released_when_nothing_of_its_attempt_is_in_flight(pull: Dec
     assert pull.is_clean()
 
 
+def test_an_offer_that_another_attempt_uses_is_not_released(pull: Decode) -> None:
+    """A router has sent the same parameters again, and the first request was aborted."""
+    remote = pull.remote()
+    keep(remote)
+    for number in (1, 2):
+        pull.want(wanted(number, MANIFEST))
+    pull.turn()
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "the request has ended"))
+    pull.network.deliver(pull.in_flight[0])
+    pull.clock.advance(1.0)
+    pull.turn()
+    assert pull.over == [1] and remote.heard() == []
+    pull.deliver()
+    assert pull.over == [1, 2] and pull.failed == {1: FailureCause.STOPPED}
+    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
+
+
 def test_sizes_that_do_not_divide_fail_the_request_and_nothing_else() -> None:
     decode = Decode(tp_size=2)
     decode.want(wanted(1, MANIFEST, tp_size=3))
@@ -491,7 +509,8 @@ def test_a_defect_while_it_is_read_costs_its_attempt(pull: Decode, where: str, m
 def test_more_tokens_than_there_is_room_for_are_read_one_after_the_other() -> None:
     """Attempts that wait for a token buffer get one in turn, also behind an attempt that was aborted."""
     decode = Decode(token_buffers=1)
-    keep(decode.remote())
+    remote = decode.remote()
+    keep(remote)
     for number in range(1, 7):
         decode.want(wanted(number, MANIFEST))
     decode.turn()
@@ -505,6 +524,7 @@ def test_more_tokens_than_there_is_room_for_are_read_one_after_the_other() -> No
     assert sorted(decode.over) == [1, 2, 3, 4, 5, 6]
     assert sorted(decode.failed) == [2, 3, 4]
     assert decode.is_clean() and decode.side.token_buffers.has_room
+    assert len(remote.heard()) == 3
 
 
 # --------------------------------------------------------------------------------------------------------------- WRITE
