@@ -177,6 +177,23 @@ FAMILIES: Mapping[str, Family] = {
         },
         None,
     ),
+    "zamba2": Family(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "adapter_rank": 16,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 64,
+            "mamba_d_state": 64,
+            "mamba_ngroups": 1,
+        },
+        None,
+    ),
     "qwen3.5": _hybrid(
         "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, **_GATED_DELTA_NET, imports_torchvision=True
     ),

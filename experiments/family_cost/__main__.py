@@ -32,7 +32,7 @@ Measures time to first token, and descriptors and bytes a prompt, which both ser
 EPILOG = f"""\
 targets, for each model:
   time to first token, pull contiguous / stock pull (medians)   <= {SLOWEST}
-  a prompt's descriptors, contiguous / non-contiguous           <= 0.5
+  a prompt's descriptors, contiguous / non-contiguous           <= 0.5, without that of the ownership token
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every sample, versions and hardware."""
@@ -40,7 +40,7 @@ Results: a table; results/last-VERSION.json with every sample, versions and hard
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    parser.add_argument("--rounds", type=int, default=15, help="hand-overs of each length by each arm (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="hand-overs of each length by each arm (%(default)s)")
     add_quick(parser, "5 rounds")
     return parser.parse_args()
 
@@ -59,9 +59,9 @@ def judge(samples: Sequence[Sample]) -> list[Verdict]:
         slower = median(samples, model, pull, length, "first_token_seconds") / median(
             samples, model, stock, length, "first_token_seconds"
         )
-        fewer = median(samples, model, pull, length, "descriptors") / median(
-            samples, model, apart, length, "descriptors"
-        )
+        # One of them reads the ownership token.
+        few, many = (median(samples, model, arm, length, "descriptors") - 1 for arm in (pull, apart))
+        fewer = few / many
         what = f"{model}, {length} tokens"
         rows += [
             Verdict(f"{what}: first token, pull / stock (<= {SLOWEST})", f"{slower:.2f} x", slower <= SLOWEST),

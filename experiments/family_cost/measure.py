@@ -24,7 +24,14 @@ ONE_GROUP = "one group"
 MODELS = (ONE_GROUP, "gemma4", "nemotron-h")
 LENGTHS = (512, 1900)
 COUNTERS = {"descriptors": "vllm:nixl_num_descriptors_sum", "bytes": "vllm:nixl_bytes_transferred_sum"}
-KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2"}
+KVCACHED: Mapping[str, str] = {
+    "ENABLE_KVCACHED": "true",
+    "KVCACHED_HOSTVMM_GIB": "2",
+    # Pages stay mapped, as stock memory is: the kernel clears those of the emulation when they are first touched, which
+    # a device does not do.
+    "KVCACHED_MIN_RESERVED_PAGES": "0",
+    "KVCACHED_MAX_RESERVED_PAGES": "4096",
+}
 
 
 @dataclass(frozen=True)

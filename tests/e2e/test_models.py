@@ -119,6 +119,13 @@ CASES = {
     "Falcon-H1, non-contiguous, pushed and verified": Case(
         family="falcon-h1", contiguous=False, block_sizes=(128, 1), extra=PUSHED
     ),
+    "Zamba2, non-contiguous, staged and verified": Case(
+        family="zamba2",
+        contiguous=False,
+        block_sizes=(1, 1, 256),
+        extra={"memory_path": "host", "verify_fraction": 1.0},
+    ),
+    "Qwen3.5, non-contiguous": Case(family="qwen3.5", contiguous=False, block_sizes=(1, 1, 1, 160), rounds=True),
     "Qwen3-Next, contiguous, pushed, staged and verified": Case(
         family="qwen3-next",
         block_sizes=(1, 1, 1, 256),
