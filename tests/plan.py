@@ -46,7 +46,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "install": (None, 3.0),
     "gpu": (None, 0.2),
     "pythons": (None, 14.0),
-    "contract": (9.2, 16.0),
+    "contract": (8.6, 14.5),
     "contract/test_groups.py": (None, 10.0),
     "e2e/test_fuzzed_parameters.py": (None, 2.5),
     "e2e/test_identity.py": (None, 6.5),
