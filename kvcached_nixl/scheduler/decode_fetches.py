@@ -380,7 +380,7 @@ class DecodeFetches:
             self._release(fetch_request, step, attempt)
 
     def _release(self, fetch_request: FetchRequest, step: Step, attempt: int | None = None) -> None:
-        """Tells prefill that decode needs none of the offer's KV (vllm#41269), or no more when ``attempt`` is over."""
+        """Tells prefill that decode does not need the offer's KV (vllm#41269): at once, or when ``attempt`` is over."""
         fetch = fetch_request.fetch
         # The end of a registration frees its offer. A release by name might count for a later request of that name.
         if fetch is not None and (attempt is None or fetch.manifest is not None):

@@ -269,7 +269,7 @@ def test_a_rendezvous_that_decode_s_server_rejects_costs_no_lease(first: str, pa
 def test_a_session_is_neither_offered_nor_fetched(policy: str, node: Callable[..., Node]) -> None:
     """Row A9: its request is finished under its last chunk's parameters, with blocks that hold all of them."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    # The offer of its first chunk: another prompt's would be kept for whoever has that.
+    # Of its first chunk: the offer of another prompt is not released.
     params = prefilled(prefill, "cmpl-p-0-aaaaaaaa", num_tokens=CHUNK)
     for one, role in ((prefill, {**SEND, **NAME}), (decode, params)):
         for first_token in (0, CHUNK):

@@ -247,19 +247,27 @@ def groups_are_mixed_up(patch: Patcher) -> None:
     patch.setattr(FetchRequest, "groups", groups)
 
 
-def windows_begin_too_late(patch: Patcher) -> None:
-    """Decode leaves out the oldest block that the window still reaches."""
+def ranges_are_changed(patch: Patcher, keeps: Keeps, fewest: int, change: Callable[[BlockRange, int], Any]) -> None:
+    """Where decode puts a group of this kind that has at least ``fewest`` blocks; ``change`` gets tokens in a block."""
 
     def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
         found = list(original(self, block_ids, first_token, terms))
         for place, group in enumerate(terms.groups.all):
-            if group.keeps is Keeps.WINDOW and len(found[place].block_ids) > 2:
-                size = group.table_block_size
-                found[place] = BlockRange(found[place].first_token + size, found[place].block_ids[1:])
+            if group.keeps is keeps and len(found[place].block_ids) >= fewest:
+                found[place] = change(found[place], group.table_block_size)
         return tuple(found)
 
     original = FetchRequest.groups
     patch.setattr(FetchRequest, "groups", groups)
+
+
+def without_first(found: BlockRange, size: int) -> BlockRange:
+    return BlockRange(found.first_token + size, found.block_ids[1:])
+
+
+def windows_begin_too_late(patch: Patcher) -> None:
+    """Decode leaves out the oldest block that the window still reaches."""
+    ranges_are_changed(patch, Keeps.WINDOW, 3, without_first)
 
 
 def chunks_end_in_the_middle_of_blocks(patch: Patcher) -> None:
@@ -273,17 +281,12 @@ def chunks_end_in_the_middle_of_blocks(patch: Patcher) -> None:
 
 def a_windows_blocks_are_one_too_old(patch: Patcher) -> None:
     """Each arrives where the one before it belongs."""
-
-    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
-        found = list(original(self, block_ids, first_token, terms))
-        for place, group in enumerate(terms.groups.all):
-            if group.keeps is Keeps.WINDOW and len(found[place].block_ids) > 1:
-                ids = found[place].block_ids
-                found[place] = BlockRange(found[place].first_token, (*ids[1:], ids[0]))
-        return tuple(found)
-
-    original = FetchRequest.groups
-    patch.setattr(FetchRequest, "groups", groups)
+    ranges_are_changed(
+        patch,
+        Keeps.WINDOW,
+        2,
+        lambda found, _: BlockRange(found.first_token, (*found.block_ids[1:], found.block_ids[0])),
+    )
 
 
 def the_end_of_a_prompt_is_not_moved(patch: Patcher) -> None:
@@ -295,16 +298,7 @@ def the_end_of_a_prompt_is_not_moved(patch: Patcher) -> None:
 
 
 def the_beginning_of_a_prompt_is_not_moved(patch: Patcher) -> None:
-    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
-        found = list(original(self, block_ids, first_token, terms))
-        for place, group in enumerate(terms.groups.all):
-            if group.keeps is Keeps.EVERYTHING and len(found[place].block_ids) > 1:
-                size = group.table_block_size
-                found[place] = BlockRange(found[place].first_token + size, found[place].block_ids[1:])
-        return tuple(found)
-
-    original = FetchRequest.groups
-    patch.setattr(FetchRequest, "groups", groups)
+    ranges_are_changed(patch, Keeps.EVERYTHING, 2, without_first)
 
 
 def layers_of_attention_are_swapped(patch: Patcher) -> None:

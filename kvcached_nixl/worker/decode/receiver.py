@@ -125,6 +125,8 @@ class Receiver:
         if released.attempt is not None and released.attempt in self._attempts:
             self._unneeded[released.attempt] = released
             return
+        if released.attempt is not None and self._uses(released.request_id):
+            return
         local = self._context.local
         try:
             ranks = contributors(
@@ -243,7 +245,7 @@ class Receiver:
             self._writers.finished(attempt)
             self._finished(attempt.spec)
             unneeded = self._unneeded.pop(number, None)
-            if unneeded is not None and not self._uses(unneeded.request_id):
+            if unneeded is not None:
                 self.release(unneeded)
 
     def _uses(self, prefill_request_id: str) -> bool:

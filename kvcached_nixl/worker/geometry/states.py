@@ -7,7 +7,7 @@ of its block; the rest of the page is padding. vLLM registers whole pages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,19 +73,9 @@ def state_planes(
     for layer, view in pages.items():
         kinds.setdefault(state_bytes[layer], {})[view.data_ptr()] = None
     view = next(iter(pages.values()))
+    page_bytes = view.shape[1]
     return tuple(
-        Planes(
-            bases=tuple(bases),
-            block_stride_bytes=view.stride(0),
-            token_stride_bytes=view.shape[1],
-            head_stride_bytes=view.shape[1],
-            cell_bytes=size,
-            num_blocks=view.shape[0],
-            block_size=1,
-            num_heads=1,
-            first_head=first_head,
-            padded_bytes=view.shape[1],
-        )
+        _planes(view, bases, page_bytes, cell_bytes=size, num_heads=1, first_head=first_head, padded_bytes=page_bytes)
         for size, bases in kinds.items()
     )
 
@@ -107,16 +97,26 @@ def part_planes(pages: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[
             rows.update(dict.fromkeys(first + row * part.row_stride_bytes for row in range(part.num_rows)))
     view = next(iter(pages.values()))
     return tuple(
-        Planes(
-            bases=tuple(bases),
-            block_stride_bytes=view.stride(0),
-            token_stride_bytes=view.shape[1],
-            head_stride_bytes=part.cell_bytes,
+        _planes(
+            view,
+            bases,
+            part.cell_bytes,
             cell_bytes=part.cell_bytes,
-            num_blocks=view.shape[0],
-            block_size=1,
             num_heads=part.num_cells,
             first_head=part.first_cell,
         )
         for (_, part), bases in kinds.items()
+    )
+
+
+def _planes(view: torch.Tensor, bases: Iterable[int], head_stride_bytes: int, **cells: int) -> Planes:
+    """Planes of pages, each of which is a block of one token."""
+    return Planes(
+        bases=tuple(bases),
+        block_stride_bytes=view.stride(0),
+        token_stride_bytes=view.shape[1],
+        head_stride_bytes=head_stride_bytes,
+        num_blocks=view.shape[0],
+        block_size=1,
+        **cells,
     )

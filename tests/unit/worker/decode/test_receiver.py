@@ -477,6 +477,10 @@ def test_an_offer_that_another_attempt_uses_is_not_released(pull: Decode) -> Non
     pull.clock.advance(1.0)
     pull.turn()
     assert pull.over == [1] and remote.heard() == []
+    # The same, where the attempt was over before it was given up.
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.turn()
+    assert remote.heard() == []
     pull.deliver()
     assert pull.over == [1, 2] and pull.failed == {1: FailureCause.STOPPED}
     assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
