@@ -210,6 +210,7 @@ class Pair:
     decode: Client
     coordinates: Mapping[str, object] = field(default_factory=dict)
     keeps_blocks: bool = True
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
 
     async def prefill_only(self, prompt: list[int], *, salt: str, request_id: str) -> Offer:
         """Prefill on P and read the digests of the blocks that it now keeps for D."""
@@ -268,7 +269,7 @@ class Pair:
         )
         name = name_of(transfer, "")
         try:
-            while name not in (await self.decode.probe("pending"))["pending"]:
+            while name not in await self._pending():
                 if decoding.done():
                     # read_answer raises if D answered with an error. If not, the caller reports the missing record.
                     return HandOver(read_answer(decoding.result(), max_tokens), name, [], [])
@@ -283,6 +284,11 @@ class Pair:
             return HandOver(read_answer(await decoding, max_tokens), name, [], [])
         finally:
             decoding.cancel()
+
+    async def _pending(self) -> list[str]:
+        """Return the transfers under way to D. One call at a time: vLLM takes no step while calls wait in its queue."""
+        async with self._looking:
+            return list((await self.decode.probe("pending"))["pending"])
 
 
 def http_client(concurrency: int) -> httpx.AsyncClient:

@@ -21,6 +21,13 @@ RUNNERS: Mapping[str, Mapping[str, str]] = {"V1": {SWITCH: "0"}, "V2": {SWITCH: 
 INTERPRETED: Mapping[str, str] = {"TRITON_INTERPRET": "1"}
 MEMORY_PATHS = {"pinned": "device", "follows": "direct"}
 """On a GPU the behaviour of registrations cannot be set, so ``memory_path`` sets the path that it would lead to."""
+GPU_ENVIRONMENT: Mapping[str, str] = {
+    # FlashInfer compiles its sampler at first use, for minutes; the experiments decode greedily.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Triton's attention rounds float32 to TF32 by default, so that a prompt's last token differs by 1e-3 nats with the
+    # number of rows it is computed among.
+    "TRITON_F32_DEFAULT": "ieee",
+}
 GPU_MEMORY_FRACTION = 0.12
 """Fraction of the GPU's memory for each server: six servers share it."""
 
@@ -68,20 +75,26 @@ def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> 
 
     Args:
         asked: environment variables of its arm.
-        kv_space_gib: vLLM's KV budget on a CPU, in GiB.
+        kv_space_gib: vLLM's KV budget, in GiB; on a GPU, `arguments` sets it.
         forks: whether its engine is forked; ignored on a GPU, since a process that has used one cannot be forked.
     """
     if has_gpu():
         known = {name: value for name, value in asked.items() if "HOSTVMM" not in name}
-        return {**runner_environment(asked), **known}
+        return {**GPU_ENVIRONMENT, **runner_environment(asked), **known}
     forking = {"EXPERIMENT_FORK": "1"} if forks else {}
     space = {"VLLM_CPU_KVCACHE_SPACE": str(kv_space_gib)}
     return {**CPU_ENVIRONMENT, **space, **forking, **runner_environment(asked), **asked}
 
 
-def arguments() -> list[str]:
-    """Return the arguments of ``vllm serve`` for the device."""
-    return ["--gpu-memory-utilization", str(GPU_MEMORY_FRACTION)] if has_gpu() else []
+def arguments(kv_space_gib: int) -> list[str]:
+    """Return the arguments of ``vllm serve`` for the device.
+
+    With a KV budget in bytes vLLM does not measure the GPU's free memory, which other servers change at the same time.
+    """
+    if not has_gpu():
+        return []
+    budget = str(kv_space_gib << 30)
+    return ["--gpu-memory-utilization", str(GPU_MEMORY_FRACTION), "--kv-cache-memory-bytes", budget]
 
 
 def transfer(asked: Mapping[str, str], config: Mapping[str, object]) -> dict[str, object]:

@@ -106,7 +106,7 @@ class ServerSpec:
     """Configuration of one server: a name for its log, the model, and the settings of its arm.
 
     ``kv_transfer`` is the value of ``--kv-transfer-config`` or None for an instance without a connector.
-    ``block_size`` is None for vLLM's choice. ``kv_space_gib`` is vLLM's own KV budget on a CPU (VLLM_CPU_KVCACHE_SPACE,
+    ``block_size`` is None for vLLM's choice. ``kv_space_gib`` is vLLM's own KV budget (on a CPU VLLM_CPU_KVCACHE_SPACE,
     whole GiB). ``forks``: the engine is forked, which halves the time to start on a CPU; ``vllm serve`` itself spawns
     its engine.
     """
@@ -142,7 +142,7 @@ class ServerSpec:
             *("--max-num-seqs", str(self.max_num_seqs), "--enable-chunked-prefill", "--enable-prefix-caching"),
             *("--distributed-executor-backend", self.executor),
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
-            *device.arguments(),
+            *device.arguments(self.kv_space_gib),
             *("--worker-extension-cls", "kv_probe.KvProbe", "--max-logprobs", "20"),
             *("--uvicorn-log-level", "warning"),
         ]

@@ -94,8 +94,8 @@ def render(findings: Findings, *, colour: bool = False) -> str:
     ]
     lines += [f"  {name:<16} {value}" for name, value in proof.environment.items() if name.isupper()]
     lines += ["", f"lanes that could be chosen to carry KV, each tested alone ({proof.seconds:.1f} s)"]
-    lines += [_row(("lane", "follows", "kvcached's pages, GB/s", "other memory, GB/s", "descriptors/s"))]
-    lines += [_row(("", "", "READ / WRITE", "READ / WRITE", ""))]
+    lines += [_row(("lane", "follows", "kvcached's pages", "other memory", "host memory", "descriptors/s"))]
+    lines += [_row(("", "", *(["READ / WRITE, GB/s"] * 3), ""))]
     for lane in proof.lanes:
         cells = _row(_cells(lane))
         lines.append(f"\x1b[{'31' if lane.why_not else '32'}m{cells}\x1b[0m" if colour else cells)
@@ -127,18 +127,21 @@ def to_json(findings: Findings) -> dict[str, Any]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "  " + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, (16, 10, 24, 20, 14), strict=True)).rstrip()
+    return (
+        "  "
+        + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, (16, 10, 20, 20, 20, 14), strict=True)).rstrip()
+    )
 
 
 def _cells(lane: LaneFound) -> tuple[str, ...]:
     if lane.unusable or lane.never:
-        return lane.name, "not known" if lane.unusable else "not used", "", "", ""
-    elastic, ordinary = (lane.rates[place] for place in ("elastic", "ordinary"))
+        return lane.name, "not known" if lane.unusable else "not used", "", "", "", ""
+    places = [lane.rates.get(place) for place in ("elastic", "ordinary", "host")]
     return (
         lane.name,
         "no" if lane.wrong else "yes",
-        *(f"{one.read / 1e9:.3g} / {one.write / 1e9:.3g}" for one in (elastic, ordinary)),
-        f"{elastic.descriptors:,.0f}",
+        *("" if one is None else f"{one.read / 1e9:.3g} / {one.write / 1e9:.3g}" for one in places),
+        f"{lane.rates['elastic'].descriptors:,.0f}",
     )
 
 
@@ -184,7 +187,7 @@ def _of_lanes(proof: Proof) -> list[str]:
     if proof.why_not:
         found.append(proof.remedy)
     if proof.why_slow:
-        found.append(f"more than {SLOW:g} times as slow as other memory means a copy path: check the build of UCX")
+        found.append(f"more than {SLOW:g} times as slow as a slab means a copy path: check the build of UCX")
     return found
 
 

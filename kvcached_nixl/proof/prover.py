@@ -121,7 +121,7 @@ class _Pair:
             for place in places:
                 rates[place] = self._rates(place).best_of(rates.get(place))
             self.found = msgspec.structs.replace(self.found, rates=rates)
-            if not self.found.is_slow:
+            if not self.found.is_slow():
                 return
 
     def _wrong(self) -> Iterator[str]:

@@ -7,13 +7,16 @@ import msgspec
 
 from kvcached_nixl.settings import MemoryPath
 
-__all__ = ["AS_CONFIGURED", "SLOW", "LaneFound", "Proof", "Question", "Rates", "Said", "Ucx"]
+__all__ = ["AS_CONFIGURED", "HOST_GAIN", "SLOW", "LaneFound", "Proof", "Question", "Rates", "Said", "Ucx"]
 
 AS_CONFIGURED = "as configured"
 """The lane with all transports that UCX may choose from: tests what UCX chooses on this host."""
 SLOW = 4.0
-"""kvcached's pages may be this many times slower than other memory. Beyond that staging is better: it costs one more
-copy on the device."""
+"""A slab may be written this many times faster than kvcached's pages are moved. Beyond that staging is better: it costs
+one more copy on the device."""
+HOST_GAIN = 2.0
+"""A slab is on the host if every transport writes host memory this many times faster than the device's: without a
+direct path to the device, UCX copies each piece through the host, and a slab there is copied at once."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -33,7 +36,7 @@ class Question(msgspec.Struct, frozen=True):
 
     @property
     def staged(self) -> MemoryPath:
-        """Default place of a slab: on the device, or on the host for a CPU."""
+        """Place of a slab where no rates are known: on the device, or on the host for a CPU."""
         return MemoryPath.HOST if self.device == "cpu" else MemoryPath.DEVICE
 
 
@@ -97,13 +100,20 @@ class LaneFound(msgspec.Struct, frozen=True):
     wrong: tuple[str, ...] = ()
     rates: dict[str, Rates] = {}
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether transfers of kvcached's pages are more than `SLOW` times slower than those of other memory."""
+    def is_slow(self, slab: str = "ordinary") -> bool:
+        """Whether such a slab is written more than `SLOW` times faster than kvcached's pages are moved.
+
+        KV of a slab is always written; kvcached's pages are read (pull) or written (push).
+        """
         if self.never:
             return False
-        elastic, ordinary = self.rates["elastic"], self.rates["ordinary"]
-        return elastic.read * SLOW < ordinary.read or elastic.write * SLOW < ordinary.write
+        elastic = self.rates["elastic"]
+        return min(elastic.read, elastic.write) * SLOW < self.rates[slab].write
+
+    @property
+    def prefers_host(self) -> bool:
+        """Whether host memory is written `HOST_GAIN` times faster than other memory of the device."""
+        return self.rates["host"].write >= HOST_GAIN * self.rates["ordinary"].write
 
     @property
     def why_not(self) -> str:
@@ -114,13 +124,23 @@ class LaneFound(msgspec.Struct, frozen=True):
             return f"{self.name} does not move the bytes of a page that was {', or '.join(self.wrong)}"
         return ""
 
-    @property
-    def why_slow(self) -> str:
-        """Why kvcached's pages should not be registered although the bytes are right; "" if they are fast enough."""
-        if self.why_not or not self.is_slow:
+    def why_slow(self, slab: str) -> str:
+        """Why kvcached's pages should not be registered although the bytes are right; "" if they are fast enough.
+
+        Args:
+            slab: the kind of memory that a slab would have.
+        """
+        if self.why_not or not self.is_slow(slab):
             return ""
-        rates = {place: f"{min(one.read, one.write) / 1e9:.3g} GB/s" for place, one in self.rates.items()}
-        return f"{self.name} moves kvcached's pages at {rates['elastic']}, and other memory at {rates['ordinary']}"
+        elastic = self.rates["elastic"]
+        return (
+            f"{self.name} reads kvcached's pages at {_rate(elastic.read)} and writes them at {_rate(elastic.write)}, "
+            f"and writes a slab at {_rate(self.rates[slab].write)}"
+        )
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -161,9 +181,15 @@ class Proof(msgspec.Struct, frozen=True):
         return not (self.why_not or self.why_slow)
 
     @property
+    def slab(self) -> MemoryPath:
+        """The place of a slab, if KV has to be staged."""
+        found = [lane for lane in self.lanes if "host" in lane.rates]
+        return MemoryPath.HOST if found and all(lane.prefers_host for lane in found) else self.question.staged
+
+    @property
     def memory_path(self) -> MemoryPath:
         """What ``memory_path: auto`` selects: kvcached's pages, or a slab."""
-        return MemoryPath.DIRECT if self.is_direct else self.question.staged
+        return MemoryPath.DIRECT if self.is_direct else self.slab
 
     @property
     def remedy(self) -> str:
@@ -179,5 +205,7 @@ class Proof(msgspec.Struct, frozen=True):
 
     @property
     def why_slow(self) -> tuple[str, ...]:
-        """One reason per lane that is a copy path for kvcached's pages and not for other memory."""
-        return tuple(filter(None, (lane.why_slow for lane in self.lanes)))
+        """One reason per lane that is a copy path for kvcached's pages and not for a slab."""
+        has_own_memory = self.question.memory_type != "DRAM"
+        slab = "host" if has_own_memory and self.slab is MemoryPath.HOST else "ordinary"
+        return tuple(filter(None, (lane.why_slow(slab) for lane in self.lanes)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcached_nixl.compat.actions.changing import identify_if_due
 from kvcached_nixl.compat.actions.engine import (
     bound_sides,
     let_load_fail,
@@ -236,6 +237,7 @@ def process_input_queue(call: Call) -> None:
         side.bind_wake(wake_of(call.instance))
     rest(call.instance, REST_SECONDS)
     call.proceed()
+    identify_if_due(call.instance, is_idle=False)
 
 
 SEAMS = (

@@ -310,6 +310,6 @@ class KvProbe:
             self._kv_probe_weights = [parameter.detach().clone() for _, parameter in parameters]
         with torch.no_grad():
             for (_, parameter), first in zip(parameters, self._kv_probe_weights, strict=True):
-                change = 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                change = 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.copy_(first + change if int(seed) else first)
         return {}

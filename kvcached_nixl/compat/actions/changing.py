@@ -11,13 +11,14 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from kvcached_nixl.compat.actions.engine import core_of
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.versions import installed_row
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
-__all__ = ["changes_adapters", "changes_weights", "identify_again", "worker_sides"]
+__all__ = ["changes_adapters", "changes_weights", "identify_again", "identify_if_due", "worker_sides"]
 
 _CHANGING = frozenset(
     {
@@ -30,6 +31,7 @@ _CHANGING = frozenset(
     }
 )
 """vLLM's collective RPCs that change weights, even if a sample of the weights stays the same."""
+_DUE = "_kvcached_nixl_identity_is_due"
 _LOOKING = frozenset({"list_loras", "pin_lora"})
 
 
@@ -46,19 +48,36 @@ def changes_adapters(method: object) -> bool:
 def identify_again(core: Any, *, has_changed: bool) -> None:
     """Make the workers read their weights again, and revoke KV that was computed with others.
 
+    If more calls wait, this is left to `identify_if_due`: vLLM takes no step before it has answered all of them, and
+    reading the weights after each of many calls would keep it from ever taking one.
+
     Args:
         core: vLLM's ``EngineCore``, between two steps.
         has_changed: treat the weights as changed whatever the workers find.
     """
-    scheduler = core.scheduler
-    found = list(sides(private(scheduler, "connector")))
+    found = list(sides(private(core.scheduler, "connector")))
     if not found:
         return
-    is_asleep = core.model_executor.is_sleeping
-    for side in found:
-        if has_changed or is_asleep:
+    if has_changed or core.model_executor.is_sleeping:
+        for side in found:
             side.weights_changed()
-    if is_asleep:
+    # An engine in its client's own process has no queue.
+    if core_of(core.scheduler) is not None and core.input_queue.qsize():
+        vars(core)[_DUE] = True
+        return
+    _identify(core)
+
+
+def identify_if_due(core: Any, *, is_idle: bool) -> None:
+    """Do what `identify_again` has left: before a step, or as soon as an idle engine has answered every call."""
+    if vars(core).get(_DUE) and not (is_idle and core.input_queue.qsize()):
+        _identify(core)
+
+
+def _identify(core: Any) -> None:
+    vars(core)[_DUE] = False
+    scheduler = core.scheduler
+    if core.model_executor.is_sleeping:
         # Sleeping weights cannot be read. They are read when everything is awake.
         return
     content: dict[Any, Any] = {}
@@ -67,7 +86,7 @@ def identify_again(core: Any, *, has_changed: bool) -> None:
             content.update(one or {})
     except Exception:
         logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
-        for side in found:
+        for side in sides(private(scheduler, "connector")):
             side.hide()
         return
     if not content:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls from outside may change weights: these are read again before the next step, and once for many calls.
+
+vLLM's own loop, with an executor that counts. On an H200, reading the weights after each of 30 concurrent calls kept
+vLLM from ever taking a step.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+from kvcached_nixl.compat.actions import changing
+from kvcached_nixl.compat.versions import reason_to_skip
+from kvcached_nixl.patching import Registry
+from kvcached_nixl.seams import pausing, scheduler, weights
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[None]:
+    registry = Registry(reason_to_skip)
+    registry.add((scheduler.process_input_queue, pausing.notify_idle_state_callbacks, weights.collective_rpc))
+    registry.complete()
+    assert not registry.refusals()
+    yield
+    registry.uninstall()
+
+
+class Executor:
+    """Notes what is asked of the workers, in order."""
+
+    is_sleeping = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def collective_rpc(self, method: str, *_: Any) -> list[None]:
+        self.asked.append(method)
+        return [None]
+
+    def get_kv_connector_handshake_metadata(self) -> list[Any]:
+        self.asked.append("identify")
+        return []
+
+
+class Side:
+    """What this package is in an engine."""
+
+    due_in_seconds = None
+    pending = ()
+
+    def __init__(self, asked: list[str]) -> None:
+        self._asked = asked
+
+    def bind_wake(self, wake: Any) -> None: ...
+
+    def weights_changed(self) -> None:
+        self._asked.append("revoke")
+
+
+def take_input(core: Any) -> None:
+    """What vLLM's loop does before each step."""
+    getattr(core, scheduler.PROCESS_INPUT_QUEUE.attribute)()
+
+
+class Engine:
+    """vLLM's engine core around an executor that counts. It has work as soon as every call is answered, or always."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_idle: bool) -> None:
+        self.core = core = object.__new__(EngineCoreProc)
+        core.model_executor = Executor()
+        core.scheduler = SimpleNamespace(connector=None)
+        core.input_queue, core.output_queue = queue.Queue[Any](), queue.Queue[Any]()
+        core.aborts_queue = queue.Queue[Any]()
+        vars(core).update(_idle_state_callbacks=[])
+        core.process_input_queue_block, core.shutdown_state = True, EngineShutdownState.RUNNING
+        core.has_work = lambda: not is_idle or core.input_queue.empty() and bool(self.asked)
+        self.asked: list[str] = core.model_executor.asked
+        side = Side(self.asked)
+        for module, name in ((scheduler, "bound_sides"), (changing, "sides")):
+            monkeypatch.setattr(module, name, lambda _: [side])
+        monkeypatch.setattr(scheduler, "rest", lambda *_: None)
+
+    def call(self, *methods: str) -> list[str]:
+        """What is asked of the workers until vLLM takes the next step, after these calls at once."""
+        for number, method in enumerate(methods):
+            self.core.input_queue.put((EngineCoreRequestType.UTILITY, (0, number, "collective_rpc", (method,))))
+        take_input(self.core)
+        for _ in methods:
+            self.core.output_queue.get_nowait()
+        assert self.core.output_queue.empty(), "every call is answered once"
+        asked, self.asked[:] = list(self.asked), []
+        return asked
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_weights_are_read_once_for_calls_that_wait_together(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
+    engine = Engine(monkeypatch, is_idle=is_idle)
+    assert engine.call("one") == ["one", "identify"]
+    assert engine.call("one", "two", "three") == ["one", "two", "three", "identify"]
+
+
+def test_weights_that_are_known_to_change_revoke_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, is_idle=False)
+    assert engine.call("update_weights", "two") == ["update_weights", "revoke", "two", "identify"]
+
+
+def test_an_idle_engine_reads_them_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that ask meanwhile would be told of the weights before. A call of another kind came last."""
+    engine = Engine(monkeypatch, is_idle=True)
+    core, waited = engine.core, list[list[str]]()
+    core.has_work = lambda: len(waited) > 2
+
+    class Inputs(queue.Queue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            waited.append(list(engine.asked))
+            return super().get() if self.qsize() else (EngineCoreRequestType.WAKEUP, None)
+
+    core.input_queue = Inputs()
+    core.input_queue.put((EngineCoreRequestType.UTILITY, (0, 1, "collective_rpc", ("one",))))
+    core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+    take_input(core)
+    assert waited == [[], ["one"], ["one", "identify"]]
+
+
+def test_sleeping_weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, is_idle=False)
+    engine.core.model_executor.is_sleeping = True
+    assert engine.call("one", "two") == ["one", "revoke", "two", "revoke"]
