@@ -12,8 +12,8 @@ __all__ = ["AS_CONFIGURED", "HOST_GAIN", "SLOW", "LaneFound", "Proof", "Question
 AS_CONFIGURED = "as configured"
 """The lane with all transports that UCX may choose from: tests what UCX chooses on this host."""
 SLOW = 4.0
-"""A slab may be written this many times faster than kvcached's pages are moved. Beyond that staging is better: it costs
-one more copy on the device."""
+"""kvcached's pages may be this many times slower than a slab. Beyond that staging is better: it costs one more copy on
+the device."""
 HOST_GAIN = 2.0
 """A slab is on the host if every transport writes host memory this many times faster than the device's: without a
 direct path to the device, UCX copies each piece through the host, and a slab there is copied at once."""
@@ -101,18 +101,15 @@ class LaneFound(msgspec.Struct, frozen=True):
     rates: dict[str, Rates] = {}
 
     def is_slow(self, slab: str = "ordinary") -> bool:
-        """Whether such a slab is written more than `SLOW` times faster than kvcached's pages are moved.
-
-        KV of a slab is always written; kvcached's pages are read (pull) or written (push).
-        """
+        """Whether kvcached's pages are read or written more than `SLOW` times slower than such memory."""
         if self.never:
             return False
-        elastic = self.rates["elastic"]
-        return min(elastic.read, elastic.write) * SLOW < self.rates[slab].write
+        elastic, other = self.rates["elastic"], self.rates[slab]
+        return elastic.read * SLOW < other.read or elastic.write * SLOW < other.write
 
     @property
     def prefers_host(self) -> bool:
-        """Whether host memory is written `HOST_GAIN` times faster than other memory of the device."""
+        """Whether host memory is written `HOST_GAIN` times faster than the device's. A slab is written."""
         return self.rates["host"].write >= HOST_GAIN * self.rates["ordinary"].write
 
     @property
@@ -132,15 +129,12 @@ class LaneFound(msgspec.Struct, frozen=True):
         """
         if self.why_not or not self.is_slow(slab):
             return ""
-        elastic = self.rates["elastic"]
-        return (
-            f"{self.name} reads kvcached's pages at {_rate(elastic.read)} and writes them at {_rate(elastic.write)}, "
-            f"and writes a slab at {_rate(self.rates[slab].write)}"
-        )
+        elastic, other = (_words(self.rates[place]) for place in ("elastic", slab))
+        return f"{self.name} moves kvcached's pages at {elastic}, and a slab at {other}"
 
 
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
+def _words(rates: Rates) -> str:
+    return f"{rates.read / 1e9:.3g} GB/s (READ) and {rates.write / 1e9:.3g} GB/s (WRITE)"
 
 
 class Said(msgspec.Struct, frozen=True):
