@@ -30,6 +30,7 @@ class Corruption:
 
     ``changes_output`` is whether tokens or log-probabilities can show it. They cannot show that two full blocks were
     swapped: keys carry their positions, and attention sums over a set. Only the digests of the bytes differ.
+    ``kept_tokens``: first hand over so many tokens of the prompt, and keep the state that D received.
     """
 
     words: str
@@ -37,6 +38,7 @@ class Corruption:
     block: int = 0
     changes_output: bool = True
     group: int = -1
+    kept_tokens: int = 0
 
 
 CORRUPTIONS = (
@@ -207,6 +209,9 @@ class PairRun:
 
     async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> Observation:
         """Hand ``prompt`` over with ``corruption`` planted in the blocks that D receives."""
+        if corruption.kept_tokens:
+            earlier = Prompt(f"{prompt.name} kept", prompt.token_ids[: corruption.kept_tokens])
+            await self.planted(Corruption(earlier.name, "keep_state", group=corruption.group), earlier, f"{run}-kept")
         await self.pairs[0].decode.probe("plant", corruption.kind, corruption.block, corruption.group)
         handed = await self._one(prompt, prompt.salt(run), prompt.salt(run).replace(" ", "-"))
         (seen,) = await self._observe([handed])

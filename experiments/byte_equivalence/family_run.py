@@ -314,6 +314,12 @@ def corruptions_of(groups: Sequence[Group]) -> Iterator[Corruption]:
         place = kinds["state"]
         yield Corruption("a state dropped: what was there before", "drop_tail_block", group=place)
         yield Corruption("a state read before it is backed", "zero_a_block", group=place)
+        # Prefill hands over the state behind its last token but one.
+        another = {"kind": "state_of_another_token", "group": place}
+        yield Corruption("the state of the token before", kept_tokens=DAMAGED_TOKENS - 1, **another)
+        superseded = (DAMAGED_TOKENS - 2) // groups[place].block_size * groups[place].block_size
+        if superseded:
+            yield Corruption("the superseded slot of align mode", kept_tokens=superseded + 1, **another)
         if groups[place].layers > 1:
             yield Corruption("two layers' states swapped", "swap_two_layers", group=place)
     if len(groups) > 1:

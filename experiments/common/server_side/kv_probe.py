@@ -34,6 +34,10 @@ if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 
 DROP_TAIL_BLOCK, SWAP_GROUPS = "drop_tail_block", "swap_two_groups"
+KEEP_STATE, KEPT_STATE = "keep_state", "state_of_another_token"
+"""The first damages nothing: it keeps the state that a request received, for a later request to get."""
+Saved = list[list[list[torch.Tensor]]]
+"""Of each group and layer, the tensors of one block."""
 ALL_GROUPS = -1
 STEP, OVER = "kvcached_nixl_step", "kvcached-nixl:over:"
 """Names that kvcached_nixl uses: the attribute of the connector's metadata with the hand-overs for its workers, and
@@ -63,7 +67,7 @@ class Pending:
     transfer: str
     local: BlockIds
     remote: BlockIds | None
-    tail_before: list[list[list[torch.Tensor]]] = field(default_factory=list)
+    tail_before: Saved = field(default_factory=list)
 
 
 def step_methods(vllm: str | None = None) -> tuple[str, str]:
@@ -96,6 +100,7 @@ class Recorder:
     records: list[dict[str, Any]] = field(default_factory=list)
     sent: list[dict[str, Any]] = field(default_factory=list)
     plan: tuple[str, int, int] | None = None
+    kept_state: Saved = field(default_factory=list)
 
     def begin(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM passes the metadata to handle_preemptions before it binds the metadata to the connector.
@@ -150,10 +155,14 @@ class Recorder:
 
     def _await(self, request_id: str, pending: Pending) -> None:
         if self.plan is not None and self.plan[0] == DROP_TAIL_BLOCK:
-            for caches, block_ids in self._filled_groups(pending):
-                tail = [[view.clone() for view in parts(cache, block_ids[-1])] for cache in caches]
-                pending.tail_before.append(tail)
+            pending.tail_before = self._last_blocks(pending)
         self.pending[request_id] = pending
+
+    def _last_blocks(self, pending: Pending) -> Saved:
+        return [
+            [[view.clone() for view in parts(cache, block_ids[-1])] for cache in caches]
+            for caches, block_ids in self._filled_groups(pending)
+        ]
 
     def _filled_groups(self, pending: Pending) -> Iterator[tuple[list[Cache], list[int]]]:
         wanted = ALL_GROUPS if self.plan is None else self.plan[2]
@@ -182,7 +191,11 @@ class Recorder:
         assert self.plan is not None
         kind, index, group = self.plan
         if kind == DROP_TAIL_BLOCK:
-            self._restore_tail(pending)
+            self._restore(pending, pending.tail_before)
+        elif kind == KEEP_STATE:
+            self.kept_state = self._last_blocks(pending)
+        elif kind == KEPT_STATE:
+            self._restore(pending, self.kept_state)
         elif kind == SWAP_GROUPS:
             other = (group + 1) % len(self.groups)
             ids = pending.local
@@ -191,8 +204,8 @@ class Recorder:
             for caches, block_ids in self._filled_groups(pending):
                 DAMAGES[kind](caches, block_ids, index)
 
-    def _restore_tail(self, pending: Pending) -> None:
-        for (caches, block_ids), before in zip(self._filled_groups(pending), pending.tail_before, strict=True):
+    def _restore(self, pending: Pending, saved: Saved) -> None:
+        for (caches, block_ids), before in zip(self._filled_groups(pending), saved, strict=True):
             for cache, kept in zip(caches, before, strict=True):
                 for view, before_it in zip(parts(cache, block_ids[-1]), kept, strict=True):
                     view.copy_(before_it)
@@ -293,7 +306,7 @@ class KvProbe:
 
     def kv_probe_plant(self, kind: str, index: int, group: int = ALL_GROUPS) -> dict[str, Any]:
         """Damage the blocks of the next received request. ``index`` is a position in its list of received blocks."""
-        known = sorted([*DAMAGES, DROP_TAIL_BLOCK, SWAP_GROUPS])
+        known = sorted([*DAMAGES, DROP_TAIL_BLOCK, SWAP_GROUPS, KEEP_STATE, KEPT_STATE])
         if kind not in known:
             raise ProbeError(f"found the corruption {kind!r}; expected one of {known}.")
         self._kv_probe_recorder().plan = (kind, int(index), int(group))

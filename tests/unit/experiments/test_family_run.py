@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.byte_equivalence.compare import Expected
-from experiments.byte_equivalence.family_run import Group, corruptions_of, may_be_cached
+from experiments.byte_equivalence.family_run import DAMAGED_TOKENS, Group, corruptions_of, may_be_cached
 from experiments.byte_equivalence.prompts import Prompt
 
 FULL, WINDOW, STATE = Group(32, None, False, 2), Group(64, 128, False, 2), Group(160, None, True, 2)
@@ -51,8 +51,14 @@ def test_each_kind_of_group_is_damaged_in_its_own_ways() -> None:
         ("older_blocks", 3),
         ("drop_tail_block", 0),
         ("zero_a_block", 0),
+        ("state_of_another_token", 0),
+        ("state_of_another_token", 0),
         ("swap_two_layers", 0),
         ("swap_two_groups", 0),
     ]
+    kept = [one.kept_tokens for one in corruptions_of([STATE]) if one.kept_tokens]
+    assert kept == [DAMAGED_TOKENS - 1, 1120 + 1], (
+        "states are kept behind every 160 tokens, and behind the last but one"
+    )
     assert [one.kind for one in corruptions_of([FULL])] == ["swap_two_blocks", "zero_a_block", "drop_tail_block"]
     assert not any(one.changes_output for one in corruptions_of([FULL]) if one.kind == "swap_two_blocks")
