@@ -132,12 +132,16 @@ class WorkerView:
 
     @property
     def _attention(self) -> str:
-        name = str(self._backends[0].get_name())
-        # It stores a block's keys, and on some processors its values, in an order in which no part is one token's.
-        whole = name == "CPU_ATTN"
+        names = [str(one.get_name()) for one in self._backends]
+        # CPU_ATTN stores a block's keys, and on some processors its values, in an order in which no part is one
+        # token's. Indexers store a block's scales behind all of its keys.
+        indexers = sorted({name for name in names if "INDEXER" in name})
+        if names[0] != "CPU_ATTN" and not indexers:
+            return names[0]
         sizes = list(map(str, self._attention_block_sizes))
         shown = sizes[0] if len(set(sizes)) == 1 else "+".join(sizes)
-        return f"{name}, whole blocks of {shown} tokens" if whole else name
+        parts = f" in {self.kernel_blocks_per_block}" if self.kernel_blocks_per_block > 1 else ""
+        return f"{'+'.join([names[0], *indexers])}, whole blocks of {shown} tokens{parts}"
 
     @property
     def _backends(self) -> list[Any]:

@@ -299,11 +299,23 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
 def test_the_cpus_kernel_shares_whole_blocks_only(sizes: tuple[int, ...], shown: str) -> None:
     """Peers with other blocks have another tag, and nothing is moved."""
     config = cache_of(*map(with_blocks_of, sizes))
-    facts = dict(worker(attn_backends=[backend("CPU_ATTN")], kv_cache_config=config).facts)
+    whole = {"kv_cache_config": config, "_physical_blocks_per_logical_kv_block": 1}
+    facts = dict(worker(attn_backends=[backend("CPU_ATTN")], **whole).facts)
     assert facts["attention"] == f"CPU_ATTN, whole blocks of {shown} tokens"
     assert (
         dict(worker(attn_backends=[backend("FLASH_ATTN")], kv_cache_config=config).facts)["attention"] == "FLASH_ATTN"
     )
+
+
+def test_blocks_with_an_indexer_are_shared_whole_only() -> None:
+    """DeepSeek V3.2 keeps an indexer's keys and, behind those of all tokens of a block, their scales."""
+    backends = [backend("FLASHMLA_SPARSE"), backend("DEEPSEEK_V32_INDEXER")]
+    config = cache_of(with_blocks_of(64))
+    for ratio, shown in ((1, "64 tokens"), (2, "64 tokens in 2")):
+        facts = worker(
+            attn_backends=backends, kv_cache_config=config, _physical_blocks_per_logical_kv_block=ratio
+        ).facts
+        assert dict(facts)["attention"] == f"FLASHMLA_SPARSE+DEEPSEEK_V32_INDEXER, whole blocks of {shown}"
 
 
 class Decided(SimpleNamespace):
