@@ -187,7 +187,7 @@ class Engine:
         self.handover = SchedulerFacade(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
         self.handover.bind(pool)
         groups = (GroupMemory((planes,)),)
-        place = LocalRank(EngineId(own.engine_id), 1, 0, groups, is_latent=False)
+        place = LocalRank(EngineId(own.engine_id), 1, 0, groups, kv_shares=1)
         no_content, runs = Content((), ()), _AtOnce()
         process = Process() if make_gate is None else Process(f"{own.engine_id} {own.host}:{own.port}")
         self.side = assemble(

@@ -25,6 +25,7 @@ from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.compat.weights import model_facts
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.wire.kv_groups import Keeps
 
@@ -196,9 +197,29 @@ class WorkerView:
         return bool(private(self.worker, "use_mla"))
 
     @property
-    def is_latent(self) -> bool:
-        """Whether all ranks hold the same KV: latents, and no states, of which each rank has a share of its own."""
-        return self.use_mla and not self._has_states
+    def kv_shares(self) -> int:
+        """How many ranks hold KV of their own, at most: one for latents, one for each KV head. With more ranks, vLLM
+        gives neighbours copies of a head."""
+        if self._has_states:
+            # Every rank has a share of its own.
+            return MAX_TP_SIZE
+        if self.use_mla:
+            return 1
+        specs = [spec for group in self._groups for spec in specs_of(group.kv_cache_spec)]
+        return max(self._shares_of_layer(int(private(spec, "num_kv_heads"))) for spec in specs)
+
+    def _shares_of_layer(self, num_heads: int) -> int:
+        if num_heads > 1:
+            return num_heads * self.tp_size
+        return max((total for total in self._numbers_of_heads if total <= self.tp_size), default=self.tp_size)
+
+    @property
+    def _numbers_of_heads(self) -> set[int]:
+        """The numbers of KV heads in layers of the model and its drafter, on all ranks together."""
+        model = private(self.worker, "model_config")
+        drafter = getattr(self._config.speculative_config, "draft_model_config", None)
+        configs = [one.hf_text_config for one in (model, drafter) if one is not None]
+        return kv_heads_of(*configs) | {int(model.get_total_num_kv_heads())}
 
     @property
     def kernel_blocks_per_block(self) -> int:
@@ -231,13 +252,10 @@ class WorkerView:
             return unknown
         if self.use_mla or self.tp_size == 1:
             return 0
-        model = private(self.worker, "model_config")
         if num_heads > 1:
             return self.tp_rank * num_heads
-        drafter = getattr(self._config.speculative_config, "draft_model_config", None)
-        configs = [one.hf_text_config for one in (model, drafter) if one is not None]
-        totals = kv_heads_of(*configs) | {int(model.get_total_num_kv_heads())}
-        found = {self.tp_rank * total // self.tp_size for total in totals if total <= self.tp_size}
+        totals = [total for total in self._numbers_of_heads if total <= self.tp_size]
+        found = {self.tp_rank * total // self.tp_size for total in totals}
         return found.pop() if len(found) == 1 else unknown
 
     @property

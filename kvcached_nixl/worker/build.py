@@ -84,7 +84,7 @@ class StockWorker(Protocol):
     def kernel_blocks_per_block(self) -> int: ...
     def first_head(self, num_heads: int) -> int: ...
     @property
-    def is_latent(self) -> bool: ...
+    def kv_shares(self) -> int: ...
     @property
     def answers_before_drafts(self) -> bool: ...
     @property
@@ -119,7 +119,7 @@ def build_worker(
         tp_size=worker.tp_size,
         tp_rank=worker.tp_rank,
         groups=groups,
-        is_latent=worker.is_latent,
+        kv_shares=worker.kv_shares,
         needs_equal_blocks=slab is not None and worker.zeroes_blocks,
     )
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)

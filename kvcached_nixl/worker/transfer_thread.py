@@ -329,7 +329,7 @@ class TransferThread:
         for prefill, names in self._renewals.take_due().items():
             # Sizes that do not divide are reported as a failure when the request gets its blocks.
             try:
-                ranks = contributors(prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, is_latent=local.is_latent)
+                ranks = contributors(prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, kv_shares=local.kv_shares)
             except ValueError:
                 continue
             for address in peers_of(prefill, (*ranks[0], *ranks[1])):

@@ -255,9 +255,9 @@ class Rank:
         (self.planes,) = planes_of(self._caches(self.arena), self.geometry.axes(), lambda _: self.heads.start)
         self.token_table = endpoint.token_table
         self.token_table[:] = 0
-        is_latent = shape.era == "mla"
+        kv_shares = 1 if shape.era == "mla" else cluster.case.heads
         groups = (GroupMemory((self.planes,), shape.ratio),)
-        place = LocalRank(EngineId(engine_id), shape.tp_size, tp_rank, groups, is_latent)
+        place = LocalRank(EngineId(engine_id), shape.tp_size, tp_rank, groups, kv_shares)
         self.handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=place.tp_size,

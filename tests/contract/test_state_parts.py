@@ -25,6 +25,7 @@ from kvcached_nixl.compat.specs import state_bytes
 from kvcached_nixl.compat.state_parts import parts_of_state
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.kv_checksum import Content
@@ -129,7 +130,7 @@ class Rank:
         planes = state_planes(pages, dict.fromkeys(pages, self.bytes), 1000 * size + rank)
         self.group = GroupMemory(planes, parts=part_planes(pages, dict.fromkeys(pages, parts)))
         self.local = dataclasses.replace(
-            Local().side.local, groups=(self.group,), tp_size=size, tp_rank=rank, is_latent=False
+            Local().side.local, groups=(self.group,), tp_size=size, tp_rank=rank, kv_shares=MAX_TP_SIZE
         )
         self.content = Content((self.group,), [(self.memory.data_ptr(), self.memory.view(NUM_BLOCKS, -1))])
 
@@ -185,7 +186,7 @@ def moved(prefill: list[Rank], decode: list[Rank]) -> None:
     """Decode pulls from the ranks that it asks, as descriptors say."""
     for rank in decode:
         source = _Source(len(prefill))
-        needed, _ = contributors(source, tp_rank=rank.local.tp_rank, tp_size=len(decode), is_latent=False)
+        needed, _ = contributors(source, tp_rank=rank.local.tp_rank, tp_size=len(decode), kv_shares=MAX_TP_SIZE)
         for one in needed:
             other = prefill[one]
             routes = PeerRoutes(rank.local).of(f"p{one}", (other.group,))

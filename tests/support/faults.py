@@ -371,8 +371,8 @@ def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
 
 
 def another_rank_contributes(patch: Patcher) -> None:
-    def contributors(prefill: Any, *, tp_rank: int, tp_size: int, is_latent: bool) -> Any:
-        ranks, others = original(prefill, tp_rank=tp_rank, tp_size=tp_size, is_latent=is_latent)
+    def contributors(prefill: Any, *, tp_rank: int, tp_size: int, kv_shares: int) -> Any:
+        ranks, others = original(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
         return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
 
     original = receiver.contributors

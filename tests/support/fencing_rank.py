@@ -104,7 +104,7 @@ class Rank:
         transport, clock = NixlTransport(self.agent, "DRAM"), MonotonicClock()
         host = Host.here("DRAM", os.environ)
         group = GroupMemory((planes,))
-        place = LocalRank(EngineId(role), 1, 0, (group,), is_latent=False)
+        place = LocalRank(EngineId(role), 1, 0, (group,), kv_shares=1)
         metadata, words = transport.metadata(), int(self.token_table.ctypes.data)
         rank = RankHandshake(
             place.engine_id,

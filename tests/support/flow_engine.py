@@ -268,7 +268,7 @@ class Worker:
         self.moved = self.memory if self.copier is None else self.copier.slab
         self.awaiting_checksum = InTurn(held=True)
         groups = (GroupMemory((self.moved.planes,), shape.ratio),)
-        place = LocalRank(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, groups, shape.is_latent)
+        place = LocalRank(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, groups, shape.kv_shares)
         handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=shape.tp_size,

@@ -77,6 +77,10 @@ class Shape:
     is_latent: bool = False
     is_head_major: bool = False
 
+    @property
+    def kv_shares(self) -> int:
+        return 1 if self.is_latent else self.total_heads
+
     def heads(self, tp_rank: int) -> range:
         if self.is_latent:
             return range(1)

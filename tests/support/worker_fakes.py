@@ -15,6 +15,7 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.transport.base import TransferState
 from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Registration, decode, encode
@@ -253,7 +254,7 @@ class Local:
         *,
         tp_size: int = 1,
         tp_rank: int = 0,
-        is_latent: bool = False,
+        kv_shares: int = MAX_TP_SIZE,
         kernel_blocks_per_block: int = 1,
         num_groups: int = 1,
         memory: Memory | None = None,
@@ -268,7 +269,7 @@ class Local:
         self.asking = Asking()
         self.memory = Memory() if memory is None else memory
         group = GroupMemory((self.memory.planes,), kernel_blocks_per_block)
-        place = LocalRank(EngineId("local"), tp_size, tp_rank, (group,) * num_groups, is_latent)
+        place = LocalRank(EngineId("local"), tp_size, tp_rank, (group,) * num_groups, kv_shares)
         self.dead: list[str] = []
         self.unreachable: list[str] = []
         self.woken = 0

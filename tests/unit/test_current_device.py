@@ -154,7 +154,7 @@ class Stock:
     engine_id = "e"
     tp_size, tp_rank = 2, 1
     kernel_blocks_per_block = 1
-    is_latent = False
+    kv_shares = 1
     answers_before_drafts = zeroes_blocks = False
     facts = ()
 

@@ -89,7 +89,7 @@ class Receiver:
             return
         try:
             ranks, others = contributors(
-                spec.prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, is_latent=local.is_latent
+                spec.prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, kv_shares=local.kv_shares
             )
         except ValueError as error:
             attempt.fail(HandOverFailed(FailureCause.REFUSED, str(error)))
@@ -130,7 +130,7 @@ class Receiver:
         local = self._context.local
         try:
             ranks = contributors(
-                released.prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, is_latent=local.is_latent
+                released.prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, kv_shares=local.kv_shares
             )
         except ValueError:
             return

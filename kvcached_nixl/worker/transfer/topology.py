@@ -35,7 +35,7 @@ class LocalRank:
 
     Attributes:
         groups: where it keeps each KV-cache group.
-        is_latent: all ranks hold the same KV (multi-latent attention, without states beside it).
+        kv_shares: how many ranks hold KV of their own, at most. If there are more ranks, each of them has copies.
         needs_equal_blocks: it copies whole slots of a slab into blocks that vLLM has zeroed, so what a peer with
             smaller blocks has not written would be there in place of zeroes.
     """
@@ -44,7 +44,7 @@ class LocalRank:
     tp_size: int
     tp_rank: int
     groups: tuple[GroupMemory, ...]
-    is_latent: bool
+    kv_shares: int
     needs_equal_blocks: bool = False
 
     @property
@@ -145,12 +145,16 @@ def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]
 
 
 def contributors(
-    prefill: RemotePrefill, *, tp_rank: int, tp_size: int, is_latent: bool
+    prefill: RemotePrefill, *, tp_rank: int, tp_size: int, kv_shares: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ranks of prefill whose bytes a rank of decode needs, and the ranks it only has to release.
 
-    Every rank of prefill is in the result for at least one rank of decode, so that it learns when it is done. A latent
-    is the same on all ranks, so one rank that has it is enough.
+    Every rank of prefill is in the result for at least one rank of decode, so that it learns when it is done. Of ranks
+    that hold copies of the same KV, which lie side by side, one is enough: the bytes of two may differ in their last
+    bits, where each rank rounds its own sums.
+
+    Args:
+        kv_shares: as in `LocalRank`.
 
     Raises:
         ValueError: neither tensor-parallel size divides the other.
@@ -160,8 +164,10 @@ def contributors(
     if prefill.tp_size % tp_size or prefill.tp_size > MAX_TP_SIZE:
         raise ValueError(f"prefill's tensor-parallel size {prefill.tp_size} and decode's {tp_size} do not divide")
     part = prefill.tp_size // tp_size
-    ranks = tuple(range(tp_rank * part, (tp_rank + 1) * part))
-    return (ranks[:1], ranks[1:]) if is_latent else (ranks, ())
+    ranks = range(tp_rank * part, (tp_rank + 1) * part)
+    copies = 1 if prefill.tp_size % kv_shares else prefill.tp_size // kv_shares
+    writers = tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
+    return writers, tuple(rank for rank in ranks if rank not in writers)
 
 
 def peers_of(prefill: RemotePrefill, ranks: Sequence[int]) -> tuple[Peer, ...]:

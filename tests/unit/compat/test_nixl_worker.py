@@ -18,6 +18,7 @@ from kvcached_nixl.compat.nixl_worker import WorkerView
 from kvcached_nixl.compat.series import Shape
 from kvcached_nixl.errors import ContractChanged, LayoutRefused
 from kvcached_nixl.scheduler.build import StockScheduler
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import KVGroup
 from kvcached_nixl.worker.build import StockWorker
 from kvcached_nixl.worker.geometry.kv_axes import Axes
@@ -233,7 +234,7 @@ def test_a_workers_half_is_what_our_worker_asks_for() -> None:
     view = worker()
     asked: tuple[StockWorker | None, NixlRegistrar] = (None, view)
     assert asked[1] is view
-    assert (view.engine_id, view.tp_size, view.tp_rank, view.is_latent) == ("e", 2, 1, False)
+    assert (view.engine_id, view.tp_size, view.tp_rank, view.kv_shares) == ("e", 2, 1, 8)
     assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block) == (7, 3, 2)
     assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
     assert view.groups() == [{"a": (32, 8, 4, 0, ())}, {"b": (32, 8, 4, 0, ()), "c": (32, 8, 4, 0, ())}]
@@ -566,6 +567,21 @@ def test_no_other_rank_has_a_share_of_a_state(attention_backends: list[list[str]
     assert worker(use_mla=True).first_head(0) == worker().first_head(0)
 
 
+@pytest.mark.parametrize(
+    ("heads_here", "tp_size", "named", "expected"),
+    [(4, 2, {}, 8), (1, 8, {"num_key_value_heads": 2}, 8), (1, 2, {"num_key_value_heads": 2}, 2), (1, 1, {}, 1)],
+    ids=["counted", "one of eight by the model", "one of two", "alone"],
+)
+def test_as_many_ranks_have_kv_of_their_own_as_there_are_heads(
+    heads_here: int, tp_size: int, named: dict[str, int], expected: int
+) -> None:
+    """A rank's only head may be one of as many as the model has: more heads than there are mean fewer copies."""
+    spec = FullAttentionSpec()
+    spec.num_kv_heads = heads_here
+    found = worker(kv_cache_config=cache_of(spec), world_size=tp_size, hf_text_config=config_of(**named))
+    assert found.kv_shares == expected
+
+
 def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
     backend = SimpleNamespace(
         get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size: [
@@ -579,8 +595,8 @@ def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
 
 def test_latents_beside_states_are_not_all_that_a_rank_needs() -> None:
     """Kimi-Linear: decode asks one rank of prefill for a latent, and every rank for the states."""
-    assert worker(use_mla=True).is_latent
-    assert not worker(use_mla=True, kv_cache_config=cache_of(MLAAttentionSpec(), MambaSpec())).is_latent
+    assert worker(use_mla=True).kv_shares == 1
+    assert worker(use_mla=True, kv_cache_config=cache_of(MLAAttentionSpec(), MambaSpec())).kv_shares == MAX_TP_SIZE
 
 
 @pytest.mark.parametrize(("use_mla", "heads"), [(False, 1_009), (True, 1)], ids=["heads", "latent"])

@@ -61,7 +61,7 @@ class Stock:
         self.engine_id = "e"
         self.tp_size, self.tp_rank = 2, 1
         self.kernel_blocks_per_block = 2
-        self.is_latent = False
+        self.kv_shares = 1
         self.answers_before_drafts = self.zeroes_blocks = False
         self.facts = (("vLLM", "0.19.1"), ("model", "m"))
         self.kept: list[Any] = []

@@ -36,6 +36,7 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Process, Weights
 from kvcached_nixl.wire.lease import heartbeats
 from kvcached_nixl.wire.messages import (
@@ -95,7 +96,7 @@ class Worker:
         self.offered: list[Weights] = []
         self.memory = Memory()
         self.reason = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
-        place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), False)
+        place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), MAX_TP_SIZE)
         made = Settings(mode, **settings)
         self.side = assemble(
             self.transport, self.clock if clock is None else clock, place, self.reason, made, TAG, self.asking,

@@ -383,7 +383,7 @@ def test_one_rank_that_fails_stops_the_others_and_waits_for_them() -> None:
 
 
 def test_a_latent_is_read_from_one_rank_and_the_others_are_told() -> None:
-    decode = Decode(is_latent=True)
+    decode = Decode(kv_shares=1)
     remotes = [decode.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
     keep(remotes[0])
     decode.receiver.fetch(wanted(1, MANIFEST, tp_size=2))
@@ -396,7 +396,7 @@ def test_a_latent_is_read_from_one_rank_and_the_others_are_told() -> None:
 
 
 def test_ranks_whose_latent_is_not_needed_are_told_by_name_where_prefills_id_is_not_known() -> None:
-    push = Decode(TransferMode.PUSH, is_latent=True)
+    push = Decode(TransferMode.PUSH, kv_shares=1)
     remotes = [push.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
     push.want(wanted(1, None, tp_size=2))
     push.deliver()

@@ -7,6 +7,7 @@ import pytest
 from support.worker_fakes import Local, Memory
 
 from kvcached_nixl.ids import EngineId
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
@@ -24,9 +25,9 @@ MAX_RANKS = 12
 MAX_HEADS = 24
 
 
-def named(prefill_size: int, tp_rank: int, tp_size: int, is_latent: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def named(prefill_size: int, tp_rank: int, tp_size: int, kv_shares: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     prefill = RemotePrefill("p", "h", 1, prefill_size)
-    return contributors(prefill, tp_rank=tp_rank, tp_size=tp_size, is_latent=is_latent)
+    return contributors(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
 
 
 def sizes() -> list[tuple[int, int]]:
@@ -53,17 +54,15 @@ def test_contributors_of_each_rank_of_decode(
     latent: list[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> None:
     """(writers, others); of a latent that all ranks have, one rank is enough."""
-    assert [named(prefill_size, rank, tp_size, False) for rank in range(tp_size)] == expected
-    assert [named(prefill_size, rank, tp_size, True) for rank in range(tp_size)] == latent
+    assert [named(prefill_size, rank, tp_size, MAX_TP_SIZE) for rank in range(tp_size)] == expected
+    assert [named(prefill_size, rank, tp_size, 1) for rank in range(tp_size)] == latent
 
 
-@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize("kv_shares", [MAX_TP_SIZE, 1])
 @pytest.mark.parametrize(("prefill_size", "tp_size"), [(3, 2), (2, 3), (4, 6), (2048, 1)])
-def test_sizes_that_do_not_divide_are_an_error_that_names_both(
-    prefill_size: int, tp_size: int, is_latent: bool
-) -> None:
+def test_sizes_that_do_not_divide_are_an_error_that_names_both(prefill_size: int, tp_size: int, kv_shares: int) -> None:
     with pytest.raises(ValueError, match=f"{prefill_size} and decode's {tp_size} do not divide"):
-        named(prefill_size, 0, tp_size, is_latent)
+        named(prefill_size, 0, tp_size, kv_shares)
 
 
 def test_a_rank_of_prefill_hears_of_every_rank_of_decode_that_it_shares_heads_with() -> None:
@@ -75,12 +74,12 @@ def test_a_rank_of_prefill_hears_of_every_rank_of_decode_that_it_shares_heads_wi
                 for theirs in range(prefill_size)
                 if theirs * tp_size < (rank + 1) * prefill_size and rank * prefill_size < (theirs + 1) * tp_size
             )
-            assert named(prefill_size, rank, tp_size, False) == (overlapping, ())
-            writers, others = named(prefill_size, rank, tp_size, True)
+            assert named(prefill_size, rank, tp_size, MAX_TP_SIZE) == (overlapping, ())
+            writers, others = named(prefill_size, rank, tp_size, 1)
             assert (*writers, *others) == overlapping
             assert len(writers) == 1
-        for is_latent in (False, True):
-            found = [named(prefill_size, rank, tp_size, is_latent) for rank in range(tp_size)]
+        for kv_shares in (MAX_TP_SIZE, 1, 2, 4):
+            found = [named(prefill_size, rank, tp_size, kv_shares) for rank in range(tp_size)]
             writing = [theirs for writers, _ in found for theirs in writers]
             told = [theirs for _, others in found for theirs in others]
             assert {*writing, *told} == set(range(prefill_size)), "none waits for its lease to end"
@@ -89,7 +88,7 @@ def test_a_rank_of_prefill_hears_of_every_rank_of_decode_that_it_shares_heads_wi
             assert {writing.count(theirs) for theirs in writing} == {max(1, tp_size // prefill_size)}
 
 
-def test_writers_have_every_head_of_the_rank_they_write_to() -> None:
+def test_each_head_of_a_rank_is_written_by_one_rank_that_has_it() -> None:
     """With heads split or, where there are fewer than ranks, repeated, as vLLM does."""
 
     def heads_of(rank: int, size: int, total: int) -> set[int]:
@@ -101,9 +100,11 @@ def test_writers_have_every_head_of_the_rank_they_write_to() -> None:
             if any(total % size and size % total for size in (prefill_size, tp_size)):
                 continue
             for rank in range(tp_size):
-                writers, _ = named(prefill_size, rank, tp_size, False)
-                written: set[int] = set().union(*(heads_of(theirs, prefill_size, total) for theirs in writers))
+                writers, _ = named(prefill_size, rank, tp_size, total)
+                of_writers = [heads_of(theirs, prefill_size, total) for theirs in writers]
+                written: set[int] = set().union(*of_writers)
                 assert written >= heads_of(rank, tp_size, total), (prefill_size, tp_size, total, rank)
+                assert sum(map(len, of_writers)) == len(written), "no head is written by two ranks"
 
 
 def test_ranks_are_at_their_engines_address() -> None:
@@ -130,7 +131,7 @@ def test_a_block_of_the_scheduler_is_so_many_of_the_kernel(ratio: int) -> None:
 def test_a_rank_knows_its_block_sizes_and_where_a_part_of_a_request_may_end() -> None:
     """A part may end where blocks of all KV-cache groups of both sides end."""
     groups = tuple(GroupMemory((Memory(block_size=size).planes,), 3) for size in (2, 6))
-    local = LocalRank(EngineId("e"), 1, 0, groups, False)
+    local = LocalRank(EngineId("e"), 1, 0, groups, MAX_TP_SIZE)
     assert local.kernel_block_sizes == (2, 6) and [group.block_size for group in groups] == [6, 18]
     assert local.step_tokens([2, 6]) == 6 and local.step_tokens([4, 9]) == 36
 
