@@ -185,6 +185,7 @@ class FamilyRun:
                 self._compare(
                     f"{name}, one at a time", arm, groups, list(zip(self.prompts, seen, strict=True)), baseline
                 )
+                self._compare_exactly(name, arm, list(zip(self.prompts, seen, baseline, strict=True)))
                 if self.family.dtype == "float32":
                     found = await run.concurrent(
                         self.prompts,
@@ -232,6 +233,17 @@ class FamilyRun:
             what = f"{phase}: planted: {corruption.words}"
             if not self._row(Check(arm.name, what, caught, f"{'caught' if caught else 'seen only'} by {by}")).passed:
                 raise NotCaught(what)
+
+    def _compare_exactly(self, name: str, arm: Arm, seen: Sequence[tuple[Prompt, Observation, Answer]]) -> None:
+        """Where the single instance computes a prompt's last token in a step of its own, too, no bit may differ."""
+        alike = [one for one in seen if is_alone(one[0])]
+        differences = [
+            difference
+            for prompt, observed, answer in alike
+            for difference in compare_answers(prompt.name, answer, observed.hand_over.answer, 0.0)
+        ]
+        outcome = f"{len(alike)} prompts, to the last bit"
+        self._row(compared(arm.name, f"{name}: last token in a step of its own", differences, outcome))
 
     def _expected(self, prompt: Prompt, shared_tokens: int, groups: Sequence[Group]) -> list[Expected]:
         has_states = any(group.is_state for group in groups)
@@ -292,6 +304,11 @@ def may_be_cached(prompt: Prompt, groups: Sequence[Group]) -> bool:
     last token begins."""
     step = math.lcm(*(group.block_size for group in groups if not group.is_state))
     return prompt.family is not None and (len(prompt.token_ids) - 1) % step == 0
+
+
+def is_alone(prompt: Prompt) -> bool:
+    """Whether a single instance computes the prompt's last token in a step of its own, as decode does."""
+    return prompt.family is None and len(prompt.token_ids) % MAX_BATCHED_TOKENS == 1
 
 
 async def _nothing() -> None:

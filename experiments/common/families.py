@@ -204,7 +204,8 @@ FAMILIES: Mapping[str, Family] = {
         {
             **_QWEN,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
+            # All of them: otherwise rounding may choose other experts, and change an answer by more than a nat.
+            "num_experts_per_tok": 4,
             "moe_intermediate_size": 128,
             "shared_expert_intermediate_size": 128,
         },

@@ -121,7 +121,7 @@ class _Pair:
             for place in places:
                 rates[place] = self._rates(place).best_of(rates.get(place))
             self.found = msgspec.structs.replace(self.found, rates=rates)
-            if not self.found.is_slow():
+            if not any(self.found.is_slow(place) for place in places[1:]):
                 return
 
     def _wrong(self) -> Iterator[str]:

@@ -100,7 +100,7 @@ class LaneFound(msgspec.Struct, frozen=True):
     wrong: tuple[str, ...] = ()
     rates: dict[str, Rates] = {}
 
-    def is_slow(self, slab: str = "ordinary") -> bool:
+    def is_slow(self, slab: str) -> bool:
         """Whether kvcached's pages are read or written more than `SLOW` times slower than such memory."""
         if self.never:
             return False

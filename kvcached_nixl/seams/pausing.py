@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.compat.actions.changing import identify_if_due
 from kvcached_nixl.compat.actions.engine import bound_sides
 from kvcached_nixl.compat.actions.pausing import (
     cleared,
@@ -106,7 +105,6 @@ NOTIFY_IDLE = Patch(
 
 @NOTIFY_IDLE.around
 def notify_idle_state_callbacks(call: Call) -> None:
-    identify_if_due(call.instance, is_idle=True)
     tell_who_waits(call.instance, logger)
     if not held_back(call.instance):
         call.proceed()

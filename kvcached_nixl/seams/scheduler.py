@@ -237,7 +237,7 @@ def process_input_queue(call: Call) -> None:
         side.bind_wake(wake_of(call.instance))
     rest(call.instance, REST_SECONDS)
     call.proceed()
-    identify_if_due(call.instance, is_idle=False)
+    identify_if_due(call.instance)
 
 
 SEAMS = (

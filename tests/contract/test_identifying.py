@@ -22,13 +22,13 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kvcached_nixl.compat.actions import changing
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import pausing, scheduler, weights
+from kvcached_nixl.seams import scheduler, weights
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
     registry = Registry(reason_to_skip)
-    registry.add((scheduler.process_input_queue, pausing.notify_idle_state_callbacks, weights.collective_rpc))
+    registry.add((scheduler.process_input_queue, weights.collective_rpc))
     registry.complete()
     assert not registry.refusals()
     yield
@@ -114,22 +114,40 @@ def test_weights_that_are_known_to_change_revoke_at_once(monkeypatch: pytest.Mon
     assert engine.call("update_weights", "two") == ["update_weights", "revoke", "two", "identify"]
 
 
-def test_an_idle_engine_reads_them_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers that ask meanwhile would be told of the weights before. A call of another kind came last."""
-    engine = Engine(monkeypatch, is_idle=True)
-    core, waited = engine.core, list[list[str]]()
-    core.has_work = lambda: len(waited) > 2
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_other_input_that_waits_does_not_put_it_off(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
+    """Whoever called is told that the call has ended, and may ask peers at once."""
+    engine = Engine(monkeypatch, is_idle=is_idle)
+    for item in (
+        (EngineCoreRequestType.UTILITY, (0, 1, "collective_rpc", ("one",))),
+        (EngineCoreRequestType.WAKEUP, None),
+        (EngineCoreRequestType.UTILITY, (0, 2, "is_sleeping", ())),
+    ):
+        engine.core.input_queue.put(item)
+    take_input(engine.core)
+    assert engine.asked == ["one", "identify"]
 
-    class Inputs(queue.Queue[Any]):
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            waited.append(list(engine.asked))
-            return super().get() if self.qsize() else (EngineCoreRequestType.WAKEUP, None)
 
-    core.input_queue = Inputs()
-    core.input_queue.put((EngineCoreRequestType.UTILITY, (0, 1, "collective_rpc", ("one",))))
-    core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
-    take_input(core)
-    assert waited == [[], ["one"], ["one", "identify"]]
+def test_a_call_that_is_rejected_by_a_shutdown_does_not_keep_it_from_being_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step may follow: an engine that shuts down in peace finishes what it has begun."""
+    engine = Engine(monkeypatch, is_idle=False)
+    called = engine.core.model_executor.collective_rpc
+
+    def call(method: str, *rest: Any) -> list[None]:
+        engine.core.shutdown_state = EngineShutdownState.REQUESTED
+        return list(called(method, *rest))
+
+    monkeypatch.setattr(engine.core.model_executor, "collective_rpc", call)
+    assert engine.call("one", "two") == ["one", "identify"]
+
+
+def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells its workers an automatic max_model_len before it has a scheduler."""
+    engine = Engine(monkeypatch, is_idle=False)
+    del engine.core.scheduler
+    assert engine.core.collective_rpc("update_max_model_len") == [None] and engine.asked == ["update_max_model_len"]
 
 
 def test_sleeping_weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

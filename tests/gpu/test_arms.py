@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of byte equivalence and of chaos on CUDA: kvcached's own pages, and a slab on the device and on the host.
 
-kvcached's own pages are compared where the proof at start allows to register them; elsewhere the test says why not.
+kvcached's own pages are compared where every transport moves their bytes, however slowly; elsewhere the test says why
+not. Stock P/D is compared, too: its answers show what rounding alone changes on this GPU.
 """
 
 from __future__ import annotations
@@ -24,18 +25,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def why_not_direct() -> str:
-    """Why a server would not register kvcached's pages here; "" if it would."""
+    """Why kvcached's pages must not be registered here; "" if they may."""
     from kvcached_nixl.cli import doctor
 
-    found = doctor.examine(("UCX",), 0)
-    return "" if found.is_direct else "; ".join((*found.proof.why_not, *found.proof.why_slow))
+    return "; ".join(doctor.examine(("UCX",), 0).proof.why_not)
 
 
 @pytest.mark.parametrize(
     "command",
     [
         ("byte_equivalence", "--quick", "--arm", "staged, pull", "--arm", "staged, push", "--arm", "slab"),
-        ("byte_equivalence", "--quick", "--arm", "contiguous"),
+        ("byte_equivalence", "--quick", "--arm", "stock", "--arm", "contiguous"),
         ("lease_recovery", "--arm", "staged"),
     ],
     ids=["staged", "direct", "chaos"],

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from kvcached_nixl.compat.actions.engine import core_of
+from kvcached_nixl.compat.actions.engine import core_of, has_call
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.versions import installed_row
@@ -48,53 +48,53 @@ def changes_adapters(method: object) -> bool:
 def identify_again(core: Any, *, has_changed: bool) -> None:
     """Make the workers read their weights again, and revoke KV that was computed with others.
 
-    If more calls wait, this is left to `identify_if_due`: vLLM takes no step before it has answered all of them, and
-    reading the weights after each of many calls would keep it from ever taking one.
+    If such a call waits in the engine's queue, this is left to that one: vLLM takes no step before it has answered all
+    of them, and reading the weights after each of many calls would keep it from ever taking one.
 
     Args:
         core: vLLM's ``EngineCore``, between two steps.
         has_changed: treat the weights as changed whatever the workers find.
     """
-    found = list(sides(private(core.scheduler, "connector")))
+    # While an engine starts, vLLM calls its workers before there is a scheduler.
+    scheduler = vars(core).get("scheduler")
+    found = [] if scheduler is None else list(sides(private(scheduler, "connector")))
     if not found:
         return
     if has_changed or core.model_executor.is_sleeping:
         for side in found:
             side.weights_changed()
     # An engine in its client's own process has no queue.
-    if core_of(core.scheduler) is not None and core.input_queue.qsize():
+    if core_of(scheduler) is not None and has_call(core, "collective_rpc"):
         vars(core)[_DUE] = True
         return
     _identify(core)
 
 
-def identify_if_due(core: Any, *, is_idle: bool) -> None:
-    """Do what `identify_again` has left: before a step, or as soon as an idle engine has answered every call."""
-    if vars(core).get(_DUE) and not (is_idle and core.input_queue.qsize()):
+def identify_if_due(core: Any) -> None:
+    """Before a step, do what `identify_again` has left to a call that vLLM rejected, because it shuts down."""
+    if vars(core).get(_DUE):
         _identify(core)
 
 
 def _identify(core: Any) -> None:
-    vars(core)[_DUE] = False
     scheduler = core.scheduler
     if core.model_executor.is_sleeping:
         # Sleeping weights cannot be read. They are read when everything is awake.
+        vars(core)[_DUE] = False
         return
     content: dict[Any, Any] = {}
     try:
         for one in core.model_executor.get_kv_connector_handshake_metadata() or ():
             content.update(one or {})
+        if content and installed_row().shape.side_channel_names_stage:
+            scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
+        elif content:
+            scheduler.connector.set_xfer_handshake_metadata(content)
     except Exception:
         logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
         for side in sides(private(scheduler, "connector")):
             side.hide()
-        return
-    if not content:
-        return
-    if installed_row().shape.side_channel_names_stage:
-        scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
-    else:
-        scheduler.connector.set_xfer_handshake_metadata(content)
+    vars(core)[_DUE] = False
 
 
 def worker_sides() -> Iterator[Any]:

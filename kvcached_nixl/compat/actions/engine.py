@@ -24,6 +24,7 @@ __all__ = [
     "bound_sides",
     "core_of",
     "due_in_seconds",
+    "has_call",
     "is_whole",
     "let_load_fail",
     "queued",
@@ -291,6 +292,16 @@ def core_of(engine_scheduler: Any) -> Any:
 def due_in_seconds(found: Iterable[Any]) -> float:
     """Seconds until one of these facades has something to do by the clock; infinite if none has."""
     return min((due for side in found if (due := side.due_in_seconds) is not None), default=math.inf)
+
+
+def has_call(core: Any, method: str) -> bool:
+    """Whether such a call from outside waits in the engine's input queue."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    with core.input_queue.mutex:
+        waiting = list(core.input_queue.queue)
+    # A call is (client, number, method, arguments).
+    return any(kind is EngineCoreRequestType.UTILITY and request[2] == method for kind, request in waiting)
 
 
 def wait_for_input(core: Any, seconds: float) -> bool:

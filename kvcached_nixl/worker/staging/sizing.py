@@ -60,8 +60,8 @@ def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_h
 
     Args:
         staging_gib: the setting; None for the default.
-        is_host: the slab is in host memory. On a device the default is smaller: there is little memory beside the
-            cache, and vLLM has not reserved any for the slab.
+        is_host: the cache is in host memory. Beside the cache of a device the default is smaller: there is little
+            memory beside it, and vLLM has not reserved any for the slab; nor is it known how much the host can pin.
 
     Raises:
         SettingsError: ``staging_gib`` is too small for one block of a peer.
@@ -94,7 +94,7 @@ def make_slab(layout: Layout, path: MemoryPath, load: SlabLoad, settings: Settin
         SettingsError: ``staging_gib`` is too small, or there is not enough memory.
     """
     device = torch.device("cpu") if path is MemoryPath.HOST else layout.device
-    count = num_slots(layout, load, settings.staging_gib, is_host=device.type == "cpu")
+    count = num_slots(layout, load, settings.staging_gib, is_host=layout.device.type == "cpu")
     try:
         return Slab(layout, count, device)
     except RuntimeError as error:

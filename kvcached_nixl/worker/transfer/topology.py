@@ -165,9 +165,14 @@ def contributors(
         raise ValueError(f"prefill's tensor-parallel size {prefill.tp_size} and decode's {tp_size} do not divide")
     part = prefill.tp_size // tp_size
     ranks = range(tp_rank * part, (tp_rank + 1) * part)
-    copies = 1 if prefill.tp_size % kv_shares else prefill.tp_size // kv_shares
-    writers = tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
+    writers = _without_copies(ranks, prefill.tp_size, kv_shares)
     return writers, tuple(rank for rank in ranks if rank not in writers)
+
+
+def _without_copies(ranks: range, tp_size: int, kv_shares: int) -> tuple[int, ...]:
+    """The first of each of these ranks that hold copies of the same KV."""
+    copies = 1 if tp_size % kv_shares else tp_size // kv_shares
+    return tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
 
 
 def peers_of(prefill: RemotePrefill, ranks: Sequence[int]) -> tuple[Peer, ...]:
@@ -184,7 +189,23 @@ def fits(local: LocalRank, rank: RankHandshake) -> str:
     theirs = tuple(group.kernel_block_size for group in rank.groups)
     if local.needs_equal_blocks and theirs != local.kernel_block_sizes:
         return f"kernel blocks of {theirs} tokens; expected {local.kernel_block_sizes}, as KV is staged beside states"
-    return _misfit(local.groups, rank.groups)
+    return _misfit(local.groups, rank.groups) or _uncovered(local, rank)
+
+
+def _uncovered(local: LocalRank, rank: RankHandshake) -> str:
+    """Returns why the ranks of a peer with more ranks do not hold all that this rank needs; "" if they do."""
+    if rank.tp_size <= local.tp_size:
+        return ""
+    part = rank.tp_size // local.tp_size
+    writers = _without_copies(range(local.tp_rank * part, (local.tp_rank + 1) * part), rank.tp_size, local.kv_shares)
+    for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
+        for here, there in zip(*exchanged(*groups), strict=True):
+            if len(writers) * there.num_heads < here.num_heads:
+                return (
+                    f"in KV-cache group {place} {there.num_heads} heads on each of {len(writers)} ranks that differ; "
+                    f"expected {here.num_heads} together"
+                )
+    return ""
 
 
 def _misfit(local: Sequence[GroupMemory], remote: Sequence[GroupMemory]) -> str:

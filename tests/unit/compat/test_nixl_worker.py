@@ -582,6 +582,15 @@ def test_as_many_ranks_have_kv_of_their_own_as_there_are_heads(
     assert found.kv_shares == expected
 
 
+def test_the_layer_with_most_heads_says_how_many_ranks_have_kv_of_their_own() -> None:
+    """Its heads would not all arrive otherwise."""
+    specs = [FullAttentionSpec(), FullAttentionSpec()]
+    for spec, heads in zip(specs, (8, 2), strict=True):
+        spec.num_kv_heads = heads
+    for order in (specs, specs[::-1]):
+        assert worker(kv_cache_config=cache_of(*order), world_size=1).kv_shares == 8
+
+
 def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
     backend = SimpleNamespace(
         get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size: [

@@ -183,3 +183,16 @@ def test_what_does_not_fit_is_said_in_words() -> None:
     )
     other = Planes((4096,), 8, 8, 8, 8, 4, 4, 1)
     assert "1 planes of cells of 8 bytes" in fits(local.side.local, remote.handshake(groups=group_of(other)))
+
+
+def test_ranks_that_would_not_bring_every_head_are_refused() -> None:
+    """If decode took ranks for copies of one another that are none, it would keep what its blocks held before."""
+    held = group_of(Memory(num_heads=8).planes)
+
+    def said(kv_shares: int, heads_there: int) -> str:
+        local = LocalRank(EngineId("e"), 1, 0, held, kv_shares)
+        there = group_of(Memory(num_heads=heads_there).planes)
+        return fits(local, Local(tp_size=8).remote().handshake(tp_size=8, groups=there))
+
+    assert said(8, 1) == said(MAX_TP_SIZE, 1) == said(4, 2) == ""
+    assert "1 heads on each of 2 ranks that differ; expected 8 together" in said(2, 1)
