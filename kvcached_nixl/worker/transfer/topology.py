@@ -163,16 +163,19 @@ def contributors(
         return (tp_rank // (tp_size // prefill.tp_size),), ()
     if prefill.tp_size % tp_size or prefill.tp_size > MAX_TP_SIZE:
         raise ValueError(f"prefill's tensor-parallel size {prefill.tp_size} and decode's {tp_size} do not divide")
-    part = prefill.tp_size // tp_size
+    return _of_more_ranks(prefill.tp_size, tp_rank, tp_size, kv_shares)
+
+
+def _of_more_ranks(
+    prefill_size: int, tp_rank: int, tp_size: int, kv_shares: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `contributors`, where prefill has more ranks: the first of those that hold copies of the same KV, and the
+    others."""
+    part = prefill_size // tp_size
     ranks = range(tp_rank * part, (tp_rank + 1) * part)
-    writers = _without_copies(ranks, prefill.tp_size, kv_shares)
+    copies = 1 if prefill_size % kv_shares else prefill_size // kv_shares
+    writers = tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
     return writers, tuple(rank for rank in ranks if rank not in writers)
-
-
-def _without_copies(ranks: range, tp_size: int, kv_shares: int) -> tuple[int, ...]:
-    """The first of each of these ranks that hold copies of the same KV."""
-    copies = 1 if tp_size % kv_shares else tp_size // kv_shares
-    return tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
 
 
 def peers_of(prefill: RemotePrefill, ranks: Sequence[int]) -> tuple[Peer, ...]:
@@ -196,8 +199,7 @@ def _uncovered(local: LocalRank, rank: RankHandshake) -> str:
     """Returns why the ranks of a peer with more ranks do not hold all that this rank needs; "" if they do."""
     if rank.tp_size <= local.tp_size:
         return ""
-    part = rank.tp_size // local.tp_size
-    writers = _without_copies(range(local.tp_rank * part, (local.tp_rank + 1) * part), rank.tp_size, local.kv_shares)
+    writers, _ = _of_more_ranks(rank.tp_size, local.tp_rank, local.tp_size, local.kv_shares)
     for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
         for here, there in zip(*exchanged(*groups), strict=True):
             if len(writers) * there.num_heads < here.num_heads:
