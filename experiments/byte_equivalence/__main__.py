@@ -80,9 +80,10 @@ def main(options: cli.Options) -> int:
 
 def _family(options: cli.Options, arms: Sequence[Arm]) -> int:
     """Run the comparison with another model; return the exit status."""
-    from experiments.byte_equivalence.checks import VERDICTS, Checks
+    from experiments.byte_equivalence.checks import VERDICTS, Checks, exit_status
     from experiments.byte_equivalence.family_run import FamilyRun
     from experiments.byte_equivalence.harness import NotCaught
+    from experiments.byte_equivalence.last import with_kept
     from experiments.common.families import FAMILIES
     from experiments.common.report import Narrator, begin, stdout_console, versions, write_json
 
@@ -115,9 +116,10 @@ def _family(options: cli.Options, arms: Sequence[Arm]) -> int:
         "options": {"vllm": options.vllm, "model": options.model, "size": options.size, "arms": options.arms},
     }
     write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
-    if not options.is_partial:
-        name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
-        write_json(RESULTS / f"last-{options.vllm}-{name}.json", {**content, "checks": checks.summary()})
+    name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
+    last = RESULTS / f"last-{options.vllm}-{name}.json"
+    rows = with_kept(checks.summary(), last if options.is_partial else None)
+    write_json(last, {**content, "verdict": VERDICTS[status or exit_status(rows)], "checks": rows})
     return status
 
 

@@ -26,15 +26,19 @@ def summary(
 
     Returns: "verdict" over all rows; "missing": arms that lack a required row; "checks": the rows.
     """
-    kept: list[dict[str, Any]] = []
-    if last is not None and last.is_file():
-        before = json.loads(last.read_text())
-        run = {row["arm"] for row in rows}
-        kept = [{"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run]
-    whole = [*kept, *rows]
+    whole = with_kept(rows, last)
     there = {(row["arm"], row["check"]) for row in whole}
     missing = [arm.name for arm in arms if not {(arm.name, check) for check in _needed(arm, phases)} <= there]
     return {"verdict": VERDICTS[exit_status(whole)], "missing": missing, "checks": whole}
+
+
+def with_kept(rows: Sequence[dict[str, Any]], last: Path | None) -> list[dict[str, Any]]:
+    """Return ``rows`` of this run behind the rows of other arms in the file ``last``; arguments as in `summary`."""
+    if last is None or not last.is_file():
+        return list(rows)
+    before = json.loads(last.read_text())
+    run = {row["arm"] for row in rows}
+    return [*({"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run), *rows]
 
 
 def _needed(arm: Arm, phases: Sequence[Phase]) -> Iterator[str]:

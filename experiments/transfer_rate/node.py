@@ -227,7 +227,7 @@ class Node:
     def _ranges(self, local: list[int], remote: list[int]) -> tuple[Ranges, Ranges]:
         routes = PeerRoutes(self._engine.side.thread._context.local)
         found = PeerRoutes.ranges(
-            routes.of("far", (GroupMemory((self._far_planes,)),)),
+            routes.of("far", (GroupMemory((self._far_planes,)),), is_prefill=False),
             [(KernelBlocks(local), KernelBlocks(remote), 0)],
             self._tokens,
         )

@@ -28,6 +28,7 @@ from kvcached_nixl.proof.result import Question
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.wire.planes import HeadShare
 
 __all__ = ["WorkerView", "transfer_results"]
 
@@ -198,19 +199,18 @@ class WorkerView:
 
     @property
     def kv_shares(self) -> int:
-        """How many ranks hold KV of their own, at most: one for latents, one for each KV head. With more ranks, vLLM
-        gives neighbours copies of a head."""
+        """How many ranks hold KV of their own, at most: one for latents, one for each KV head."""
         if self._has_states:
             # Every rank has a share of its own.
             return MAX_TP_SIZE
-        if self.use_mla:
-            return 1
         specs = [spec for group in self._groups for spec in specs_of(group.kv_cache_spec)]
         return max(self._shares_of_layer(int(private(spec, "num_kv_heads"))) for spec in specs)
 
     def _shares_of_layer(self, num_heads: int) -> int:
         if num_heads > 1:
             return num_heads * self.tp_size
+        if self.use_mla:
+            return 1
         return max((total for total in self._numbers_of_heads if total <= self.tp_size), default=self.tp_size)
 
     @property
@@ -240,23 +240,26 @@ class WorkerView:
         config = self._config
         return int(config.model_config.max_model_len), int(config.scheduler_config.max_num_seqs)
 
-    def first_head(self, num_heads: int) -> int:
-        """Returns the index, in the whole model, of this rank's first KV head in layers with ``num_heads`` on a rank;
-        0 stands for layers that keep a state, which has a rank of its own share of.
+    def share_of(self, num_heads: int) -> HeadShare:
+        """Returns which of the model's KV heads this rank has in layers with ``num_heads`` on a rank; 0 stands for
+        layers that keep a state, of which a rank has a share of its own.
 
-        A rank's only head may be a copy of another rank's. Which one it is, may not be known if layers have different
-        numbers of heads; then no rank of another tensor-parallel size has the head that is returned.
+        With more ranks than heads, vLLM gives neighbours copies of a head. Which one a rank's only head is, may not be
+        known if layers have different numbers of heads; then no rank of another tensor-parallel size has the head that
+        is returned.
         """
-        unknown = _UNKNOWN_HEAD * self.tp_size + self.tp_rank
+        unknown = HeadShare(_UNKNOWN_HEAD * self.tp_size + self.tp_rank)
         if not num_heads:
             return unknown
-        if self.use_mla or self.tp_size == 1:
-            return 0
-        if num_heads > 1:
-            return self.tp_rank * num_heads
-        totals = [total for total in self._numbers_of_heads if total <= self.tp_size]
+        if num_heads > 1 or self.tp_size == 1:
+            return HeadShare(self.tp_rank * num_heads)
+        totals = {1} if self.use_mla else {total for total in self._numbers_of_heads if total <= self.tp_size}
         found = {self.tp_rank * total // self.tp_size for total in totals}
-        return found.pop() if len(found) == 1 else unknown
+        if len(found) != 1 or self.tp_size % max(totals):
+            return unknown
+        # If several numbers of heads are possible, the largest leaves the fewest copies.
+        copies = self.tp_size // max(totals)
+        return HeadShare(found.pop(), copies, self.tp_rank % copies)
 
     @property
     def memory_type(self) -> MemoryType:

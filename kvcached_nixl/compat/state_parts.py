@@ -22,15 +22,18 @@ from kvcached_nixl.compat.specs import tensors_of_state
 
 __all__ = ["Part", "dims_first", "groups_of_states", "parts_of_state"]
 
-Part: TypeAlias = tuple[int, int, int, int, int, int]
+Part: TypeAlias = tuple[int, int, int, int, int, int, int, int]
 """As `worker.geometry.states.StatePart`."""
 
 
 class _Share(NamedTuple):
-    """Channels of a projection on this rank, and the model's index of the first of them."""
+    """Channels of a projection on this rank, the model's index of the first of them, and which of several copies it
+    is."""
 
     channels: int
     first: int
+    copies: int = 1
+    copy: int = 0
 
 
 def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, dim_first: bool) -> tuple[Part, ...]:
@@ -44,9 +47,10 @@ def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, d
     """
     tensors = tensors_of_state(spec)
     kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
-    if vars(spec).get("tp_replicated"):
+    if tp_size > 1 and vars(spec).get("tp_replicated"):
         # vLLM 0.30 has layers whose state is the same on all ranks.
-        tp_rank, tp_size = 0, 1
+        alone = parts_of_state(spec, 0, 1, groups, dim_first=dim_first)
+        return tuple((*part[:-2], tp_size, tp_rank) for part in alone)
     shares = _shares(kind, [shape for shape, _ in tensors], tp_rank, tp_size, groups, dim_first)
     if not shares:
         return ()
@@ -56,7 +60,7 @@ def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, d
         size = dtype.itemsize
         if of_tensor is None:
             heads, cell = shape[0], math.prod(shape[1:]) * size
-            found.append((offset, 1, 0, cell, heads, tp_rank * heads))
+            found.append((offset, 1, 0, cell, heads, tp_rank * heads, 1, 0))
         else:
             found += _of_convolution(offset, shape, size, of_tensor, dim_first)
         offset += math.prod(shape) * size
@@ -104,7 +108,8 @@ def _shares(
     is_shared = ranks > 1 and narrow == shapes[1][2]
     if is_shared and groups not in ({1}, {ranks}):
         return []
-    return [[heads, *[_Share(narrow, 0 if is_shared and groups == {1} else rank * narrow)] * 2], None]
+    shared = _Share(narrow, 0, ranks, rank) if is_shared and groups == {1} else _Share(narrow, rank * narrow)
+    return [[heads, shared, shared], None]
 
 
 _GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")

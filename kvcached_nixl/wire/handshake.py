@@ -15,6 +15,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     10: a group may keep states: blocks of one token, the last one, with padding behind their cell.
     11: the tag has no arrangement: planes say where cells are, so peers may lay their blocks out differently. States
         are described by part, too, for peers with another tensor-parallel size.
+    12: planes say how many ranks hold the same heads; of prefill's ranks with copies one moves them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Count, Incarnation, Rank, TpSize, decoder, require
 from kvcached_nixl.wire.manifest import PROTOCOL
-from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.wire.planes import GroupMemory, Planes
 
 __all__ = [
     "Answer",
@@ -165,8 +166,12 @@ class RankHandshake(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
+        require(all(self._is_placed(one) for group in self.groups for one in group.all), "its place among the copies")
         # Readers add an offset to it in 64 bits.
         require(0 <= self.token_table_address < 2**62, "an address of 62 bits")
+
+    def _is_placed(self, planes: Planes) -> bool:
+        return self.tp_size % planes.copies == 0 and planes.copy == self.tp_rank % planes.copies
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
-from kvcached_nixl.wire.checked import require
+from kvcached_nixl.wire.checked import MAX_TP_SIZE, require
 
-__all__ = ["GroupMemory", "Planes", "exchanged"]
+__all__ = ["GroupMemory", "HeadShare", "Planes", "exchanged", "moves"]
 
 _ADDRESSES = 2**63
+
+
+class HeadShare(NamedTuple):
+    """Which of the model's heads (of states: channels) a rank has; fields as in `Planes`."""
+
+    first_head: int
+    copies: int = 1
+    copy: int = 0
 
 
 class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +33,8 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_size: tokens in a block.
         num_heads: heads this rank holds.
         first_head: index in the model of the first of them.
+        copies: how many ranks, one after the other, hold the same heads.
+        copy: which of them this rank is, from 0.
         padded_bytes: bytes of a cell and of the padding behind it, which belongs to nothing else; 0 if there is none.
     """
 
@@ -36,6 +48,8 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_heads: int
     first_head: int = 0
     padded_bytes: int = 0
+    copies: int = 1
+    copy: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.cell_bytes, self.num_blocks, self.block_size, self.num_heads)
@@ -44,6 +58,7 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(all(0 < size < 2**40 for size in sizes), "sizes above 0")
         require(all(0 <= stride < 2**48 for stride in strides) and 0 <= self.first_head < 2**31, "strides, and a head")
         require(self.padded_bytes == 0 or self.cell_bytes <= self.padded_bytes < 2**40, "padding behind a cell")
+        require(0 <= self.copy < self.copies <= MAX_TP_SIZE, "one of the ranks that hold the same heads")
         # Sums of an address and offsets are computed in signed 64 bits, and must not overflow.
         span = strides[0] * self.num_blocks + strides[1] * self.block_size + strides[2] * self.num_heads
         require(all(0 <= base < _ADDRESSES - span for base in self.bases), "addresses of 63 bits")
@@ -71,8 +86,13 @@ class GroupMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         require(0 < len(self.planes) <= 64 and len(self.parts) <= 64, "1 to 64 kinds of planes in a KV-cache group")
         require(0 < self.kernel_blocks_per_block < 2**20, "at least one kernel block in a block")
-        sizes = {(planes.block_size, planes.num_blocks) for planes in (*self.planes, *self.parts)}
+        sizes = {(planes.block_size, planes.num_blocks) for planes in self.all}
         require(len(sizes) == 1, "blocks of one size in a KV-cache group")
+
+    @property
+    def all(self) -> tuple[Planes, ...]:
+        """All ways in which the bytes are described."""
+        return *self.planes, *self.parts
 
     @property
     def kernel_block_size(self) -> int:
@@ -91,3 +111,14 @@ def exchanged(here: GroupMemory, there: GroupMemory) -> tuple[tuple[Planes, ...]
     if here.parts and there.parts and here.planes[0].first_head != there.planes[0].first_head:
         return here.parts, there.parts
     return here.planes, there.planes
+
+
+def moves(here: Planes, there: Planes, *, is_prefill: bool) -> bool:
+    """Whether prefill's rank moves its heads of this kind to decode's. Of ranks whose copies decode's rank could take,
+    only the first does: their last bits may differ, where each rank rounds its own sums.
+
+    Args:
+        is_prefill: this is prefill's side.
+    """
+    prefill, decode = (here, there) if is_prefill else (there, here)
+    return prefill.copy % max(1, prefill.copies // decode.copies) == 0

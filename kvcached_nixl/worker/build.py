@@ -20,6 +20,7 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
+from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_gates import WriteGates
@@ -82,7 +83,7 @@ class StockWorker(Protocol):
     def tp_rank(self) -> int: ...
     @property
     def kernel_blocks_per_block(self) -> int: ...
-    def first_head(self, num_heads: int) -> int: ...
+    def share_of(self, num_heads: int) -> HeadShare: ...
     @property
     def kv_shares(self) -> int: ...
     @property
@@ -109,7 +110,7 @@ def build_worker(
     """
     layout, slab = registered.layout, registered.slab
     own_groups = groups = tuple(
-        group_memory(layout, layers, worker.kernel_blocks_per_block, worker.first_head)
+        group_memory(layout, layers, worker.kernel_blocks_per_block, worker.share_of)
         for layers in registered.layers_of_groups
     )
     if slab is not None:

@@ -39,11 +39,12 @@ from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, failure_of, finished_attempts_of
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.geometry.planes import planes_of
@@ -102,10 +103,17 @@ class Shape:
         first = tp_rank * total // self.tp_size
         return range(first, first + max(1, total // self.tp_size))
 
+    def share(self, total: int, tp_rank: int) -> HeadShare:
+        copies = max(1, self.tp_size // (1 if self.era == "mla" else total))
+        return HeadShare(self.heads(total, tp_rank).start, copies, tp_rank % copies)
+
 
 @dataclass(frozen=True)
 class Case:
-    """One request. ``chunks``: tokens computed at the end of each step but the last; all in one step without."""
+    """One request. ``chunks``: tokens computed at the end of each step but the last; all in one step without.
+
+    ``beside_states``: decode asks every rank of prefill for something, as where each of them has a share of a state.
+    """
 
     prefill: Shape
     decode: Shape
@@ -116,6 +124,7 @@ class Case:
     prefill_blocks: tuple[int, ...] = ()
     decode_blocks: tuple[int, ...] = ()
     direction: str = "push"
+    beside_states: bool = False
 
     @property
     def step(self) -> int:
@@ -133,11 +142,20 @@ class Case:
         ends = [self.boundary(ready) for ready in (*self.chunks, self.tokens) if ready <= ready_tokens]
         return len({end for end in ends if end > self.cached_tokens})
 
-    def moves_to(self, prefill_rank: int, decode_rank: int) -> bool:
-        """Whether the two ranks' shares of the model meet; of a latent one share is all of it."""
+    def meets(self, prefill_rank: int, decode_rank: int) -> bool:
+        """Whether the two ranks' shares of the model meet."""
         ours, theirs = self.prefill.tp_size, self.decode.tp_size
-        meet = prefill_rank * theirs < (decode_rank + 1) * ours and decode_rank * ours < (prefill_rank + 1) * theirs
-        return meet and (self.prefill.era != "mla" or prefill_rank % max(1, ours // theirs) == 0)
+        return prefill_rank * theirs < (decode_rank + 1) * ours and decode_rank * ours < (prefill_rank + 1) * theirs
+
+    def moves_to(self, prefill_rank: int, decode_rank: int) -> bool:
+        """Whether a rank has bytes for another one: the first of those that have copies of what it needs."""
+        part = max(1, self.prefill.tp_size // self.decode.tp_size)
+        copies = min(part, self.prefill.share(self.heads, prefill_rank).copies)
+        return self.meets(prefill_rank, decode_rank) and prefill_rank % copies == 0
+
+    def asks(self, decode_rank: int, prefill_rank: int) -> bool:
+        """Whether a rank of decode asks a rank of prefill for KV, and does not only tell it to let go."""
+        return (self.meets if self.beside_states else self.moves_to)(prefill_rank, decode_rank)
 
 
 def kv(num_planes: int, tokens: int, heads: int, cell_bytes: int, *, computed: bool) -> torch.Tensor:
@@ -235,6 +253,7 @@ class Rank:
     def __init__(self, cluster: Cluster, engine_id: str, shape: Shape, tp_rank: int, endpoint: Endpoint) -> None:
         self.shape, self.tp_rank, self.endpoint = shape, tp_rank, endpoint
         self.heads = shape.heads(cluster.case.heads, tp_rank)
+        self.share = shape.share(cluster.case.heads, tp_rank)
         self.geometry = Geometry(
             era=shape.era,
             contiguous=shape.contiguous,
@@ -252,10 +271,11 @@ class Rank:
         self._places = self._lay_out()
         self.arena = endpoint.arena
         self.arena.copy_(torch.randint(0, 256, self.arena.shape, dtype=torch.uint8, generator=cluster.random))
-        (self.planes,) = planes_of(self._caches(self.arena), self.geometry.axes(), lambda _: self.heads.start)
+        (self.planes,) = planes_of(self._caches(self.arena), self.geometry.axes(), lambda _: self.share)
         self.token_table = endpoint.token_table
         self.token_table[:] = 0
         kv_shares = 1 if shape.era == "mla" else cluster.case.heads
+        kv_shares = MAX_TP_SIZE if cluster.case.beside_states else kv_shares
         groups = (GroupMemory((self.planes,), shape.ratio),)
         place = LocalRank(EngineId(engine_id), shape.tp_size, tp_rank, groups, kv_shares)
         self.handshake = RankHandshake(
@@ -272,7 +292,7 @@ class Rank:
             process=Process(),
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
-        checksums = digests_over(self.planes, self.arena.view(-1))
+        checksums = digests_over(self.planes, self.arena.view(-1), 1.0 if cluster.case.beside_states else 0.0)
         self.worker = assemble(
             self.transport,
             cluster.clock,
@@ -345,8 +365,10 @@ class Rank:
                 planes.append(cache.unsqueeze(2))
         return [plane.view(torch.uint8) for plane in planes]
 
-    def fill(self, arena: torch.Tensor, table: torch.Tensor, tokens: range) -> None:
-        """Put this rank's heads of ``tokens`` where they belong in ``arena``."""
+    def fill(self, arena: torch.Tensor, table: torch.Tensor, tokens: range, copy: int = 0) -> None:
+        """Put this rank's heads of ``tokens`` where they belong in ``arena``, as the rank with that copy has them."""
+        table = table.clone()
+        table[..., 3] += copy << 4
         for plane, cells in enumerate(self.cells(arena)):
             for token in tokens:
                 cells[self.place(token)] = table[plane, token, self.heads.start : self.heads.stop]
@@ -399,7 +421,8 @@ class Cluster:
         self._give_blocks(self.prefill, case.prefill_blocks, 0)
         self._give_blocks(self.decode, case.decode_blocks, case.cached_tokens)
         for rank in self.prefill:
-            rank.fill(rank.arena, self.stale, range(len(rank.blocks) * case.prefill.logical_block_size))
+            tokens = range(len(rank.blocks) * case.prefill.logical_block_size)
+            rank.fill(rank.arena, self.stale, tokens, rank.share.copy)
             rank.expected = rank.arena.clone()
 
     def _give_blocks(self, ranks: list[Rank], given: Sequence[int], first_token: int) -> None:
@@ -443,8 +466,9 @@ class Cluster:
         """A step of prefill, which has no more blocks than the tokens need; the next one says that it was the last."""
         case, is_last = self.case, tokens.stop == self.case.tokens
         for rank in self.prefill if ranks is None else ranks:
-            rank.fill(rank.arena, self.kv, tokens)
-            rank.fill(rank.expected, self.kv, tokens)
+            # Ranks with copies of a head may round their own sums.
+            rank.fill(rank.arena, self.kv, tokens, rank.share.copy)
+            rank.fill(rank.expected, self.kv, tokens, rank.share.copy)
             blocks = rank.blocks[: -(-tokens.stop // case.prefill.logical_block_size)]
             manifest = self.manifest() if is_last else None
             if is_last or not self.pulls:
@@ -485,9 +509,11 @@ class Cluster:
         """Rank of decode: the tokens up to ``end_token`` are there, and nothing else has changed."""
         case = self.case
         expected = rank.expected.clone()
-        rank.fill(expected, self.kv, range(case.cached_tokens, end_token))
+        sender = next(one for one in self.prefill if case.moves_to(one.tp_rank, rank.tp_rank))
+        rank.fill(expected, self.kv, range(case.cached_tokens, end_token), sender.share.copy)
         # What is documented of `pair`: where the prompt ends inside a block on both sides, its rest comes along.
-        rank.fill(expected, self.stale, range(end_token, -(-end_token // case.step) * case.step))
+        rest = range(end_token, -(-end_token // case.step) * case.step)
+        rank.fill(expected, self.stale, rest, sender.share.copy)
         self.assert_equal(rank, rank.arena, expected)
 
     def assert_only_its_blocks_changed(self, rank: Rank) -> None:
@@ -540,7 +566,8 @@ class Cluster:
             assert len(found) == (1 if self.pulls else case.writes_upto(case.tokens))
             assert sum(len(local) for local, _ in found) <= cells
             assert sum(int(local[:, 1].sum()) for local, _ in found) == cells * sender.planes.cell_bytes
-        assert sum(rank.transport.words_read for rank in self.ranks) == (self.pairs if self.pulls else 0)
+        asked = sum(case.asks(here.tp_rank, there.tp_rank) for here in self.decode for there in self.prefill)
+        assert sum(rank.transport.words_read for rank in self.ranks) == (asked if self.pulls else 0)
 
     @property
     def moves(self) -> int:
@@ -765,10 +792,12 @@ def test_a_rank_of_decode_waits_for_all_that_write_into_it(
         arrived = reader.transport.arrived
         cluster.compute(range(cluster.case.tokens), [writer])
         cluster.until(lambda writer=writer: writer.done)  # type: ignore[misc]
-        cluster.until(lambda reader=reader, arrived=arrived: reader.transport.arrived > arrived)  # type: ignore[misc]
+        if cluster.case.moves_to(writer.tp_rank, reader.tp_rank):
+            cluster.until(lambda reader=reader, arrived=arrived: reader.transport.arrived > arrived)  # type: ignore[misc]
         cluster.go_on()
         assert [len(rank.over) for rank in cluster.decode] == [
-            int((place + 1) * share <= number + 1) for place in range(tp_sizes[1])
+            int(not any(cluster.case.moves_to(left, place) for left in range(number + 1, tp_sizes[0])))
+            for place in range(tp_sizes[1])
         ]
     cluster.assert_ended()
     cluster.assert_traffic()
@@ -821,6 +850,20 @@ def test_ranks_of_prefill_whose_latent_is_not_moved_do_not_wait_for_their_lease(
 ) -> None:
     shapes = Shape(tp_sizes[0], era="mla"), Shape(tp_sizes[1], 8, era="mla")
     cluster = make(Case(*shapes, direction=direction))
+    run(cluster)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("era", "heads"), [("packed", 1), ("packed", 2), ("mla", 8)])
+@pytest.mark.parametrize("tp_sizes", [(4, 1), (4, 2), (2, 1), (2, 4)])
+def test_of_ranks_with_copies_beside_a_state_one_moves_them(
+    tp_sizes: tuple[int, int], era: str, heads: int, direction: str, make: Callable[[Case], Cluster]
+) -> None:
+    """Decode asks all of them, since each has a share of the state; what two have differs in its last bits. The
+    checksums, too, are of what a rank has moved."""
+    shapes = Shape(tp_sizes[0], era=era), Shape(tp_sizes[1], 8, era=era)
+    case = Case(*shapes, heads, chunks=(5, 13), direction=direction, beside_states=True)
+    cluster = make(case)
     run(cluster)
 
 

@@ -142,8 +142,8 @@ class Rank:
     def blocks(self) -> KernelBlocks:
         return KernelBlocks([KernelBlock(self.block)], 9)
 
-    def digest(self, other: Rank) -> str:
-        return self.content.digest([(self.blocks, 9)], 10, (other.group,))
+    def digest(self, other: Rank, *, is_prefill: bool) -> str:
+        return self.content.digest([(self.blocks, 9)], 10, (other.group,), is_prefill=is_prefill)
 
 
 def _share(model: Model, whole: list[torch.Tensor], shapes: Any, rank: int, size: int, dim_first: bool) -> torch.Tensor:
@@ -182,6 +182,18 @@ def whole_states(model: Model) -> list[list[torch.Tensor]]:
     ]
 
 
+def _as_copied(model: Model, whole: list[list[torch.Tensor]], rank: int) -> list[list[torch.Tensor]]:
+    """The states as a rank of prefill has them: what several ranks have differs in its last bits."""
+    found = [[tensor.clone() for tensor in of_layer] for of_layer in whole]
+    for of_layer in found:
+        first = 0
+        for channels, copied in model.projections:
+            if copied:
+                of_layer[0][first : first + channels].view(torch.int16).bitwise_xor_(rank)
+            first += channels
+    return found
+
+
 def moved(prefill: list[Rank], decode: list[Rank]) -> None:
     """Decode pulls from the ranks that it asks, as descriptors say."""
     for rank in decode:
@@ -189,7 +201,7 @@ def moved(prefill: list[Rank], decode: list[Rank]) -> None:
         needed, _ = contributors(source, tp_rank=rank.local.tp_rank, tp_size=len(decode), kv_shares=MAX_TP_SIZE)
         for one in needed:
             other = prefill[one]
-            routes = PeerRoutes(rank.local).of(f"p{one}", (other.group,))
+            routes = PeerRoutes(rank.local).of(f"p{one}", (other.group,), is_prefill=False)
             found = PeerRoutes.ranges(routes, [(rank.blocks, other.blocks, 9)], 10)
             here, there = rank.memory.view(-1), other.memory.view(-1)
             for (to, size), (at, _) in zip(found.local.tolist(), found.remote.tolist(), strict=True):
@@ -210,7 +222,12 @@ def test_a_rank_gets_its_share_of_the_states(name: str, sizes: tuple[int, int], 
     """Every byte of it, and nothing else; and both sides have the same checksum of what they share."""
     model = MODELS[name]
     whole = whole_states(model)
-    prefill, decode = ([Rank(model, whole, rank, size, dim_first) for rank in range(size)] for size in sizes)
+    prefill = [Rank(model, _as_copied(model, whole, rank), rank, sizes[0], dim_first) for rank in range(sizes[0])]
+    # Decode has what the first of its ranks of prefill has of what several have.
+    firsts = [rank * sizes[0] // sizes[1] for rank in range(sizes[1])]
+    decode = [
+        Rank(model, _as_copied(model, whole, firsts[rank]), rank, sizes[1], dim_first) for rank in range(sizes[1])
+    ]
     for one in prefill:
         one.fill()
     expected = []
@@ -226,10 +243,10 @@ def test_a_rank_gets_its_share_of_the_states(name: str, sizes: tuple[int, int], 
     for one, other in itertools.product(prefill, decode):
         smaller, larger = sorted((one, other), key=lambda rank: rank.local.tp_size)
         if larger.local.tp_rank // times == smaller.local.tp_rank:
-            assert one.digest(other) == other.digest(one)
+            assert one.digest(other, is_prefill=True) == other.digest(one, is_prefill=False)
             other.memory[other.block, 1, other.bytes - 1] ^= 1
             # The last head: of the last of several ranks.
-            differs = one.digest(other) != other.digest(one)
+            differs = one.digest(other, is_prefill=True) != other.digest(one, is_prefill=False)
             assert differs or (one.local.tp_rank + 1) % times
             other.memory[other.block, 1, other.bytes - 1] ^= 1
 
@@ -243,7 +260,7 @@ def test_a_group_that_is_taken_for_a_copy_is_noticed_here() -> None:
         one.fill()
     moved(prefill, decode)
     (one,) = decode
-    assert prefill[3].digest(one) == one.digest(prefill[3])
+    assert prefill[0].digest(one, is_prefill=True) == one.digest(prefill[0], is_prefill=False)
     assert not torch.equal(one.memory[one.block, 0, : one.bytes], one.share[0])
 
 
@@ -255,7 +272,7 @@ def test_where_a_group_may_be_a_copy_nothing_is_told(groups: set[int]) -> None:
     assert rank.group.parts == ()
     alone = Rank(model, whole_states(model), 0, 1, False)
     with pytest.raises(ValueError, match="cells of"):
-        PeerRoutes(rank.local).of("p", (alone.group,))
+        PeerRoutes(rank.local).of("p", (alone.group,), is_prefill=False)
 
 
 def test_another_kind_of_state_is_not_cut() -> None:

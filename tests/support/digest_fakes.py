@@ -62,15 +62,14 @@ def content_of(planes: Planes, memory: torch.Tensor, num_groups: int = 1) -> Con
     Args:
         memory: all memory of the planes, as one dimension of bytes.
     """
-    span = (
-        (planes.block_size - 1) * planes.token_stride_bytes
-        + (planes.num_heads - 1) * planes.head_stride_bytes
-        + planes.cell_bytes
-    )
-    size, stride = (planes.num_blocks, span), (planes.block_stride_bytes, 1)
-    begin = memory.data_ptr()
-    groups = (GroupMemory((planes,)),) * num_groups
-    return Content(groups, [(base, memory.as_strided(size, stride, base - begin)) for base in planes.bases])
+    block_bytes, begin = planes.block_stride_bytes, memory.data_ptr()
+    firsts: list[int] = []
+    for base in sorted(planes.bases):
+        if not firsts or base >= firsts[-1] + block_bytes:
+            firsts.append(base)
+    size = planes.num_blocks, block_bytes
+    areas = [(base, memory.as_strided(size, (block_bytes, 1), base - begin)) for base in firsts]
+    return Content((GroupMemory((planes,)),) * num_groups, areas)
 
 
 def as_bytes(array: Any) -> torch.Tensor:

@@ -617,7 +617,7 @@ def prefill_s_blocks_are_free_while_their_digest_is_found(patch: Patcher) -> Non
 def a_digest_is_of_all_heads(patch: Patcher) -> None:
     digest = Content.digest
 
-    def of_all(self: Any, groups: Any, end_token: int, _: Any) -> str:
-        return digest(self, groups, end_token, self._memory)
+    def of_all(self: Any, groups: Any, end_token: int, _: Any, **side: Any) -> str:
+        return digest(self, groups, end_token, self._memory, **side)
 
     patch.setattr(Content, "digest", of_all)

@@ -87,6 +87,10 @@ class Shape:
         first = tp_rank * self.total_heads // self.tp_size
         return range(first, first + max(1, self.total_heads // self.tp_size))
 
+    @property
+    def copies(self) -> int:
+        return max(1, self.tp_size // (1 if self.is_latent else self.total_heads))
+
 
 class RankMemory:
     """``cells[plane, kernel block, token, head]`` of one rank."""
@@ -111,6 +115,8 @@ class RankMemory:
             block_size=self.tokens,
             num_heads=len(self.heads),
             first_head=self.heads.start,
+            copies=shape.copies,
+            copy=tp_rank % shape.copies,
         )
 
     def _places(self, blocks: Sequence[int], begin: int, end: int) -> tuple[Any, Any]:

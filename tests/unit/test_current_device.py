@@ -24,6 +24,7 @@ from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
+from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import build as starting
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.layout import Layout, plan
@@ -161,8 +162,8 @@ class Stock:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
 
-    def first_head(self, num_heads: int) -> int:
-        return self.tp_rank * num_heads
+    def share_of(self, num_heads: int) -> HeadShare:
+        return HeadShare(self.tp_rank * num_heads)
 
     def keep_registered(self, descriptors: Any) -> None:
         pass

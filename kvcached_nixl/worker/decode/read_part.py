@@ -75,7 +75,7 @@ class ReadPart:
         theirs = kernel_blocks_of(manifest.groups, memory)
         groups = [(here, there, here.first_token) for here, there in zip(self._attempt.blocks, theirs, strict=True)]
         try:
-            routes = context.routes.of(known.agent, memory)
+            routes = context.routes.of(known.agent, memory, is_prefill=False)
             found = context.routes.ranges(routes, groups, spec.end_token)
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.RANGE, str(error)))

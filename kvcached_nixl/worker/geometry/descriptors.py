@@ -42,6 +42,11 @@ class Descriptors:
     local: Ranges
     remote: Ranges
 
+    @classmethod
+    def none(cls) -> Descriptors:
+        nothing = np.empty((0, 2), np.int64)
+        return cls(nothing, nothing)
+
     @property
     def total_bytes(self) -> int:
         return int(self.local[:, 1].sum())

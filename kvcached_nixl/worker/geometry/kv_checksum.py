@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged
+from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 
 __all__ = ["Content"]
@@ -44,13 +44,21 @@ class Content:
             planes: _areas(planes, areas) for group in groups for planes in (group.planes, group.parts) if planes
         }
 
-    def digest(self, groups: Sequence[tuple[KernelBlocks, int]], end_token: int, other: Sequence[GroupMemory]) -> str:
-        """Returns the checksum of the tokens before ``end_token`` and the heads that both sides have: 32 hexadecimal
-        digits.
+    def digest(
+        self,
+        groups: Sequence[tuple[KernelBlocks, int]],
+        end_token: int,
+        other: Sequence[GroupMemory],
+        *,
+        is_prefill: bool,
+    ) -> str:
+        """Returns the checksum of the tokens before ``end_token`` and the heads that prefill's rank moves to decode's:
+        32 hexadecimal digits.
 
         Args:
             groups: per KV-cache group its local blocks, and its first token.
             other: the other side's KV-cache groups.
+            is_prefill: this is prefill's side.
 
         Threads: any. The blocks are read until it returns.
         """
@@ -60,8 +68,11 @@ class Content:
                 continue
             planes, theirs = exchanged(here, there)
             found = [[xxhash.xxh3_128() for _ in one.bases] for one in planes]
-            for area, within in self._areas[planes]:
-                self._read(area, planes, within, blocks, first_token, end_token, theirs, found)
+            moved = [moves(*pair, is_prefill=is_prefill) for pair in zip(planes, theirs, strict=True)]
+            for area, of_area in self._areas[planes]:
+                within = [one for one in of_area if moved[one[0]]]
+                if within:
+                    self._read(area, planes, within, blocks, first_token, end_token, theirs, found)
             for one in found:
                 for plane in one:
                     whole.update(plane.digest())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.wire.planes import GroupMemory, Planes
+from kvcached_nixl.wire.planes import GroupMemory, HeadShare, Planes
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.geometry.layout import Layout
 from kvcached_nixl.worker.geometry.states import part_planes, state_planes
@@ -19,24 +19,24 @@ __all__ = ["group_memory", "layers_digest", "planes_of"]
 
 
 def group_memory(
-    layout: Layout, layers: Collection[str], kernel_blocks_per_block: int, first_head: Callable[[int], int]
+    layout: Layout, layers: Collection[str], kernel_blocks_per_block: int, share_of: Callable[[int], HeadShare]
 ) -> GroupMemory:
     """Describe a KV-cache group.
 
     Args:
         layers: names of its layers.
         kernel_blocks_per_block: kernel blocks in one of its logical blocks.
-        first_head: number of KV heads that a layer has on this rank -> index, in the whole model, of the first of them;
-            0 for layers that keep a state.
+        share_of: number of KV heads that a layer has on this rank -> which of the model's heads they are; 0 stands for
+            layers that keep a state.
 
     Raises:
         LayoutRefused: as `planes_of`.
     """
     views = _views(layout, layers)
     if all(layer in layout.state_bytes for layer in views):
-        whole = state_planes(views, layout.state_bytes, first_head(0))
+        whole = state_planes(views, layout.state_bytes, share_of(0).first_head)
         return GroupMemory(whole, parts=part_planes(views, layout.state_parts))
-    return GroupMemory(planes_of(views, layout.axes, first_head), kernel_blocks_per_block)
+    return GroupMemory(planes_of(views, layout.axes, share_of), kernel_blocks_per_block)
 
 
 def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -> str:
@@ -54,13 +54,15 @@ def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -
     return found.hexdigest()
 
 
-def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, first_head: Callable[[int], int]) -> tuple[Planes, ...]:
+def planes_of(
+    caches: Mapping[str, torch.Tensor], axes: Axes, share_of: Callable[[int], HeadShare]
+) -> tuple[Planes, ...]:
     """Describe the tensors of a group's layers; returns one entry for each kind of layer.
 
     Args:
         caches: layer name -> the tensor attention uses, narrowed to the planned blocks; layers in the model's order.
             Layers that share memory make one plane.
-        first_head: as in `group_memory`.
+        share_of: as in `group_memory`.
 
     Raises:
         LayoutRefused: a cell has gaps, or layers that share memory differ.
@@ -68,7 +70,7 @@ def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, first_head: Callab
     kinds: dict[tuple[tuple[str, int], ...], dict[int, None]] = {}
     kind_at: dict[int, tuple[tuple[str, int], ...]] = {}
     for layer, cache in caches.items():
-        kind = tuple(_kind(cache, axes, first_head).items())
+        kind = tuple(_kind(cache, axes, share_of).items())
         for half in (cache,) if axes.kv is None else cache.unbind(axes.kv):
             if cache.stride(-1) != 1 or kind_at.setdefault(half.data_ptr(), kind) != kind:
                 raise LayoutRefused(
@@ -81,7 +83,7 @@ def planes_of(caches: Mapping[str, torch.Tensor], axes: Axes, first_head: Callab
     return tuple(Planes(bases=tuple(bases), **dict(kind)) for kind, bases in kinds.items())
 
 
-def _kind(cache: torch.Tensor, axes: Axes, first_head: Callable[[int], int]) -> dict[str, Any]:
+def _kind(cache: torch.Tensor, axes: Axes, share_of: Callable[[int], HeadShare]) -> dict[str, Any]:
     element, cell_bytes = cache.element_size(), _cell_bytes(cache)
     num_heads = 1 if axes.head is None else cache.shape[axes.head]
     return {
@@ -92,7 +94,7 @@ def _kind(cache: torch.Tensor, axes: Axes, first_head: Callable[[int], int]) -> 
         "num_blocks": cache.shape[axes.block],
         "block_size": cache.shape[axes.token],
         "num_heads": num_heads,
-        "first_head": first_head(num_heads),
+        **share_of(num_heads)._asdict(),
     }
 
 

@@ -27,6 +27,7 @@ class StatePart(NamedTuple):
         cell_bytes: of a channel or a head, in a row.
         num_cells: on this rank.
         first_cell: index in the model of the first of them.
+        copies, copy: as in `Planes`.
     """
 
     offset_bytes: int
@@ -35,6 +36,8 @@ class StatePart(NamedTuple):
     cell_bytes: int
     num_cells: int
     first_cell: int
+    copies: int = 1
+    copy: int = 0
 
 
 def pages_of_state(layer: str, cache: torch.Tensor, page_bytes: int, state_bytes: int) -> torch.Tensor:
@@ -104,6 +107,8 @@ def part_planes(pages: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[
             cell_bytes=part.cell_bytes,
             num_heads=part.num_cells,
             first_head=part.first_cell,
+            copies=part.copies,
+            copy=part.copy,
         )
         for (_, part), bases in kinds.items()
     )

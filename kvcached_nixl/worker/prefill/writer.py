@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -166,9 +165,8 @@ class Writer:
             (here, KernelBlocks(there.block_ids, there.first_token), max(task.next_token, there.first_token))
             for here, there in zip(source.groups, targets, strict=True)
         ]
-        routes = context.routes.of(known.agent, memory)
-        nothing = np.empty((0, 2), np.int64)
-        found = Descriptors(nothing, nothing) if registration.is_read else context.routes.ranges(routes, groups, end)
+        routes = context.routes.of(known.agent, memory, is_prefill=True)
+        found = Descriptors.none() if registration.is_read else context.routes.ranges(routes, groups, end)
         task.next_token = end
         is_final = task.is_complete
         if is_final and offer.manifest is None:
@@ -205,7 +203,7 @@ class Writer:
             nonlocal digest
             digest = found_digest
             context.contained(
-                lambda failed: self._checksummed(task, job, failed, is_final, notify),
+                lambda failed: self._checksummed(task, job, failed, is_final),
                 lambda cause: self.stop(task, cause.cause, str(cause)),
             )(failed)
 
@@ -218,20 +216,18 @@ class Writer:
     def _submit(self, task: WriteTask, job: TransferJob, is_final: bool) -> None:
         task.jobs[job] = is_final
         self.num_final += is_final
+        if not len(job.local) and job.notify is not None:
+            # Decode has read the bytes already, or other ranks write all of them: only the notification is sent.
+            self._context.peers.send(task.registration.decode, job.notify(0, True), only=task.agent)
         self._context.transfer_queue.submit(job)
 
-    def _checksummed(
-        self, task: WriteTask, job: TransferJob, failed: str, is_final: bool, notify: Callable[[int, bool], bytes]
-    ) -> None:
+    def _checksummed(self, task: WriteTask, job: TransferJob, failed: str, is_final: bool) -> None:
         task.awaiting_checksum.discard(job)
         if failed:
             self.stop(task, FailureCause.DEFECT, failed)
         if task.stopping is not None:
             self._context.transfer_queue.drop(job)
             return
-        if task.registration.is_read:
-            # Decode has read the bytes already: only the notification with the checksum is sent.
-            self._context.peers.send(task.registration.decode, notify(0, True), only=task.agent)
         self._submit(task, job, is_final)
 
     def _written(self, task: WriteTask, job: TransferJob, held: Held | None, failed: str) -> None:

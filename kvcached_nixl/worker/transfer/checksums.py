@@ -69,13 +69,13 @@ class Checksums:
 
     def of_sent(self, asked: ChecksumRequest, sent: Range, ended: Callable[[str, str], None]) -> None:
         """Compute the checksum of what is sent to another rank. ``ended``: called with it, and the error text or ""."""
-        self._submit(self._sent, asked, [sent], lambda found, failed: ended("".join(found), failed))
+        self._submit(self._sent, asked, [sent], lambda found, failed: ended("".join(found), failed), is_prefill=True)
 
     def of_received(
         self, asked: ChecksumRequest, received: Sequence[Range], ended: Callable[[list[str], str], None]
     ) -> None:
         """Compute a checksum of each range that arrived from another rank."""
-        self._submit(self._received, asked, received, ended)
+        self._submit(self._received, asked, received, ended, is_prefill=False)
 
     def turn(self) -> None:
         """Deliver the results of finished work."""
@@ -86,12 +86,20 @@ class Checksums:
         self._runs.close(is_dropping=True)
 
     def _submit(
-        self, content: Content, asked: ChecksumRequest, ranges: Sequence[Range], ended: Callable[[list[str], str], None]
+        self,
+        content: Content,
+        asked: ChecksumRequest,
+        ranges: Sequence[Range],
+        ended: Callable[[list[str], str], None],
+        *,
+        is_prefill: bool,
     ) -> None:
         def do() -> list[str] | None:
             if not asked.is_wanted():
                 return None
-            return [content.digest(groups, end_token, asked.groups) for groups, end_token in ranges]
+            return [
+                content.digest(groups, end_token, asked.groups, is_prefill=is_prefill) for groups, end_token in ranges
+            ]
 
         def told(found: list[str] | None, failed: str) -> None:
             self._is_busy = False

@@ -19,7 +19,7 @@ from kvcached_nixl.wire.handshake import RankHandshake
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory, exchanged
+from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 
 __all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of", "peers_of"]
@@ -71,24 +71,36 @@ class PeerRoutes:
     """
 
     local: LocalRank
-    _found: dict[str, tuple[tuple[GroupMemory, ...], GroupRoutes]] = field(default_factory=dict)
+    _found: dict[tuple[str, bool], tuple[tuple[GroupMemory, ...], GroupRoutes]] = field(default_factory=dict)
 
-    def of(self, agent: str, groups: tuple[GroupMemory, ...]) -> GroupRoutes:
-        """Returns, per KV-cache group, one route per kind of planes; raises ValueError if the two sides do not fit."""
-        before, routes = self._found.get(agent, ((), ()))
+    def of(self, agent: str, groups: tuple[GroupMemory, ...], *, is_prefill: bool) -> GroupRoutes:
+        """Returns, per KV-cache group, one route per kind of planes that prefill's rank moves to decode's.
+
+        Args:
+            is_prefill: this is prefill's rank.
+
+        Raises:
+            ValueError: the two sides do not fit.
+        """
+        before, routes = self._found.get((agent, is_prefill), ((), ()))
         if before is not groups and before != groups:
             reason = _misfit(self.local.groups, groups)
             if reason:
                 raise ValueError(reason)
             routes = tuple(
-                tuple(Route(here, there) for here, there in zip(*exchanged(ours, theirs), strict=True))
+                tuple(
+                    Route(here, there)
+                    for here, there in zip(*exchanged(ours, theirs), strict=True)
+                    if moves(here, there, is_prefill=is_prefill)
+                )
                 for ours, theirs in zip(self.local.groups, groups, strict=True)
             )
-            self._found[agent] = groups, routes
+            self._found[agent, is_prefill] = groups, routes
         return routes
 
     def forget(self, agent: str) -> None:
-        self._found.pop(agent, None)
+        for is_prefill in (True, False):
+            self._found.pop((agent, is_prefill), None)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -97,7 +109,7 @@ class PeerRoutes:
     def ranges(
         routes: GroupRoutes, groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]], end_token: int
     ) -> Descriptors:
-        """Returns the descriptors of a transfer.
+        """Returns the descriptors of a transfer; none if other ranks move all of it.
 
         Args:
             groups: per KV-cache group its local and remote blocks, and the first token to move.
@@ -106,6 +118,8 @@ class PeerRoutes:
         Raises:
             ValueError: as `Route.descriptors`, or there is no token to move, or other groups than the routes are for.
         """
+        if all(first >= end_token for _, _, first in groups):
+            raise ValueError(f"found no token before {end_token}; expected at least one to move")
         found = [
             route.descriptors(here, there, first, end_token)
             for (here, there, first), of_group in zip(groups, routes, strict=True)
@@ -113,7 +127,7 @@ class PeerRoutes:
             for route in of_group
         ]
         if not found:
-            raise ValueError(f"found no token before {end_token}; expected at least one to move")
+            return Descriptors.none()
         return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
 
 
@@ -202,9 +216,11 @@ def _uncovered(local: LocalRank, rank: RankHandshake) -> str:
     writers, _ = _of_more_ranks(rank.tp_size, local.tp_rank, local.tp_size, local.kv_shares)
     for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
         for here, there in zip(*exchanged(*groups), strict=True):
-            if len(writers) * there.num_heads < here.num_heads:
+            # Those for which `moves` is true: a rank's place among the copies is its number modulo theirs.
+            differing = sum(rank % max(1, there.copies // here.copies) == 0 for rank in writers)
+            if differing * there.num_heads < here.num_heads:
                 return (
-                    f"in KV-cache group {place} {there.num_heads} heads on each of {len(writers)} ranks that differ; "
+                    f"in KV-cache group {place} {there.num_heads} heads on each of {differing} ranks that differ; "
                     f"expected {here.num_heads} together"
                 )
     return ""

@@ -403,29 +403,37 @@ def test_layers_of_one_group_with_blocks_of_several_sizes_are_named() -> None:
     assert expected == "blocks of one size in each group"
 
 
+UNKNOWN = (8 * 2**20 + 1, 1, 0)
+
+
 @pytest.mark.parametrize(
-    ("tp_size", "num_heads", "config", "first"),
+    ("tp_size", "num_heads", "config", "share"),
     [
-        (1, 8, {}, 0),
-        (2, 4, {}, 4),
-        (8, 1, {}, 1),
-        (16, 1, {}, 0),
-        (2, 2, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, 2),
-        (2, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 2}, 1),
-        (8, 1, {"num_attention_groups": 8, "other_setting": {"num_attention_groups": 2}}, 8 * 2**20 + 1),
-        (8, 1, {"num_attention_heads": 16, "block_configs": [{"attention": {"n_heads_in_group": 8}}]}, 8 * 2**20 + 1),
-        (8, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, 8 * 2**20 + 1),
-        (8, 1, {"num_kv_heads": [8, 4]}, 8 * 2**20 + 1),
-        (8, 1, {"num_key_value_heads": 8, "per_layer_config": {"1": {"num_key_value_heads": 1}}}, 8 * 2**20 + 1),
+        (1, 8, {}, (0, 1, 0)),
+        (2, 4, {}, (4, 1, 0)),
+        (8, 1, {}, (1, 1, 0)),
+        (16, 1, {}, (0, 2, 1)),
+        (2, 2, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, (2, 1, 0)),
+        (2, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 2}, (1, 1, 0)),
+        (8, 1, {"num_attention_groups": 8, "other_setting": {"num_attention_groups": 2}}, UNKNOWN),
+        (8, 1, {"num_attention_heads": 16, "block_configs": [{"attention": {"n_heads_in_group": 8}}]}, UNKNOWN),
+        (8, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, UNKNOWN),
+        (8, 1, {"num_kv_heads": [8, 4]}, UNKNOWN),
+        (8, 1, {"num_key_value_heads": 8, "per_layer_config": {"1": {"num_key_value_heads": 1}}}, UNKNOWN),
+        (16, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, (0, 2, 1)),
+        (20, 1, {}, (20 * 2**20 + 1, 1, 0)),
     ],
 )
-def test_the_first_head_of_a_rank_is_found_or_is_no_head_of_others(
-    tp_size: int, num_heads: int, config: dict[str, Any], first: int
+def test_the_heads_of_a_rank_are_found_or_are_no_heads_of_others(
+    tp_size: int, num_heads: int, config: dict[str, Any], share: tuple[int, int, int]
 ) -> None:
     """A rank's only head may be a copy of another rank's, in layers with fewer heads than the other layers have."""
-    view = worker(world_size=tp_size, hf_text_config=config_of(**config))
-    assert view.first_head(num_heads) == first
-    assert worker(world_size=tp_size, use_mla=True).first_head(1) == 0
+    rank = min(1, tp_size - 1)
+    view = worker(world_size=tp_size, tp_rank=rank, hf_text_config=config_of(**config))
+    assert view.share_of(num_heads) == share
+    latent = worker(world_size=tp_size, tp_rank=rank, use_mla=True)
+    assert latent.share_of(1) == (0, tp_size, rank)
+    assert latent.share_of(4).first_head == 4 * rank, "heads of a draft model"
 
 
 FACTS: list[dict[str, Any]] = [
@@ -488,7 +496,7 @@ def test_a_layer_with_a_state_has_a_page_and_a_state_in_it(attention_backends: l
     (attention,), (state,) = (of_group.values() for of_group in view.groups())
     assert (attention, state[:4]) == ((32, 8, 4, 0, ()), (64, 1, 1, 24))
     # Short convolution: four channels of rank 1 in each of three rows.
-    assert state[4] == ((0, 3, 8, 2, 4, 4),)
+    assert state[4] == ((0, 3, 8, 2, 4, 4, 1, 0),)
     facts = dict(view.facts)
     assert facts["attention"] == "FLASH"
     assert facts["groups"].startswith("0: FullAttentionSpec; 1: MambaSpec short_conv ")
@@ -562,9 +570,9 @@ def test_what_would_make_a_state_the_wrong_one_is_refused(
 def test_no_other_rank_has_a_share_of_a_state(attention_backends: list[list[str]]) -> None:
     """Unless it has the same number in an engine of the same tensor-parallel size."""
     ranks = [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2)]
-    found = {worker(world_size=size, tp_rank=rank).first_head(0) for size, rank in ranks}
+    found = {worker(world_size=size, tp_rank=rank).share_of(0).first_head for size, rank in ranks}
     assert len(found) == len(ranks) and found.isdisjoint(range(1024))
-    assert worker(use_mla=True).first_head(0) == worker().first_head(0)
+    assert worker(use_mla=True).share_of(0) == worker().share_of(0)
 
 
 @pytest.mark.parametrize(
@@ -604,7 +612,11 @@ def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
 
 def test_latents_beside_states_are_not_all_that_a_rank_needs() -> None:
     """Kimi-Linear: decode asks one rank of prefill for a latent, and every rank for the states."""
-    assert worker(use_mla=True).kv_shares == 1
+    latent, drafter = MLAAttentionSpec(), FullAttentionSpec()
+    latent.num_kv_heads, drafter.num_kv_heads = 1, 4
+    assert worker(use_mla=True, kv_cache_config=cache_of(latent)).kv_shares == 1
+    found = worker(use_mla=True, world_size=2, kv_cache_config=cache_of(latent, drafter)).kv_shares
+    assert found == 8, "as many as a draft model has heads"
     assert worker(use_mla=True, kv_cache_config=cache_of(MLAAttentionSpec(), MambaSpec())).kv_shares == MAX_TP_SIZE
 
 

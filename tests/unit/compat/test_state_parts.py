@@ -23,29 +23,31 @@ def test_each_projection_of_a_convolution_is_shared_out_by_itself() -> None:
     three rows, and heads of 3 times 5 elements lie behind them."""
     found = parts_of_state(spec("MAMBA2", (3, 22), (4, 3, 5)), 1, 2, {2}, dim_first=False)
     assert found == (
-        (0, 3, 44, 2, 12, 12),
-        (24, 3, 44, 2, 5, 5),
-        (34, 3, 44, 2, 5, 5),
-        (132, 1, 0, 60, 4, 4),
+        (0, 3, 44, 2, 12, 12, 1, 0),
+        (24, 3, 44, 2, 5, 5, 1, 0),
+        (34, 3, 44, 2, 5, 5, 1, 0),
+        (132, 1, 0, 60, 4, 4, 1, 0),
     )
 
 
 def test_with_channels_first_a_channel_has_all_its_positions() -> None:
     found = parts_of_state(spec(SimpleNamespace(name="GDN_ATTN"), (20, 3), (4, 3, 2)), 1, 2, set(), dim_first=True)
-    assert found == ((0, 1, 0, 6, 4, 4), (24, 1, 0, 6, 4, 4), (48, 1, 0, 6, 12, 12), (120, 1, 0, 24, 4, 4))
+    places = ((0, 1, 0, 6, 4, 4), (24, 1, 0, 6, 4, 4), (48, 1, 0, 6, 12, 12), (120, 1, 0, 24, 4, 4))
+    assert found == tuple((*place, 1, 0) for place in places)
 
 
 def test_the_only_group_is_a_copy_on_each_rank() -> None:
     shared = spec("MAMBA2", (3, 22), (4, 3, 5))
-    assert parts_of_state(shared, 1, 2, {1}, dim_first=False)[1:3] == ((24, 3, 44, 2, 5, 0), (34, 3, 44, 2, 5, 0))
-    assert parts_of_state(shared, 0, 1, {1}, dim_first=False)[1] == (24, 3, 44, 2, 5, 0)
+    x, b, c, _ = parts_of_state(shared, 1, 2, {1}, dim_first=False)
+    assert (x[-2:], b, c) == ((1, 0), (24, 3, 44, 2, 5, 0, 2, 1), (34, 3, 44, 2, 5, 0, 2, 1))
+    assert parts_of_state(shared, 0, 1, {1}, dim_first=False)[1] == (24, 3, 44, 2, 5, 0, 1, 0)
 
 
 def test_a_state_that_all_ranks_have_is_not_shared_out() -> None:
     """vLLM 0.30: ``tp_replicated``."""
     one = spec("SHORT_CONV", (3, 8))
     one.tp_replicated = True
-    assert parts_of_state(one, 3, 4, set(), dim_first=False) == ((0, 3, 16, 2, 8, 0),)
+    assert parts_of_state(one, 3, 4, set(), dim_first=False) == ((0, 3, 16, 2, 8, 0, 4, 3),)
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_11_is_these_words() -> None:
+def test_the_tag_of_protocol_12_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 11
+    assert PROTOCOL == 12
     assert str(TAG) == (
-        "kvcached_nixl/11 pull [vLLM 0.19.1; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
+        "kvcached_nixl/12 pull [vLLM 0.19.1; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
         "and 2 planes of cells of 64 bytes, group 1: 4 planes of cells of 32 bytes]"
     )
 
@@ -103,6 +103,19 @@ def test_a_rank_is_described_to_its_peers_and_read_back() -> None:
         {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": 0}]},
         {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": -1}]},
         {"groups": [{"planes": [msgspec.to_builtins(PLANES)], "kernel_blocks_per_block": 2**31}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES) | {"copies": 2, "copy": 1 - RANK.tp_rank}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES) | {"copies": 3, "copy": RANK.tp_rank}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES) | {"copies": 1, "copy": 1}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES) | {"copies": 0}]}]},
+        {"groups": [{"planes": [msgspec.to_builtins(PLANES) | {"copies": -1, "copy": -2}]}]},
+        {
+            "groups": [
+                {
+                    "planes": [msgspec.to_builtins(PLANES)],
+                    "parts": [msgspec.to_builtins(PLANES) | {"copies": 2, "copy": 1 - RANK.tp_rank}],
+                }
+            ]
+        },
         {"token_table_address": -1},
         {"token_table_address": 2**63},
         {"token_table_address": 2**63 - 1},
@@ -233,7 +246,7 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
     several = msgspec.structs.replace(other, mode="push")
     assert differences(str(several), str(TAG)) == (
-        "found dtype fp8, kvcached_nixl/11 push; expected dtype bf16, kvcached_nixl/11 pull"
+        "found dtype fp8, kvcached_nixl/12 push; expected dtype bf16, kvcached_nixl/12 pull"
     )
     more = msgspec.structs.replace(TAG, facts=(*TAG.facts, ("spec", "eagle")))
     assert differences(str(more), str(TAG)) == "found spec eagle; expected nothing"

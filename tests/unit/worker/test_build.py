@@ -19,6 +19,7 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
+from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step
 from kvcached_nixl.worker.build import build_worker, record_event
 from kvcached_nixl.worker.facade import WorkerFacade
@@ -68,8 +69,8 @@ class Stock:
         self.offered: tuple[str, RankHandshake] | None = None
         vars(self).update(fields)
 
-    def first_head(self, num_heads: int) -> int:
-        return self.tp_rank * num_heads
+    def share_of(self, num_heads: int) -> HeadShare:
+        return HeadShare(self.tp_rank * num_heads)
 
     def keep_registered(self, descriptors: Any) -> None:
         self.kept.append(descriptors)
@@ -164,7 +165,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     found = registered(Geometry(num_pools=2))
     layers = layers_digest(found.layout, found.layers_of_groups)
     assert tag == (
-        f"kvcached_nixl/11 pull [vLLM 0.19.1; model m; layers of groups {layers}; group "
+        f"kvcached_nixl/12 pull [vLLM 0.19.1; model m; layers of groups {layers}; group "
         "0: 4 planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
@@ -228,7 +229,7 @@ def test_what_positions_make_up_for_is_not(geometry: Geometry) -> None:
 
 
 def test_a_latent_has_all_heads_on_every_rank() -> None:
-    stock = Stock(use_mla=True, first_head=lambda num_heads: 0)
+    stock = Stock(use_mla=True, share_of=lambda num_heads: HeadShare(0))
     started(stock, Geometry(era="mla", num_pools=2))
     assert stock.offered is not None
     (kind,) = stock.offered[1].groups[0].planes

@@ -92,7 +92,7 @@ def rank(
 
 
 def digest(here: Rank, there: Rank, first: int = 0, end: int = TOKENS) -> str:
-    return here.content.digest([(here.blocks, first)], end, (there.group,))
+    return here.content.digest([(here.blocks, first)], end, (there.group,), is_prefill=True)
 
 
 ARRANGEMENTS = st.builds(
@@ -139,10 +139,10 @@ def test_groups_are_told_apart_and_those_that_begin_later_are_left_out() -> None
     here = rank()
     groups = (here.group, here.group)
     both = Content(groups, here.areas)
-    whole = both.digest([(here.blocks, 0), (here.blocks, 8)], TOKENS, groups)
-    assert whole != both.digest([(here.blocks, 8), (here.blocks, 0)], TOKENS, groups)
-    alone = here.content.digest([(here.blocks, 0)], 8, groups[:1])
-    assert alone == both.digest([(here.blocks, 0), (here.blocks, 8)], 8, groups)
+    whole = both.digest([(here.blocks, 0), (here.blocks, 8)], TOKENS, groups, is_prefill=True)
+    assert whole != both.digest([(here.blocks, 8), (here.blocks, 0)], TOKENS, groups, is_prefill=True)
+    alone = here.content.digest([(here.blocks, 0)], 8, groups[:1], is_prefill=True)
+    assert alone == both.digest([(here.blocks, 0), (here.blocks, 8)], 8, groups, is_prefill=True)
 
 
 def test_planes_that_change_places_are_seen() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
+from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.geometry.layout import plan
 from kvcached_nixl.worker.geometry.planes import layers_digest, planes_of
@@ -42,7 +43,7 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
     for number, pool in enumerate(memory):
         pool.copy_(torch.arange(pool.numel()).remainder(97 + number).to(pool.dtype))
     axes = geometry.axes()
-    (planes,) = planes_of(caches, axes, lambda _: 0)
+    (planes,) = planes_of(caches, axes, lambda _: HeadShare(0))
     assert len(planes.bases) == geometry.num_pools * (2 if geometry.era in ("kv_first", "blocks_first") else 1)
     seen = []
     for cache in list(caches.values())[: geometry.num_pools]:
@@ -104,7 +105,7 @@ def test_layers_of_several_kinds_are_described_one_after_the_other() -> None:
     caches: dict[str, Any] = wide.allocate()[0]
     (name, other), *_ = narrow.allocate()[0].items()
     first, second = caches.values()
-    found = planes_of({"a": first, f"b {name}": other, "c": second}, wide.axes(), lambda _: 4)
+    found = planes_of({"a": first, f"b {name}": other, "c": second}, wide.axes(), lambda _: HeadShare(4))
     assert [(len(kind.bases), kind.num_heads, kind.first_head) for kind in found] == [(2, 4, 4), (1, 2, 4)]
     assert found[0].bases == (first.data_ptr(), second.data_ptr())
 
@@ -113,8 +114,8 @@ def test_layers_of_several_groups_in_the_same_memory_are_one_plane() -> None:
     one, _ = Geometry(groups=1).allocate()
     three, _ = Geometry(groups=3).allocate()
     axes = Geometry().axes()
-    assert [len(kind.bases) for kind in planes_of(three, axes, lambda _: 0)] == [
-        len(kind.bases) for kind in planes_of(one, axes, lambda _: 0)
+    assert [len(kind.bases) for kind in planes_of(three, axes, lambda _: HeadShare(0))] == [
+        len(kind.bases) for kind in planes_of(one, axes, lambda _: HeadShare(0))
     ]
 
 
@@ -130,7 +131,7 @@ def test_cells_with_holes_and_layers_that_share_memory_and_differ_are_refused(wr
     else:
         caches[last] = caches[last][..., :-1]
     with pytest.raises(LayoutRefused, match="other bytes"):
-        planes_of(caches, geometry.axes(), lambda _: 0)
+        planes_of(caches, geometry.axes(), lambda _: HeadShare(0))
 
 
 def test_layers_that_change_places_between_groups_are_told_apart() -> None:

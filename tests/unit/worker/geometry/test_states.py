@@ -15,7 +15,7 @@ from support.worker_fakes import Local
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.ids import KernelBlock
-from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, plan
@@ -60,7 +60,7 @@ def wide(pages: torch.Tensor, split: int) -> torch.Tensor:
 
 
 def groups_of(layout: Layout, geometry: Geometry, split: int = 1) -> tuple[GroupMemory, ...]:
-    return tuple(group_memory(layout, layers, split, lambda _: 0) for layers in geometry.layers_of_groups())
+    return tuple(group_memory(layout, layers, split, lambda _: HeadShare(0)) for layers in geometry.layers_of_groups())
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -93,7 +93,7 @@ def test_contiguous_states_of_all_layers_are_one_descriptor(split: int) -> None:
     groups = groups_of(layout_of(geometry, split), geometry, split)
     one, other = state_blocks(3), state_blocks(1)
     here = dataclasses.replace(Local().side.local, groups=groups)
-    routes = PeerRoutes(here).of("a", groups)
+    routes = PeerRoutes(here).of("a", groups, is_prefill=False)
     found = PeerRoutes.ranges(routes, [(nothing(), nothing(), 10), (one, other, 9)], 10)
     size = 3 * split * geometry.page_bytes
     base = groups[1].planes[0].bases[0]
@@ -101,7 +101,9 @@ def test_contiguous_states_of_all_layers_are_one_descriptor(split: int) -> None:
     assert found.remote.tolist() == [[base + size, size]]
     padded = [msgspec.structs.replace(planes, padded_bytes=planes.padded_bytes + 64) for planes in groups[1].planes]
     theirs = (groups[0], msgspec.structs.replace(groups[1], planes=tuple(padded)))
-    found = PeerRoutes.ranges(PeerRoutes(here).of("b", theirs), [(nothing(), nothing(), 10), (one, other, 9)], 10)
+    found = PeerRoutes.ranges(
+        PeerRoutes(here).of("b", theirs, is_prefill=False), [(nothing(), nothing(), 10), (one, other, 9)], 10
+    )
     assert found.local[:, 1].tolist() == [STATE_BYTES] * 3
 
 
@@ -125,18 +127,18 @@ def test_the_checksum_covers_the_state_and_not_its_padding(split: int) -> None:
         views = [layout.device_views[layer] for layer in geometry.layers_of_groups()[1]]
         for number, view in enumerate(views):
             view[2].copy_(torch.arange(view.shape[1]).add(number).remainder(251))
-        sums.append(content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups))
+        sums.append(content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups, is_prefill=True))
         views[1][2, STATE_BYTES:] = 255
-        assert content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups) == sums[-1]
+        assert content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups, is_prefill=True) == sums[-1]
         views[1][2, STATE_BYTES - 1] ^= 1
-        assert content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups) != sums[-1]
+        assert content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups, is_prefill=True) != sums[-1]
     assert sums[0] == sums[1]
 
 
 def test_a_range_before_the_last_token_moves_no_state() -> None:
     geometry = dataclasses.replace(BASE, contiguous=True)
     groups = groups_of(layout_of(geometry), geometry)
-    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups)
+    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups, is_prefill=False)
     blocks = KernelBlocks([KernelBlock(block) for block in (4, 5, 6)])
     state = state_blocks(2)
     found = PeerRoutes.ranges(routes, [(blocks, blocks, 0), (state, state, 9)], 8)
@@ -193,7 +195,7 @@ def test_no_bytes_of_neighbours_are_moved() -> None:
     geometry = dataclasses.replace(BASE, contiguous=False)
     layout = layout_of(geometry)
     groups = groups_of(layout, geometry)
-    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups)
+    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups, is_prefill=False)
     found = PeerRoutes.ranges(routes, [(nothing(), nothing(), 10), (state_blocks(6), state_blocks(2), 9)], 10)
     areas = dict(layout.areas())
     expected = {address: area.clone() for address, area in areas.items()}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kvcached_memory import Geometry
 
-from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.worker.geometry.layout import Layout, plan
 from kvcached_nixl.worker.geometry.planes import group_memory
 from kvcached_nixl.worker.staging.slab import Slab
@@ -47,7 +47,7 @@ def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[Grou
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
     )
-    groups = tuple(group_memory(layout, layers, 1, lambda _: 0) for layers in geometry.layers_of_groups())
+    groups = tuple(group_memory(layout, layers, 1, lambda _: HeadShare(0)) for layers in geometry.layers_of_groups())
     return layout, memory, groups
 
 

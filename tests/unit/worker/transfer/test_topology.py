@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.worker_fakes import Local, Memory
 
@@ -10,7 +11,7 @@ from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory, Planes
+from kvcached_nixl.wire.planes import GroupMemory, Planes, moves
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.topology import (
     LocalRank,
@@ -140,12 +141,12 @@ def test_what_lies_between_two_ranks_is_found_once_and_forgotten() -> None:
     local = Local()
     there = Memory().planes
     routes = local.side.routes
-    first = routes.of("a", group_of(there))
-    assert routes.of("a", group_of(there)) is first and len(routes) == 1
+    first = routes.of("a", group_of(there), is_prefill=False)
+    assert routes.of("a", group_of(there), is_prefill=False) is first and len(routes) == 1
     with pytest.raises(ValueError, match="kinds of planes"):
-        routes.of("b", (GroupMemory((there, there)),))
+        routes.of("b", (GroupMemory((there, there)),), is_prefill=False)
     with pytest.raises(ValueError, match="2 KV-cache groups; expected 1"):
-        routes.of("b", group_of(there) * 2)
+        routes.of("b", group_of(there) * 2, is_prefill=False)
     routes.forget("a")
     routes.forget("a")
     assert len(routes) == 0
@@ -154,16 +155,16 @@ def test_what_lies_between_two_ranks_is_found_once_and_forgotten() -> None:
 def test_what_one_address_says_of_an_agents_memory_is_not_used_for_another() -> None:
     """Anybody may answer with the metadata of another engine's agent, and with places of its own making."""
     routes, liar, honest = Local().side.routes, Memory(), Memory()
-    lie = routes.of("a", group_of(liar.planes))
-    truth = routes.of("a", group_of(honest.planes))
+    lie = routes.of("a", group_of(liar.planes), is_prefill=False)
+    truth = routes.of("a", group_of(honest.planes), is_prefill=False)
     groups = [(KernelBlocks((1,)), KernelBlocks((2,)), 0)]
     assert not (routes.ranges(lie, groups, 4).remote == routes.ranges(truth, groups, 4).remote).all()
-    assert routes.of("a", group_of(honest.planes)) is truth and len(routes) == 1
+    assert routes.of("a", group_of(honest.planes), is_prefill=False) is truth and len(routes) == 1
 
 
 def test_groups_are_moved_together_and_those_without_a_token_left_out() -> None:
     local = Local(num_groups=2)
-    routes = local.side.routes.of("a", group_of(Memory().planes) * 2)
+    routes = local.side.routes.of("a", group_of(Memory().planes) * 2, is_prefill=False)
     one, two = (KernelBlocks([1, 2]), KernelBlocks([3, 4]), 0), (KernelBlocks([5, 6]), KernelBlocks([7, 8]), 0)
     both = local.side.routes.ranges(routes, [one, two], 8)
     alone = local.side.routes.ranges(routes[:1], [one], 8)
@@ -189,10 +190,57 @@ def test_ranks_that_would_not_bring_every_head_are_refused() -> None:
     """If decode took ranks for copies of one another that are none, it would keep what its blocks held before."""
     held = group_of(Memory(num_heads=8).planes)
 
-    def said(kv_shares: int, heads_there: int) -> str:
+    def said(kv_shares: int, heads_there: int, copies: int = 1) -> str:
         local = LocalRank(EngineId("e"), 1, 0, held, kv_shares)
-        there = group_of(Memory(num_heads=heads_there).planes)
-        return fits(local, Local(tp_size=8).remote().handshake(tp_size=8, groups=there))
+        planes = msgspec.structs.replace(Memory(num_heads=heads_there).planes, copies=copies)
+        return fits(local, Local(tp_size=8).remote().handshake(tp_size=8, groups=group_of(planes)))
 
-    assert said(8, 1) == said(MAX_TP_SIZE, 1) == said(4, 2) == ""
+    assert said(8, 1) == said(MAX_TP_SIZE, 1) == said(4, 2) == said(MAX_TP_SIZE, 8, copies=8) == ""
+    assert said(MAX_TP_SIZE, 4, copies=4) == said(MAX_TP_SIZE, 2, copies=2) == said(4, 2, copies=2) == ""
     assert "1 heads on each of 2 ranks that differ; expected 8 together" in said(2, 1)
+    assert "2 heads on each of 2 ranks that differ; expected 8 together" in said(MAX_TP_SIZE, 2, copies=4)
+
+
+def test_of_copies_a_rank_of_decode_gets_the_first_one() -> None:
+    """Of those on the ranks that it asks, whatever other engines get; decode may have copies, too."""
+
+    def movers(prefill_size: int, shares: int, decode_size: int, decode_rank: int) -> list[int]:
+        theirs, ours = (max(1, size // shares) for size in (prefill_size, decode_size))
+        part = max(1, prefill_size // decode_size)
+        first = decode_rank * prefill_size // decode_size
+        here = msgspec.structs.replace(Memory().planes, copies=ours, copy=decode_rank % ours)
+        asked = {
+            rank: msgspec.structs.replace(Memory().planes, copies=theirs, copy=rank % theirs)
+            for rank in range(first, first + part)
+        }
+        found = [rank for rank, there in asked.items() if moves(here, there, is_prefill=False)]
+        assert found == [rank for rank, there in asked.items() if moves(there, here, is_prefill=True)]
+        return found
+
+    for prefill_size, decode_size in sizes():
+        for shares in (1, 2, 3, 4, 8, MAX_RANKS):
+            if any(size % shares and shares % size for size in (prefill_size, decode_size)):
+                continue
+            for rank in range(decode_size):
+                found = movers(prefill_size, shares, decode_size, rank)
+                held = {one * shares // prefill_size for one in found}
+                begin, end = (number * shares // decode_size for number in (rank, rank + 1))
+                if prefill_size >= shares:
+                    assert held == set(range(begin, max(begin + 1, end))) and len(found) == len(held)
+                assert found[0] == rank * prefill_size // decode_size
+
+
+def test_what_only_other_ranks_move_needs_no_descriptor() -> None:
+    """A chunk of a hybrid's prompt, whose attention other ranks move; the other way around, this rank moves it."""
+    local = Local()
+    copied = msgspec.structs.replace(Memory().planes, copies=2, copy=1)
+    groups = [(KernelBlocks((1,)), KernelBlocks((2,)), 0)]
+    routes = local.side.routes.of("a", group_of(copied), is_prefill=False)
+    found = local.side.routes.ranges(routes, groups, 4)
+    assert found.total_bytes == len(found.local) == len(found.remote) == 0
+    with pytest.raises(ValueError, match="no token before 4"):
+        local.side.routes.ranges(routes, [(*groups[0][:2], 4)], 4)
+    back = local.side.routes.of("a", group_of(copied), is_prefill=True)
+    assert local.side.routes.ranges(back, groups, 4).total_bytes > 0
+    local.side.routes.forget("a")
+    assert len(local.side.routes) == 0
