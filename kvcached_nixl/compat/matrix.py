@@ -44,7 +44,6 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
             Era.KV_APART: _REFUSED,
             Era.PACKED: "refused below 0.28; both layouts, from 0.29 on non-contiguous; served with 0.28 and 0.30",
         },
-        "states where a block is several kernel blocks": dict.fromkeys(Era, "not staged"),
         "states and speculative decoding": dict.fromkeys(Era, _REFUSED),
         "a state kept at every block boundary (--mamba-cache-mode all)": dict.fromkeys(Era, _REFUSED),
         "peers with states and different tensor-parallel sizes": {

@@ -160,7 +160,9 @@ def build_worker(
     staging = None
     if slab is not None:
         copier = Copier(slab, device, wake.set)
-        staging = Staging(Slots(slab.num_slots, num_kept(slab.num_slots)), copier, local.kernel_block_sizes)
+        slots = Slots(slab.num_slots, num_kept(slab.num_slots))
+        in_slot = tuple(group.planes[0].num_blocks // slab.num_slots for group in groups)
+        staging = Staging(slots, copier, local.kernel_block_sizes, in_slot)
     blocks = Content(own_groups, layout.areas())
     background = Background("kvcached-nixl-checksums", device, wake.set)
     checksums = Checksums(

@@ -109,17 +109,10 @@ def register(
         extents = tuple((region.address, region.block_bytes * layout.num_blocks) for region in layout.regions)
         worker.register_memory(extents, device_id)
         return Registered(layout, layers_of_groups, extents=extents, device_id=device_id)
-    if layout.state_bytes and worker.kernel_blocks_per_block > 1:
-        raise LayoutRefused(
-            found=f"layers that keep a state, and {worker.kernel_blocks_per_block} kernel blocks in a block",
-            expected="one kernel block in a block where KV is staged",
-            consequence="A state would need several slots side by side; the engine stops",
-            remedy="set memory_path to direct, or choose another --attention-backend",
-        )
     firsts = [layers[0] for layers in layers_of_groups]
     with_kv = [layout.device_views[layer] for layer in firsts if layer not in layout.state_bytes]
-    block_sizes = tuple(view.shape[layout.axes.token] for view in with_kv)
-    load = SlabLoad(*worker.load, block_sizes, len(firsts) - len(with_kv))
+    slot_tokens = tuple(view.shape[layout.axes.token] * layout.blocks_per_slot for view in with_kv)
+    load = SlabLoad(*worker.load, slot_tokens, len(firsts) - len(with_kv))
     slab = make_slab(layout, path, load, settings)
     is_host = path is MemoryPath.HOST
     where = 0 if is_host else device_id

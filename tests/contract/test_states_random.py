@@ -74,6 +74,7 @@ class Schedule:
     make: Callable[..., Node]
     seed: int
     verify_fraction: float = 1.0
+    kernel_blocks_per_block: int = 1
     started: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,11 +83,19 @@ class Schedule:
         self.mode = dice.choice(["pull", "push"])
         order = dice.choice(ORDERS)
         with_states = tuple(place for place, kind in enumerate(order) if isinstance(kind, str))
+        split = self.kernel_blocks_per_block
+        geometry = dataclasses.replace(
+            GEOMETRY,
+            states=with_states,
+            block_size=BLOCK // split,
+            num_blocks=GEOMETRY.num_blocks * split,
+            reserved_blocks=GEOMETRY.reserved_blocks * split,
+        )
 
         def engine(filling: int) -> Node:
             return self.make(
                 filling,
-                dataclasses.replace(GEOMETRY, states=with_states, contiguous=dice.random() < 0.5),
+                dataclasses.replace(geometry, contiguous=dice.random() < 0.5),
                 windows=order,
                 policy="recompute",
                 prefix_caching="none" not in order,
@@ -94,6 +103,7 @@ class Schedule:
                 transfer_mode=self.mode,
                 memory_path=dice.choice(["direct", "direct", "host"]),
                 verify_fraction=self.verify_fraction,
+                kernel_blocks_per_block=split,
             )
 
         self.prefill, self.decode = engine(PREFILL_FILLING), engine(DECODE_FILLING)
@@ -167,7 +177,19 @@ def make(tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[...
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_token_is_computed_from_what_it_depends_on(seed: int, make: Callable[..., Node]) -> None:
-    schedule = Schedule(make, seed)
+    is_right(Schedule(make, seed))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [203, 211, 228, *(pytest.param(one, marks=pytest.mark.long) for one in (208, 218, 220, 223, 231, 234, 242, 258))],
+)
+def test_and_where_a_block_is_several_kernel_blocks(seed: int, make: Callable[..., Node]) -> None:
+    """A state lies across all of them, in the cache and in a slab."""
+    is_right(Schedule(make, seed, kernel_blocks_per_block=4 if seed % 2 else 2))
+
+
+def is_right(schedule: Schedule) -> None:
     schedule.run()
     assert {one: schedule.decode.ended[one] for one in schedule.started} == schedule.started
     assert RequestStatus.FINISHED_ERROR not in {one.status for one in schedule.decode.scheduler.requests.values()}

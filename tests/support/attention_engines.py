@@ -80,10 +80,10 @@ def state_spec_of(geometry: Geometry, mode: str) -> Any:
         mode: ``mamba_cache_mode``: "none", with one block for all tokens; or "align".
     """
     return MambaSpec(
-        block_size=geometry.block_size if mode == "align" else MAX_TOKENS,
+        block_size=geometry.block_size * geometry.split if mode == "align" else MAX_TOKENS,
         shapes=STATE_SHAPES,
         dtypes=STATE_DTYPES,
-        page_size_padded=geometry.page_bytes,
+        page_size_padded=geometry.page_bytes * geometry.split,
         mamba_cache_mode=mode,
     )
 

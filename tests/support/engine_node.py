@@ -273,6 +273,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
                 one that keeps states.
             replaces: an earlier node whose engine id and port the new one uses.
         """
+        geometry = dataclasses.replace(geometry, split=kernel_blocks_per_block)
         model = write_model(folder, num_key_value_heads=geometry.num_kv_heads)
         engine = _engine(model, geometry, kernel_blocks_per_block, windows, replaces, extra_config)
         one = _node(kind, engine, log, geometry, tokens_a_step, prefix_caching, policy)

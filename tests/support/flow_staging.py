@@ -80,7 +80,7 @@ class LateCopier:
         """There is no thread to stop."""
 
     def submit(self, copy: Copy) -> None:
-        asked = _Asked(copy, self.slots.takings(set(copy.slots)), self._holders(copy))
+        asked = _Asked(copy, self.slots.takings(set(copy.staged)), self._holders(copy))
         assert asked.requests, "a copy touches blocks that are not one request's"
         self._watch(asked)
         self.asked.append(asked)
@@ -95,12 +95,12 @@ class LateCopier:
         asked = self.asked.popleft()
         copy, failed = asked.copy, "a copy failed" if self.fails else ""
         self._watch(asked)
-        assert self.slots.takings(set(copy.slots)) == asked.takings, "a copy touches a slot of somebody else"
+        assert self.slots.takings(set(copy.staged)) == asked.takings, "a copy touches a slot of somebody else"
         if failed:
             self.fails -= 1
         else:
             here, there = self.worker.memory.cells, self.slab.cells
-            blocks, slots = np.asarray(copy.blocks), np.asarray(copy.slots)
+            blocks, slots = np.asarray(copy.blocks), np.asarray(copy.staged)
             if copy.is_gather:
                 there[:, slots] = here[:, blocks]
             else:

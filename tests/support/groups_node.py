@@ -43,8 +43,10 @@ class GroupsNode(Node):
         """Where a group has each token from ``first`` on, and what must be there; None where it has let go of it."""
         layers = list(self.caches.values())[group * self.geometry.num_pools :][: self.geometry.num_pools]
         size = self.geometry.of_group(group).block_size
+        kernel_blocks = self.kernel_blocks(blocks[group])
         for position in range(first, len(token_ids)):
-            block_id = blocks[group][position // size]
+            # Block 0 is vLLM's null block.
+            block_id = kernel_blocks[position // size] if kernel_blocks[position // size] >= self.geometry.split else 0
             for layer, cache in enumerate(layers):
                 number = group * self.geometry.num_pools + layer
                 block = self.geometry.block(cache, block_id).view(torch.uint8).movedim(1, 0)
@@ -95,7 +97,7 @@ class GroupsNode(Node):
 
     def behind(self, num_tokens: int, blocks: list[list[int]], group: int) -> Iterator[torch.Tensor]:
         """Yields the rest of the block that the last of these tokens is in; a kernel may read it."""
-        size = self.geometry.of_group(group).block_size
+        size = self.geometry.of_group(group).block_size * self.geometry.split
         if num_tokens % size:
             end = [0] * (num_tokens + size - num_tokens % size)
             yield from (cell for _, cell, _ in self.places(end, num_tokens, blocks, group))
@@ -136,7 +138,7 @@ class GroupsNode(Node):
         """Overwrites the blocks with a byte. A block has the same bytes in every group."""
         for cache in list(self.caches.values())[: self.geometry.num_pools]:
             is_paged = 0 in self.with_states
-            for block_id in block_ids:
+            for block_id in block_ids if is_paged else self.kernel_blocks(block_ids):
                 block = cache[block_id] if is_paged else self.geometry.block(cache, block_id)
                 block.view(torch.uint8).fill_(filling)
 
@@ -165,7 +167,7 @@ class GroupsNode(Node):
         # As `EngineCore.preprocess_add_request` does.
         states.align_chunks(self.scheduler)
         states.stop_before_last(asked)
-        hasher = get_request_block_hasher(self.geometry.block_size, sha256)
+        hasher = get_request_block_hasher(self.geometry.block_size * self.geometry.split, sha256)
         self.scheduler.add_request(Request.from_engine_core_request(asked, hasher))
 
 

@@ -1623,7 +1623,7 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
     for _ in range(5):
         pair.round()
     if is_full:
-        staging.give_back(Held(Use.SENDING, "", 0, 0, (KernelBlockRange(0, tuple(map(KernelBlock, taken))),), 0))
+        staging.give_back(Held(Use.SENDING, "", 0, 0, (KernelBlockRange(0, tuple(map(KernelBlock, taken))),), taken, 0))
     pair.settle()
     assert not is_right(found, len(LONG)) and pair.causes() == {"range": 1}
     pair.nothing_is_left()

@@ -28,6 +28,7 @@ class Geometry:
         groups: KV-cache groups that share the pools; layer ``g.i`` of each group g uses pool i.
         wide: groups whose blocks have twice as many tokens of half as many heads, and so the same bytes.
         states: groups that keep a state in each block.
+        split: kernel blocks in a block of such a group; all other numbers here are of kernel blocks.
     """
 
     era: str = "kv_first"
@@ -41,6 +42,7 @@ class Geometry:
     groups: int = 1
     wide: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
+    split: int = 1
     head_major: bool = False
     dtype: torch.dtype = field(default=torch.bfloat16)
 
@@ -115,8 +117,8 @@ class Geometry:
 
     def _pages(self, memory: torch.Tensor, offset: int, block_stride: int) -> torch.Tensor:
         """Returns a layer's blocks as bytes, as vLLM registers those of a layer with a state since 0.27."""
-        size, page = self.dtype.itemsize, self.page_bytes
-        shape = (self.reserved_blocks, 1, 1, page)
+        size, page = self.dtype.itemsize * self.split, self.page_bytes * self.split
+        shape = (self.reserved_blocks // self.split, 1, 1, page)
         return memory.view(torch.int8).as_strided(shape, (block_stride * size, page, page, 1), offset * size)
 
     def _view(self, memory: torch.Tensor, offset: int, block_stride: int) -> torch.Tensor:

@@ -194,7 +194,7 @@ class HeldCopies:
     @property
     def slots(self) -> list[list[int]]:
         """The slots of each copy that has not ended."""
-        return [list(copy.slots) for copy in self.asked]
+        return [list(copy.staged) for copy in self.asked]
 
     def end(self, failed: str = "") -> None:
         """Ends the oldest copy."""

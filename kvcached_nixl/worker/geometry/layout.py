@@ -84,6 +84,7 @@ class Layout:
         state_bytes: layer name -> bytes of its state, for layers that keep one.
         state_parts: layer name -> how ranks share its state; for the same layers.
         regions: what is registered.
+        split: kernel blocks in a logical block.
     """
 
     arrangement: Arrangement
@@ -93,6 +94,12 @@ class Layout:
     regions: tuple[Region, ...]
     state_bytes: Mapping[str, int] = field(default_factory=dict)
     state_parts: Mapping[str, tuple[StatePart, ...]] = field(default_factory=dict)
+    split: int = 1
+
+    @property
+    def blocks_per_slot(self) -> int:
+        """Kernel blocks in a slot of a slab: a state's block is not split, and a slot has room for any block."""
+        return self.split if self.state_bytes else 1
 
     @property
     def device(self) -> torch.device:
@@ -258,6 +265,7 @@ def plan(
         regions=tuple(dict.fromkeys(regions)),
         state_bytes=state_bytes,
         state_parts={layer: pages[layer].state_parts for layer in state_bytes},
+        split=split,
     )
 
 

@@ -18,13 +18,14 @@ __all__ = ["Copier", "Copy"]
 @dataclass(frozen=True, eq=False)
 class Copy:
     """Attributes:
-    is_gather: copy blocks into slots; else slots into blocks.
+    is_gather: copy blocks of the cache into blocks of the slab; else back.
+    blocks, staged: kernel blocks of the cache, and of the slab.
     ended: called once by `Copier.turn`, with the error text, or "".
     """
 
     is_gather: bool
     blocks: Sequence[int]
-    slots: Sequence[int]
+    staged: Sequence[int]
     ended: Callable[[str], None]
 
 
@@ -59,6 +60,6 @@ class Copier:
 
     def _do(self, copy: Copy) -> None:
         if copy.is_gather:
-            self._slab.gather(copy.blocks, copy.slots)
+            self._slab.gather(copy.blocks, copy.staged)
         else:
-            self._slab.scatter(copy.slots, copy.blocks)
+            self._slab.scatter(copy.staged, copy.blocks)

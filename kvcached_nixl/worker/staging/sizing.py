@@ -34,25 +34,25 @@ class SlabLoad:
     Attributes:
         longest_tokens: most tokens of one request.
         running: most requests that run at a time.
-        block_sizes: per KV-cache group that has blocks for every token: tokens in a kernel block.
+        slot_tokens: per KV-cache group that has blocks for every token: tokens that fit into a slot.
         num_states: KV-cache groups that keep a state, one block a request.
     """
 
     longest_tokens: int
     running: int
-    block_sizes: tuple[int, ...]
+    slot_tokens: tuple[int, ...]
     num_states: int = 0
 
     @property
-    def longest_blocks(self) -> int:
-        return sum(-(-self.longest_tokens // size) for size in self.block_sizes) + self.num_states
+    def longest_slots(self) -> int:
+        return sum(-(-self.longest_tokens // size) for size in self.slot_tokens) + self.num_states
 
     @property
     def fewest_slots(self) -> int:
         """Fewest slots with which a hand-over of blocks of any supported size cannot get stuck."""
         # A peer may have larger blocks in every group, so the first place where all of them end may be later, too.
-        largest = _LARGEST_BLOCK_TOKENS * math.lcm(*self.block_sizes) // min(self.block_sizes)
-        return _SHARES * (sum(-(-largest // size) for size in self.block_sizes) + self.num_states)
+        largest = _LARGEST_BLOCK_TOKENS * math.lcm(*self.slot_tokens) // min(self.slot_tokens)
+        return _SHARES * (sum(-(-largest // size) for size in self.slot_tokens) + self.num_states)
 
 
 def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_host: bool) -> int:
@@ -66,11 +66,11 @@ def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_h
     Raises:
         SettingsError: ``staging_gib`` is too small for one block of a peer.
     """
-    fewest = load.fewest_slots
+    fewest, most = load.fewest_slots, layout.num_blocks // layout.blocks_per_slot
     if staging_gib is None:
-        wanted = load.longest_blocks * min(load.running, LONGEST_AT_ONCE)
-        return max(fewest, min(wanted, layout.num_blocks if is_host else layout.num_blocks // _OF_A_DEVICE))
-    slot_bytes = sum(region.block_bytes for region in layout.regions)
+        wanted = load.longest_slots * min(load.running, LONGEST_AT_ONCE)
+        return max(fewest, min(wanted, most if is_host else most // _OF_A_DEVICE))
+    slot_bytes = sum(region.block_bytes for region in layout.regions) * layout.blocks_per_slot
     found = int(staging_gib * 2**30) // slot_bytes
     if found < fewest:
         raise SettingsError(
@@ -79,7 +79,7 @@ def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_h
             consequence="A large block of a peer might never fit, and its request would wait until it fails.",
             remedy="Raise staging_gib in kv_connector_extra_config, or remove it.",
         )
-    return max(fewest, min(found, layout.num_blocks))
+    return max(fewest, min(found, most))
 
 
 def num_kept(slots: int) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slab: memory outside kvcached's, registered once, for staging KV where kvcached's pages must not be registered.
 
-A slab has an area for each region of the KV cache. A slot has the same bytes in each area as a block has in the region.
-So the slab is described to a peer by the same planes at other addresses, with slots as block ids. Once per worker.
+A slab has an area for each region of the KV cache, and blocks with the same bytes in each area as a kernel block has in
+the region. So the slab is described to a peer by the same planes at other addresses, with its own block ids. A slot is
+one of these blocks; beside states, as many as a logical block is split into. Once per worker.
 
 With sleep mode, vLLM's worker allocates its KV cache and calls its connector inside a memory pool whose pages
 ``/sleep`` unmaps and ``/wake_up`` replaces: a registration would point at unmapped memory, then at other memory. The
@@ -34,21 +35,23 @@ class Slab:
 
     Args:
         layout: of the KV cache, whose blocks are copied.
-        num_slots: a slot is as large as a kernel block, as the layout's blocks are.
         device: where the slab is. Host memory is pinned if the KV cache is on an accelerator.
 
     Attributes:
+        num_slots, blocks_per_slot: slots, and kernel blocks in a slot (`Layout.blocks_per_slot`).
         extent: (address, bytes) to register.
 
     Threads: `gather` and `scatter` are called on one thread, the copier's; the rest on any.
     """
 
     def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.blocks_per_slot = num_slots, layout.blocks_per_slot
+        self._num_blocks = layout.num_blocks
         self._regions = layout.regions
         blocks = [blocks for _, blocks in layout.areas()]
         is_pinned = device.type == "cpu" and layout.device.type != "cpu"
-        begins = list(_begins(layout.regions, num_slots))
+        num_blocks = num_slots * layout.blocks_per_slot
+        begins = list(_begins(layout.regions, num_blocks))
 
         def make() -> torch.Tensor:
             select(layout.device.type, layout.device.index or 0)
@@ -58,17 +61,17 @@ class Slab:
             memory = outside.submit(make).result()
         first = -memory.data_ptr() % _ALIGNED_BYTES
         self._areas = [
-            memory[first + begin :][: num_slots * region.block_bytes].view(num_slots, region.block_bytes)
+            memory[first + begin :][: num_blocks * region.block_bytes].view(num_blocks, region.block_bytes)
             for region, begin in zip(layout.regions, begins, strict=False)
         ]
-        # (blocks, slots) of each region.
+        # (blocks of the cache, blocks of the slab) of each region.
         self._copied = [_in_words(*pair) for pair in zip(blocks, self._areas, strict=True)]
         self.extent = (memory.data_ptr() + first, begins[-1])
 
     @staticmethod
     def bytes_for(layout: Layout, num_slots: int) -> int:
         """Returns the bytes that a slab of ``num_slots`` slots needs."""
-        return list(_begins(layout.regions, num_slots))[-1]
+        return list(_begins(layout.regions, num_slots * layout.blocks_per_slot))[-1]
 
     def groups(self, groups: Sequence[GroupMemory]) -> tuple[GroupMemory, ...]:
         """Returns the KV-cache groups' planes at their addresses in the slab.
@@ -84,47 +87,53 @@ class Slab:
         )
 
     def _in_slab(self, planes: Planes) -> Planes:
-        return msgspec.structs.replace(planes, bases=tuple(map(self._moved, planes.bases)), num_blocks=self.num_slots)
+        # A group with states has a block in a slot, as it has one where the others have several kernel blocks.
+        in_slot = self.blocks_per_slot * planes.num_blocks // self._num_blocks
+        bases = tuple(map(self._moved, planes.bases))
+        return msgspec.structs.replace(planes, bases=bases, num_blocks=self.num_slots * in_slot)
 
-    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy blocks into slots, pairwise; on an accelerator, in the current stream."""
-        for (source, area), ids, run in self._runs(blocks, slots):
+    def gather(self, blocks: Sequence[int], staged: Sequence[int]) -> None:
+        """Copy kernel blocks of the cache into those of the slab, pairwise; on an accelerator, in the current
+        stream."""
+        for (source, area), ids, run in self._runs(blocks, staged):
             target = area[run]
             if target.device == source.device:
                 torch.index_select(source, 0, ids, out=target)
             else:
                 target.copy_(source.index_select(0, ids), non_blocking=True)
 
-    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots into blocks, pairwise; on an accelerator, in the current stream."""
-        for (target, area), ids, run in self._runs(blocks, slots):
+    def scatter(self, staged: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy kernel blocks of the slab into those of the cache, pairwise; on an accelerator, in the current
+        stream."""
+        for (target, area), ids, run in self._runs(blocks, staged):
             target.index_copy_(0, ids, area[run].to(target.device, non_blocking=True))
 
     @property
     def areas(self) -> list[tuple[int, torch.Tensor]]:
-        """Each area's address and its slots as bytes, (num_slots, block_bytes)."""
+        """Each area's address and its blocks as bytes, (num_blocks, block_bytes)."""
         return [(int(area.data_ptr()), area) for area in self._areas]
 
     def _runs(
-        self, blocks: Sequence[int], slots: Sequence[int]
+        self, blocks: Sequence[int], staged: Sequence[int]
     ) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, slice]]:
-        """Yields, for each run of consecutive slots and each region: (its blocks, its area), block ids, and slots."""
-        if len(blocks) != len(slots):
-            raise ValueError(f"found {len(blocks)} blocks and {len(slots)} slots; expected as many slots as blocks")
+        """Yields, for each run of consecutive blocks of the slab and each region: (its blocks, its area), block ids,
+        and the run."""
+        if len(blocks) != len(staged):
+            raise ValueError(f"found {len(blocks)} blocks and {len(staged)} of the slab; expected as many")
         ids = torch.tensor(blocks, dtype=torch.int64, device=self._copied[0][0].device)
-        ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
+        ends = [i for i in range(1, len(staged)) if staged[i] != staged[i - 1] + 1]
         # In pieces of _PIECE_BLOCKS: a copy to the host first makes a second copy of the piece on the device.
-        cuts = sorted({0, *ends, *range(0, len(slots), _PIECE_BLOCKS), len(slots)})
+        cuts = sorted({0, *ends, *range(0, len(staged), _PIECE_BLOCKS), len(staged)})
         for begin, end in zip(cuts, cuts[1:], strict=False):
             if begin < end:
-                run = slice(slots[begin], slots[begin] + end - begin)
+                run = slice(staged[begin], staged[begin] + end - begin)
                 for pair in self._copied:
                     yield pair, ids[begin:end], run
 
     def _moved(self, base: int) -> int:
         """Returns a plane's address in the slab: its offset in the area is its offset in the region."""
         for region, area in zip(self._regions, self._areas, strict=True):
-            if 0 <= base - region.address < region.block_bytes:
+            if 0 <= base - region.address < region.block_bytes * self.blocks_per_slot:
                 return base - region.address + int(area.data_ptr())
         raise ValueError(f"found a plane at {base:#x}; expected it in the first block of a region")
 
@@ -138,10 +147,10 @@ def _in_words(blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, 
     return blocks, slots
 
 
-def _begins(regions: Sequence[Region], num_slots: int) -> Iterator[int]:
+def _begins(regions: Sequence[Region], num_blocks: int) -> Iterator[int]:
     """Yields the offset of each area, then the end of the last one."""
     begin = 0
     for region in regions:
         yield begin
-        begin += -(-num_slots * region.block_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        begin += -(-num_blocks * region.block_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     yield begin

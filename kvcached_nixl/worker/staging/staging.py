@@ -19,7 +19,7 @@ from kvcached_nixl.worker.staging.slots import Slots, Use
 __all__ = ["Copies", "Held", "Staging"]
 
 WINDOW_BLOCKS = 512
-"""Most slots of one range: so the next range can be copied while this one is transferred."""
+"""Most kernel blocks in the slots of one range: so the next range can be copied while this one is transferred."""
 _SHARES = 4
 """A quarter of the slots for a use is the most that one range takes, and the most that one peer may write into: slots
 that a vanished host may still write stay taken, and other peers have to be served."""
@@ -39,7 +39,8 @@ class Held:
 
     Attributes:
         owner: the engine that writes into the slots, or "".
-        groups: per KV-cache group, the slots of the tokens that are moved of it.
+        groups: per KV-cache group, the slab's blocks of the tokens that are moved of it.
+        slots: that these blocks are in.
         staged_token: tokens before this one are in the slots.
         asked_token: for a parked offer: tokens before this one are in the slots or being copied into them.
         copies: copies under way, into the slots or out of them.
@@ -52,15 +53,12 @@ class Held:
     first_token: int
     end_token: int
     groups: tuple[KernelBlockRange, ...]
+    slots: list[int]
     staged_token: int
     asked_token: int = 0
     copies: int = 0
     jobs: int = 0
     is_stuck: bool = False
-
-    @property
-    def slots(self) -> list[int]:
-        return [slot for group in self.groups for slot in group.block_ids]
 
 
 @dataclass
@@ -68,16 +66,22 @@ class Staging:
     """See the module.
 
     Attributes:
-        block_sizes: per KV-cache group, tokens in a slot, and in a kernel block.
+        block_sizes: per KV-cache group, tokens in a kernel block.
+        blocks_in_slot: per KV-cache group, its blocks that a slot has room for; 1 for each where it is left out. Of a
+            group with states it is one, which is split into as many kernel blocks as a slot has.
     """
 
     slots: Slots
     copier: Copies
     block_sizes: tuple[int, ...]
+    blocks_in_slot: tuple[int, ...] = ()
     _waiting: dict[tuple[Use, str], dict[object, Callable[[], bool]]] = field(default_factory=dict)
     _owned: Counter[str] = field(default_factory=Counter)
     _freed: bool = False
     _stuck: int = 0
+
+    def __post_init__(self) -> None:
+        self.blocks_in_slot = self.blocks_in_slot or (1,) * len(self.block_sizes)
 
     def take(
         self,
@@ -112,7 +116,7 @@ class Staging:
         # A part of what is left besides stuck slots: so however many peers have vanished, the next one still gets some.
         left = self.slots.most(use) - (self._stuck if use is Use.RECEIVING else 0)
         part = max(left // _SHARES, count(ends[0]))
-        most = min(self.slots.available(use), max(min(WINDOW_BLOCKS, part), count(ends[0])))
+        most = min(self.slots.available(use), max(min(WINDOW_BLOCKS // max(self.blocks_in_slot), part), count(ends[0])))
         if owner:
             most = min(most, part - self._owned[owner])
         place = bisect_right(ends, most, key=count)
@@ -189,19 +193,21 @@ class Staging:
         count = self._count(first_tokens, first_token, end_token)
         taken = self.slots.take(count, use, at_least=count)
         groups = []
-        for first, size in zip(first_tokens, self.block_sizes, strict=True):
+        left = taken
+        for first, size, room in zip(first_tokens, self.block_sizes, self.blocks_in_slot, strict=True):
             begin = max(first, first_token) // size * size
             here = max(0, -(-end_token // size) - begin // size)
-            groups.append(KernelBlockRange(begin, tuple(map(KernelBlock, taken[:here]))))
-            taken = taken[here:]
+            within, left = left[: -(-here // room)], left[-(-here // room) :]
+            ids = [KernelBlock(slot * room + place) for slot in within for place in range(room)]
+            groups.append(KernelBlockRange(begin, tuple(ids[:here])))
         if owner:
             self._owned[owner] += count
-        return Held(use, owner, first_token, end_token, tuple(groups), first_token)
+        return Held(use, owner, first_token, end_token, tuple(groups), taken, first_token)
 
     def _count(self, first_tokens: Sequence[int], first_token: int, end_token: int) -> int:
         return sum(
-            max(0, -(-end_token // size) - max(first, first_token) // size)
-            for first, size in zip(first_tokens, self.block_sizes, strict=True)
+            max(0, -(-(-(-end_token // size) - max(first, first_token) // size) // room))
+            for first, size, room in zip(first_tokens, self.block_sizes, self.blocks_in_slot, strict=True)
         )
 
     def _copy(
@@ -213,17 +219,27 @@ class Staging:
         is_gather: bool,
         ended: Callable[[str], None],
     ) -> None:
-        sources: list[KernelBlock] = []
-        slots: list[KernelBlock] = []
-        for mine, theirs, size in zip(held.groups, blocks, self.block_sizes, strict=True):
+        sources: list[int] = []
+        staged: list[int] = []
+        most = max(self.blocks_in_slot)
+        for mine, theirs, size, room in zip(held.groups, blocks, self.block_sizes, self.blocks_in_slot, strict=True):
             begin, end = max(first_token // size, mine.first_token // size), -(-end_token // size)
             if begin < end:
-                slots += mine.block_ids[begin - mine.first_token // size : end - mine.first_token // size]
-                sources += theirs.ids[begin - theirs.first_token // size : end - theirs.first_token // size]
+                for found, ids, first in (
+                    (staged, mine.block_ids, mine.first_token),
+                    (sources, theirs.ids, theirs.first_token),
+                ):
+                    within = ids[begin - first // size : end - first // size]
+                    found += _split(within, most // room)
         held.copies += 1
 
         def copied(failed: str) -> None:
             held.copies -= 1
             ended(failed)
 
-        self.copier.submit(Copy(is_gather, sources, slots, copied))
+        self.copier.submit(Copy(is_gather, sources, staged, copied))
+
+
+def _split(ids: Sequence[int], number: int) -> Sequence[int]:
+    """Returns the kernel blocks that these blocks are split into."""
+    return ids if number == 1 else [one * number + place for one in ids for place in range(number)]

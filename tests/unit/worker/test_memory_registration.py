@@ -76,25 +76,30 @@ def test_what_no_peer_could_make_sense_of_is_refused_before_anything_is_register
     assert stock.registered == []
 
 
-def test_states_across_kernel_blocks_are_not_staged() -> None:
-    """A slot is as large as a kernel block."""
-    stock = Stock(Geometry(era="packed", num_pools=2, groups=2, states=(1,)))
-    size = stock.geometry.page_bytes
-    attention, states = stock.geometry.layers_of_groups()
-    stock.groups = lambda: [  # type: ignore[method-assign]
-        dict.fromkeys(attention, dataclasses.astuple(stock.geometry.page())),
-        dict.fromkeys(states, (2 * size, 1, 1, 100, ())),
-    ]
-    stock.kernel_blocks_per_block = 2
-    stock.probe_cache_shape = lambda: (  # type: ignore[method-assign]
-        (PROBED["num_blocks"], PROBED["num_heads"], PROBED["block_size"], 1),
-        PROBED,
-    )
-    wide = {layer: stock.caches[layer][:12].view(6, 1, 1, 2 * size) for layer in states}
-    caches = {**stock.caches, **wide}
-    assert register(stock, caches, MemoryPath.DIRECT, Settings()).slab is None
-    with pytest.raises(LayoutRefused, match="2 kernel blocks in a block"):
-        register(stock, caches, MemoryPath.HOST, Settings())
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_slot_has_room_for_a_state_across_kernel_blocks(contiguous: bool) -> None:
+    """The slab is as large however many kernel blocks a block is split into."""
+    found = []
+    for split in (1, 2, 4):
+        geometry = Geometry(
+            era="packed", contiguous=contiguous, num_pools=2, groups=2, states=(1,), split=split,
+            block_size=16 // split, num_blocks=400 * split, reserved_blocks=404 * split,
+        )  # fmt: skip
+        stock = Stock(geometry)
+        attention, states = geometry.layers_of_groups()
+        pages = [
+            dict.fromkeys(attention, dataclasses.astuple(geometry.page())),
+            dict.fromkeys(states, (split * geometry.page_bytes, 1, 1, 100, ())),
+        ]
+        stock.groups = lambda pages=pages: pages  # type: ignore[misc]
+        stock.kernel_blocks_per_block = split
+        shape = PROBED["num_blocks"], PROBED["num_heads"], PROBED["block_size"], 1
+        stock.probe_cache_shape = lambda shape=shape: (shape, PROBED)  # type: ignore[misc]
+        assert register(stock, stock.caches, MemoryPath.DIRECT, Settings()).slab is None
+        slab = register(stock, stock.caches, MemoryPath.HOST, Settings()).slab
+        assert slab is not None and slab.blocks_per_slot == split
+        found.append((slab.num_slots, slab.extent[1]))
+    assert found == [(4 * (1000 // 16 + 1 + 1), found[0][1])] * 3
 
 
 def test_memory_that_cannot_be_described_is_not_registered() -> None:

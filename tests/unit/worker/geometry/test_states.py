@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +28,7 @@ BASE = Geometry(era="packed", num_pools=3, groups=2, states=(1,), num_blocks=8, 
 
 def layout_of(geometry: Geometry, split: int = 1, state_bytes: int = STATE_BYTES) -> Layout:
     """``split``: kernel blocks in a block; the geometry's blocks are kernel blocks."""
-    caches, memory = geometry.allocate()
+    caches, memory = dataclasses.replace(geometry, split=split).allocate()
     generator = torch.Generator().manual_seed(geometry.reserved_blocks)
     for pool in memory:
         noise = torch.randint(0, 256, (pool.numel() * pool.itemsize,), generator=generator, dtype=torch.uint8)
@@ -37,26 +36,14 @@ def layout_of(geometry: Geometry, split: int = 1, state_bytes: int = STATE_BYTES
     attention, states = geometry.layers_of_groups()
     pages = {layer: geometry.page() for layer in attention}
     pages |= {layer: Page(split * geometry.page_bytes, 1, 1, state_bytes) for layer in states}
-    found: dict[str, Any] = dict(caches)
-    if split > 1:
-        found |= {layer: wide(caches[layer], split) for layer in states}
     return plan(
-        found,
+        caches,
         axes=geometry.axes(),
         pages=pages,
         num_blocks=geometry.num_blocks,
         num_pools=geometry.num_pools,
         split=split,
     )
-
-
-def wide(pages: torch.Tensor, split: int) -> torch.Tensor:
-    """Pages of as many kernel blocks, as kvcached lays them out: those of all pools side by side in a block."""
-    page, stride = pages.shape[-1], pages.stride(0)
-    pool = pages.storage_offset() // page if stride > page else 0
-    offset = pool * split * page if stride > page else pages.storage_offset()
-    size = (len(pages) // split, 1, 1, split * page)
-    return pages.as_strided(size, (split * stride, split * page, split * page, 1), offset)
 
 
 def groups_of(layout: Layout, geometry: Geometry, split: int = 1) -> tuple[GroupMemory, ...]:

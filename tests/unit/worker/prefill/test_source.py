@@ -91,7 +91,7 @@ class Side:
     def free(self, taken: list[int], use: Use) -> None:
         """Gives slots back, and lets those that wait try again."""
         group = KernelBlockRange(0, tuple(map(KernelBlock, taken)))
-        self.staging.give_back(Held(use, "", 0, 0, (group,), 0))
+        self.staging.give_back(Held(use, "", 0, 0, (group,), list(group.block_ids), 0))
         self.staging.turn()
 
     def is_clean(self) -> bool:

@@ -19,7 +19,7 @@ LAYOUT, _, _ = allocate(Geometry(num_pools=2, block_size=16, num_blocks=2000, re
 LARGEST_BLOCK_TOKENS = 256
 """Of either side, as `sizing` assumes."""
 SLOT_BYTES = sum(region.block_bytes for region in LAYOUT.regions)
-LOAD = SlabLoad(longest_tokens=1600, running=64, block_sizes=(16,))
+LOAD = SlabLoad(longest_tokens=1600, running=64, slot_tokens=(16,))
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_its_extent_holds_every_slot_and_no_address_of_the_cache() -> None:
 def test_blocks_and_slots_are_one_for_one() -> None:
     layout, _, _ = allocate(Geometry())
     slab = Slab(layout, 4, CPU)
-    with pytest.raises(ValueError, match="2 blocks and 1 slots"):
+    with pytest.raises(ValueError, match="2 blocks and 1 of the slab"):
         slab.gather([0, 1], [0])
     slab.gather([], [])
 

@@ -68,9 +68,30 @@ def test_groups_with_blocks_of_other_sizes_get_slots_for_the_same_tokens() -> No
     assert [(group.first_token, len(group.block_ids)) for group in held.groups] == [(128, 2), (64, 6)]
     assert len(set(held.slots)) == 8
     asked: list[tuple[list[int], list[int]]] = []
-    staging.copier.submit = lambda copy: asked.append((list(copy.blocks), list(copy.slots)))  # type: ignore[method-assign]
+    staging.copier.submit = lambda copy: asked.append((list(copy.blocks), list(copy.staged)))  # type: ignore[method-assign]
     blocks_of_groups = [KernelBlocks(list(map(KernelBlock, one))) for one in (range(10, 14), range(20, 28))]
     staging.gather(held, blocks_of_groups, 192, lambda failed: None)
     ((blocks, slots),) = asked
     assert blocks == [12, 22, 23, 24, 25]
     assert slots == [held.groups[0].block_ids[0], *held.groups[1].block_ids[:4]]
+
+
+def test_a_slot_has_room_for_several_kernel_blocks_beside_states() -> None:
+    """Attention has four in a slot, whichever tokens they are of; a state has a slot, and is copied as four."""
+    staging = Staging(Slots(72, 8), NoCopies(), (4, 1), (4, 1))
+    held = staging.take(Use.RECEIVING, [8, 29], 8, 30, 4)
+    assert held is not None and held.end_token == 30 and len(held.slots) == 2 + 1
+    attention, state = held.groups
+    assert (attention.first_token, state.first_token) == (8, 29)
+    assert list(attention.block_ids) == [slot * 4 + place for slot in held.slots[:2] for place in range(4)][:6]
+    assert list(state.block_ids) == held.slots[2:]
+    asked: list[tuple[list[int], list[int]]] = []
+    staging.copier.submit = lambda copy: asked.append((list(copy.blocks), list(copy.staged)))  # type: ignore[method-assign]
+    blocks = [KernelBlocks(list(map(KernelBlock, range(50, 58)))), KernelBlocks([KernelBlock(9)], 29)]
+    staging.scatter(held, blocks, lambda failed: None)
+    ((to, staged),) = asked
+    assert to == [*range(52, 58), 36, 37, 38, 39]
+    assert staged == [*attention.block_ids, *(held.slots[2] * 4 + place for place in range(4))]
+    assert staging.take(Use.RECEIVING, [0, 0], 30, 4 * 4 * 64, 4) is not None
+    staging.give_back(held)
+    assert staging.slots.used(Use.RECEIVING) > 0
