@@ -38,7 +38,12 @@ case ${1:-} in
 -h | --help) usage; exit 0 ;;
 --all) planned=$(plan all) ;;
 --turn)
-    number=${2:-$(git rev-list --count HEAD)}
+    number=${2:-$(git rev-list --count HEAD 2>/dev/null || true)}
+    [[ $number =~ ^[0-9]+$ ]] || {
+        echo "tests/run.sh: found ${2:-no git history}; expected a number behind --turn where there is none." \
+            "Nothing was run." >&2
+        exit 2
+    }
     # In a shallow clone rev-list counts too few commits, so every commit would get the same turn.
     if [[ -z ${2:-} && $(git rev-parse --is-shallow-repository) == true ]]; then
         number=$((16#$(git rev-parse HEAD | cut -c1-7)))

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -103,9 +104,15 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the working tree, with ``+changes`` if files differ from it; None outside a repository."""
+    """Return the commit of the working tree, with ``+changes`` if files differ from it; None outside a repository, or
+    without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
     found = subprocess.run(
-        ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"],
+        [git, "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"],
+        # An unpacked archive may lie in another project's repository.
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(REPOSITORY.parent)},
         capture_output=True,
         text=True,
         check=False,
