@@ -167,7 +167,8 @@ class StagingGrant(_OfAttempt, frozen=True, tag="room"):
     Attributes:
         decode: the rank that grants the slots.
         first_token, end_token: the range of tokens that it is for.
-        groups: per KV-cache group, the slots for those of the tokens that decode needs.
+        groups: per KV-cache group, the slab's blocks for those of the tokens that decode needs. Blocks of different
+            groups may be of different sizes, and then are counted apart.
     """
 
     decode: Peer
@@ -179,8 +180,8 @@ class StagingGrant(_OfAttempt, frozen=True, tag="room"):
         super().__post_init__()
         require(self.first_token < self.end_token, "a range of at least one token")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
-        slots = [slot for group in self.groups for slot in group.block_ids]
-        require(len(set(slots)) == len(slots), "no slot twice")
+        for group in self.groups:
+            require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
 
 
 class Withdrawal(_OfAttempt, frozen=True, tag="withdraw"):

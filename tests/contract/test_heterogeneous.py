@@ -125,6 +125,7 @@ class Case:
     decode_blocks: tuple[int, ...] = ()
     direction: str = "push"
     beside_states: bool = False
+    is_verified: bool = False
 
     @property
     def step(self) -> int:
@@ -292,7 +293,7 @@ class Rank:
             process=Process(),
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
-        checksums = digests_over(self.planes, self.arena.view(-1), 1.0 if cluster.case.beside_states else 0.0)
+        checksums = digests_over(self.planes, self.arena.view(-1), float(cluster.case.is_verified))
         self.worker = assemble(
             self.transport,
             cluster.clock,
@@ -856,13 +857,19 @@ def test_ranks_of_prefill_whose_latent_is_not_moved_do_not_wait_for_their_lease(
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("era", "heads"), [("packed", 1), ("packed", 2), ("mla", 8)])
 @pytest.mark.parametrize("tp_sizes", [(4, 1), (4, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize("is_verified", [False, True])
 def test_of_ranks_with_copies_beside_a_state_one_moves_them(
-    tp_sizes: tuple[int, int], era: str, heads: int, direction: str, make: Callable[[Case], Cluster]
+    tp_sizes: tuple[int, int],
+    is_verified: bool,
+    era: str,
+    heads: int,
+    direction: str,
+    make: Callable[[Case], Cluster],
 ) -> None:
     """Decode asks all of them, since each has a share of the state; what two have differs in its last bits. The
     checksums, too, are of what a rank has moved."""
     shapes = Shape(tp_sizes[0], era=era), Shape(tp_sizes[1], 8, era=era)
-    case = Case(*shapes, heads, chunks=(5, 13), direction=direction, beside_states=True)
+    case = Case(*shapes, heads, chunks=(5, 13), direction=direction, beside_states=True, is_verified=is_verified)
     cluster = make(case)
     run(cluster)
 

@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvcached_nixl.compat import states
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.worker.geometry.descriptors import Route
@@ -41,6 +42,8 @@ BLOCK, WINDOW = 16, 48
 GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=50, reserved_blocks=53, num_pools=2, groups=3)
 ORDERS = [("align", None, WINDOW), (None, WINDOW, "align"), (None, "none", WINDOW)]
 REQUESTS, TURNS = 10, 160
+DEFECTS = {FailureCause.DEFECT, FailureCause.PROTOCOL, FailureCause.RANGE, FailureCause.CHECKSUM, FailureCause.REFUSED}
+"""No hand-over fails for these, whatever happens to its request: decode would recompute, and be right all the same."""
 
 
 class WrongBytes(Exception):
@@ -192,6 +195,14 @@ def test_and_where_a_block_is_several_kernel_blocks(seed: int, make: Callable[..
 def is_right(schedule: Schedule) -> None:
     schedule.run()
     assert {one: schedule.decode.ended[one] for one in schedule.started} == schedule.started
+    wrong = {
+        FailureCause.DEFECT,
+        FailureCause.PROTOCOL,
+        FailureCause.RANGE,
+        FailureCause.CHECKSUM,
+        FailureCause.REFUSED,
+    }
+    assert not wrong & {FailureCause(one) for one in schedule.decode.account["kvcached_nixl_failures"]}
     assert RequestStatus.FINISHED_ERROR not in {one.status for one in schedule.decode.scheduler.requests.values()}
 
 

@@ -8,15 +8,19 @@ have heads of several ranks. Owned by the transfer thread; one per attempt.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.slots import Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 __all__ = ["StagingWindow"]
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 
 @dataclass(eq=False)
@@ -119,7 +123,7 @@ class StagingWindow:
         firsts = [group.first_token for group in self._blocks]
         held = self._staging.take(Use.RECEIVING, firsts, self._given_token, ready, self._step, owner=self._engine_id)
         if held is None:
-            self._staging.wait(Use.RECEIVING, self, self._give, self._engine_id)
+            self._staging.wait(Use.RECEIVING, self, self._give_late, self._engine_id)
             return False
         self._given.append(held)
         self._given_token = held.end_token
@@ -128,6 +132,15 @@ class StagingWindow:
             writer.ready_token = held.end_token
             writer.give(held)
         return True
+
+    def _give_late(self) -> bool:
+        try:
+            return self._give()
+        except Exception as defect:
+            logger.exception("internal error in kvcached_nixl; this hand-over fails")
+            for writer in list(self._writers.values()):
+                writer.changed(f"no slots were granted: {type(defect).__name__}: {defect}")
+            return True
 
     def _copied(self, held: Held, failed: str) -> None:
         self._given.remove(held)

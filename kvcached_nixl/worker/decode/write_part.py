@@ -289,7 +289,8 @@ class WritePart:
                     staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
                 )
             self._staging_window = attempt.staging_window
-            self._staging_window.join(self.address.tp_rank, self._send_grant, self._copied)
+            copied = context.contained(self._copied, self._fail)
+            self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
         if staging is not None or self._is_read:
             groups = tuple(KernelBlockRange(group.first_token, ()) for group in groups)
         try:

@@ -169,6 +169,9 @@ class Writer:
         found = Descriptors.none() if registration.is_read else context.routes.ranges(routes, groups, end)
         task.next_token = end
         is_final = task.is_complete
+        if not (len(found.local) or is_final or registration.is_verified or registration.is_staged):
+            # Other ranks write these tokens, and decode waits for the last range only.
+            return
         if is_final and offer.manifest is None:
             raise HandOverFailed(FailureCause.PROTOCOL, "prefill has no manifest of what it computed")
         manifest = None if offer.manifest is None else msgspec.structs.replace(offer.manifest, groups=())

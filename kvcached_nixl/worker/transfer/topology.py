@@ -206,7 +206,19 @@ def fits(local: LocalRank, rank: RankHandshake) -> str:
     theirs = tuple(group.kernel_block_size for group in rank.groups)
     if local.needs_equal_blocks and theirs != local.kernel_block_sizes:
         return f"kernel blocks of {theirs} tokens; expected {local.kernel_block_sizes}, as KV is staged beside states"
-    return _misfit(local.groups, rank.groups) or _uncovered(local, rank)
+    return _misfit(local.groups, rank.groups) or _miscounted(local, rank) or _uncovered(local, rank)
+
+
+def _miscounted(local: LocalRank, rank: RankHandshake) -> str:
+    """Returns in which group two ranks count copies as no model has them; "" if in none. Decode would wait for heads
+    that no rank moves."""
+    for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
+        for here, there in zip(*exchanged(*groups), strict=True):
+            # The engine with more ranks has as many copies, or more.
+            fewer, more = (here, there) if local.tp_size <= rank.tp_size else (there, here)
+            if fewer.copies > more.copies or (local.tp_size == rank.tp_size and here.copies != there.copies):
+                return f"in KV-cache group {place} {there.copies} copies of each head; expected another number"
+    return ""
 
 
 def _uncovered(local: LocalRank, rank: RankHandshake) -> str:

@@ -59,6 +59,8 @@ MESSAGES += [
         REGISTRATION, groups=(KernelBlockRange(32, ()),), block_sizes=(32,), is_verified=True, is_read=True
     ),
     ROOM,
+    # A slot's number is that of a state, and of another slot's kernel block.
+    msgspec.structs.replace(ROOM, groups=(KernelBlockRange(32, (0, 1, 2, 3)), KernelBlockRange(96, (2,)))),
     StagingRequest(7, 1, 32, 97),
     Written(7, 1, 3, None, 64),
 ]
@@ -158,7 +160,7 @@ def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> No
     [
         (ROOM, {"first_token": 97}),
         (ROOM, {"groups": []}),
-        (ROOM, {"groups": [GROUP, GROUP]}),
+        (ROOM, {"groups": [{**GROUP, "block_ids": [1, 1]}]}),
         (ROOM, {"groups": [{"first_token": 32, "block_ids": [number]} for number in range(65)]}),
         (ROOM, {"attempt": -1}),
         (StagingRequest(7, 1, 32, 97), {"attempt": MAX_ATTEMPT}),

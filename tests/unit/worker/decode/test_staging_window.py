@@ -8,7 +8,7 @@ from support.worker_fakes import HeldCopies
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 
@@ -36,3 +36,32 @@ def test_nothing_is_granted_after_the_end() -> None:
     made.stop()
     made.ready(0, 0, 8)
     assert granted == []
+
+
+def test_slots_that_cannot_be_granted_when_they_are_free_cost_this_hand_over_only() -> None:
+    """The thread's turn goes on, and the next one in the queue gets its slots."""
+    staging = Staging(Slots(16, 4), HeldCopies(), (4,))
+    others = staging.take(Use.RECEIVING, [0], 0, 1000, 4, is_whole=False)
+    taken = [others]
+    while (others := staging.take(Use.RECEIVING, [0], 0, 1000, 4)) is not None:
+        taken.append(others)
+    failed: list[str] = []
+
+    def give(_: Held) -> None:
+        raise ValueError("planted")
+
+    made = StagingWindow(staging, [KernelBlocks(tuple(map(KernelBlock, (9, 8))))], 8, 4, 1, "remote")
+    made.join(0, give, failed.append)
+    made.ready(0, 0, 8)
+    next_one, granted = window(staging)
+    next_one.ready(0, 0, 4)
+    assert failed == granted == []
+    for held in taken:
+        assert held is not None
+        staging.give_back(held)
+    staging.turn()
+    assert failed == ["no slots were granted: ValueError: planted"]
+    assert [(held.first_token, held.end_token) for held in granted] == [(0, 4)]
+    made.close(0)
+    next_one.close(0)
+    assert staging.slots.used(Use.RECEIVING) == 0

@@ -201,6 +201,29 @@ def test_ranks_that_would_not_bring_every_head_are_refused() -> None:
     assert "2 heads on each of 2 ranks that differ; expected 8 together" in said(MAX_TP_SIZE, 2, copies=4)
 
 
+@pytest.mark.parametrize(
+    ("sizes_of_tp", "copies", "is_refused"),
+    [
+        ((4, 4), (1, 4), True),
+        ((4, 4), (4, 1), True),
+        ((4, 4), (2, 2), False),
+        ((2, 4), (2, 1), True),
+        ((2, 4), (1, 2), False),
+        ((4, 2), (1, 2), True),
+        ((4, 2), (4, 2), False),
+    ],
+)
+def test_ranks_that_count_copies_as_no_model_has_them_are_refused(
+    sizes_of_tp: tuple[int, int], copies: tuple[int, int], is_refused: bool
+) -> None:
+    """Both would take a head for one that another rank moves, and checksums of nothing are equal."""
+    here, there = (group_of(msgspec.structs.replace(Memory().planes, copies=number)) for number in copies)
+    local = LocalRank(EngineId("e"), sizes_of_tp[0], 0, here, MAX_TP_SIZE)
+    other = Local(tp_size=sizes_of_tp[1]).remote().handshake(tp_size=sizes_of_tp[1], groups=there)
+    expected = f"{copies[1]} copies of each head; expected another number"
+    assert (expected in fits(local, other)) is is_refused
+
+
 def test_of_copies_a_rank_of_decode_gets_the_first_one() -> None:
     """Of those on the ranks that it asks, whatever other engines get; decode may have copies, too."""
 
