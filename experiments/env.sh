@@ -20,9 +20,12 @@ The last line on standard output is the environment's folder; all other output g
 --remove deletes the environments of those versions; with --unused, of all versions that have no lock. No process may be
 running from them. Downloads stay in uv's cache; `.venvs/tools/bin/uv cache clean` empties it.
 
-needs: Linux on x86-64, python3.11 with its headers, a C++ compiler, and disk space (the amount is printed before the
-       download; packages that are in uv's cache on the same file system, such as another environment's torch, take no
-       further space). With a GPU: the CUDA toolkit, for its headers and libcudart, in CUDA_HOME, next to nvcc, or in
+The first of CPython 3.11, 3.12, 3.13 and 3.10 that is installed is used; KVCACHED_NIXL_PYTHON=3.12 names another one.
+An environment keeps its Python until a call names another one.
+
+needs: Linux on x86-64, one of these Pythons with its headers, a C++ compiler, and disk space (the amount is printed
+       before the download; packages that are in uv's cache on the same file system, such as another environment's
+       torch, take no further space). With a GPU: the CUDA toolkit, for its headers and libcudart, in CUDA_HOME, next to nvcc, or in
        /usr/local/cuda.
        A folder of wheels in PIP_FIND_LINKS is used; a CPU wheel of torch in it saves several GB.
 exit status: 0 ready, or removed; 2 something is missing (see the message for what to do);
@@ -77,6 +80,32 @@ python=$venv/bin/python
     "Add a line to experiments/locks/versions.in and run experiments/locks/update.sh"
 torch=$(sed -n "s/^${version//./\\.} *\([0-9]*\.[0-9]*\)\..*/torch-\1/p" "$locks/versions.in")
 
+pythons=(3.11 3.12 3.13 3.10)
+asked_python=${KVCACHED_NIXL_PYTHON:-}
+[[ -z $asked_python || " ${pythons[*]} " == *" $asked_python "* ]] || refuse "KVCACHED_NIXL_PYTHON=$asked_python" \
+    "one of: ${pythons[*]}" "There are no locks for other Pythons" "Name one of these, or none"
+# The Python of the environment, if it still runs.
+own_python=
+if [[ -x $python ]]; then own_python=$(sed -n 's/^version_info *= *\([0-9]*\.[0-9]*\).*/\1/p' "$venv/pyvenv.cfg" 2>/dev/null || true); fi
+if [[ -n $own_python && -n $asked_python && $own_python != "$asked_python" ]]; then own_python=; fi
+if [[ -n $own_python ]] && ! "$python" -c '' 2>/dev/null; then own_python=; fi
+find_base() { # VERSION... -> sets $base and $version_of_base to the first that is installed
+    local name found
+    for version_of_base in "$@"; do
+        for name in "python$version_of_base" python3; do
+            # pyenv has a shim on PATH for each version, and the shim of a version that is not selected fails.
+            found=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.executable)' 2>/dev/null) || continue
+            if [[ ${found%% *} == "$version_of_base" ]]; then base=${found#* } && return 0; fi
+        done
+    done
+    return 1
+}
+base=
+python_version=$own_python
+if [[ -z $python_version ]]; then
+    if find_base ${asked_python:-"${pythons[@]}"}; then python_version=$version_of_base; else python_version=none; fi
+fi
+
 # uv does not read pip's configuration, so pass it the folders of wheels: from PIP_FIND_LINKS or pip's global.find-links.
 find_links=${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null || true)}
 uv_options=(--no-deps)
@@ -88,7 +117,8 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU
 # A CPU build of torch is less than a quarter of the size, but it is available only from a folder of wheels.
 offers_cpu_torch() {
     local wheel place
-    [[ $kind == cpu && -f $locks/$torch-cpu-wheel.txt ]] || return 1
+    # The lock has the hash of the wheel for this Python alone.
+    [[ $kind == cpu && $python_version == 3.11 && -f $locks/$torch-cpu-wheel.txt ]] || return 1
     wheel=$(sed -n 's/^torch==\([^ ]*\).*/torch-\1-cp311-/p' "$locks/$torch-cpu-wheel.txt")
     for place in $find_links; do
         if compgen -G "$place/$wheel*.whl" >/dev/null; then return 0; fi
@@ -115,17 +145,17 @@ kvcached_inputs=("$locks/kvcached.txt" "$torch_lock")
 if [[ $kind == cpu ]]; then
     while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
 fi
-want_packages="packages $kind $(digest "${used_locks[@]}" experiments/common/vllm_metadata.py)"
+want_packages="packages $kind $python_version $(digest "${used_locks[@]}" experiments/common/vllm_metadata.py)"
 # kvcached for a GPU is compiled against the installed torch, so it is rebuilt when torch changes.
 wanted_kvcached() {
     local torch=
     if [[ $kind == cuda ]]; then
-        torch=" $({ cat "$venv"/lib/python3.11/site-packages/torch-*.dist-info/RECORD 2>/dev/null || true; } | sha256sum)"
+        torch=" $({ cat "$venv"/lib/python3.*/site-packages/torch-*.dist-info/RECORD 2>/dev/null || true; } | sha256sum)"
     fi
-    printf 'kvcached %s %s%s' "$kind" "$(digest "${kvcached_inputs[@]}")" "${torch%% -}"
+    printf 'kvcached %s %s %s%s' "$kind" "$python_version" "$(digest "${kvcached_inputs[@]}")" "${torch%% -}"
 }
 want_kvcached=$(wanted_kvcached)
-want_project="project $(digest pyproject.toml kvcached_nixl/*.pth) $root"
+want_project="project $python_version $(digest pyproject.toml kvcached_nixl/*.pth) $root"
 stamps=$venv/.kvcached-nixl
 is_current() { [[ -f $stamps/$1 && $(<"$stamps/$1") == "$2" ]]; }
 
@@ -142,11 +172,15 @@ flock --nonblock 9 || { say "another call is creating $venv; waiting for it"; fl
 # -------------------------------------------------------------------------------- refuse before anything is downloaded
 [[ $(uname -sm) == "Linux x86_64" ]] || refuse "$(uname -sm)" "Linux x86_64" "The locks have wheels for that platform only" \
     "Use such a machine"
-base=$(command -v python3.11) || refuse "no python3.11 on PATH" "CPython 3.11, the version of the locks" \
-    "No environment can be made" "Install it (Debian, Ubuntu: apt-get install python3.11-dev python3.11-venv)"
+[[ $python_version != none ]] || refuse "no CPython ${asked_python:-"$(IFS=,; echo "${pythons[*]}")"} on PATH" \
+    "one of them: the locks are for these" "No environment can be made" \
+    "Install one (Debian 13: apt-get install python3.13-dev python3.13-venv; Ubuntu 24.04: the same with 3.12)"
+[[ -n $base ]] || find_base "$python_version" || base=$python
 headers=$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-[[ -f $headers/Python.h ]] || refuse "no $headers/Python.h" "Python's headers" "kvcached cannot be compiled" \
-    "Install them (Debian, Ubuntu: apt-get install python3.11-dev)"
+[[ -f $headers/Python.h ]] || refuse "no $headers/Python.h" "the headers of $base" "kvcached cannot be compiled" \
+    "Install them (Debian, Ubuntu: apt-get install python$python_version-dev)"
+"$base" -c 'import ensurepip, venv' 2>/dev/null || refuse "$base without venv and ensurepip" "both" \
+    "No environment can be made" "Install them (Debian, Ubuntu: apt-get install python$python_version-venv)"
 compiler=
 for candidate in ${CXX:-c++ g++ clang++}; do
     if command -v "$candidate" >/dev/null; then compiler=$candidate && break; fi
@@ -207,7 +241,10 @@ install() { "$uv" pip install "${quiet[@]}" --python "$python" --compile-bytecod
 quiet=(--quiet)
 [[ -t 2 ]] && quiet=()
 
-[[ -x $python ]] || { step "creating $venv" && "$uv" venv --quiet --no-python-downloads --python "$base" "$venv" >&2; }
+if [[ -z $own_python ]]; then
+    step "creating $venv with $base"
+    "$uv" venv --quiet --clear --no-python-downloads --python "$base" "$venv" >&2
+fi
 mkdir -p "$stamps"
 
 if ! is_current packages "$want_packages"; then

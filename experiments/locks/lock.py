@@ -12,6 +12,9 @@ The packages of one vLLM are spread over several files, so that each file can be
     torch-T-cuda.txt        further packages that all of them share with a GPU
     vllm-V-cpu.txt, vllm-V-cuda.txt     vLLM, NIXL, and what is specific to this vLLM
 
+Each file is for all of `PYTHONS`. A package that only some of them get, or get in another version, has an environment
+marker. Versions are chosen for the first of them; the others get the same where they can.
+
 CPU wheels of torch have a local version (2.13.0+cpu) and are not on the main index. kvcached.txt is edited by hand: it
 locks a source archive whose requirements (numpy, posix-ipc, wrapt) can be read only where torch is installed; those
 are in common.in.
@@ -28,8 +31,6 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tomllib
-
 HERE = Path(__file__).resolve().parent
 OF_TORCH = re.compile(r"(torch|triton|(nvidia|cuda)-.*)==")
 OF_ONE_VERSION = re.compile(r"(vllm|nixl)\b")
@@ -38,9 +39,13 @@ CUDA_12 = {"2.10.0"}
 build."""
 KINDS = ("cuda", "cpu")
 PLATFORM = "x86_64-manylinux_2_35"
+PYTHONS = ("3.11", "3.12", "3.13", "3.10")
+"""In the order in which `experiments/env.sh` looks for them."""
 
+Hashes = dict[str, frozenset[str]]
+"""NAME==VERSION -> hashes of the files that fit."""
 Pins = dict[str, str]
-"""NAME==VERSION -> the line that locks it."""
+"""NAME==VERSION, with a marker if not all Pythons get it -> the line that locks it."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,10 @@ def locked(file: str) -> list[str]:
     return re.findall(r"(?m)^[A-Za-z0-9][^ \n]*==[^ \n]+", path.read_text()) if path.exists() else []
 
 
-def resolve(uv: str, target: Target, preferred: list[str]) -> Pins:
-    """Resolve ``target``; of each package, the first version in ``preferred`` that fits is taken."""
+def resolve(uv: str, target: Target, python: str, preferred: list[str]) -> Hashes:
+    """Resolve ``target`` for a Python; of each package, the first version in ``preferred`` that fits is taken."""
+    import tomllib
+
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch, "pylock.toml")
         seeds = (pin.split("==") for pin in dict.fromkeys(preferred))
@@ -109,18 +116,29 @@ def resolve(uv: str, target: Target, preferred: list[str]) -> Pins:
         asked.write_text("\n".join(target.requirements()))
         overrides = Path(scratch, "overrides.in")
         overrides.write_text("\n".join(target.overrides()))
-        command = [uv, "pip", "compile", "--quiet", "--no-header", "--python-version", "3.11"]
+        command = [uv, "pip", "compile", "--quiet", "--no-header", "--python-version", python]
         command += ["--python-platform", PLATFORM, "--override", str(overrides), str(asked), str(HERE / "common.in")]
         subprocess.run([*command, "--output-file", str(output)], check=True, stdout=subprocess.DEVNULL)
         return dict(pin(package) for package in tomllib.loads(output.read_text())["packages"])
 
 
-def pin(package: dict[str, object]) -> tuple[str, str]:
-    """Return NAME==VERSION and its line: the hashes of the wheels that fit, or of the source archive if none does."""
+def pin(package: dict[str, object]) -> tuple[str, frozenset[str]]:
+    """Return NAME==VERSION and the hashes of the wheels that fit, or of the source archive if none does."""
     files = package.get("wheels") or [package["sdist"]]
-    hashes = sorted(file["hashes"]["sha256"] for file in files)  # type: ignore[attr-defined]
-    name = f"{package['name']}=={package['version']}"
-    return name, " ".join([name, *(f"--hash=sha256:{one}" for one in hashes)])
+    hashes = frozenset(file["hashes"]["sha256"] for file in files)  # type: ignore[attr-defined]
+    return f"{package['name']}=={package['version']}", hashes
+
+
+def merged(of_pythons: dict[str, Hashes]) -> Pins:
+    """Return one line for each package that some Python gets."""
+    pins: Pins = {}
+    for name in sorted(set().union(*of_pythons.values())):
+        having = [python for python, found in of_pythons.items() if name in found]
+        marker = " or ".join(f'python_version == "{python}"' for python in sorted(having))
+        key = name if len(having) == len(of_pythons) else f"{name} ; {marker}"
+        hashes = sorted(set().union(*(of_pythons[python][name] for python in having)))
+        pins[key] = " ".join([key, *(f"--hash=sha256:{one}" for one in hashes)])
+    return pins
 
 
 def spread(found: list[Target]) -> dict[str, Pins]:
@@ -161,9 +179,14 @@ def main(uv: str, *, upgrade: bool) -> None:
     for target in wanted:
         print(target.own, file=sys.stderr)
         libraries = of_torch.setdefault(target.torch, [])
-        target.pins.update(resolve(uv, target, [*libraries, *before.get(target, ()), *resolved, *known]))
-        libraries += [name for name in target.pins if OF_TORCH.match(name)]
-        resolved = [*target.pins, *resolved]
+        of_pythons: dict[str, Hashes] = {}
+        for python in PYTHONS:
+            first = [name for found in of_pythons.values() for name in found]
+            preferred = [*libraries, *first, *before.get(target, ()), *resolved, *known]
+            of_pythons[python] = resolve(uv, target, python, preferred)
+            libraries += [name for name in of_pythons[python] if OF_TORCH.match(name)]
+        target.pins.update(merged(of_pythons))
+        resolved = [*(name for found in of_pythons.values() for name in found), *resolved]
     written: dict[str, str] = {}
     for torch in {target.torch for target in wanted}:
         found = [target for target in wanted if target.torch == torch]

@@ -10,16 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.script_loading import load_script
 
 from kvcached_nixl.compat.series import ROWS
 
 ROOT = Path(__file__).parents[3]
+lock = load_script("experiments_lock_pythons", ROOT / "experiments" / "locks" / "lock.py")
 TOOLS = (
     *("bash", "cat", "cut", "df", "dirname", "env", "find", "flock", "grep", "mkdir", "mktemp", "printf", "rm", "sed"),
     *("sha256sum", "sort", "tail", "tr", "uname"),
 )
-PYTHON_WITH_HEADERS = """#!/bin/sh
-echo {include}
+PYTHON = """#!/bin/sh
+case "$*" in
+*version_info*) echo "{version} $0" ;;
+*sysconfig*) echo "{include}" ;;
+*ensurepip*) exit {without_venv} ;;
+esac
 """
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -27,7 +33,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Path:
-    """A folder for PATH that holds the ordinary tools, a compiler and a python3.11 with headers, and nothing else."""
+    """A folder for PATH that holds the ordinary tools, a compiler and a Python with headers, and nothing else."""
     folder = tmp_path / "commands"
     folder.mkdir()
     for tool in TOOLS:
@@ -37,9 +43,14 @@ def commands(tmp_path: Path) -> Path:
     include = tmp_path / "include"
     include.mkdir()
     (include / "Python.h").touch()
-    write(folder / "python3.11", PYTHON_WITH_HEADERS.format(include=include))
+    write(folder / "python3.11", python("3.11", include))
     write(folder / "g++", "#!/bin/sh\n")
     return folder
+
+
+def python(version: str, include: Path, *, without_venv: bool = False) -> str:
+    """An interpreter that tells what it is and has."""
+    return PYTHON.format(version=version, include=include, without_venv=int(without_venv))
 
 
 def write(path: Path, script: str) -> None:
@@ -87,13 +98,56 @@ def test_a_version_without_a_lock_is_refused_and_the_known_ones_are_named(run: R
     assert f" {ROWS[-1].tested}." in found.stderr
 
 
-def test_a_missing_interpreter_is_said(run: Run, commands: Path) -> None:
-    """The locks are for CPython 3.11."""
+@pytest.mark.parametrize("named", ["python3.14", "python3"])
+def test_a_missing_interpreter_is_said(run: Run, commands: Path, tmp_path: Path, named: str) -> None:
+    """There are locks for some Pythons only."""
     (commands / "python3.11").unlink()
+    write(commands / named, python("3.14", tmp_path / "include"))
     found = run("0.19.1")
     assert found.returncode == 2
-    assert "no python3.11 on PATH" in found.stderr
+    assert f"no CPython {','.join(lock.PYTHONS)} on PATH" in found.stderr and "python3.13-dev" in found.stderr
     assert found.stdout == ""
+
+
+DISTRIBUTIONS = {
+    "Debian 13": ("python3.13", "3.13"),
+    "Ubuntu 24.04": ("python3.12", "3.12"),
+    "one name": ("python3", "3.10"),
+}
+
+
+@pytest.mark.parametrize(("named", "version"), DISTRIBUTIONS.values(), ids=list(DISTRIBUTIONS))
+def test_the_interpreter_that_is_there_is_used(
+    run: Run, commands: Path, tmp_path: Path, named: str, version: str
+) -> None:
+    """With the headers and packages of its own name; what is needed of disk is the same."""
+    (commands / "python3.11").unlink()
+    write(commands / named, python(version, tmp_path / "nowhere"))
+    found = run("0.19.1")
+    assert found.returncode == 2 and f"apt-get install python{version}-dev" in found.stderr
+    write(commands / named, python(version, tmp_path / "include", without_venv=True))
+    found = run("0.19.1")
+    assert found.returncode == 2 and f"apt-get install python{version}-venv" in found.stderr
+    write(commands / named, python(version, tmp_path / "include"))
+    write(commands / "df", "#!/bin/sh\necho Avail\necho 1000\n")
+    found = run("0.19.1")
+    assert found.returncode == 2 and "found 1000 MB free" in found.stderr
+
+
+def test_another_interpreter_is_used_where_it_is_named(run: Run, commands: Path, tmp_path: Path) -> None:
+    write(commands / "python3.13", python("3.13", tmp_path / "nowhere"))
+    assert "python3.13-dev" in run("0.19.1", KVCACHED_NIXL_PYTHON="3.13").stderr
+    assert "no CPython 3.12 on PATH" in run("0.19.1", KVCACHED_NIXL_PYTHON="3.12").stderr
+    found = run("0.19.1", KVCACHED_NIXL_PYTHON="3.9")
+    assert found.returncode == 2 and f"expected one of: {' '.join(lock.PYTHONS)}" in found.stderr
+    write(commands / "python3.11", "#!/bin/sh\necho 'pyenv: not selected' >&2\nexit 127\n")
+    assert "python3.13-dev" in run("0.19.1").stderr, "one that does not run is passed over"
+
+
+def test_another_machine_is_said(run: Run, commands: Path) -> None:
+    write(commands / "uname", "#!/bin/sh\necho Linux aarch64\n")
+    found = run("0.28.0")
+    assert found.returncode == 2 and "found Linux aarch64; expected Linux x86_64" in found.stderr
 
 
 def test_missing_headers_are_said(run: Run, tmp_path: Path) -> None:
@@ -200,6 +254,7 @@ class Gpu:
         tools = self.venv.parent / "tools"
         for place in (tools / "bin", self.venv / "bin"):
             place.mkdir(parents=True)
+        (self.venv / "pyvenv.cfg").write_text("home = /usr/bin\nversion_info = 3.11.7\n")
         locked = hashlib.sha256((ROOT / "experiments" / "locks" / "tools.txt").read_bytes()).hexdigest()
         (tools / ".stamp").write_text(locked)
         write(tools / "bin" / "uv", f'#!/bin/sh\necho "uv $CUDA_HOME $*" >>"{self._noted}"\n')
@@ -220,7 +275,8 @@ class Gpu:
         """Since the last call."""
         lines = self._noted.read_text().splitlines() if self._noted.exists() else []
         self._noted.unlink(missing_ok=True)
-        return lines
+        # Whether it still runs.
+        return [line for line in lines if line != "python -c "]
 
 
 @pytest.fixture
