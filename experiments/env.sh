@@ -44,6 +44,7 @@ case ${1:-} in
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
+source experiments/common/find_python.sh
 locks=$root/experiments/locks
 tools=$root/.venvs/tools
 known=" $(sed -n 's/^\([0-9][^ ]*\) .*/\1/p' "$locks/versions.in" | tr '\n' ' ')"
@@ -89,21 +90,13 @@ own_python=
 if [[ -x $python ]]; then own_python=$(sed -n 's/^version_info *= *\([0-9]*\.[0-9]*\).*/\1/p' "$venv/pyvenv.cfg" 2>/dev/null || true); fi
 if [[ -n $own_python && -n $asked_python && $own_python != "$asked_python" ]]; then own_python=; fi
 if [[ -n $own_python ]] && ! "$python" -c '' 2>/dev/null; then own_python=; fi
-find_base() { # VERSION... -> sets $base and $version_of_base to the first that is installed
-    local name found
-    for version_of_base in "$@"; do
-        for name in "python$version_of_base" python3; do
-            # pyenv has a shim on PATH for each version, and the shim of a version that is not selected fails.
-            found=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.executable)' 2>/dev/null) || continue
-            if [[ ${found%% *} == "$version_of_base" ]]; then base=${found#* } && return 0; fi
-        done
-    done
-    return 1
-}
 base=
 python_version=$own_python
 if [[ -z $python_version ]]; then
-    if find_base ${asked_python:-"${pythons[@]}"}; then python_version=$version_of_base; else python_version=none; fi
+    python_version=none
+    for one in ${asked_python:-"${pythons[@]}"}; do
+        if base=$(find_python "$one"); then python_version=$one && break; fi
+    done
 fi
 
 # uv does not read pip's configuration, so pass it the folders of wheels: from PIP_FIND_LINKS or pip's global.find-links.
@@ -175,7 +168,7 @@ flock --nonblock 9 || { say "another call is creating $venv; waiting for it"; fl
 [[ $python_version != none ]] || refuse "no CPython ${asked_python:-"$(IFS=,; echo "${pythons[*]}")"} on PATH" \
     "one of them: the locks are for these" "No environment can be made" \
     "Install one (Debian 13: apt-get install python3.13-dev python3.13-venv; Ubuntu 24.04: the same with 3.12)"
-[[ -n $base ]] || find_base "$python_version" || base=$python
+[[ -n $base ]] || base=$(find_python "$python_version") || base=$python
 headers=$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 [[ -f $headers/Python.h ]] || refuse "no $headers/Python.h" "the headers of $base" "kvcached cannot be compiled" \
     "Install them (Debian, Ubuntu: apt-get install python$python_version-dev)"

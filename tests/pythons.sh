@@ -6,7 +6,7 @@ usage() {
     cat <<'END'
 usage: bash tests/pythons.sh [--torch] [PYTHON|lowest...]       (default: 3.10 3.12 3.13 3.14 lowest)
 
-Runs the tests that need no vLLM on Pythons other than the 3.11 of experiments/env.sh.
+Runs the tests that need no vLLM on each supported Python. CI runs those with vLLM on 3.11, 3.12 and 3.13 in turn.
 
   3.10, 3.12, 3.13, 3.14   .venvs/python-VERSION: this package's wheel and the newest versions of its requirements;
                            tiers unit and install
@@ -50,14 +50,7 @@ done
     exit 2
 }
 
-find_python() { # VERSION -> its path
-    local candidate
-    # pyenv puts a shim for each version on PATH, and the shim of a version that is not selected fails.
-    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/"python$1"; do
-        "$candidate" -c 'import sys; print(sys.executable)' 2>/dev/null && return
-    done
-    return 1
-}
+source experiments/common/find_python.sh
 
 make() { # NAME BASE LOCK...: create an environment with the wheel and the packages that LOCKs pin -> sets $venv
     local name=$1 base=$2 wheel stamp

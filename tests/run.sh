@@ -48,7 +48,11 @@ case ${1:-} in
     if [[ -z ${2:-} && $(git rev-parse --is-shallow-repository) == true ]]; then
         number=$((16#$(git rev-parse HEAD | cut -c1-7)))
     fi
-    echo "turn $number"
+    pythons=(3.11 3.12 3.11 3.13)
+    one=${pythons[number % 4]}
+    source experiments/common/find_python.sh
+    if [[ -z ${KVCACHED_NIXL_PYTHON:-} ]] && find_python "$one" >/dev/null; then export KVCACHED_NIXL_PYTHON=$one; fi
+    echo "turn $number, Python ${KVCACHED_NIXL_PYTHON:-that is there}"
     planned=$(plan turn --number "$number")
     ;;
 -*)

@@ -66,7 +66,8 @@ def run(tmp_path: Path, commands: Path) -> Run:
     copy = tmp_path / "repository"
     (copy / "experiments" / "common").mkdir(parents=True)
     shutil.copy(ROOT / "experiments" / "env.sh", copy / "experiments")
-    shutil.copy(ROOT / "experiments" / "common" / "vllm_metadata.py", copy / "experiments" / "common")
+    for file in ("vllm_metadata.py", "find_python.sh"):
+        shutil.copy(ROOT / "experiments" / "common" / file, copy / "experiments" / "common")
     (copy / "experiments" / "locks").symlink_to(ROOT / "experiments" / "locks")
     (copy / "kvcached_nixl").symlink_to(ROOT / "kvcached_nixl")
     (copy / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
