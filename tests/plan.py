@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kvcached_nixl.compat.model_runner_policy import accepted
 from kvcached_nixl.compat.series import ROWS, Evidence
 
 TIERS = ("lint", "unit", "coverage", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")
@@ -33,6 +32,7 @@ EACH_TURN = ("lint", "coverage", "repo", "install", "gpu")
 SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
 NEWEST = SERVED[-1]
 """The vLLM of every run that uses only one."""
+RUNNERS = {row.tested: row.shape.runners for row in ROWS}
 BUDGET_MINUTES = 60.0
 """What a turn may take by the estimates. tests/run.sh stops beginning jobs by the clock: machines differ."""
 
@@ -84,13 +84,13 @@ class Job:
 
 def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
     """Returns the jobs of a tier. Jobs that have no brief form are whole."""
-    if tier == "equivalence" and accepted(vllm) == ("V2",):
+    if tier == "equivalence" and RUNNERS[vllm] == ("V2",):
         # Without a GPU the kernels of model runner V2 are interpreted: a whole comparison takes twice as long.
         return [Job("equivalence/V2", vllm, "brief")]
     return [
         Job(what, vllm, "whole" if brief is None else size)
         for what, (brief, _) in MINUTES.items()
-        if what.partition("/")[0] == tier and (what != "equivalence/V2" or "V2" in accepted(vllm))
+        if what.partition("/")[0] == tier and (what != "equivalence/V2" or "V2" in RUNNERS[vllm])
     ]
 
 
@@ -100,7 +100,7 @@ def newcomer(vllm: str) -> list[Job]:
     chosen = [job for tier in tiers for job in jobs(tier, vllm, "brief")]
     left_out = {what for what in MINUTES if what.startswith("e2e/")} - {"e2e/test_refusals.py"}
     left_out |= {what for what in MINUTES if what.startswith("contract/")}
-    if "V1" in accepted(vllm):
+    if "V1" in RUNNERS[vllm]:
         left_out.add("equivalence/V2")
     return [job for job in chosen if job.what not in left_out]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
+from kvcached_nixl.compat.series import ROWS, SUPPORTED
 from kvcached_nixl.errors import Refused, SettingsError, UnsupportedVersion
 
 __all__ = [
@@ -30,12 +31,8 @@ __all__ = [
 KVCACHED = "0.1.6"
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
-_ACCEPTED = (
-    (Version("0.28"), ("V1",)),
-    (Version("0.29"), ("V1", "V2")),
-    (Version("0.31"), ("V2",)),
-)
-"""(vLLM version, the runners that kvcached accepts below it). From the last version on it accepts none."""
+_BEYOND = Version(SUPPORTED.rpartition("<")[2])
+"""From this version on kvcached accepts none."""
 
 _SWITCH_ALONE = Version("0.22")
 """Below this version only the environment variable decides."""
@@ -93,9 +90,13 @@ def named(wish: bool | None) -> str:
 def accepted(vllm: str | None) -> tuple[str, ...]:
     """The runners that kvcached accepts with this vLLM version; none if the version is unknown."""
     version = _version(vllm)
-    if version is None:
+    if version is None or not version < _BEYOND:
         return ()
-    return next((runners for below, runners in _ACCEPTED if version < below), ())
+    runners = ROWS[0].shape.runners
+    for row in ROWS:
+        if version >= Version(row.series):
+            runners = row.shape.runners
+    return runners
 
 
 def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
@@ -147,7 +148,7 @@ def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, 
         return ()
     wish = stated(environ, vllm)
     if not accepted(vllm):
-        return (judged(vllm, "", "", f"kvcached stops below vLLM {_ACCEPTED[-1][0]}"),)
+        return (judged(vllm, "", "", f"kvcached stops below vLLM {_BEYOND}"),)
     if wish is not None:
         return (judged(vllm, "", named(wish), by_switch(environ)),)
     reason = next(reason for below, reason in _OUTLOOK if version < below)

@@ -94,6 +94,7 @@ class Shape:
         serves_states: layers with a state are handed over (`compat.states`). Before, the engine ends where it loads
             beside cached states (vllm#43508), CUDA graphs may read another state (vllm#42430), prefix hits may end
             where no state is, or zeroing a block of contiguous layers clears some of the next one (vllm#50276).
+        runners: vLLM's model runners that kvcached has an adapter for.
         logical_views: every layer's view is (N, H, bs, D) with any backend, with one head for a latent; vLLM states its
             byte offset.
     """
@@ -102,6 +103,7 @@ class Shape:
     side_channel_names_stage: bool = False
     serves_on_cpu: bool = True
     serves_states: bool = False
+    runners: tuple[str, ...] = ("V1",)
     logical_views: bool = False
 
 
@@ -143,13 +145,13 @@ HITS_DIVERGE = Change(
     "0.28",
     "kvcached 0.1.6 accepts model runner V2; blocks are zeroed by their own size and stride (vllm#50276); local prefix "
     "hits of a model with states may differ by KV-cache group (supports_divergent_local_hybrid_hits)",
-    {"serves_states": True},
+    {"serves_states": True, "runners": ("V1", "V2")},
 )
 LOADS_BEHIND = Change(
     "0.29",
     "a connector's loads begin after the forward pass, and it is told of preemptions before it (handle_preemptions); "
     "one logical view of every cache; kvcached 0.1.6 accepts model runner V2 only",
-    {"logical_views": True},
+    {"logical_views": True, "runners": ("V2",)},
 )
 ASKS_FOR_RESULTS = Change("0.30", "the runner asks its connector for the results of transfers (get_transfer_results)")
 CHANGES = (
