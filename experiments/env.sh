@@ -79,9 +79,11 @@ venv=$root/.venvs/vllm-$version
 python=$venv/bin/python
 [[ $known == *" $version "* ]] || refuse "vLLM version $version" "one of:${known% }" "There is no lock for other versions" \
     "Add a line to experiments/locks/versions.in and run experiments/locks/update.sh"
+least=$(sed -n "s/^${version//./\\.} .*python>=\([0-9.]*\).*/\1/p" "$locks/versions.in")
 torch=$(sed -n "s/^${version//./\\.} *\([0-9]*\.[0-9]*\)\..*/torch-\1/p" "$locks/versions.in")
 
 pythons=(3.11 3.12 3.13 3.10)
+if [[ $least == 3.11 ]]; then pythons=(3.11 3.12 3.13); fi
 asked_python=${KVCACHED_NIXL_PYTHON:-}
 [[ -z $asked_python || " ${pythons[*]} " == *" $asked_python "* ]] || refuse "KVCACHED_NIXL_PYTHON=$asked_python" \
     "one of: ${pythons[*]}" "There are no locks for other Pythons" "Name one of these, or none"

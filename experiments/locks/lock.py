@@ -57,6 +57,7 @@ class Target:
     nixl: str
     held: tuple[str, ...]
     kind: str
+    pythons: tuple[str, ...] = PYTHONS
     pins: Pins = field(default_factory=dict, compare=False)
 
     @property
@@ -92,9 +93,17 @@ class Target:
 def targets() -> list[Target]:
     """Return the targets of versions.in: CUDA first, because it constrains versions most, and the newest first."""
     rows = [line.split() for line in (HERE / "versions.in").read_text().splitlines() if not line.startswith("#")]
-    return [
-        Target(vllm, torch, nixl, tuple(held), kind) for kind in KINDS for vllm, torch, nixl, *held in reversed(rows)
-    ]
+    return [_target(kind, *row) for kind in KINDS for row in reversed(rows)]
+
+
+def _target(kind: str, vllm: str, torch: str, nixl: str, *held: str) -> Target:
+    (least,) = [one.partition(">=")[2] for one in held if one.startswith("python>=")] or [min(PYTHONS, key=_number)]
+    pythons = tuple(python for python in PYTHONS if _number(python) >= _number(least))
+    return Target(vllm, torch, nixl, tuple(one for one in held if not one.startswith("python")), kind, pythons)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def locked(file: str) -> list[str]:
@@ -141,6 +150,16 @@ def merged(of_pythons: dict[str, Hashes]) -> Pins:
     return pins
 
 
+def of_one_python(pins: Pins, python: str) -> Hashes:
+    """Return what one Python gets of ``pins``."""
+    found: Hashes = {}
+    for key, line in pins.items():
+        name, _, marker = key.partition(" ; ")
+        if not marker or f'"{python}"' in marker:
+            found[name] = frozenset(line.split(" --hash=sha256:")[1:])
+    return found
+
+
 def spread(found: list[Target]) -> dict[str, Pins]:
     """Return the content of each file for ``found``, which must be all targets of one torch."""
     series = found[0].series
@@ -169,24 +188,57 @@ def cpu_wheel(torch: str) -> str | None:
     return " ".join([f"torch=={torch}+cpu", *(f"--hash=sha256:{one}" for one in hashes)]) if hashes else None
 
 
-def main(uv: str, *, upgrade: bool) -> None:
-    """Write all locks, and remove those of vLLMs that versions.in no longer lists."""
-    wanted = targets()
+def as_locked(target: Target) -> Pins:
+    """Return what the files lock now for ``target``."""
+    lines = [line for file in target.files for line in (HERE / file).read_text().splitlines()]
+    return {line.partition(" --hash")[0]: line for line in lines}
+
+
+def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool) -> None:
+    """Set the pins of all targets; arguments as in `main`."""
     before = {} if upgrade else {target: [pin for file in target.files for pin in locked(file)] for target in wanted}
     known = [pin for pins in before.values() for pin in pins]
     resolved: list[str] = []
     of_torch: dict[str, list[str]] = {}
+    found_for: dict[Target, dict[str, Hashes]] = {}
     for target in wanted:
+        if only and target.vllm not in only:
+            target.pins.update(as_locked(target))
+            continue
         print(target.own, file=sys.stderr)
         libraries = of_torch.setdefault(target.torch, [])
-        of_pythons: dict[str, Hashes] = {}
-        for python in PYTHONS:
-            first = [name for found in of_pythons.values() for name in found]
-            preferred = [*libraries, *first, *before.get(target, ()), *resolved, *known]
+        of_pythons = found_for.setdefault(target, {})
+        for python in target.pythons:
+            preferred = [*libraries, *names(of_pythons), *before.get(target, ()), *resolved, *known]
             of_pythons[python] = resolve(uv, target, python, preferred)
             libraries += [name for name in of_pythons[python] if OF_TORCH.match(name)]
+        resolved = [*names(of_pythons), *resolved]
+    for target, of_pythons in found_for.items():
+        # On a Python that a vLLM does not take, it has what another one gets, so that files can be shared.
+        # experiments/env.sh refuses such a Python.
+        for python in set(PYTHONS) - set(of_pythons):
+            others = [one for one in wanted if (one.torch, one.kind) == (target.torch, target.kind)]
+            other = next(one for one in others if python in one.pythons)
+            found = found_for[other][python] if other in found_for else of_one_python(other.pins, python)
+            of_pythons[python] = {name: hashes for name, hashes in found.items() if not OF_ONE_VERSION.match(name)}
         target.pins.update(merged(of_pythons))
-        resolved = [*(name for found in of_pythons.values() for name in found), *resolved]
+
+
+def names(of_pythons: dict[str, Hashes]) -> list[str]:
+    """Return NAME==VERSION of what some Python gets."""
+    return [name for found in of_pythons.values() for name in found]
+
+
+def main(uv: str, *, upgrade: bool, only: list[str]) -> None:
+    """Write all locks, and remove those of vLLMs that versions.in no longer lists.
+
+    Args:
+        only: vLLMs to resolve; all if empty. The others keep what they have.
+    """
+    wanted = targets()
+    if unknown := set(only) - {target.vllm for target in wanted}:
+        sys.exit(f"found {', '.join(sorted(unknown))}; expected versions of versions.in. Nothing was changed.")
+    resolve_all(uv, wanted, only, upgrade=upgrade)
     written: dict[str, str] = {}
     for torch in {target.torch for target in wanted}:
         found = [target for target in wanted if target.torch == torch]
@@ -206,4 +258,6 @@ def main(uv: str, *, upgrade: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], upgrade="--upgrade" in sys.argv[2:])
+    main(
+        sys.argv[1], upgrade="--upgrade" in sys.argv[2:], only=[one for one in sys.argv[2:] if not one.startswith("-")]
+    )

@@ -157,10 +157,13 @@ def _judge(patch: Patch) -> str | None:
 def _announce(registry: Registry) -> None:
     """Record refusals of the environment, and write the report to the server's log, once."""
     from kvcached_nixl.cli import report
+    from kvcached_nixl.compat.actions.windows import WINDOWS
     from kvcached_nixl.compat.versions import environment_refusals
 
     for name, cause in environment_refusals():
         registry.refuse(name, cause)
+    if WINDOWS.refusal is not None:
+        registry.refuse("kvcached's version windows", WINDOWS.refusal)
     installation = current()
     if installation is not None and installation.hostvmm is not None:
         for name, cause in installation.hostvmm.refusals():

@@ -27,6 +27,8 @@ __all__ = [
     "FACTORY",
     "KVCACHED_INTERFACES",
     "KVCACHED_PATCH",
+    "KVCACHED_PATCH_MANAGER",
+    "KVCACHED_VERSION_RANGE",
     "INPUT_PROCESSOR",
     "MEDIA_PROCESSING",
     "METADATA_MODULES",
@@ -138,6 +140,14 @@ WORKER_BASE = Target(name="worker base", places=(Place("vllm.v1.worker.worker_ba
 
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
 
+KVCACHED_VERSION_RANGE = Target(
+    name="kvcached's version range",
+    places=(Place("kvcached.integration.version_utils", "VersionRange"),),
+)
+KVCACHED_PATCH_MANAGER = Target(
+    name="kvcached's patch manager",
+    places=(Place("kvcached.integration.patch_base", "PatchManager"),),
+)
 KVCACHED_PATCH = Target(
     name="kvcached",
     places=(Place(KVCACHED_NIXL_COMPAT, "NixlConnectorPatch"),),

@@ -31,16 +31,16 @@ __all__ = [
 KVCACHED = "0.1.6"
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
-_BEYOND = Version(SUPPORTED.rpartition("<")[2])
-"""From this version on kvcached accepts none."""
-
 _SWITCH_ALONE = Version("0.22")
 """Below this version only the environment variable decides."""
+
+_BEYOND = Version(SUPPORTED.rpartition("<")[2])
+"""From this version on kvcached accepts none."""
 
 _OUTLOOK = (
     (Version("0.25"), "V2 on a GPU for some architectures, else V1"),
     (Version("0.29"), "V2 on a GPU for nearly every model without experts, else V1"),
-    (Version("0.31"), "V2 wherever there is Triton, for nearly every model"),
+    (_BEYOND, "V2 wherever there is Triton, for nearly every model"),
 )
 """(vLLM version, how vLLM below it chooses the runner). Only vLLM itself knows the choice for a given model."""
 
@@ -108,11 +108,13 @@ def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
     if _version(vllm) is None or accepted(vllm):
         return None
     return UnsupportedVersion(
-        found=f"vLLM {vllm}, for which kvcached {KVCACHED} has no adapter: it stops below 0.31",
+        found=f"vLLM {vllm}, for which kvcached {KVCACHED} has no adapter: it stops below 0.31, and this package opens "
+        f"its windows below {_BEYOND} only",
         expected=f"vLLM {supported}",
         consequence="kvcached itself ends the engine at its start, with this package or without it.",
-        remedy="Install a vLLM below 0.31, such as 0.30; or unset ENABLE_KVCACHED to run vLLM alone; or wait for a "
-        "kvcached that supports this vLLM, and for a release of this package that supports both.",
+        remedy=f"Install a vLLM below {_BEYOND}; or unset ENABLE_KVCACHED to run vLLM alone; or wait for releases of "
+        f"kvcached and of this package that support it. In a clone of this package, `python tests/shapes/make.py check "
+        f"{vllm}` says what this vLLM would break.",
     )
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "ASKS_FOR_RESULTS",
     "ASKS_FOR_STAGES",
     "ASKS_FOR_WORK",
+    "BEYOND_KVCACHED",
     "CHANGES",
     "HITS_DIVERGE",
     "LOADS_BEHIND",
@@ -154,6 +155,11 @@ LOADS_BEHIND = Change(
     {"logical_views": True, "runners": ("V2",)},
 )
 ASKS_FOR_RESULTS = Change("0.30", "the runner asks its connector for the results of transfers (get_transfer_results)")
+BEYOND_KVCACHED = Change(
+    "0.31",
+    "beyond kvcached 0.1.6's version windows, which this package opens if all of kvcached's patches fit; one queue of "
+    "waiting requests, and one of those that hold KV (kv_holding_waiting); the worker saves in empty steps, too",
+)
 CHANGES = (
     Change("0.20", "the connector is a package, v1/nixl/; torch 2.11"),
     Change("0.21", "TransferTopology and tp_mapping; bidirectional_kv_xfer"),
@@ -170,6 +176,7 @@ CHANGES = (
     HITS_DIVERGE,
     LOADS_BEHIND,
     ASKS_FOR_RESULTS,
+    BEYOND_KVCACHED,
 )
 """All changes, oldest first. Patches depend on those that have a variable."""
 
@@ -224,6 +231,7 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.28.0": _SERVED,
         "0.29.0": _COMPARED,
         "0.30.0": _COMPARED,
+        "0.31.0": (Evidence.CONTRACT,),
     }
 )
 """One release of each series, the oldest first, and the kinds of tests that were run with it."""

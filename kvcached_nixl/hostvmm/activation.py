@@ -83,7 +83,7 @@ HOOKS: tuple[Hook, ...] = (
         "allocate_kv_cache",
         _wrapped_by(hooks.allocate_kv_cache),
         "asks torch.cuda for the device's size",
-        "kvcached 0.1.6; called with vLLM 0.29 and 0.30",
+        "kvcached 0.1.6; called from vLLM 0.29 on",
     ),
     Hook(
         _INTERFACES,
@@ -104,7 +104,7 @@ HOOKS: tuple[Hook, ...] = (
         "CPUWorker.determine_available_memory",
         _wrapped_by(hooks.determine_available_memory),
         "plans the KV cache without regard to the device's size",
-        "vLLM 0.19 to 0.30",
+        "vLLM 0.19 to 0.31",
     ),
 )
 

@@ -8,7 +8,7 @@ kvcached's own patch, then the others.
 from __future__ import annotations
 
 from kvcached_nixl.patching import Seam
-from kvcached_nixl.seams import connector, frontend, naming, pausing, scheduler, states, weights
+from kvcached_nixl.seams import connector, frontend, naming, pausing, scheduler, states, weights, windows
 from kvcached_nixl.seams.factory import GATES
 from kvcached_nixl.seams.superseded import patch_connector
 
@@ -17,6 +17,7 @@ __all__ = ["PATCHES"]
 PATCHES: tuple[Seam, ...] = (
     *GATES,
     patch_connector,
+    *windows.SEAMS,
     *connector.SEAMS,
     *states.SEAMS,
     *scheduler.SEAMS,

@@ -170,7 +170,8 @@ def tag_of(engine: Engine) -> str:
 
 
 class vllm_log_to:
-    """Passes records of vLLM's loggers, which do not propagate, to pytest while the ``with`` block runs."""
+    """Passes records of vLLM's loggers to pytest, once, while the ``with`` block runs. They do not propagate; from vLLM
+    0.31 on, that is so when a server has configured them."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         import logging
@@ -179,6 +180,8 @@ class vllm_log_to:
 
     def __enter__(self) -> None:
         self.logger.addHandler(self.handler)
+        self.propagated, self.logger.propagate = self.logger.propagate, False
 
     def __exit__(self, *_: object) -> None:
         self.logger.removeHandler(self.handler)
+        self.logger.propagate = self.propagated

@@ -166,7 +166,11 @@ class Node:
         else:
             self.runner.pre_forward(output)
             self.compute(output)
-            told = self.runner.post_forward(output.finished_req_ids, wait_for_save=bool(output.num_scheduled_tokens))
+            options: dict[str, Any] = {"wait_for_save": bool(output.num_scheduled_tokens)}
+            if "wait_for_save" not in inspect.signature(self.runner.post_forward).parameters:
+                # vLLM 0.31 saves in empty steps, too.
+                options = {}
+            told = self.runner.post_forward(output.finished_req_ids, **options)
         if told.kv_connector_stats is not None:
             self.taken_stats.append(told.kv_connector_stats)
         ids = list(output.num_scheduled_tokens)

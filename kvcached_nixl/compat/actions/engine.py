@@ -130,9 +130,13 @@ class EngineBlocks:
 
 def queued(engine_scheduler: Any) -> Iterator[Any]:
     """The requests that do not run, in vLLM's order."""
-    # vLLM 0.28 moves requests that it skipped to a second queue.
-    for queue in (private(engine_scheduler, "waiting"), vars(engine_scheduler).get("skipped_waiting", ())):
-        yield from queue
+    # From 0.31 on vLLM has a queue of those that hold KV, and schedules them first; before, one of those it skipped.
+    if "kv_holding_waiting" in vars(engine_scheduler):
+        names = ("kv_holding_waiting", "waiting")
+    else:
+        names = ("waiting", "skipped_waiting")
+    for name in names:
+        yield from private(engine_scheduler, name)
 
 
 def wants_blocks(request: Any) -> bool:

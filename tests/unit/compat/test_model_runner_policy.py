@@ -14,6 +14,7 @@ from kvcached_nixl.cli import report
 from kvcached_nixl.compat import versions
 from kvcached_nixl.compat.model_runner_policy import KVCACHED, SWITCH, accepted, beyond, named, outlook, stated
 from kvcached_nixl.compat.model_runner_query import ask
+from kvcached_nixl.compat.series import SUPPORTED
 from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED, environment_refusals
 from kvcached_nixl.errors import ContractChanged, Refused, SettingsError, UnsupportedVersion
 
@@ -21,6 +22,9 @@ from kvcached_nixl.errors import ContractChanged, Refused, SettingsError, Unsupp
 def test_it_speaks_of_the_kvcached_that_is_supported() -> None:
     """Another one accepts something else."""
     assert f"=={KVCACHED}" == KVCACHED_SUPPORTED
+
+
+FIRST_BEYOND = SUPPORTED.rpartition("<")[2]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +36,8 @@ def test_it_speaks_of_the_kvcached_that_is_supported() -> None:
         ("0.28.0", ("V1", "V2")),
         ("0.29.0", ("V2",)),
         ("0.30.9", ("V2",)),
-        ("0.31.0", ()),
+        ("0.31.0", ("V2",)),
+        ("0.34.0", ()),
         ("dev", ()),
         (None, ()),
     ],
@@ -80,7 +85,7 @@ def test_a_switch_is_named() -> None:
         ("0.28.0", {SWITCH: "1"}, "V2", [f"{SWITCH}=1", "accepts it"]),
         ("0.29.0", {}, "", ["V2 only", f"{SWITCH}=1"]),
         ("0.30.0", {SWITCH: "1"}, "V2", [f"{SWITCH}=1", "accepts it"]),
-        ("0.31.0", {}, "", ["below vLLM 0.31", "accepts none"]),
+        ("0.34.0", {}, "", [f"below vLLM {FIRST_BEYOND}", "accepts none"]),
     ],
 )
 def test_what_is_said_without_a_model(vllm: str, environ: dict[str, str], runner: str, words: list[str]) -> None:
@@ -121,8 +126,8 @@ def test_an_older_vllm_is_not_beyond(vllm: str | None) -> None:
 @pytest.mark.parametrize(
     ("vllm", "words", "others"),
     [
-        ("0.31.0", ["kvcached 0.1.6 has no adapter", "stops below 0.31", "kvcached itself", "wait for"], ["runner V2"]),
-        ("0.33.0", ["kvcached 0.1.6 has no adapter", "stops below 0.31", "kvcached itself", "wait for"], ["runner V2"]),
+        ("0.34.0", ["kvcached 0.1.6 has no adapter", "stops below 0.31", "kvcached itself", "wait for"], ["runner V2"]),
+        ("0.40.1", ["kvcached itself", "tests/shapes/make.py check 0.40.1"], ["runner V2"]),
     ],
 )
 def test_a_start_says_who_stops_and_what_can_be_done(
@@ -134,7 +139,9 @@ def test_a_start_says_who_stops_and_what_can_be_done(
     ((name, cause),) = environment_refusals()
     assert (name, type(cause)) == ("vLLM version", UnsupportedVersion)
     said = str(cause)
-    assert [word for word in (*words, f"vLLM {vllm}", "below 0.31", "unset ENABLE_KVCACHED") if word not in said] == []
+    assert [
+        word for word in (*words, f"vLLM {vllm}", f"below {FIRST_BEYOND}", "unset ENABLE_KVCACHED") if word not in said
+    ] == []
     assert [word for word in others if word in said] == []
 
 
@@ -259,7 +266,7 @@ def test_a_model_that_cannot_be_read_is_refused_in_four_lines(vllm: Vllm, model:
 
 def test_what_kvcached_refuses_anyway_is_not_asked_for(vllm: Vllm) -> None:
     vllm()
-    (one,) = ask("nothing", "0.31.0")
+    (one,) = ask("nothing", "0.34.0")
     assert one.accepted == ()
 
 

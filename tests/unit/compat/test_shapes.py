@@ -25,8 +25,8 @@ from kvcached_nixl.compat.series import ROWS
 PACKAGE = Path(kvcached_nixl.__file__).parent
 VERSIONS = sorted((path.stem for path in SERIES.glob("*.json")), key=Version)
 
-BEYOND = {"0.31.0", "0.32.0", "0.33.0"}
-"""Of releases that kvcached 0.1.6 has no adapter for; nothing of this package would break there."""
+BEYOND = {"0.32.0", "0.33.0"}
+"""Of releases that were only read: kvcached 0.1.6 has no adapter for them."""
 
 
 @functools.cache

@@ -45,10 +45,9 @@ def of_status(*names: str) -> list[SimpleNamespace]:
 def test_who_is_next_where_nothing_runs(
     running: list[str], waiting: list[str], skipped: list[str] | None, expected: str | None
 ) -> None:
-    """vLLM 0.28 keeps those that it has passed over in a queue of their own."""
+    """vLLM keeps those that it has passed over in a queue of their own."""
     scheduler = SimpleNamespace(running=of_status(*running), waiting=of_status(*waiting), pause_state=0)
-    if skipped is not None:
-        scheduler.skipped_waiting = of_status(*skipped)
+    scheduler.skipped_waiting = of_status(*(skipped or ()))
     assert EngineBlocks(scheduler).stalled == expected
     scheduler.pause_state = 1
     assert EngineBlocks(scheduler).stalled is None

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kvcached 0.1.6 wraps or replaces in vLLM, with the parameters that it was read against, from vLLM 0.31 on.
+
+kvcached states the versions that it was made for as windows, which end below 0.31. Where all of this is as listed, what
+it does there is what it does with 0.30. The list was made by comparing vLLM's modules before and after kvcached's
+patches; ``tests/contract/test_windows.py`` does so again with the installed versions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any, NamedTuple
+
+__all__ = ["CONTACTS", "PATCH_NAMES", "Contact", "differences"]
+
+PATCH_NAMES = (
+    "nixl_connector_compat",
+    "elastic_block_pool",
+    "engine_core",
+    "mp_client",
+    "core_engine_proc_manager",
+    "model_runner_v2",
+    "kv_layout_v2",
+    "gpu_worker",
+    "hybrid_block_size_align",
+    "kv_cache_coordinator",
+    "allocate_slots",
+    "mamba_partial_tail",
+)
+"""The patches that kvcached applies to these versions, as it names them."""
+
+
+class Contact(NamedTuple):
+    """A function or method of vLLM.
+
+    Attributes:
+        parameters: names, in order; several lists where supported versions differ.
+    """
+
+    module: str
+    qualname: str
+    parameters: tuple[str, ...]
+    also: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.qualname}"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_COORDINATOR = _words(
+    "self kv_cache_config max_model_len max_in_flight_tokens use_eagle enable_caching enable_kv_cache_events "
+    "dcp_world_size pcp_world_size scheduler_block_size hash_block_size metrics_collector num_prefill_lookahead"
+)
+_SLOTS = _words(
+    "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens "
+    "num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks "
+    "has_scheduled_reqs"
+)
+_CORE, _UTILS, _V2 = "vllm.v1.engine.core", "vllm.v1.engine.utils", "vllm.v1.worker.gpu"
+
+CONTACTS: tuple[Contact, ...] = (
+    Contact("vllm.platforms.interface", "Platform._align_hybrid_block_size", ("cls", "vllm_config", "backend_cls")),
+    Contact("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.__init__", _COORDINATOR),
+    Contact(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.allocate_slots",
+        _SLOTS,
+        ((*_SLOTS, "skip_zeroing_group_ids"),),
+    ),
+    Contact(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "MambaManager._cache_partial_tail_block",
+        _words("self request num_tokens retention_interval"),
+    ),
+    Contact(
+        _CORE,
+        "EngineCore.__init__",
+        _words("self vllm_config executor_class log_stats executor_fail_callback include_finished_set"),
+    ),
+    Contact(_CORE, "EngineCore.reset_prefix_cache", _words("self reset_running_requests reset_connector")),
+    Contact(_CORE, "EngineCore.shutdown", ("self",)),
+    Contact(_CORE, "EngineCore.step_with_batch_queue", ("self",)),
+    Contact(
+        "vllm.v1.engine.core_client",
+        "MPClient.__init__",
+        _words("self asyncio_mode vllm_config executor_class log_stats client_addresses renderer"),
+    ),
+    Contact("vllm.v1.engine.core_client", "MPClient.shutdown", ("self", "timeout")),
+    Contact(
+        _UTILS,
+        "CoreEngineProcManager.__init__",
+        _words(
+            "self local_engine_count start_index local_start_index vllm_config local_client handshake_address "
+            "executor_class log_stats client_handshake_address tensor_queue"
+        ),
+    ),
+    Contact(_UTILS, "CoreEngineProcManager.monitor_engine_liveness", ("self",)),
+    Contact(_UTILS, "CoreEngineProcManager.shutdown", ("self", "timeout")),
+    Contact(
+        _UTILS,
+        "wait_for_engine_startup",
+        _words("handshake_socket core_engines parallel_config coordinated_dp cache_config launch"),
+    ),
+    Contact(f"{_V2}.attn_utils", "allocate_kv_cache", _words("kv_cache_config device layout kernel_block_sizes")),
+    Contact(f"{_V2}.model_runner", "GPUModelRunner.__init__", _words("self vllm_config device")),
+    Contact(
+        f"{_V2}.model_runner",
+        "GPUModelRunner.initialize_kv_cache",
+        _words("self kv_cache_config is_profiling kv_cache_allocation_context"),
+    ),
+    Contact(
+        f"{_V2}.model_runner",
+        "init_attn_backend",
+        _words("kv_cache_config vllm_config device active_layer_names draft_layer_names"),
+    ),
+    Contact("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",)),
+    Contact("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",)),
+    Contact("vllm.v1.worker.gpu_worker", "request_memory", ("init_snapshot", "cache_config")),
+)
+
+
+def differences() -> list[str]:
+    """What differs in the installed vLLM, before kvcached has changed it; imports the modules, as kvcached does."""
+    return [f"{contact}: {found}" for contact in CONTACTS if (found := _difference(contact))]
+
+
+def _difference(contact: Contact) -> str:
+    try:
+        found: Any = importlib.import_module(contact.module)
+        for part in contact.qualname.split("."):
+            found = inspect.getattr_static(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    function = found.__func__ if isinstance(found, classmethod) else found
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters in (contact.parameters, *contact.also):
+        return ""
+    return f"parameters ({', '.join(parameters)}); expected ({', '.join(contact.parameters)})"
