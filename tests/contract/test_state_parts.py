@@ -111,6 +111,14 @@ def dim_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     mamba_utils.get_conv_state_layout.cache_clear()
 
 
+@pytest.fixture
+def channels_last(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    mamba_utils.get_conv_state_layout.cache_clear()
+    yield
+    mamba_utils.get_conv_state_layout.cache_clear()
+
+
 class Rank:
     """A rank's pages, with its share of the model's states in block ``block`` and noise around."""
 
@@ -251,6 +259,7 @@ def test_a_rank_gets_its_share_of_the_states(name: str, sizes: tuple[int, int], 
             other.memory[other.block, 1, other.bytes - 1] ^= 1
 
 
+@pytest.mark.usefixtures("channels_last")
 def test_a_group_that_is_taken_for_a_copy_is_noticed_here() -> None:
     """The kind of fault that this file is for: a checksum cannot know it."""
     model = dataclasses.replace(MODELS["Mamba2, as many groups as ranks"], groups=frozenset({1}))
@@ -264,6 +273,7 @@ def test_a_group_that_is_taken_for_a_copy_is_noticed_here() -> None:
     assert not torch.equal(one.memory[one.block, 0, : one.bytes], one.share[0])
 
 
+@pytest.mark.usefixtures("channels_last")
 @pytest.mark.parametrize("groups", [{2, 4}, {8}, set()], ids=str)
 def test_where_a_group_may_be_a_copy_nothing_is_told(groups: set[int]) -> None:
     """One group on each of four ranks, and a configuration that names neither one group nor four."""
