@@ -238,7 +238,8 @@ quiet=(--quiet)
 
 if [[ -z $own_python ]]; then
     step "creating $venv with $base"
-    "$uv" venv --quiet --clear --no-python-downloads --python "$base" "$venv" >&2
+    rm -rf "$venv" # uv clears only what is still a virtual environment
+    "$uv" venv --quiet --no-python-downloads --python "$base" "$venv" >&2
 fi
 mkdir -p "$stamps"
 

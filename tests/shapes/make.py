@@ -2,7 +2,8 @@
 """What a vLLM looks like to this package, without installing it.
 
     make [VERSION|WHEEL ...]   write the fixture of each to tests/shapes/series/; without arguments, all anew
-    check VERSION|WHEEL        say what that vLLM would break: patch by patch, and the names that are read of it
+    check VERSION|WHEEL        say what that vLLM would break: patch by patch, the names that are read of it, and, from
+                               0.31 on, what kvcached touches
 
 A version is looked up with pip, and only the Python files of its wheel are fetched (some 15 MB). Nothing of vLLM is
 imported or run. This package and torch have to be importable, as in any environment of experiments/env.sh.
@@ -22,11 +23,12 @@ from pathlib import Path
 from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the package `support`
+from support.shapes.contacts import differing
 from support.shapes.fixture import SERIES, load, make, save
 from support.shapes.judging import missing, verdicts
 from support.shapes.source import open_source
 
-from kvcached_nixl.compat.series import ROWS
+from kvcached_nixl.compat.series import BEYOND_KVCACHED, ROWS
 from kvcached_nixl.compat.versions import row_of
 
 
@@ -39,7 +41,8 @@ def write(versions: list[str]) -> int:
 
 
 def check(version: str) -> int:
-    shape = make(open_source(version))
+    source = open_source(version)
+    shape = make(source)
     row = row_of(shape["version"])
     taken = "supported" if row else f"not supported; read as if it were one of {ROWS[-1].vllm}"
     print(f"vLLM {shape['version']} ({taken})\n")
@@ -56,7 +59,12 @@ def check(version: str) -> int:
         print(f"{'not there':12} {target}: {', '.join(names) or 'the class itself'}")
     broken = [one for one in found if one.is_trouble]
     print(f"{len(broken)} of {len(found)} patches broken, names missing in {len(unread)} places")
-    return 1 if broken or unread else 0
+    touched: list[str] = []
+    if Version(source.version) >= Version(BEYOND_KVCACHED.since):
+        touched = differing(source)
+        print("\n".join(["", *(f"{'kvcached':12} {one}" for one in touched)]))
+        print(f"kvcached's version windows would {'stay shut' if touched else 'open'}: {len(touched)} differences")
+    return 1 if broken or unread or touched else 0
 
 
 def main() -> int:
