@@ -37,9 +37,11 @@ PREPARE_WEIGHTS = Patch(
 
 @PREPARE_WEIGHTS.around
 def prepare_weights(call: Call) -> Any:
-    folder, files, use_safetensors = call.proceed()
+    found = call.proceed()
+    # vLLM 0.31 returns the name of an index file, too.
+    folder, files, *_ = found
     note_files(call.instance, call.argument("model_name_or_path"), call.argument("subfolder"), folder, files)
-    return folder, files, use_safetensors
+    return found
 
 
 HANDSHAKE_METADATA = Patch(
