@@ -25,8 +25,8 @@ An environment keeps its Python until a call names another one.
 
 needs: Linux on x86-64, one of these Pythons with its headers, a C++ compiler, and disk space (the amount is printed
        before the download; packages that are in uv's cache on the same file system, such as another environment's
-       torch, take no further space). With a GPU: the CUDA toolkit, for its headers and libcudart, in CUDA_HOME, next to nvcc, or in
-       /usr/local/cuda.
+       torch, take no further space). With a GPU: the CUDA toolkit, for its headers and libcudart, in CUDA_HOME, next
+       to nvcc, or in /usr/local/cuda.
        A folder of wheels in PIP_FIND_LINKS is used; a CPU wheel of torch in it saves several GB.
 exit status: 0 ready, or removed; 2 something is missing (see the message for what to do);
              else a step failed (see its output).

@@ -40,7 +40,7 @@ case ${1:-} in
 --turn)
     number=${2:-$(git rev-list --count HEAD 2>/dev/null || true)}
     [[ $number =~ ^[0-9]+$ ]] || {
-        echo "tests/run.sh: found ${2:-no git history}; expected a number behind --turn where there is none." \
+        echo "tests/run.sh: found ${2:-no git history}; expected a number behind --turn, as in --turn 5." \
             "Nothing was run." >&2
         exit 2
     }

@@ -133,10 +133,10 @@ def _difference(contact: Contact) -> str:
         found: Any = importlib.import_module(contact.module)
         for part in contact.qualname.split("."):
             found = inspect.getattr_static(found, part)
-    except (ImportError, AttributeError) as error:
+        function = found.__func__ if isinstance(found, classmethod) else found
+        parameters = tuple(inspect.signature(function).parameters)
+    except Exception as error:  # noqa: BLE001 - recorded as a difference; raised here, it would keep kvcached from patching
         return f"{type(error).__name__}: {error}"
-    function = found.__func__ if isinstance(found, classmethod) else found
-    parameters = tuple(inspect.signature(function).parameters)
     if parameters in (contact.parameters, *contact.also):
         return ""
     return f"parameters ({', '.join(parameters)}); expected ({', '.join(contact.parameters)})"

@@ -55,10 +55,15 @@ class Windows:
             return apply()
         kvcached = found_version("kvcached")
         found = differences() if kvcached == KVCACHED else [f"kvcached {kvcached}; expected {KVCACHED}"]
+        results: dict[str, bool] = {}
         self.is_open = not found
-        results = apply()
-        if self.is_open:
-            found = [f"kvcached's patch {name!r} was not applied" for name in PATCH_NAMES if not results.get(name)]
+        try:
+            results = apply()
+        finally:
+            # Without results, too: what has raised has proved nothing.
+            found = found or [
+                f"kvcached's patch {name!r} was not applied" for name in PATCH_NAMES if not results.get(name)
+            ]
             self.is_open = not found
         if found:
             self.refusal = UnsupportedVersion(

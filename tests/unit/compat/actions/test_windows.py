@@ -95,6 +95,17 @@ def test_another_kvcached_keeps_them_shut(installed: dict[str, str]) -> None:
     assert made.refusal is not None and "kvcached 0.1.7; expected 0.1.6" in made.refusal.found
 
 
+def test_patches_that_raise_shut_them(installed: dict[str, str]) -> None:
+    made = Windows()
+
+    def apply() -> dict[str, bool]:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        made.while_patched("vllm", apply, logging.getLogger(__name__))
+    assert not made.is_open and not made.contains(VersionRange(OF_RUNNER), "0.31.0")
+
+
 def test_another_library_is_patched_as_without_this_package() -> None:
     made = Windows()
     assert made.while_patched("sglang", lambda: {"a": False}, logging.getLogger(__name__)) == {"a": False}
@@ -111,6 +122,7 @@ def given(self: object, one: int, *, two: int = 2) -> None:
 class Owner:
     method = given
     of_class = classmethod(given)
+    described = property(given)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +136,8 @@ class Owner:
         ("function", ("self", "two", "one"), (), "parameters"),
         ("Owner.gone", ("self",), (), "AttributeError"),
         ("gone", ("self",), (), "AttributeError"),
+        ("number", ("self",), (), "TypeError"),
+        ("Owner.described", ("self",), (), "TypeError"),
     ],
 )
 def test_a_contact_that_differs_is_found(
@@ -134,7 +148,7 @@ def test_a_contact_that_differs_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = types.ModuleType("contacted")
-    vars(module).update(Owner=Owner, function=given)
+    vars(module).update(Owner=Owner, function=given, number=1)
     monkeypatch.setitem(__import__("sys").modules, "contacted", module)
     monkeypatch.setattr(kvcached_contacts, "CONTACTS", (Contact("contacted", qualname, parameters, also),))
     said = differences()
