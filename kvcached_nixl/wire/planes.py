@@ -9,7 +9,7 @@ import msgspec
 
 from kvcached_nixl.wire.checked import MAX_TP_SIZE, require
 
-__all__ = ["GroupMemory", "HeadShare", "Planes", "exchanged", "moves"]
+__all__ = ["GroupMemory", "HeadShare", "Planes", "exchanged", "moves", "spacing"]
 
 _ADDRESSES = 2**63
 
@@ -121,4 +121,9 @@ def moves(here: Planes, there: Planes, *, is_prefill: bool) -> bool:
         is_prefill: this is prefill's side.
     """
     prefill, decode = (here, there) if is_prefill else (there, here)
-    return prefill.copy % max(1, prefill.copies // decode.copies) == 0
+    return prefill.copy % spacing(prefill, decode) == 0
+
+
+def spacing(prefill: Planes, decode: Planes) -> int:
+    """Of prefill's ranks, one in so many moves its heads of this kind, from rank 0 on."""
+    return max(1, prefill.copies // decode.copies)

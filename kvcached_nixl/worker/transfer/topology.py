@@ -19,7 +19,7 @@ from kvcached_nixl.wire.handshake import RankHandshake
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves
+from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 
 __all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of", "peers_of"]
@@ -228,8 +228,7 @@ def _uncovered(local: LocalRank, rank: RankHandshake) -> str:
     writers, _ = _of_more_ranks(rank.tp_size, local.tp_rank, local.tp_size, local.kv_shares)
     for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
         for here, there in zip(*exchanged(*groups), strict=True):
-            # Those for which `moves` is true: a rank's place among the copies is its number modulo theirs.
-            differing = sum(rank % max(1, there.copies // here.copies) == 0 for rank in writers)
+            differing = sum(rank % spacing(there, here) == 0 for rank in writers)
             if differing * there.num_heads < here.num_heads:
                 return (
                     f"in KV-cache group {place} {there.num_heads} heads on each of {differing} ranks that differ; "
