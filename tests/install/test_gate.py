@@ -13,6 +13,8 @@ import pytest
 from support import FOLDER
 from support.environments import REPOSITORY, SITECUSTOMIZE, Environment, make_environment
 
+from kvcached_nixl.compat.series import SUPPORTED
+
 ON = {"ENABLE_KVCACHED": "1"}
 OFF = [{}, {"ENABLE_KVCACHED": "0"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}]
 KV = "vllm.distributed.kv_transfer.kv_connector"
@@ -62,7 +64,7 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
 @pytest.mark.parametrize(
     ("version", "options", "words"),
     [
-        ("0.18.1", (), ["vLLM 0.18.1", ">=0.19,<0.31", "Install a supported vLLM"]),
+        ("0.18.1", (), ["vLLM 0.18.1", SUPPORTED, "Install a supported vLLM"]),
         ("0.19.1", ("--kvcached", "0.1.7"), ["kvcached 0.1.7", "==0.1.6"]),
         ("0.28.0", ("--no-nixl",), ["no NIXL", "pip install nixl"]),
         (
