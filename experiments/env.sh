@@ -80,7 +80,8 @@ python=$venv/bin/python
 [[ $known == *" $version "* ]] || refuse "vLLM version $version" "one of:${known% }" "There is no lock for other versions" \
     "Add a line to experiments/locks/versions.in and run experiments/locks/update.sh"
 least=$(sed -n "s/^${version//./\\.} .*python>=\([0-9.]*\).*/\1/p" "$locks/versions.in")
-torch=$(sed -n "s/^${version//./\\.} *\([0-9]*\.[0-9]*\)\..*/torch-\1/p" "$locks/versions.in")
+# The vLLM whose CPU build is installed, if this one has none.
+base_vllm=$(sed -n "s/^${version//./\\.} .*cpu=\([0-9.]*\).*/\1/p" "$locks/versions.in")
 
 pythons=(3.11 3.12 3.13 3.10)
 if [[ $least == 3.11 ]]; then pythons=(3.11 3.12 3.13); fi
@@ -107,7 +108,9 @@ uv_options=(--no-deps)
 for place in $find_links; do uv_options+=(--find-links "$place"); done
 
 kind=cpu
-if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then kind=cuda; fi
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then kind=cuda base_vllm=; fi
+built=${base_vllm:-$version}
+torch=$(sed -n "s/^${built//./\\.} *\([0-9]*\.[0-9]*\)\..*/torch-\1/p" "$locks/versions.in")
 
 # A CPU build of torch is less than a quarter of the size, but it is available only from a folder of wheels.
 offers_cpu_torch() {
@@ -128,7 +131,7 @@ if offers_cpu_torch; then
     unpacked_mb[0]=1500
     uv_options+=(--excludes "$locks/cpu-wheel-excludes.in")
 fi
-used_locks=("$torch_lock" "$locks/$torch-common.txt" "$locks/$torch-$kind.txt" "$locks/vllm-$version-$kind.txt")
+used_locks=("$torch_lock" "$locks/$torch-common.txt" "$locks/$torch-$kind.txt" "$locks/vllm-$built-$kind.txt")
 if [[ $kind == cpu ]]; then unpacked_mb+=(600 100 800); else unpacked_mb+=(600 2000 4200); fi
 
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
@@ -140,7 +143,9 @@ kvcached_inputs=("$locks/kvcached.txt" "$torch_lock")
 if [[ $kind == cpu ]]; then
     while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
 fi
-want_packages="packages $kind $python_version $(digest "${used_locks[@]}" experiments/common/vllm_metadata.py)"
+inputs=("${used_locks[@]}" experiments/common/vllm_metadata.py)
+if [[ -n $base_vllm ]]; then inputs+=("$locks/vllm-$version-python.sha256" experiments/common/vllm_python.py); fi
+want_packages="packages $kind $python_version $(digest "${inputs[@]}")"
 # kvcached for a GPU is compiled against the installed torch, so it is rebuilt when torch changes.
 wanted_kvcached() {
     local torch=
@@ -245,8 +250,12 @@ mkdir -p "$stamps"
 
 if ! is_current packages "$want_packages"; then
     rm -f "$stamps/packages"
-    step "installing vLLM $version for ${kind^^}, torch, NIXL and other packages (minutes)"
+    step "installing vLLM $built for ${kind^^}, torch, NIXL and other packages (minutes)"
     install --require-hashes "${used_locks[@]/#/--requirements=}"
+    if [[ -n $base_vllm ]]; then
+        step "vLLM $version has no CPU build: putting its Python files over that of $base_vllm"
+        PATH=$tools/bin:$PATH "$python" experiments/common/vllm_python.py "$version" >&2
+    fi
     if [[ $kind == cpu ]]; then "$python" experiments/common/vllm_metadata.py "$version"; fi
     printf '%s' "$want_packages" >"$stamps/packages"
 fi

@@ -111,8 +111,8 @@ while read -r -u 3 what version size estimate; do
     [[ $size == whole ]] || name+=", brief"
     case $what in
     lint)
-        run "ruff" "$venv/bin/ruff" check --quiet kvcached_nixl tests experiments
-        run "ruff format" "$venv/bin/ruff" format --check --quiet kvcached_nixl tests experiments
+        run "ruff" "$venv/bin/ruff" check --quiet kvcached_nixl tests experiments upstream
+        run "ruff format" "$venv/bin/ruff" format --check --quiet kvcached_nixl tests experiments upstream upstream
         run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
         ;;
     pythons) run "$what" bash tests/pythons.sh ;;

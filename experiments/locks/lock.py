@@ -93,13 +93,19 @@ class Target:
 def targets() -> list[Target]:
     """Return the targets of versions.in: CUDA first, because it constrains versions most, and the newest first."""
     rows = [line.split() for line in (HERE / "versions.in").read_text().splitlines() if not line.startswith("#")]
-    return [_target(kind, *row) for kind in KINDS for row in reversed(rows)]
+    return [
+        _target(kind, *row)
+        for kind in KINDS
+        for row in reversed(rows)
+        if kind == "cuda" or not any(word.startswith("cpu=") for word in row)
+    ]
 
 
 def _target(kind: str, vllm: str, torch: str, nixl: str, *held: str) -> Target:
     (least,) = [one.partition(">=")[2] for one in held if one.startswith("python>=")] or [min(PYTHONS, key=_number)]
     pythons = tuple(python for python in PYTHONS if _number(python) >= _number(least))
-    return Target(vllm, torch, nixl, tuple(one for one in held if not one.startswith("python")), kind, pythons)
+    pinned = tuple(one for one in held if not one.startswith(("python>=", "cpu=")))
+    return Target(vllm, torch, nixl, pinned, kind, pythons)
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -163,11 +169,12 @@ def of_one_python(pins: Pins, python: str) -> Hashes:
 def spread(found: list[Target]) -> dict[str, Pins]:
     """Return the content of each file for ``found``, which must be all targets of one torch."""
     series = found[0].series
-    have = {kind: set.intersection(*(set(one.pins) for one in found if one.kind == kind)) for kind in KINDS}
-    everywhere = have["cpu"] & have["cuda"]
+    kinds = [kind for kind in KINDS if any(one.kind == kind for one in found)]
+    have = {kind: set.intersection(*(set(one.pins) for one in found if one.kind == kind)) for kind in kinds}
+    everywhere = set.intersection(*have.values())
     of_torch = {name for name in everywhere if OF_TORCH.match(name)}
     names = {f"{series}.txt": of_torch, f"{series}-common.txt": everywhere - of_torch}
-    names |= {f"{series}-{kind}.txt": have[kind] - everywhere for kind in KINDS}
+    names |= {f"{series}-{kind}.txt": have[kind] - everywhere for kind in kinds}
     every = {name: line for target in found for name, line in target.pins.items()}
     files = {
         file: {name: every[name] for name in chosen if not OF_ONE_VERSION.match(name)} for file, chosen in names.items()
@@ -218,7 +225,9 @@ def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool
         # experiments/env.sh refuses such a Python.
         for python in set(PYTHONS) - set(of_pythons):
             others = [one for one in wanted if (one.torch, one.kind) == (target.torch, target.kind)]
-            other = next(one for one in others if python in one.pythons)
+            other = next((one for one in others if python in one.pythons), None)
+            if other is None:
+                continue
             found = found_for[other][python] if other in found_for else of_one_python(other.pins, python)
             of_pythons[python] = {name: hashes for name, hashes in found.items() if not OF_ONE_VERSION.match(name)}
         target.pins.update(merged(of_pythons))

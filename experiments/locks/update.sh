@@ -18,5 +18,9 @@ if [[ ${1:-} != [0-9]* ]]; then
         --python-platform x86_64-manylinux_2_28 "$@" tools.in --output-file tools.txt >/dev/null
 fi
 "$tools/python" lock.py "$tools/uv" "$@"
+for version in $(sed -n 's/^\([0-9][^ ]*\) .*cpu=.*/\1/p' versions.in); do
+    [[ ${1:-} != [0-9]* || $1 == "$version" ]] || continue
+    PATH=$tools:$PATH "$tools/python" ../common/vllm_python.py --digest "$version" >"vllm-$version-python.sha256"
+done
 [[ ${1:-} != [0-9]* ]] || exit 0
 bash pythons.sh "$@"

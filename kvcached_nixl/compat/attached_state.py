@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.private import optional, private
 
 __all__ = ["attach", "attach_step", "begin_step", "sides", "side_of", "step_of"]
 
@@ -35,7 +35,7 @@ def sides(connector: Any) -> Iterator[Any]:
         side = side_of(one)
         if side is not None:
             yield side
-        waiting += vars(one).get("_connectors", ()) if one is not None else ()
+        waiting += optional(one, "_connectors", ())
 
 
 def attach_step(metadata: Any, step: Any) -> Any:

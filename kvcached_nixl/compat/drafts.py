@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcached_nixl.compat.private import optional
+
 __all__ = ["WITHOUT_KV", "keeps_draft_kv"]
 
 WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
@@ -32,4 +34,4 @@ def keeps_draft_kv(speculative_config: Any) -> bool:
     if speculative_config is None or speculative_config.method in WITHOUT_KV:
         return False
     draft = speculative_config.draft_model_config
-    return getattr(getattr(draft, "hf_config", None), "model_type", None) != _SHARES_KV
+    return optional(optional(draft, "hf_config"), "model_type") != _SHARES_KV

@@ -60,11 +60,17 @@ _SLOTS = _words(
     "num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks "
     "has_scheduled_reqs"
 )
+_REQUEST = _words("init_snapshot cache_config")
 _CORE, _UTILS, _V2 = "vllm.v1.engine.core", "vllm.v1.engine.utils", "vllm.v1.worker.gpu"
 
 CONTACTS: tuple[Contact, ...] = (
     Contact("vllm.platforms.interface", "Platform._align_hybrid_block_size", ("cls", "vllm_config", "backend_cls")),
-    Contact("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.__init__", _COORDINATOR),
+    Contact(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.__init__",
+        _COORDINATOR,
+        ((*_COORDINATOR, "num_hash_lookahead_tokens"),),
+    ),
     Contact(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager.allocate_slots",
@@ -119,7 +125,12 @@ CONTACTS: tuple[Contact, ...] = (
     ),
     Contact("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",)),
     Contact("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",)),
-    Contact("vllm.v1.worker.gpu_worker", "request_memory", ("init_snapshot", "cache_config")),
+    Contact(
+        "vllm.v1.worker.gpu_worker",
+        "request_memory",
+        _REQUEST,
+        ((*_REQUEST, "external_weight_memory"),),
+    ),
 )
 
 

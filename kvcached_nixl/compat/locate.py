@@ -25,6 +25,8 @@ __all__ = [
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
+    "KVCACHED_COORDINATOR",
+    "KVCACHED_GPU_WORKER",
     "KVCACHED_INTERFACES",
     "KVCACHED_PATCH",
     "KVCACHED_PATCH_MANAGER",
@@ -143,6 +145,15 @@ FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConn
 KVCACHED_VERSION_RANGE = Target(
     name="kvcached's version range",
     places=(Place("kvcached.integration.version_utils", "VersionRange"),),
+)
+_KVCACHED_PATCHES = "kvcached.integration.vllm.patches"
+KVCACHED_COORDINATOR = Target(
+    name="kvcached's patch of the coordinator",
+    places=(Place(_KVCACHED_PATCHES, "KVCacheCoordinatorPatch"),),
+)
+KVCACHED_GPU_WORKER = Target(
+    name="kvcached's patch of the GPU worker",
+    places=(Place(_KVCACHED_PATCHES, "GPUWorkerPatch"),),
 )
 KVCACHED_PATCH_MANAGER = Target(
     name="kvcached's patch manager",

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcached_nixl.compat.locate import STATS_MODULES
-from kvcached_nixl.compat.private import first_module, private
+from kvcached_nixl.compat.private import first_module, optional, private
 from kvcached_nixl.wire.causes import FailureCause
 
 __all__ = ["prom_metrics", "record", "stats", "take_reasons"]
@@ -69,7 +69,7 @@ def take_reasons(account: Any) -> dict[int, str]:
 
 def _data_of(account: Any) -> dict[str, Any]:
     # Any connector's stats come by here, in the engine's loop: nothing is imported to tell whose they are.
-    data = getattr(account, "data", None)
+    data = optional(account, "data")
     return data if isinstance(data, dict) else {}
 
 

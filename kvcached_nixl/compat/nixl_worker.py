@@ -2,13 +2,13 @@
 """Named access to the private state of the worker half of vLLM's NIXL connector.
 
 Every name is checked when it is used: a missing name is a refusal and never replaced by a default.
-Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.30).
+Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.33).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.model_runner_query import runner_of
-from kvcached_nixl.compat.private import envs, first_module, is_rocm, private
+from kvcached_nixl.compat.private import envs, first_module, is_rocm, optional, private
 from kvcached_nixl.compat.specs import is_state, keeps_of, kind_of, kv_heads_of, odd_cells, specs_of, state_bytes
 from kvcached_nixl.compat.state_parts import Part, dims_first, groups_of_states, parts_of_state
 from kvcached_nixl.compat.states import unserved_states
@@ -39,7 +39,7 @@ _UNKNOWN_HEAD = 2**20
 """Above the heads of every model. Times the tensor-parallel size, so that ranks of two sizes have none in common."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class WorkerView:
     """The worker half of a NIXL connector."""
 
@@ -87,23 +87,23 @@ class WorkerView:
             if len(sizes) > 1:
                 shown = ", ".join(map(str, sorted(sizes)))
                 refused.append((f"a KV-cache group with blocks of {shown} tokens", "blocks of one size in each group"))
-        ratios = {self._kernel_blocks_in(size) for size in self._attention_block_sizes}
+        ratios = {self._kernel_blocks_in(group) for group in self._attention_groups}
         if len(ratios) > 1:
             shown = ", ".join(map(str, sorted(ratios)))
             refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
         specs = [spec for one in self._groups for spec in specs_of(one.kv_cache_spec)]
         refused += unserved_states(specs, self._config.speculative_config)
-        shuffles = is_rocm() and getattr(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False)
+        shuffles = is_rocm() and optional(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in self._backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
             refused.append((f"{what}, which interleaves the tokens of a block", "another attention backend"))
         model = private(self.worker, "model_config")
-        pruned = getattr(model.multimodal_config, "video_pruning_rate", None)
+        pruned = optional(model.multimodal_config, "video_pruning_rate")
         if pruned and private(model, "uses_mrope"):
             # The encoder computes the token positions, and decode does not run it for what prefill has computed.
             refused.append((f"--video-pruning-rate {pruned} of a model with spatial token positions", "no pruning"))
         # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
-        if getattr(self._config.cache_config, "calculate_kv_scales", False):
+        if optional(self._config.cache_config, "calculate_kv_scales"):
             refused.append(("--calculate-kv-scales", "scales that come with the model"))
         return refused
 
@@ -140,7 +140,7 @@ class WorkerView:
         indexers = sorted({name for name in names if "INDEXER" in name})
         if names[0] != "CPU_ATTN" and not indexers:
             return names[0]
-        sizes = list(map(str, self._attention_block_sizes))
+        sizes = [str(group.kv_cache_spec.block_size) for group in self._attention_groups]
         shown = sizes[0] if len(set(sizes)) == 1 else "+".join(sizes)
         parts = f" in {self.kernel_blocks_per_block}" if self.kernel_blocks_per_block > 1 else ""
         return f"{'+'.join([names[0], *indexers])}, whole blocks of {shown} tokens{parts}"
@@ -148,7 +148,7 @@ class WorkerView:
     @property
     def _backends(self) -> list[Any]:
         """The attention backends, without those of layers that keep a state."""
-        with_kv = [one for one in self._groups if keeps_of(one.kv_cache_spec) is not Keeps.STATE]
+        with_kv = self._attention_groups
         if len(with_kv) == len(self._groups):
             return list(private(self.worker, "attn_backends"))
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -156,9 +156,8 @@ class WorkerView:
         return list(get_current_attn_backends(self._config, [layer for one in with_kv for layer in one.layer_names]))
 
     @property
-    def _attention_block_sizes(self) -> list[int]:
-        specs = [group.kv_cache_spec for group in self._groups]
-        return [int(spec.block_size) for spec in specs if keeps_of(spec) is not Keeps.STATE]
+    def _attention_groups(self) -> list[Any]:
+        return [one for one in self._groups if keeps_of(one.kv_cache_spec) is not Keeps.STATE]
 
     @property
     def zeroes_blocks(self) -> bool:
@@ -217,7 +216,7 @@ class WorkerView:
     def _numbers_of_heads(self) -> set[int]:
         """The numbers of KV heads in layers of the model and its drafter, on all ranks together."""
         model = private(self.worker, "model_config")
-        drafter = getattr(self._config.speculative_config, "draft_model_config", None)
+        drafter = optional(self._config.speculative_config, "draft_model_config")
         configs = [one.hf_text_config for one in (model, drafter) if one is not None]
         return kv_heads_of(*configs) | {int(model.get_total_num_kv_heads())}
 
@@ -226,13 +225,24 @@ class WorkerView:
         """Kernel blocks per logical block, in every KV-cache group (see `unserved`)."""
         return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
 
-    def _kernel_blocks_in(self, block_size: int) -> int:
-        """Kernel blocks in a logical block of ``block_size`` tokens. vLLM's worker knows it for one block size only."""
+    def _kernel_blocks_in(self, group: Any) -> int:
+        """Kernel blocks in a logical block of a group with attention. vLLM's worker knows it for one group only."""
+        block_size = int(group.kv_cache_spec.block_size)
+        if installed_row().shape.kernel_blocks_by_spec:
+            return block_size // self._kernel_block_size_by_spec(group)
         if block_size == self._config.cache_config.block_size:
             return self.kernel_blocks_per_block
         from vllm.v1.worker.utils import select_common_block_size
 
         return block_size // int(select_common_block_size(block_size, self._backends))
+
+    def _kernel_block_size_by_spec(self, group: Any) -> int:
+        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends_and_specs
+        from vllm.v1.worker.utils import select_common_block_size
+
+        alone = dataclasses.replace(private(self.worker, "kv_cache_config"), kv_cache_groups=[group])
+        found = get_current_attn_backends_and_specs(self._config, alone, self._backends)
+        return int(select_common_block_size(int(group.kv_cache_spec.block_size), *found))
 
     @property
     def load(self) -> tuple[int, int]:

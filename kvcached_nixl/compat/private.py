@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read vLLM's private attributes: a missing name is a refusal, never a default."""
+"""Read vLLM's private attributes: a missing name is a refusal, unless some supported vLLM lacks it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
 
-__all__ = ["envs", "first_bound", "first_module", "is_rocm", "private"]
+__all__ = ["envs", "first_bound", "first_module", "is_rocm", "optional", "private"]
 
 
 def first_module(names: Sequence[str]) -> Any:
@@ -68,3 +68,12 @@ def private(owner: Any, name: str) -> Any:
             consequence="vLLM's state cannot be read; the engine stops before any transfer",
             remedy="use a vLLM version that `python -m kvcached_nixl` lists as supported",
         ) from error
+
+
+def optional(owner: Any, name: str, default: Any = None) -> Any:
+    """Read an attribute that some supported vLLM versions lack, or that an object lacks because it is None.
+
+    ``tests/support/shapes/reads.py`` says which versions have it: a later one without it is found before it is
+    supported.
+    """
+    return getattr(owner, name, default)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvcached_nixl.compat.arrival import is_stand_in
-from kvcached_nixl.compat.private import envs, private
+from kvcached_nixl.compat.private import envs, optional, private
 from kvcached_nixl.compat.states import ends_in_media, whole_because
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
@@ -72,7 +72,7 @@ class RequestReader:
         if content is None:
             return f"unknown {secrets.token_hex(8)}"
         # Whether the experts' weights are one 3D tensor.
-        is_fused = bool(getattr(lora_request, "is_3d_lora_weight", False))
+        is_fused = bool(optional(lora_request, "is_3d_lora_weight"))
         return f"{content} {self._lora_settings} {is_fused}"
 
     def loaded(self, adapter: int) -> None:
@@ -131,7 +131,7 @@ def _folder(path: str, is_new: bool) -> str:
 def _lora_settings(config: Any) -> str:
     """Checksum of the engine's settings that decide how adapters are applied."""
     names = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
-    found = {name: getattr(config, name, None) for name in names}
+    found = {name: optional(config, name) for name in names}
     found["target_modules"] = sorted(found["target_modules"] or ())
     return checksum_of({name: str(value) for name, value in found.items()})
 
@@ -224,7 +224,7 @@ class RequestView:
             num_tokens,
             embeddings=embeddings,
             # Not in every vLLM version.
-            are_tokens=vars(request).get("prompt_is_token_ids"),
+            are_tokens=optional(request, "prompt_is_token_ids"),
             features=[
                 # The identifier may be prefixed with an adapter's name.
                 (str(one.mm_hash or one.identifier), int(one.mm_position.offset), int(one.mm_position.length))

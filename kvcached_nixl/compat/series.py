@@ -96,6 +96,7 @@ class Shape:
             beside cached states (vllm#43508), CUDA graphs may read another state (vllm#42430), prefix hits may end
             where no state is, or zeroing a block of contiguous layers clears some of the next one (vllm#50276).
         runners: vLLM's model runners that kvcached has an adapter for.
+        kernel_blocks_by_spec: how many kernel blocks a block has depends on its layers' KV-cache spec, too.
         logical_views: every layer's view is (N, H, bs, D) with any backend, with one head for a latent; vLLM states its
             byte offset.
     """
@@ -105,6 +106,7 @@ class Shape:
     serves_on_cpu: bool = True
     serves_states: bool = False
     runners: tuple[str, ...] = ("V1",)
+    kernel_blocks_by_spec: bool = False
     logical_views: bool = False
 
 
@@ -160,6 +162,18 @@ BEYOND_KVCACHED = Change(
     "beyond kvcached 0.1.6's version windows, which this package opens if all of kvcached's patches fit; one queue of "
     "waiting requests, and one of those that hold KV (kv_holding_waiting); the worker saves in empty steps, too",
 )
+COUNTS_EXTERNAL_WEIGHTS = Change(
+    "0.32",
+    "a worker's memory is counted without weights that another process holds, and profiled with vLLM's current "
+    "configuration; blocks that a connector is to load are left out of those to be zeroed when they are allocated",
+)
+HASHES_AHEAD = Change(
+    "0.33",
+    "hashes of blocks may cover tokens behind them (num_hash_lookahead_tokens); with a draft model the worker saves "
+    "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; kernel "
+    "blocks by a layer's KV-cache spec",
+    {"kernel_blocks_by_spec": True},
+)
 CHANGES = (
     Change("0.20", "the connector is a package, v1/nixl/; torch 2.11"),
     Change("0.21", "TransferTopology and tp_mapping; bidirectional_kv_xfer"),
@@ -177,6 +191,8 @@ CHANGES = (
     LOADS_BEHIND,
     ASKS_FOR_RESULTS,
     BEYOND_KVCACHED,
+    COUNTS_EXTERNAL_WEIGHTS,
+    HASHES_AHEAD,
 )
 """All changes, oldest first. Patches depend on those that have a variable."""
 
@@ -231,7 +247,9 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.28.0": _SERVED,
         "0.29.0": _COMPARED,
         "0.30.0": _COMPARED,
-        "0.31.0": (Evidence.CONTRACT,),
+        "0.31.0": _COMPARED,
+        "0.32.0": (Evidence.CONTRACT,),
+        "0.33.0": (Evidence.CONTRACT,),
     }
 )
 """One release of each series, the oldest first, and the kinds of tests that were run with it."""

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+from kvcached_nixl.compat.private import optional
 from kvcached_nixl.compat.specs import tensors_of_state
 
 __all__ = ["Part", "dims_first", "groups_of_states", "parts_of_state"]
@@ -47,7 +48,7 @@ def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, d
     """
     tensors = tensors_of_state(spec)
     kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
-    if tp_size > 1 and vars(spec).get("tp_replicated"):
+    if tp_size > 1 and optional(spec, "tp_replicated"):
         # vLLM 0.30 has layers whose state is the same on all ranks.
         alone = parts_of_state(spec, 0, 1, groups, dim_first=dim_first)
         return tuple((*part[:-2], tp_size, tp_rank) for part in alone)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.specs import is_state, keeps_of
 from kvcached_nixl.compat.versions import found_version, installed_row
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
@@ -115,10 +115,10 @@ def unserved_states(specs: Iterable[Any], speculative_config: Any) -> list[tuple
     if odd := sorted({spec.mamba_cache_mode for spec in specs} - {"none", "align"}):
         # Then a state is kept at every block boundary, and the last one is not always where the last token is.
         refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
-    if any(vars(spec).get("num_prefill_checkpoint_blocks") for spec in specs):
+    if any(optional(spec, "num_prefill_checkpoint_blocks") for spec in specs):
         # vLLM 0.30: blocks with states of earlier tokens, in the same block table.
         refused.append(("checkpoints of states while a prompt is computed", "none"))
-    if getattr(speculative_config, "num_speculative_tokens", 0):
+    if optional(speculative_config, "num_speculative_tokens"):
         # vLLM may schedule drafts with the first token that decode computes, and takes that for a part of a prompt: the
         # state is then one behind tokens that were only guessed (vllm#55178).
         refused.append(("--speculative-config, with layers that keep a state", "no speculative decoding"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcached_nixl.compat.drafts import keeps_draft_kv
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.identity.checkpoint import Checkpoint
 from kvcached_nixl.identity.configuration import checksum_of, code_checksum, processor_checksum
 from kvcached_nixl.identity.memory import in_memory
@@ -59,15 +59,15 @@ def model_facts(config: Any) -> dict[str, object]:
         "configuration": checksum_of(model.hf_config.to_dict()),
         "dtype": model.dtype,
         "quantization": _quantization(model),
-        "implementation": getattr(model, "model_impl", "-"),
-        "window": "off" if getattr(model, "disable_sliding_window", False) else "-",
+        "implementation": private(model, "model_impl"),
+        "window": "off" if private(model, "disable_sliding_window") else "-",
         "rope": _long_rope(model),
         "code": _code(config) or "-",
     }
     if private(model, "is_multimodal_model"):
         media = model.multimodal_config
         names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
-        settings = checksum_of({name: getattr(media, name, None) for name in names})
+        settings = checksum_of({name: optional(media, name) for name in names})
         facts["media"] = f"{settings} {_processor(config) or '-'}"
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
@@ -80,7 +80,7 @@ def model_facts(config: Any) -> dict[str, object]:
 def _parameters(worker: Any) -> Iterator[tuple[str, Any]]:
     runner, config = private(worker, "model_runner"), private(worker, "vllm_config")
     # Expert load balancing moves experts without notice, so their weights are not compared.
-    moves = getattr(config.parallel_config, "enable_eplb", False)
+    moves = private(config.parallel_config, "enable_eplb")
     for prefix, model in _models(runner, config):
         for name, parameter in model.named_parameters():
             if not (moves and ".experts." in name):
@@ -96,7 +96,7 @@ def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:
     if keeps_draft_kv(config.speculative_config):
         # The draft model's attribute in model runners V1 and V2.
         for name in ("drafter", "speculator"):
-            model = getattr(vars(runner).get(name), "model", None)
+            model = optional(optional(runner, name), "model")
             if model is not None:
                 yield "draft ", model
 
@@ -119,7 +119,7 @@ def _draft_of(config: Any) -> Any:
 
 def _quantization(model: Any) -> str:
     """Name and settings of the quantization. Later vLLM versions have settings besides those of the model."""
-    settings = getattr(model, "quantization_config", None)
+    settings = optional(model, "quantization_config")
     name = model.quantization or "-"
     return name if settings is None else f"{name} {checksum_of({'settings': settings})}"
 

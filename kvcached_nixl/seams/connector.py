@@ -24,6 +24,7 @@ from kvcached_nixl.compat.series import (
     ASKS_FOR_RESULTS,
     ASKS_FOR_STAGES,
     ASKS_FOR_WORK,
+    HASHES_AHEAD,
     LOADS_BEHIND,
     TELLS_NEW_REQUESTS,
 )
@@ -57,6 +58,26 @@ REQUIRED_LAYOUT = Patch(
 @REQUIRED_LAYOUT.around
 def get_required_kvcache_layout(call: Call) -> str | None:
     return required_memory_order(call.proceed())
+
+
+SUPPORTS_SLEEP_MODE = Patch(
+    target=PULL_FACADE,
+    attribute="supports_sleep_mode",
+    kind="classmethod",
+    process="every",
+    parameters=("cls", "kv_transfer_config"),
+    versions=HASHES_AHEAD.later,
+    needs="pull",
+    why="vLLM would unpin KV memory before it sleeps, and publish another registration when it wakes up, of which this "
+    "package's peers are not told.",
+    upstream="vLLM 0.33, vllm/config/vllm.py: _verify_kv_transfer_compat; vllm/v1/worker/gpu_worker.py: wake_up",
+    remove_when="sleep and wake-up were run on a GPU with this vLLM",
+)
+
+
+@SUPPORTS_SLEEP_MODE.around
+def supports_sleep_mode(call: Call) -> bool:
+    return False
 
 
 def _of_connector(

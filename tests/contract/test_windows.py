@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from kvcached_nixl.compat.kvcached_contacts import CONTACTS
-from kvcached_nixl.compat.series import BEYOND_KVCACHED
+from kvcached_nixl.compat.series import BEYOND_KVCACHED, COUNTS_EXTERNAL_WEIGHTS
 from kvcached_nixl.compat.versions import installed_row
 
 PROBE = Path(__file__).parents[1] / "support" / "windows_probe.py"
@@ -59,6 +59,16 @@ def test_a_contact_that_differs_keeps_them_shut(contact: str) -> None:
     assert not found["contains"] and NO_ADAPTER in found["refusal"]
     assert "kvcached's version windows stay shut:" in said
     assert f"{contact.replace(':', '.')}: parameters (self, other)" in said
+
+
+@pytest.mark.skipif(
+    float(installed_row().series) < float(COUNTS_EXTERNAL_WEIGHTS.since), reason="kvcached's functions are complete"
+)
+def test_a_worker_on_a_gpu_gets_what_this_vllm_expects() -> None:
+    """kvcached's functions, called as vLLM's worker calls them; without a GPU, and without a model."""
+    found, _ = probe("memory", ENABLE_KVCACHED="true")
+    assert found["budgets"] == [500, 400] and found["configured"] == [True]
+    assert "500 bytes of weights" in found["refusal"]
 
 
 def test_the_contacts_are_what_kvcached_changes() -> None:

@@ -22,12 +22,13 @@ from pathlib import Path
 
 from packaging.version import Version
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the package `experiments`
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the package `support`
 from support.shapes.contacts import differing
 from support.shapes.fixture import SERIES, load, make, save
 from support.shapes.judging import missing, verdicts
-from support.shapes.source import open_source
 
+from experiments.common.vllm_source import open_source
 from kvcached_nixl.compat.series import BEYOND_KVCACHED, ROWS
 from kvcached_nixl.compat.versions import row_of
 

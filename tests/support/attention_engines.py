@@ -54,7 +54,7 @@ def backend_of(geometry: Geometry) -> type:
             return f"TEST_{geometry.era.upper()}"
 
         @staticmethod
-        def get_supported_kernel_block_sizes() -> list[Any]:
+        def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
             return sorted({geometry.of_group(group).block_size for group in range(geometry.groups)})
 
         @staticmethod

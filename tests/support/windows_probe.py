@@ -3,10 +3,12 @@
 
 usage: windows_probe.py state [CONTACT]     CONTACT: MODULE:CLASS.METHOD, which gets other parameters when imported
        windows_probe.py changes
+       windows_probe.py memory              what a worker on a GPU would be told of its memory (vLLM 0.32 and later)
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -57,6 +59,40 @@ def changes() -> list[str]:
     return sorted(name for name, one in after.items() if name in before and one is not before[name])
 
 
+def memory() -> dict[str, Any]:
+    """The budgets without and with weights that another process holds; whether profiling has the configuration."""
+    importlib.import_module("vllm")
+    module = importlib.import_module("vllm.v1.worker.gpu_worker")
+    config = importlib.import_module("vllm.config")
+    torch = importlib.import_module("torch")
+    snapshot, cache = SimpleNamespace(total_memory=1000, free_memory=1000), SimpleNamespace(gpu_memory_utilization=0.5)
+    budgets = [module.request_memory(snapshot, cache), module.request_memory(snapshot, cache, 100)]
+    try:
+        module.request_memory(snapshot, cache, 500)
+        refusal = ""
+    except importlib.import_module("kvcached_nixl.errors").Refused as error:
+        refusal = str(error)
+    # kvcached's path without vLLM's snapshot of a GPU's memory calls these two before it runs the model.
+    torch.cuda.empty_cache = torch.cuda.reset_peak_memory_stats = lambda: None
+    module.maybe_apply_startup_plan = lambda worker: None
+    of_worker, seen = config.VllmConfig(), []
+
+    def profile_run() -> None:
+        seen.append(config.get_current_vllm_config() is of_worker)
+        raise InterruptedError
+
+    worker = object.__new__(module.Worker)
+    vars(worker).update(
+        vllm_config=of_worker,
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        requested_memory=500,
+        model_runner=SimpleNamespace(profile_run=profile_run),
+    )
+    with contextlib.suppress(InterruptedError):
+        worker.determine_available_memory()
+    return {"budgets": budgets, "refusal": refusal, "configured": seen}
+
+
 def _functions() -> dict[str, Any]:
     found: dict[str, Any] = {}
     kinds = (types.FunctionType, classmethod, staticmethod, property)
@@ -74,4 +110,5 @@ def _functions() -> dict[str, Any]:
 
 if __name__ == "__main__":
     what, *more = sys.argv[1:]
-    print("\n" + json.dumps(state(*(more or [""])) if what == "state" else changes()))
+    asked = {"state": lambda: state(*(more or [""])), "changes": changes, "memory": memory}
+    print("\n" + json.dumps(asked[what]()))

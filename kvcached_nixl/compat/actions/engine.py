@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.metrics import take_reasons
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.wire.step import BlockIds, Reports
 
 __all__ = [
@@ -131,12 +131,12 @@ class EngineBlocks:
 def queued(engine_scheduler: Any) -> Iterator[Any]:
     """The requests that do not run, in vLLM's order."""
     # From 0.31 on vLLM has a queue of those that hold KV, and schedules them first; before, one of those it skipped.
-    if "kv_holding_waiting" in vars(engine_scheduler):
-        names = ("kv_holding_waiting", "waiting")
-    else:
-        names = ("waiting", "skipped_waiting")
-    for name in names:
-        yield from private(engine_scheduler, name)
+    holding = optional(engine_scheduler, "kv_holding_waiting")
+    if holding is not None:
+        yield from holding
+    yield from private(engine_scheduler, "waiting")
+    if holding is None:
+        yield from private(engine_scheduler, "skipped_waiting")
 
 
 def wants_blocks(request: Any) -> bool:
@@ -225,7 +225,7 @@ def _waits(request: Any) -> bool:
 
 def _count_cached(request: Any) -> None:
     """In vLLM <= 0.19 ``num_cached_tokens`` is -1 until a request is scheduled, and its metrics raise on that value."""
-    if vars(request).get("num_cached_tokens", 0) < 0:
+    if optional(request, "num_cached_tokens", 0) < 0:
         request.num_cached_tokens = 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcached_nixl.compat.actions.engine import due_in_seconds, queued, reports_of, wait_for_input, wants_blocks
 from kvcached_nixl.compat.attached_state import side_of, sides
-from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.wire.step import Reports
 
 __all__ = ["note_step", "rest"]
@@ -37,7 +37,7 @@ def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, ou
     """
     has_moved = (
         scheduler_output.total_num_scheduled_tokens
-        or getattr(scheduler_output, "preempted_req_ids", None)
+        or private(scheduler_output, "preempted_req_ids")
         or scheduler_output.finished_req_ids
         or reports.sent
         or reports.received
@@ -75,9 +75,9 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     if not vars(scheduler).get(_STOOD_STILL) or any(side.pending for side in found):
         return False
     # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
-    if private(core, "engines_running") or vars(scheduler).get("ec_connector") is not None:
+    if private(core, "engines_running") or private(scheduler, "ec_connector") is not None:
         return False
-    if scheduler.finished_req_ids or vars(scheduler).get("deferred_frees"):
+    if scheduler.finished_req_ids or optional(scheduler, "deferred_frees"):
         return False
     statuses = [one.status.name for one in queued(scheduler)]
     # A compiled grammar and the loads of another connector are found by polling only.

@@ -6,8 +6,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from experiments.common.vllm_source import Source
 from kvcached_nixl.compat.kvcached_contacts import CONTACTS, Contact
-from support.shapes.source import Source
 
 __all__ = ["differing"]
 

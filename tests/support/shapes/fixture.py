@@ -15,13 +15,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from experiments.common.vllm_source import Source
 from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, WORKER, WORKER_PROCESS
 from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.patching import Patch, Target
 from kvcached_nixl.seams import PATCHES
 from support.shapes.reading import Call, Reader
 from support.shapes.reads import READS
-from support.shapes.source import Source
 
 __all__ = ["SERIES", "VLLM_PATCHES", "load", "make", "save"]
 
@@ -51,6 +51,7 @@ _CALLED_ON = {
 """Target -> variable names under which vLLM calls its methods. A call by another name shows as "no caller"."""
 
 _CALLERS_IN = (
+    "vllm/config/",
     "vllm/v1/",
     "vllm/distributed/kv_transfer/",
     "vllm/renderers/",
@@ -87,7 +88,7 @@ def make(source: Source) -> dict[str, Any]:
         "places": places,
         "bodies": _bodies(reader, places),
         "callers": _callers(reader),
-        "reads": {reads.target.name: _read(reader, reads.target, reads.names) for reads in READS},
+        "reads": {reads.target.name: _read(reader, reads.target, reads.all_names) for reads in READS},
     }
 
 

@@ -64,12 +64,13 @@ def missing(shape: Mapping[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for reads in READS:
         read = shape["reads"].get(reads.target.name, "?")
-        names = list(reads.names) if read is None else read.split()
-        if {name.removeprefix("-") for name in names} != set(reads.names):
+        names = list(reads.all_names) if read is None else read.split()
+        if {name.removeprefix("-") for name in names} != set(reads.all_names):
             raise _too_old(shape, f"what is read of {reads.target.name}")
         if not SpecifierSet(reads.versions).contains(_version(shape)):
             continue
-        lacking = [name[1:] for name in names if name.startswith("-")]
+        gone = [name[1:] for name in names if name.startswith("-")]
+        lacking = [one for one in gone if SpecifierSet(reads.sometimes.get(one, "")).contains(_version(shape))]
         if lacking or read is None:
             found[reads.target.name] = lacking
     return found

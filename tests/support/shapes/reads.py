@@ -8,7 +8,8 @@ installed. ``tests/unit/compat/test_shapes.py`` compares this table with the cod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvcached_nixl.compat.locate import (
     ENGINE_CORE,
@@ -25,7 +26,15 @@ from kvcached_nixl.compat.locate import (
     WORKER_PROCESS,
 )
 from kvcached_nixl.compat.names import KV_TRANSFER
-from kvcached_nixl.compat.series import ASKS_FOR_RESULTS, HITS_DIVERGE, LOADS_BEHIND
+from kvcached_nixl.compat.series import (
+    ASKS_FOR_RESULTS,
+    ASKS_FOR_WORK,
+    BEYOND_KVCACHED,
+    HASHES_AHEAD,
+    HITS_DIVERGE,
+    LOADS_BEHIND,
+    TELLS_NEW_REQUESTS,
+)
 from kvcached_nixl.patching import Place, Target
 
 __all__ = ["READS", "Reads"]
@@ -37,16 +46,22 @@ class Reads:
 
     Attributes:
         versions: vLLM versions with which they are read; empty for all.
+        sometimes: names that are read with a default, where they are missing -> the vLLM versions that have them.
     """
 
     target: Target
     names: tuple[str, ...]
     versions: str = ""
+    sometimes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*self.names, *self.sometimes)
 
 
-def _of(module: str, qualname: str, *names: str, versions: str = "") -> Reads:
+def _of(module: str, qualname: str, *names: str, versions: str = "", **sometimes: str) -> Reads:
     name = f"{module}.{qualname}" if qualname else module
-    return Reads(Target(name=name, places=(Place(module, qualname),)), names, versions)
+    return Reads(Target(name=name, places=(Place(module, qualname),)), names, versions, sometimes)
 
 
 def _first_of(modules: tuple[str, ...], qualname: str, *names: str) -> Reads:
@@ -96,6 +111,7 @@ READS = (
         "record_kv_expired_req",
     ),
     _first_of(STATS_MODULES, "NixlPromMetrics", "observe", "_counter_cls", "_gauge_cls"),
+    _of(f"{KV_TRANSFER}.v1.multi_connector", "MultiConnector", "_connectors"),
     _of(f"{KV_TRANSFER}.v1.base", "SupportsHMA", "request_finished_all_groups"),
     _of(
         f"{KV_TRANSFER}.v1.base",
@@ -119,7 +135,13 @@ READS = (
             "failed_recving_kv_req_ids",
             "recompute_kv_load_failures",
             "finish_requests",
+            "ec_connector",
         ),
+        sometimes={
+            "kv_holding_waiting": BEYOND_KVCACHED.later,
+            "skipped_waiting": BEYOND_KVCACHED.earlier,
+            "deferred_frees": ASKS_FOR_WORK.later,
+        },
     ),
     Reads(
         ENGINE_CORE,
@@ -141,14 +163,20 @@ READS = (
     _of("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL"),
     # The worker and its model runner.
     Reads(WORKER_PROCESS, ("vllm_config", "model_runner")),
-    _of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_model"),
+    _of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_model", "drafter"),
+    _of("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "get_model", "speculator"),
     Reads(MODEL_LOADER, ("load_config",)),
     _of("vllm.distributed.parallel_state", "", "get_tensor_model_parallel_rank"),
     _of("vllm.distributed.kv_transfer", "", "get_kv_transfer_group", "has_kv_transfer_group"),
     _of("vllm.platforms", "", "current_platform"),
     _of("vllm.lora.utils", "", "get_adapter_absolute_path"),
     _of("vllm.v1.worker.utils", "", "select_common_block_size"),
-    _of("vllm.distributed.kv_transfer.kv_connector.utils", "", "get_current_attn_backends"),
+    _of(
+        "vllm.distributed.kv_transfer.kv_connector.utils",
+        "",
+        "get_current_attn_backends",
+        get_current_attn_backends_and_specs=HASHES_AHEAD.later,
+    ),
     # Preparation of prompts in the API server.
     Reads(RENDERER, ("model_config", "config")),
     _of(
@@ -186,6 +214,8 @@ READS = (
         "streaming_queue",
         "is_finished",
         "get_finished_reason",
+        num_cached_tokens="<0.20",
+        prompt_is_token_ids=">=0.21",
     ),
     _of(
         "vllm.v1.request",
@@ -198,7 +228,15 @@ READS = (
         "FINISHED_REPETITION",
         "FINISHED_ERROR",
     ),
-    _of("vllm.lora.request", "LoRARequest", "lora_int_id", "lora_path", "load_inplace"),
+    _of(
+        "vllm.lora.request",
+        "LoRARequest",
+        "lora_int_id",
+        "lora_path",
+        "load_inplace",
+        is_3d_lora_weight=TELLS_NEW_REQUESTS.later,
+    ),
+    _of(f"{_CONFIG}.lora", "LoRAConfig", "lora_dtype", "target_modules", "enable_tower_connector_lora"),
     _of(
         _OUTPUT,
         "SchedulerOutput",
@@ -207,6 +245,7 @@ READS = (
         "scheduled_new_reqs",
         "scheduled_cached_reqs",
         "new_block_ids_to_zero",
+        "preempted_req_ids",
     ),
     _of(_OUTPUT, "NewRequestData", "req_id", "block_ids", "num_computed_tokens"),
     _of(_OUTPUT, "CachedRequestData", "req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),
@@ -268,7 +307,14 @@ READS = (
         "lora_config",
         "shutdown_timeout",
     ),
-    _of(f"{_CONFIG}.cache", "CacheConfig", "block_size", "cache_dtype"),
+    _of(f"{_CONFIG}.cache", "CacheConfig", "block_size", "cache_dtype", calculate_kv_scales=HITS_DIVERGE.earlier),
+    _of(
+        f"{_CONFIG}.multimodal",
+        "MultiModalConfig",
+        "mm_processor_kwargs",
+        "video_pruning_rate",
+        video_pruning_method=">=0.27",
+    ),
     _of(
         f"{_CONFIG}.model",
         "ModelConfig",
@@ -287,6 +333,9 @@ READS = (
         "get_head_size",
         "get_total_num_kv_heads",
         "get_total_num_hidden_layers",
+        "model_impl",
+        "disable_sliding_window",
+        quantization_config=">=0.20",
     ),
     _of(
         f"{_CONFIG}.parallel",
@@ -299,11 +348,13 @@ READS = (
         "data_parallel_rank_local",
         "data_parallel_index",
         "distributed_executor_backend",
+        "enable_eplb",
+        "enable_expert_parallel",
         "nnodes_within_dp",
         "world_size",
     ),
     _of(f"{_CONFIG}.scheduler", "SchedulerConfig", "max_num_seqs"),
-    _of(f"{_CONFIG}.speculative", "SpeculativeConfig", "method", "draft_model_config"),
+    _of(f"{_CONFIG}.speculative", "SpeculativeConfig", "method", "draft_model_config", "num_speculative_tokens"),
     _of(
         f"{_CONFIG}.kv_transfer",
         "KVTransferConfig",
@@ -319,7 +370,17 @@ READS = (
     _of(_CACHE_INTERFACE, "UniformTypeKVCacheSpecs", "kv_cache_specs"),
     _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size", "page_size_bytes", "num_kv_heads"),
     _of("vllm.model_executor.layers.mamba.mamba_utils", "", "is_conv_state_dim_first", versions=HITS_DIVERGE.later),
-    _of(_CACHE_INTERFACE, "MambaSpec", "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "page_size_bytes"),
+    _of(
+        _CACHE_INTERFACE,
+        "MambaSpec",
+        "shapes",
+        "dtypes",
+        "mamba_type",
+        "mamba_cache_mode",
+        "page_size_bytes",
+        tp_replicated=LOADS_BEHIND.later,
+        num_prefill_checkpoint_blocks=LOADS_BEHIND.later,
+    ),
     _of(
         "vllm.envs",
         "",
@@ -327,8 +388,9 @@ READS = (
         "VLLM_NIXL_SIDE_CHANNEL_PORT",
         "VLLM_USE_V2_MODEL_RUNNER",
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
     ),
     _of("vllm.platforms", "", "current_platform"),
     _of("vllm.platforms.interface", "Platform", "device_type", "get_nixl_memory_type", "is_rocm"),
 )
-"""Left out: what may be absent (read by ``vars(...).get`` with a default), and what is our own."""
+"""Left out: what is this package's own, and attributes of other libraries' objects."""

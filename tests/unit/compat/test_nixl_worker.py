@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ from kvcached_nixl.wire.kv_groups import KVGroup
 from kvcached_nixl.worker.build import StockWorker
 from kvcached_nixl.worker.geometry.kv_axes import Axes
 from kvcached_nixl.worker.memory_registration import NixlRegistrar
+
+_UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 
 
 @pytest.fixture(autouse=True)
@@ -124,9 +127,16 @@ def with_blocks_of(num_tokens: int) -> FullAttentionSpec:
     return spec
 
 
-def cache_of(*specs: Any, pools: int = 1) -> SimpleNamespace:
-    """vLLM's ``KVCacheConfig``."""
-    return SimpleNamespace(kv_cache_groups=groups(*specs), kv_cache_tensors=[1] * pools)
+@dataclass
+class KVCacheConfig:
+    """vLLM's."""
+
+    kv_cache_groups: list[Any]
+    kv_cache_tensors: list[Any]
+
+
+def cache_of(*specs: Any, pools: int = 1) -> KVCacheConfig:
+    return KVCacheConfig(groups(*specs), [1] * pools)
 
 
 def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
@@ -194,10 +204,11 @@ def worker(**changed: Any) -> WorkerView:
         model="m", revision=None, dtype="bf16", quantization=None, hf_config=config_of(), hf_text_config=config_of(),
         is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
+        model_impl="auto", disable_sliding_window=False,
     )  # fmt: skip
     for owner in (parallel, cache, model):
-        optional = {"calculate_kv_scales"} if owner is cache else {"model_impl", "disable_sliding_window", "uses_mrope"}
-        for name in [name for name in changed if name in {*vars(owner), *(optional if owner is not parallel else ())}]:
+        optional = {id(cache): "calculate_kv_scales", id(model): "uses_mrope"}.get(id(owner))
+        for name in [name for name in changed if name in {*vars(owner), optional}]:
             setattr(owner, name, changed.pop(name))
     half = SimpleNamespace(
         vllm_config=SimpleNamespace(
@@ -395,6 +406,26 @@ def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_toke
     assert view.unserved == [("KV-cache groups with 1, 2 kernel blocks in a block", "the same in every group")]
 
 
+@pytest.mark.parametrize(("tokens_of_wide", "is_served"), [(16, True), (8, False)])
+def test_a_kernel_may_split_blocks_of_one_size_by_their_spec(
+    tokens_of_wide: int, is_served: bool, shape: Callable[[Shape], None], make_module: Callable[..., ModuleType]
+) -> None:
+    """vLLM 0.33: FlashAttention 4 takes blocks of another size where heads are wide."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.distributed", "vllm.distributed.kv_transfer", _UTILS[:-6]):
+        if name not in sys.modules:
+            make_module(name).__path__ = []
+    source = "def select_common_block_size(size, backends, specs): return specs[0].kernel_tokens"
+    make_module("vllm.v1.worker.utils", source)
+    source = "def get_current_attn_backends_and_specs(config, cache, fallback): return fallback, cache.kv_cache_groups"
+    make_module(_UTILS, source)
+    shape(Shape(kernel_blocks_by_spec=True))
+    found = groups(FullAttentionSpec(), FullAttentionSpec())
+    found[0].kernel_tokens, found[1].kernel_tokens = 16, tokens_of_wide
+    view = worker(kv_cache_config=KVCacheConfig(found, [1]), _physical_blocks_per_logical_kv_block=1)
+    refused = [("KV-cache groups with 1, 2 kernel blocks in a block", "the same in every group")]
+    assert view.unserved == ([] if is_served else refused)
+
+
 def test_layers_of_one_group_with_blocks_of_several_sizes_are_named() -> None:
     """A position would be in another block than the manifest says."""
     config = cache_of(UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=with_blocks_of(32)))
@@ -534,7 +565,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def known(**shape: Any) -> None:
         for one in (module, states):
-            monkeypatch.setattr(one, "installed_row", lambda: SimpleNamespace(shape=SimpleNamespace(**shape)))
+            monkeypatch.setattr(one, "installed_row", lambda: SimpleNamespace(shape=Shape(**shape)))
 
     return known
 

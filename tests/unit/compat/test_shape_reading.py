@@ -17,12 +17,12 @@ pytest.importorskip("torch", reason="the worker's seams need torch")
 
 from support.script_loading import load_script
 from support.shapes import fixture as shape_fixture
-from support.shapes import source as shape_source
 from support.shapes.fixture import load, make
 from support.shapes.judging import verdicts
 from support.shapes.reading import Reader
-from support.shapes.source import Source, open_source
 
+from experiments.common import vllm_source as shape_source
+from experiments.common.vllm_source import Source, open_source
 from kvcached_nixl.compat.series import ROWS
 
 SHAPES = Path(__file__).resolve().parents[2] / "shapes"

@@ -91,7 +91,7 @@ def test_series_and_changes_are_in_order() -> None:
 
 def test_what_is_said_to_be_supported_is_what_the_rows_are() -> None:
     """From the first to the last, without a gap; and nothing is a row of which nothing was run."""
-    assert SUPPORTED == ">=0.19,<0.32"
+    assert SUPPORTED == ">=0.19,<0.34"
     assert all(Evidence.CONTRACT in row.evidence for row in ROWS)
 
 
@@ -101,7 +101,7 @@ def test_releases_of_a_tested_series_are_supported(version: str) -> None:
     assert row_of(version) is not None
 
 
-@pytest.mark.parametrize("version", ["0.18.1", "0.32.0", "0.25.0rc1", "0.28.0rc1", "dev", "unknown", "", None])
+@pytest.mark.parametrize("version", ["0.18.1", "0.34.0", "0.25.0rc1", "0.28.0rc1", "dev", "unknown", "", None])
 def test_everything_else_is_not(version: str | None) -> None:
     """No guessing from a neighbour, a development build or a missing version."""
     assert row_of(version) is None
@@ -116,7 +116,7 @@ def test_a_supported_environment_has_nothing_to_refuse(found: Callable[..., None
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
-        ({"vllm": "0.18.1"}, UnsupportedVersion, ["vLLM 0.18.1", ">=0.19,<0.32", "tested: 0.19.1, 0.20.2"]),
+        ({"vllm": "0.18.1"}, UnsupportedVersion, ["vLLM 0.18.1", ">=0.19,<0.34", "tested: 0.19.1, 0.20.2"]),
         ({"vllm": None}, MissingDependency, ["no vLLM"]),
         ({"kvcached": "0.1.7"}, UnsupportedVersion, ["kvcached 0.1.7", "==0.1.6"]),
         ({"kvcached": None}, MissingDependency, ["no kvcached", "unset ENABLE_KVCACHED"]),

@@ -68,6 +68,7 @@ def core(*statuses: str, ours: SimpleNamespace | None = None, blocks: Blocks | N
         waiting=requests[::2],
         skipped_waiting=requests[1::2],
         pause_state=0,
+        ec_connector=None,
         finished_req_ids=set(),
         kv_cache_manager=SimpleNamespace(block_pool=blocks or Blocks(7)),
     )
@@ -87,7 +88,9 @@ SCHEDULERS = ("pause_state", "finished_req_ids", "ec_connector", "deferred_frees
 
 
 def step(tokens: int = 0, *, ended: bool = False, told: bool = False, **reported: Any) -> tuple[Any, Reports, Any]:
-    output = SimpleNamespace(total_num_scheduled_tokens=tokens, finished_req_ids={"a"} if ended else set())
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=tokens, finished_req_ids={"a"} if ended else set(), preempted_req_ids=None
+    )
     reports = Reports(**{"sent": set(), "received": set(), "invalid": set()} | reported)
     return output, reports, {0: SimpleNamespace(outputs=["token"] if told else [])}
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completes kvcached's patches for vLLM 0.32 and later.
+
+Runs in: every process, while vLLM is being imported, as kvcached patches it.
+"""
+
+from __future__ import annotations
+
+from kvcached_nixl.compat.actions.completed import with_configuration, with_external_weights, with_hash_lookahead
+from kvcached_nixl.compat.locate import KVCACHED_COORDINATOR, KVCACHED_GPU_WORKER
+from kvcached_nixl.compat.series import COUNTS_EXTERNAL_WEIGHTS, HASHES_AHEAD
+from kvcached_nixl.patching import Call, Patch
+
+__all__ = ["SEAMS"]
+
+_UPSTREAM = "kvcached 0.1.6, kvcached/integration/vllm/patches.py; vLLM"
+_REMOVE_WHEN = "kvcached accepts this version itself"
+
+INIT_DEVICE = Patch(
+    target=KVCACHED_GPU_WORKER,
+    attribute="patch_worker_init_device",
+    process="every",
+    parameters=("self", "gpuworker_mod"),
+    versions=COUNTS_EXTERNAL_WEIGHTS.later,
+    why="kvcached's request_memory has two parameters, and vLLM passes three: no worker on a GPU would start.",
+    upstream=f"{_UPSTREAM} 0.32, vllm/v1/worker/utils.py",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@INIT_DEVICE.around
+def patch_worker_init_device(call: Call) -> bool:
+    return with_external_weights(call.argument("gpuworker_mod"), call.proceed)
+
+
+DETERMINE_AVAILABLE_MEMORY = Patch(
+    target=KVCACHED_GPU_WORKER,
+    attribute="patch_worker_determine_available_memory",
+    process="every",
+    parameters=("self", "gpuworker_mod"),
+    versions=COUNTS_EXTERNAL_WEIGHTS.later,
+    why="kvcached runs the model without vLLM's current configuration to find out what memory it needs.",
+    upstream=f"{_UPSTREAM} 0.32, vllm/v1/worker/gpu_worker.py",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@DETERMINE_AVAILABLE_MEMORY.around
+def patch_worker_determine_available_memory(call: Call) -> bool:
+    return with_configuration(call.argument("gpuworker_mod"), call.proceed)
+
+
+COORDINATOR = Patch(
+    target=KVCACHED_COORDINATOR,
+    attribute="patch_coordinator",
+    process="every",
+    parameters=("self", "kvcoord_mod"),
+    versions=HASHES_AHEAD.later,
+    why="kvcached's block pool lacks an attribute that vLLM reads where layers have states.",
+    upstream=f"{_UPSTREAM} 0.33, vllm/v1/core/block_pool.py",
+    remove_when=_REMOVE_WHEN,
+)
+
+
+@COORDINATOR.around
+def patch_coordinator(call: Call) -> bool:
+    return with_hash_lookahead(call.argument("kvcoord_mod"), call.proceed)
+
+
+SEAMS = (patch_worker_init_device, patch_worker_determine_available_memory, patch_coordinator)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The changes in ``upstream/``: each mends what its reproduction shows, and applies to the installed kvcached."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+UPSTREAM = Path(__file__).parents[2] / "upstream"
+OF_SOURCE = "page-flags"
+"""C++, which is not installed: ``python upstream/reproduce.py page-flags`` fetches kvcached's source archive."""
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(UPSTREAM.glob("*.diff")) if path.stem != OF_SOURCE])
+def test_the_reproduction_fails_without_the_change_and_passes_with_it(name: str) -> None:
+    command = [sys.executable, str(UPSTREAM / "reproduce.py"), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_change_has_a_reproduction() -> None:
+    names = {path.stem for path in UPSTREAM.glob("*.diff")}
+    assert names == {path.stem for path in (UPSTREAM / "reproductions").glob("*.py")}
