@@ -99,6 +99,7 @@ class Shape:
         kernel_blocks_by_spec: how many kernel blocks a block has depends on its layers' KV-cache spec, too.
         logical_views: every layer's view is (N, H, bs, D) with any backend, with one head for a latent; vLLM states its
             byte offset.
+        pause_errors_reach_callers: a pause that fails tells its caller so, and the engine goes on.
     """
 
     era: Era = Era.KV_APART
@@ -108,6 +109,7 @@ class Shape:
     runners: tuple[str, ...] = ("V1",)
     kernel_blocks_by_spec: bool = False
     logical_views: bool = False
+    pause_errors_reach_callers: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ ASKS_FOR_RESULTS = Change("0.30", "the runner asks its connector for the results
 BEYOND_KVCACHED = Change(
     "0.31",
     "beyond kvcached 0.1.6's version windows, which this package opens if all of kvcached's patches fit; one queue of "
-    "waiting requests, and one of those that hold KV (kv_holding_waiting); the worker saves in empty steps, too",
+    "waiting requests, and one of those that hold KV (kv_holding_waiting); the worker saves in empty steps, too; a "
+    "pause that fails tells its caller",
+    {"pause_errors_reach_callers": True},
 )
 COUNTS_EXTERNAL_WEIGHTS = Change(
     "0.32",

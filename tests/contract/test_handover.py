@@ -81,6 +81,17 @@ def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node])
 # ------------------------------------------------------------------------------------------------------- bytes arrive
 
 
+def test_what_has_ended_may_be_asked_for_before_a_step_is_saved(pair: tuple[Node, Node]) -> None:
+    """vLLM's order with a draft model: in V1, and from 0.33 on in V2."""
+    for one in pair:
+        one.drafts = True
+    for first_token in (0, 8):
+        served(*pair, first_token)
+    for one in pair:
+        one.drafts = False
+    served(*pair, 16)
+
+
 # -------------------------------------------------------------------------------------------------- requests that end
 
 

@@ -7,7 +7,6 @@ import queue
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from vllm.v1.engine import EngineCoreRequestType, UtilityOutput
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvcached_nixl.compat.actions import pausing as compat_pausing
-from kvcached_nixl.compat.versions import reason_to_skip
+from kvcached_nixl.compat.versions import installed_row, reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import pausing
 
@@ -35,16 +34,22 @@ def patched() -> Iterator[Registry]:
     registry.uninstall()
 
 
-def clear(engine: Any, future: Future[None]) -> None:
+def clear(*_: Any) -> None:
     raise RuntimeError("Failed to reset KV cache")
 
 
-def idle_engine(future: Future[None]) -> Any:
+def paused_engine() -> tuple[Any, Future[None]]:
+    """An engine with work that is paused, and whose cache cannot be cleared when it is idle; and vLLM's answer."""
     engine = object.__new__(EngineCoreProc)
-    engine.scheduler = SimpleNamespace(connector=None)
-    engine._idle_state_callbacks = [partial(clear, future=future)]
-    engine.process_input_queue_block = True
-    return engine
+    vars(engine).update(
+        scheduler=SimpleNamespace(connector=None, set_pause_state=lambda state: None, pause_state=0),
+        model_executor=SimpleNamespace(collective_rpc=lambda name: None),
+        _idle_state_callbacks=[],
+        process_input_queue_block=True,
+        has_work=lambda: True,
+        _reset_caches=clear,
+    )
+    return engine, engine.pause_scheduler("wait")
 
 
 def notify(engine: Any) -> None:
@@ -54,18 +59,23 @@ def notify(engine: Any) -> None:
 
 def test_whoever_paused_an_engine_gets_an_error_and_the_engine_lives() -> None:
     """It calls back when it is idle; its answer to a call waits for that."""
-    future, answered, output = Future[None](), list[UtilityOutput](), UtilityOutput(7)
+    engine, future = paused_engine()
+    answered, output = list[UtilityOutput](), UtilityOutput(7)
     EngineCoreProc._invoke_utility_method("pause_scheduler", lambda: future, output, answered.append)
     assert not answered
-    notify(idle_engine(future))
+    notify(engine)
     assert answered == [output] and "Failed to reset KV cache" in (output.failure_message or "")
 
 
 def test_without_this_package_the_engine_ends(patched: Registry) -> None:
-    """What the case above would not see if vLLM came to say it itself."""
+    """Below 0.31. From there on vLLM tells its caller itself."""
     patched.uninstall()
+    engine, future = paused_engine()
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
-        notify(idle_engine(Future()))
+        notify(engine)
+        if installed_row().shape.pause_errors_reach_callers:
+            future.result(0)
+            pytest.fail("vLLM has told nobody")
 
 
 @dataclass

@@ -73,6 +73,8 @@ class Node:
     is_over: bool = False
     runner: Any = None
     """vLLM's own connector glue, if every model of this vLLM uses model runner V2. Else the node does its work."""
+    drafts: bool = False
+    """With a draft model, whose KV of a step is computed after the worker was asked for what has ended."""
     taken_stats: list[Any] = dataclasses.field(default_factory=list)
     windows: Sequence[int | str | None] = ()
     """Per KV-cache group, as in `nodes`."""
@@ -166,11 +168,14 @@ class Node:
         else:
             self.runner.pre_forward(output)
             self.compute(output)
-            options: dict[str, Any] = {"wait_for_save": bool(output.num_scheduled_tokens)}
-            if "wait_for_save" not in inspect.signature(self.runner.post_forward).parameters:
-                # vLLM 0.31 saves in empty steps, too.
-                options = {}
-            told = self.runner.post_forward(output.finished_req_ids, **options)
+            known = inspect.signature(self.runner.post_forward).parameters
+            # Up to 0.30 vLLM does not save in empty steps. From 0.33 on it puts off saving until drafts are computed.
+            wishes = {"wait_for_save": bool(output.num_scheduled_tokens), "defer_finalize": self.drafts}
+            told = self.runner.post_forward(
+                output.finished_req_ids, **{name: wish for name, wish in wishes.items() if name in known}
+            )
+            if self.drafts and "defer_finalize" in known:
+                self.runner.finalize_step()
         if told.kv_connector_stats is not None:
             self.taken_stats.append(told.kv_connector_stats)
         ids = list(output.num_scheduled_tokens)
@@ -187,10 +192,12 @@ class Node:
         worker.bind_connector_metadata(output.kv_connector_metadata)
         worker.start_load_kv(None)
         self.compute(output)
-        if output.num_scheduled_tokens:
+        if output.num_scheduled_tokens and not self.drafts:
             worker.wait_for_save()
         sent, received = worker.get_finished(output.finished_req_ids)
         invalid, stats = worker.get_block_ids_with_load_errors(), worker.get_kv_connector_stats()
+        if output.num_scheduled_tokens and self.drafts:
+            worker.wait_for_save()
         worker.clear_connector_metadata()
         return KVConnectorOutput(
             finished_sending=sent, finished_recving=received, invalid_block_ids=invalid, kv_connector_stats=stats

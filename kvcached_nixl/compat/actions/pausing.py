@@ -17,6 +17,7 @@ from typing import Any
 from kvcached_nixl.compat.actions.engine import bound_sides, core_of, due_in_seconds, wait_for_input, wake_of
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.versions import installed_row
 
 __all__ = ["cleared", "drains", "ends_at_once", "go_on_unless_paused", "held_back", "tell_who_waits", "wait_until_due"]
 
@@ -130,8 +131,10 @@ def tell_who_waits(core: Any, logger: logging.Logger) -> None:
     """Make errors of vLLM's idle-state callbacks reach their callers instead of ending the engine.
 
     A pause clears the cache in such a callback, which fails while blocks are held. The engine stays paused, and the
-    caller can try again.
+    caller can try again. From 0.31 on vLLM's own callbacks do this.
     """
+    if installed_row().shape.pause_errors_reach_callers:
+        return
     callbacks = private(core, "_idle_state_callbacks")
     callbacks[:] = [one if isinstance(one, _Guarded) else _Guarded(one, logger) for one in callbacks]
 

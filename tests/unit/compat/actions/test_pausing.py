@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -11,10 +12,23 @@ from typing import Any
 
 import pytest
 
+from kvcached_nixl.compat.actions import pausing
 from kvcached_nixl.compat.actions.pausing import tell_who_waits
+from kvcached_nixl.compat.series import Shape
 from kvcached_nixl.errors import ContractChanged
 
 logger = logging.getLogger(__name__)
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
+    """Sets the shape of the vLLM that is installed; at first that of one whose callbacks raise."""
+
+    def install(shape: Shape) -> None:
+        monkeypatch.setattr(pausing, "installed_row", lambda: SimpleNamespace(shape=shape))
+
+    install(Shape())
+    return install
 
 
 def clear(engine: Any, future: Future[None]) -> None:
@@ -63,6 +77,15 @@ def test_what_nobody_waits_for_ends_the_engine_as_before() -> None:
     done.set_result(None)
     with pytest.raises(RuntimeError):
         idle(paused(partial(clear, future=done), blocks_in_use=1))
+
+
+def test_a_vllm_that_tells_its_callers_itself_is_left_alone(shape: Callable[[Shape], None]) -> None:
+    """From 0.31 on."""
+    shape(Shape(pause_errors_reach_callers=True))
+    callback = partial(clear, future=Future[None]())
+    engine = paused(callback, blocks_in_use=1)
+    tell_who_waits(engine, logger)
+    assert vars(engine)["_idle_state_callbacks"] == [callback]
 
 
 def test_a_changed_loop_is_refused_by_name() -> None:
