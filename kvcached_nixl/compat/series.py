@@ -96,6 +96,9 @@ class Shape:
             beside cached states (vllm#43508), CUDA graphs may read another state (vllm#42430), prefix hits may end
             where no state is, or zeroing a block of contiguous layers clears some of the next one (vllm#50276).
         runners: vLLM's model runners that kvcached has an adapter for.
+        held_kv_runs_while_pausing: a pause that waits for running requests runs those that wait and hold KV, too.
+        keeps_checkpoints: the block before a prompt's last one may have the state of an earlier token, for prefix hits
+            (align mode).
         kernel_blocks_by_spec: how many kernel blocks a block has depends on its layers' KV-cache spec, too.
         logical_views: every layer's view is (N, H, bs, D) with any backend, with one head for a latent; vLLM states its
             byte offset.
@@ -107,6 +110,8 @@ class Shape:
     serves_on_cpu: bool = True
     serves_states: bool = False
     runners: tuple[str, ...] = ("V1",)
+    held_kv_runs_while_pausing: bool = False
+    keeps_checkpoints: bool = False
     kernel_blocks_by_spec: bool = False
     logical_views: bool = False
     pause_errors_reach_callers: bool = False
@@ -169,14 +174,14 @@ BEYOND_KVCACHED = Change(
 COUNTS_EXTERNAL_WEIGHTS = Change(
     "0.32",
     "a worker's memory is counted without weights that another process holds, and profiled with vLLM's current "
-    "configuration; blocks that a connector is to load are left out of those to be zeroed when they are allocated",
+    "configuration; blocks that a connector is to load are not zeroed when they are allocated; kernel blocks by a "
+    "layer's KV-cache spec; Mamba2 layers keep checkpoints of their states while a prompt is computed",
+    {"kernel_blocks_by_spec": True, "keeps_checkpoints": True, "held_kv_runs_while_pausing": True},
 )
 HASHES_AHEAD = Change(
     "0.33",
     "hashes of blocks may cover tokens behind them (num_hash_lookahead_tokens); with a draft model the worker saves "
-    "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; kernel "
-    "blocks by a layer's KV-cache spec",
-    {"kernel_blocks_by_spec": True},
+    "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; NIXL 1.5",
 )
 CHANGES = (
     Change("0.20", "the connector is a package, v1/nixl/; torch 2.11"),
@@ -252,7 +257,7 @@ TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
         "0.29.0": _COMPARED,
         "0.30.0": _COMPARED,
         "0.31.0": _COMPARED,
-        "0.32.0": (Evidence.CONTRACT,),
+        "0.32.0": _COMPARED,
         "0.33.0": (Evidence.CONTRACT,),
     }
 )

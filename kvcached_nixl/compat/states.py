@@ -85,7 +85,8 @@ def _obstacle(core_request: Any) -> str:
     num_tokens = len(tokens) if tokens is not None else len(embeds)
     if num_tokens < FEWEST_TOKENS:
         return f"states of a prompt of {num_tokens} tokens are not handed over; expected at least {FEWEST_TOKENS}"
-    if core_request.sampling_params.prompt_logprobs is not None:
+    sampling = core_request.sampling_params
+    if sampling.prompt_logprobs is not None or optional(sampling, "prompt_logprob_token_ids") is not None:
         return "all tokens of its prompt have to be computed for their log-probabilities"
     if ends_in_media(core_request.mm_features or (), num_tokens):
         return "its last token belongs to an image, a sound, ..."
@@ -115,9 +116,10 @@ def unserved_states(specs: Iterable[Any], speculative_config: Any) -> list[tuple
     if odd := sorted({spec.mamba_cache_mode for spec in specs} - {"none", "align"}):
         # Then a state is kept at every block boundary, and the last one is not always where the last token is.
         refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
-    if any(optional(spec, "num_prefill_checkpoint_blocks") for spec in specs):
-        # vLLM 0.30: blocks with states of earlier tokens, in the same block table.
-        refused.append(("checkpoints of states while a prompt is computed", "none"))
+    if not installed_row().shape.keeps_checkpoints and any(
+        spec.mamba_cache_mode == "align" and optional(spec, "num_prefill_checkpoint_blocks") for spec in specs
+    ):
+        refused.append(("checkpoints of states while a prompt is computed", "vLLM 0.32, or --no-enable-prefix-caching"))
     if optional(speculative_config, "num_speculative_tokens"):
         # vLLM may schedule drafts with the first token that decode computes, and takes that for a part of a prompt: the
         # state is then one behind tokens that were only guessed (vllm#55178).

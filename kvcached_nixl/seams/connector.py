@@ -279,6 +279,19 @@ def get_block_ids_with_load_errors(call: Call) -> set[int]:
     return marks
 
 
+_REGISTERED_AGAIN = "vLLM would take memory from NIXL that the transfer thread is using, and could not give it back."
+
+
+@_of_connector("worker", (), _REGISTERED_AGAIN, target=PULL_FACADE, versions=HASHES_AHEAD.later)
+def unregister_kv_caches(call: Call) -> None:
+    """Does nothing: kvcached's pages stay where they are while vLLM sleeps, and so does the slab."""
+
+
+@_of_connector("worker", (), _REGISTERED_AGAIN, target=PULL_FACADE, versions=HASHES_AHEAD.later)
+def restore_kv_caches(call: Call) -> None:
+    """Does nothing, as `unregister_kv_caches`."""
+
+
 @_of_connector("every", (), "the transfer thread would use an agent that has been destroyed.")
 def shutdown(call: Call) -> None:
     side = side_of(call.instance)

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import msgspec
+from packaging.specifiers import SpecifierSet
 from support import attention_engines, engine_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE, same
 from support.handover_cases import (  # noqa: F401
@@ -57,6 +58,8 @@ from support.internals import addresses_of, attempts_of, leases_of
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
+from kvcached_nixl.compat.series import HASHES_AHEAD
+from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.transport import side_channel
 from kvcached_nixl.wire.lease import EXTENSION, MAX_HEARTBEAT_BYTES
 from kvcached_nixl.wire.manifest import PROTOCOL
@@ -90,6 +93,26 @@ def test_what_has_ended_may_be_asked_for_before_a_step_is_saved(pair: tuple[Node
     for one in pair:
         one.drafts = False
     served(*pair, 16)
+
+
+def test_what_is_registered_stays_so_while_vllm_sleeps(pair: tuple[Node, Node]) -> None:
+    """vLLM 0.33 takes KV memory from NIXL when it sleeps, and gives it back when it wakes up; even if sleep mode was
+    not enabled, which this connector then does not allow."""
+    prefill, decode = pair
+    served(prefill, decode)
+    if not asks_about_sleep():
+        pytest.skip("this vLLM does not ask its connectors about sleep mode")
+    assert not type(decode.engine.worker).supports_sleep_mode(decode.engine.config.kv_transfer_config)
+    for one in pair:
+        one.engine.worker.unregister_kv_caches()
+    served(prefill, decode, 8)
+    for one in pair:
+        one.engine.worker.restore_kv_caches()
+    served(prefill, decode, 9)
+
+
+def asks_about_sleep() -> bool:
+    return SpecifierSet(HASHES_AHEAD.later).contains(installed_row().tested)
 
 
 # -------------------------------------------------------------------------------------------------- requests that end

@@ -131,3 +131,4 @@ def test_prefills_hit_ends_before_the_state_that_it_hands_over(node: Callable[..
         rest(prefill, decode)
         prefill.transfer_params.clear()
     assert decode.account["kvcached_nixl_failures"] == []
+    assert bool(prefill.num_checkpoints) is installed_row().shape.keeps_checkpoints

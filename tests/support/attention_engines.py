@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcached_nixl.compat.series import Era
-from kvcached_nixl.compat.versions import found_version, reason_to_skip, row_of
+from kvcached_nixl.compat.versions import found_version, installed_row, reason_to_skip, row_of
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
 from support.kvcached_memory import Geometry
@@ -71,6 +71,7 @@ def backend_of(geometry: Geometry) -> type:
 
 STATE_SHAPES, STATE_DTYPES = ((3, 40), (2, 8, 8)), (torch.bfloat16, torch.float32)
 """Of a state's convolution and recurrence: 752 bytes, less than a page."""
+CHECKPOINTS = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
 
 
 def state_spec_of(geometry: Geometry, mode: str) -> Any:
@@ -85,6 +86,8 @@ def state_spec_of(geometry: Geometry, mode: str) -> Any:
         dtypes=STATE_DTYPES,
         page_size_padded=geometry.page_bytes * geometry.split,
         mamba_cache_mode=mode,
+        # As Mamba2's, in any mode.
+        **(CHECKPOINTS if installed_row().shape.keeps_checkpoints else {}),
     )
 
 

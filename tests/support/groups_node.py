@@ -36,6 +36,9 @@ def state_behind(token_ids: list[int], layer: int) -> torch.Tensor:
 class GroupsNode(Node):
     """Its layers belong to groups with blocks of their own, in the same pools."""
 
+    num_checkpoints = 0
+    """States that were kept while a prompt was computed."""
+
     def of_groups(self, request_id: str) -> list[list[int]]:
         return [list(group) for group in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
 
@@ -74,6 +77,7 @@ class GroupsNode(Node):
     def compute_tokens(self, request: Request, blocks: list[list[int]], begin: int, count: int) -> None:
         """Computes some tokens of a request, whose blocks the device was told when the step was scheduled."""
         token_ids = list(request.all_token_ids[: begin + count])
+        self.keep_checkpoints(token_ids, begin, blocks)
         self.advance_states(token_ids, begin, blocks)
         for group in self.with_kv:
             for _, cell, expected in self.places(token_ids, begin, blocks, group):
@@ -133,6 +137,31 @@ class GroupsNode(Node):
             for state, layer in self.states(group, blocks, len(token_ids)):
                 # A wrong state stays wrong.
                 state.copy_(state_behind(token_ids, layer) if is_right else torch.zeros(STATE_BYTES))
+
+    def keep_checkpoints(self, token_ids: list[int], begin: int, blocks: list[list[int]]) -> None:
+        """Keeps the state behind an earlier token of the step where vLLM has reserved a block for it."""
+        for group in self.with_states:
+            manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
+            if not getattr(manager, "has_prefill_checkpoint_blocks", False):
+                continue
+            from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+            offsets, columns = compute_mamba_prefill_checkpoints(
+                [len(token_ids)],
+                [len(token_ids) - begin],
+                hash_block_size=self.scheduler.hash_block_size,
+                mamba_block_size=manager.block_size,
+                checkpoint_alignment=manager.kv_cache_spec.prefill_checkpoint_alignment,
+                drop_eagle_block=False,
+                cache_hit_alignment_tokens=manager.cache_hit_alignment_tokens,
+            )
+            if not offsets[0] or not blocks[group][columns[0]]:
+                continue
+            self.num_checkpoints += 1
+            is_right = self.has_state(group, blocks, token_ids[:begin])
+            found = token_ids[: begin + offsets[0]]
+            for state, layer in self.states(group, blocks, columns[0] * manager.block_size + 1):
+                state.copy_(state_behind(found, layer) if is_right else torch.zeros(STATE_BYTES))
 
     def fill(self, block_ids: list[int], filling: int) -> None:
         """Overwrites the blocks with a byte. A block has the same bytes in every group."""

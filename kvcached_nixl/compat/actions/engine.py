@@ -16,6 +16,7 @@ from typing import Any
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.metrics import take_reasons
 from kvcached_nixl.compat.private import optional, private
+from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.wire.step import BlockIds, Reports
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "remember",
     "reports_of",
     "scheduled",
+    "startable",
     "tell_finished",
     "wait_for_input",
     "wake_of",
@@ -60,10 +62,9 @@ class EngineBlocks:
     def stalled(self) -> str | None:
         """The next request, if none runs: it waits for blocks, and no running request will free any."""
         scheduler = self.engine_scheduler
-        # A paused scheduler starts no request, however many blocks are free.
-        if private(scheduler, "running") or private(scheduler, "pause_state"):
+        if private(scheduler, "running"):
             return None
-        return next((str(one.request_id) for one in queued(scheduler) if wants_blocks(one)), None)
+        return next((str(one.request_id) for one in startable(scheduler) if wants_blocks(one)), None)
 
     def take(self, request_id: str) -> list[Any]:
         """Take a request's blocks away without freeing them, so that vLLM finds none when it frees the request.
@@ -137,6 +138,17 @@ def queued(engine_scheduler: Any) -> Iterator[Any]:
     yield from private(engine_scheduler, "waiting")
     if holding is None:
         yield from private(engine_scheduler, "skipped_waiting")
+
+
+def startable(engine_scheduler: Any) -> Iterator[Any]:
+    """Those of `queued` that vLLM would run if there are blocks: all, or, while it is paused, those that hold KV, or
+    none.
+    """
+    state = private(engine_scheduler, "pause_state")
+    if not state:
+        yield from queued(engine_scheduler)
+    elif installed_row().shape.held_kv_runs_while_pausing and state != type(state).PAUSED_ALL:
+        yield from private(engine_scheduler, "kv_holding_waiting")
 
 
 def wants_blocks(request: Any) -> bool:

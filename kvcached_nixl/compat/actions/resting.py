@@ -14,7 +14,14 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvcached_nixl.compat.actions.engine import due_in_seconds, queued, reports_of, wait_for_input, wants_blocks
+from kvcached_nixl.compat.actions.engine import (
+    due_in_seconds,
+    queued,
+    reports_of,
+    startable,
+    wait_for_input,
+    wants_blocks,
+)
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.wire.step import Reports
@@ -89,10 +96,7 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
 
 
 def _waits_for_blocks(scheduler: Any) -> bool:
-    # A paused scheduler starts no request, however many blocks are free.
-    if private(scheduler, "pause_state"):
-        return False
-    return any(map(wants_blocks, queued(scheduler)))
+    return any(map(wants_blocks, startable(scheduler)))
 
 
 def _bring_nothing(batches: Collection[Any]) -> bool:

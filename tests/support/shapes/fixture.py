@@ -32,7 +32,9 @@ VLLM_PATCHES: tuple[Patch, ...] = tuple(
 )
 """All patches except that of kvcached, of which only one version is supported."""
 
-_CONNECTOR = frozenset({"connector", "kv_connector", "connector_cls", "kv_transfer_group", "_KV_CONNECTOR_AGENT"})
+_CONNECTOR = frozenset(
+    {"connector", "kv_connector", "connector_cls", "kv_transfer_group", "get_kv_transfer_group", "_KV_CONNECTOR_AGENT"}
+)
 _SCHEDULER = frozenset({"scheduler"})
 _CALLED_ON = {
     "connector": _CONNECTOR,

@@ -598,6 +598,28 @@ def test_what_would_make_a_state_the_wrong_one_is_refused(
     assert worker(speculative=speculative).unserved == [], "only where there are states"
 
 
+@pytest.mark.parametrize(
+    ("mode", "keeps_checkpoints", "is_served"),
+    [("none", False, True), ("none", True, True), ("align", False, False), ("align", True, True)],
+)
+def test_checkpoints_of_states_are_served_where_vllm_keeps_them_before_the_last_block(
+    mode: str,
+    keeps_checkpoints: bool,
+    is_served: bool,
+    attention_backends: list[list[str]],
+    row: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From 0.32 on every layer of Mamba2 says that it keeps one; without a prefix cache it keeps none."""
+    row(serves_states=True, keeps_checkpoints=keeps_checkpoints)
+    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
+    monkeypatch.setattr(MambaSpec, "num_prefill_checkpoint_blocks", 1, raising=False)
+    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()))
+    assert [found for found, _ in view.unserved] == (
+        [] if is_served else ["checkpoints of states while a prompt is computed"]
+    )
+
+
 def test_no_other_rank_has_a_share_of_a_state(attention_backends: list[list[str]]) -> None:
     """Unless it has the same number in an engine of the same tensor-parallel size."""
     ranks = [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2)]

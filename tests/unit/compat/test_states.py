@@ -22,6 +22,7 @@ class Sampling(msgspec.Struct):
     max_tokens: int | None = 100
     min_tokens: int = 3
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
 
 
 class CoreRequest(msgspec.Struct):
@@ -34,9 +35,8 @@ class CoreRequest(msgspec.Struct):
 
 
 def asked(params: Any = SEND, num_tokens: int = 5, **changed: Any) -> CoreRequest:
-    sampling = Sampling(
-        {"kv_transfer_params": params, "other": 1}, prompt_logprobs=changed.pop("prompt_logprobs", None)
-    )
+    names = [name for name in changed if name.startswith("prompt_logprob")]
+    sampling = Sampling({"kv_transfer_params": params, "other": 1}, **{name: changed.pop(name) for name in names})
     return msgspec.structs.replace(CoreRequest(list(range(num_tokens)), sampling_params=sampling), **changed)
 
 
@@ -83,6 +83,7 @@ def test_embeddings_alone_are_cut_as_well() -> None:
         ({"num_tokens": 1}, "1 tokens"),
         ({"num_tokens": 2}, "2 tokens"),
         ({"prompt_logprobs": 0}, "log-probabilities"),
+        ({"prompt_logprob_token_ids": [[7]] * 5}, "log-probabilities"),
         ({"mm_features": [media(0, 2), media(3, 2)]}, "an image"),
     ],
 )

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from support.engine_fakes import TOKENS
 
+from kvcached_nixl.compat.actions import engine
 from kvcached_nixl.compat.actions.engine import (
     EngineBlocks,
     blocks_of,
@@ -23,8 +25,27 @@ from kvcached_nixl.compat.actions.engine import (
     with_told,
 )
 from kvcached_nixl.compat.attached_state import attach
+from kvcached_nixl.compat.series import Shape
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.wire.step import Reports
+
+
+class Pause(IntEnum):
+    """vLLM's ``PauseState``."""
+
+    NEW = 1
+    PAUSED_ALL = 2
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
+    """Sets the shape of the vLLM that is installed; at first that of an old one."""
+
+    def install(shape: Shape) -> None:
+        monkeypatch.setattr(engine, "installed_row", lambda: SimpleNamespace(shape=shape))
+
+    install(Shape())
+    return install
 
 
 def of_status(*names: str) -> list[SimpleNamespace]:
@@ -49,8 +70,28 @@ def test_who_is_next_where_nothing_runs(
     scheduler = SimpleNamespace(running=of_status(*running), waiting=of_status(*waiting), pause_state=0)
     scheduler.skipped_waiting = of_status(*(skipped or ()))
     assert EngineBlocks(scheduler).stalled == expected
-    scheduler.pause_state = 1
+    scheduler.pause_state = Pause.NEW
     assert EngineBlocks(scheduler).stalled is None
+
+
+@pytest.mark.parametrize(
+    ("state", "holds", "runs_held_kv", "expected"),
+    [
+        (0, "PREEMPTED", True, "r0"),
+        (Pause.NEW, "PREEMPTED", True, "r0"),
+        (Pause.NEW, "WAITING_FOR_REMOTE_KVS", True, None),
+        (Pause.NEW, "PREEMPTED", False, None),
+        (Pause.PAUSED_ALL, "PREEMPTED", True, None),
+    ],
+)
+def test_a_pause_may_let_those_run_that_hold_kv(
+    state: int, holds: str, runs_held_kv: bool, expected: str | None, shape: Callable[[Shape], None]
+) -> None:
+    """From vLLM 0.32 on. The others, of which the second one waits for blocks, it never does."""
+    shape(Shape(held_kv_runs_while_pausing=runs_held_kv))
+    scheduler = SimpleNamespace(running=[], kv_holding_waiting=of_status(holds), waiting=[], pause_state=state)
+    scheduler.waiting = of_status("WAITING_FOR_FSM", "WAITING") if state else []
+    assert EngineBlocks(scheduler).stalled == expected
 
 
 @pytest.mark.parametrize(

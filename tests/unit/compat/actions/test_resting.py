@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat.actions import resting
+from kvcached_nixl.compat.actions import engine, resting
 from kvcached_nixl.compat.actions.engine import wake_of
 from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.attached_state import attach
+from kvcached_nixl.compat.series import Shape
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.wire.step import Reports
 
 LONGEST_SECONDS = 5.0
 OURS = "WAITING_FOR_REMOTE_KVS"
+
+
+@pytest.fixture(autouse=True)
+def an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "installed_row", lambda: SimpleNamespace(shape=Shape()))
 
 
 class Queue:
