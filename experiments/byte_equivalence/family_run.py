@@ -33,11 +33,13 @@ from experiments.byte_equivalence.compare import (
 )
 from experiments.byte_equivalence.harness import NotCaught, count_received
 from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fixed_prompts
+from experiments.common import device
 from experiments.common.client import Answer, AnswerError
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.report import Narrator
 from experiments.common.servers import Running, Server, ServerError
 from experiments.common.transfer_config import with_extra
+from kvcached_nixl.compat.versions import installed_row
 
 BLOCK_SIZE = 32
 """Unit of the prompts' lengths, in tokens; groups have blocks of 32 to 256."""
@@ -98,7 +100,7 @@ class FamilyRun:
     def run(self) -> None:
         """Run with prefix caching, and without where that changes how states are kept; raises `NotCaught`."""
         model = make_family(self.name)
-        for caching in (True, False) if self.has_states else (True,):
+        for caching in self._caching():
             phase = "prefix caching" if caching else "no prefix caching"
             flags = (HYBRID, *self.family.arguments, *(() if caching else ("--no-enable-prefix-caching",)))
             baseline = self._reference(phase, model, flags)
@@ -106,6 +108,15 @@ class FamilyRun:
                 return
             for arm in self.arms:
                 self._pair(phase, arm, model, flags, baseline)
+
+    def _caching(self) -> tuple[bool, ...]:
+        """Whether servers cache prefixes, run by run."""
+        if not self.has_states:
+            return (True,)
+        if self.family.has_mamba2 and installed_row().shape.keeps_checkpoints and not device.has_gpu():
+            self.narrator.say("without prefix caching only: with it, this vLLM's CPU build cannot compute Mamba2")
+            return (False,)
+        return (True, False)
 
     def _launch(self, arm: Arm, model: Path, flags: tuple[str, ...]) -> Running:
         # Slots are as large as these models' blocks, so a slab of the size that is enough for others may be too small.

@@ -38,6 +38,7 @@ class Family:
         dtype: of its servers. Where kernels take float32, batches of any size are rounded alike on a CPU.
         has_delta_net: some layers are a gated delta net. Its kernels take bfloat16 only; without AMX they want the
             state of its recurrence in float32.
+        has_mamba2: some layers are Mamba2's.
         fewest_tokens: of a prompt; shorter ones are not handed over.
         imports_torchvision: vLLM's module of it does, for images.
     """
@@ -48,6 +49,7 @@ class Family:
     block_size: int | None = 32
     dtype: str = "float32"
     has_delta_net: bool = False
+    has_mamba2: bool = False
     fewest_tokens: int = 3
     imports_torchvision: bool = False
     seed: int = 20260
@@ -145,6 +147,7 @@ FAMILIES: Mapping[str, Family] = {
             "ssm_state_size": 64,
             "n_groups": 2,
         },
+        has_mamba2=True,
     ),
     "granite4-h": _hybrid(
         "GraniteMoeHybridConfig",
@@ -161,6 +164,7 @@ FAMILIES: Mapping[str, Family] = {
             "mamba_d_head": 64,
             "mamba_d_state": 64,
         },
+        has_mamba2=True,
     ),
     "falcon-h1": Family(
         "FalconH1Config",
@@ -176,6 +180,7 @@ FAMILIES: Mapping[str, Family] = {
             "mamba_d_state": 64,
         },
         None,
+        has_mamba2=True,
     ),
     "zamba2": Family(
         "Zamba2Config",
@@ -193,6 +198,7 @@ FAMILIES: Mapping[str, Family] = {
             "mamba_ngroups": 1,
         },
         None,
+        has_mamba2=True,
     ),
     "qwen3.5": _hybrid(
         "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, **_GATED_DELTA_NET, imports_torchvision=True
