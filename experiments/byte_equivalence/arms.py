@@ -13,7 +13,6 @@ from experiments.common.device import FOLLOWS, PINNED, RUNNERS, runner_of
 from experiments.common.servers import GIVES_BACK, ServerSpec
 from experiments.common.transfer_config import with_extra
 from kvcached_nixl.compat.model_runner_policy import accepted
-from kvcached_nixl.compat.versions import row_of
 
 SINGLE = "single"
 Order = Literal["P first", "D first"]
@@ -188,12 +187,10 @@ def _can_serve(arm: Arm, vllm: str) -> bool:
     """
     if 0 < device.num_gpus() < arm.ranks:
         return False
-    usual, row = runner_of({}, vllm), row_of(vllm)
-    own = runner_of(arm.environment, vllm)
-    # Since 0.29 an attention backend declares its layouts; the CPU's has none with all layers in a block.
-    lacks_layout = row is not None and row.shape.logical_views and not device.has_gpu()
-    is_contiguous = arm.environment.get("KVCACHED_CONTIGUOUS_LAYOUT") == "true"
-    return (not arm.has_own_runner or own != usual) and own in accepted(vllm) and not (lacks_layout and is_contiguous)
+    usual, own = runner_of({}, vllm), runner_of(arm.environment, vllm)
+    is_contiguous = arm.environment.get(device.LAYOUT) == "true"
+    has_layout = device.serves_contiguous(vllm) or not is_contiguous
+    return (not arm.has_own_runner or own != usual) and own in accepted(vllm) and has_layout
 
 
 AMPLE_POOL: Mapping[str, str] = {

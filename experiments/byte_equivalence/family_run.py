@@ -33,13 +33,11 @@ from experiments.byte_equivalence.compare import (
 )
 from experiments.byte_equivalence.harness import NotCaught, count_received
 from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fixed_prompts
-from experiments.common import device
 from experiments.common.client import Answer, AnswerError
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.report import Narrator
 from experiments.common.servers import Running, Server, ServerError
 from experiments.common.transfer_config import with_extra
-from kvcached_nixl.compat.versions import installed_row
 
 BLOCK_SIZE = 32
 """Unit of the prompts' lengths, in tokens; groups have blocks of 32 to 256."""
@@ -113,7 +111,7 @@ class FamilyRun:
         """Whether servers cache prefixes, run by run."""
         if not self.has_states:
             return (True,)
-        if self.family.has_mamba2 and installed_row().shape.keeps_checkpoints and not device.has_gpu():
+        if not self.family.caches_prefixes:
             self.narrator.say("without prefix caching only: with it, this vLLM's CPU build cannot compute Mamba2")
             return (False,)
         return (True, False)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from experiments.common.transfer_config import extra_of, with_extra
 from kvcached_nixl.compat.model_runner_policy import SWITCH, accepted, named
-from kvcached_nixl.compat.versions import found_version
+from kvcached_nixl.compat.versions import found_version, row_of
 
+LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"
 REGISTRATION = "KVCACHED_HOSTVMM_REGISTRATION"
 PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
 """A registration covers the pages that were mapped at that time, as a network card's does, so KV must be staged."""
@@ -56,6 +57,18 @@ def num_gpus() -> int:
     import torch
 
     return int(torch.cuda.device_count())
+
+
+def serves_contiguous(vllm: str | None) -> bool:
+    """Return whether kvcached's contiguous layout can be served here: since 0.29 an attention backend declares its
+    layouts, and the CPU's has none with all layers in a block."""
+    row = row_of(vllm)
+    return row is None or not row.shape.logical_views or has_gpu()
+
+
+def layout() -> dict[str, str]:
+    """Return kvcached's variable for the contiguous layout, or for the other one if this cannot be served here."""
+    return {LAYOUT: str(serves_contiguous(found_version("vllm"))).lower()}
 
 
 def runner_of(asked: Mapping[str, str], vllm: str | None) -> str:

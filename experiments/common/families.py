@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.common import device
 from experiments.common.model import CACHE, FORMAT, ModelShape, write_tokenizer
 from experiments.common.servers import REPOSITORY, SERVER_SIDE
+from kvcached_nixl.compat.versions import installed_row
 
 __all__ = ["FAMILIES", "Family", "make_family"]
 
@@ -54,6 +56,12 @@ class Family:
     imports_torchvision: bool = False
     seed: int = 20260
     deviation: float = 0.08
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether the installed vLLM can serve it with prefix caching here: from 0.32 on, its CPU kernel of Mamba2 ends
+        the engine where it is to keep the checkpoints for it."""
+        return not (self.has_mamba2 and installed_row().shape.keeps_checkpoints) or device.has_gpu()
 
     @property
     def arguments(self) -> tuple[str, ...]:

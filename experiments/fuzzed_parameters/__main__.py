@@ -57,6 +57,7 @@ def parse() -> argparse.Namespace:
 
 def specs(mode: str, policy: str) -> list[ServerSpec]:
     """Return the configurations of P and D."""
+    from experiments.common.device import layout
     from experiments.common.model import PADDED, make_model
     from experiments.common.servers import ServerSpec
     from experiments.fuzzed_parameters.endpoints import TEMPLATE
@@ -79,7 +80,7 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
             },
             environment={
                 "ENABLE_KVCACHED": "true",
-                "KVCACHED_CONTIGUOUS_LAYOUT": "true",
+                **layout(),
                 "KVCACHED_HOSTVMM_GIB": "2",
             },
             max_model_len=1024,

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from experiments.common.device import PINNED
+from experiments.common.device import PINNED, layout
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec
@@ -23,7 +23,7 @@ PROMPT_TOKENS = (200, 640)
 MODEL = ModelShape(kv_heads=8, head_size=128)
 KVCACHED: Mapping[str, str] = {
     "ENABLE_KVCACHED": "true",
-    "KVCACHED_CONTIGUOUS_LAYOUT": "true",
+    **layout(),
     "KVCACHED_HOSTVMM_GIB": "1",
     **GIVES_BACK,
 }

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, http_client, read_answer
+from experiments.common.device import layout
 from experiments.common.servers import Server, ServerSpec, running
 
 CONNECTOR: dict[str, Any] = {
@@ -32,7 +33,7 @@ CONNECTOR: dict[str, Any] = {
     "kv_load_failure_policy": "fail",
     "kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 60},
 }
-KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "1"}
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "1", **layout()}
 PROMPT = [3 + place % 500 for place in range(100)]
 TOKENS = 8
 LAYERS = "base_model.model.model.layers"

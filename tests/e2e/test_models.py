@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from experiments.common import device
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, HandOver, Pair, http_client
 from experiments.common.families import FAMILIES, make_family
@@ -137,12 +138,22 @@ SERVED_FROM = "0.28"
 """The first vLLM whose CPU build serves Gemma 4 with kvcached, as far as tested."""
 
 
+def skip_if_not_served(case: Case) -> None:
+    vllm = version("vllm")
+    if case.family and Version(vllm) < Version(SERVED_FROM):
+        pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
+    if case.contiguous and not device.serves_contiguous(vllm):
+        pytest.skip("the CPU's attention of this vLLM supports no layout with all layers in a block")
+    caches_prefixes = "--no-enable-prefix-caching" not in case.arguments
+    if case.family and caches_prefixes and not FAMILIES[case.family].caches_prefixes:
+        pytest.skip("this vLLM's CPU build cannot compute Mamba2 with prefix caching")
+
+
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) -> None:
     """Tokens are those of one instance alone, and every received block has the bytes that were sent."""
     served = CASES[case]
-    if served.family and Version(version("vllm")) < Version(SERVED_FROM):
-        pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
+    skip_if_not_served(served)
     # Shorter prompts are not handed over.
     lengths = (3, *LENGTHS[1:]) if served.has_states else LENGTHS
     specs = [served.side(side) for side in ("prefill", "decode")]
@@ -176,9 +187,8 @@ SHARES = {
 @pytest.mark.parametrize("case", list(SHARES))
 def test_ranks_with_other_shares_of_a_state_get_theirs(case: str, tmp_path: Path) -> None:
     """Unequal tensor-parallel sizes: a convolution's state has channels of several projections, each shared out."""
-    if Version(version("vllm")) < Version(SERVED_FROM):
-        pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
     prefill_tp, decode_tp, served = SHARES[case]
+    skip_if_not_served(served)
     specs = [served.side("prefill", prefill_tp), served.side("decode", decode_tp)]
     with running(specs, tmp_path) as (prefill, decode):
         alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url, (3, 100, 300, 700)))

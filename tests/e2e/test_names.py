@@ -51,7 +51,7 @@ NUM_BLOCKS = 320
 DEAD_SECONDS = 15.0
 KVCACHED = {
     "ENABLE_KVCACHED": "true",
-    "KVCACHED_CONTIGUOUS_LAYOUT": "true",
+    **device.layout(),
     "KVCACHED_HOSTVMM_GIB": "1",
     **GIVES_BACK,
 }

@@ -19,12 +19,13 @@ import pytest
 
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, Pair, http_client, read_answer
+from experiments.common.device import layout
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 
 KVCACHED = {
     "ENABLE_KVCACHED": "true",
-    "KVCACHED_CONTIGUOUS_LAYOUT": "true",
+    **layout(),
     "KVCACHED_HOSTVMM_GIB": "2",
     **GIVES_BACK,
 }

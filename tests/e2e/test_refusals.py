@@ -14,6 +14,7 @@ import pytest
 
 from experiments.common import model as models
 from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
+from experiments.common.device import layout
 from experiments.common.servers import ServerError, ServerSpec, running
 from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, Endpoint, Failed, Prompt, read
 
@@ -22,7 +23,7 @@ CONNECTOR: dict[str, Any] = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"num_threads": 0},
 }
-KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "2"}
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout()}
 PROMPT = [3 + place % 500 for place in range(100)]
 
 
