@@ -212,7 +212,7 @@ def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> 
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
             },
-            environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2"},
+            environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **device.layout()},
             forks=True,
         )
         for side, block_size in (("prefill", 32), ("decode", 64))
