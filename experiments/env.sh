@@ -17,6 +17,9 @@ The last line on standard output is the environment's folder; all other output g
     venv=$(bash experiments/env.sh 0.28.0 | tail -n 1)
     "$venv/bin/vllm" serve MODEL
 
+vLLM 0.33.0 has no CPU build: without a GPU, its Python files are put over the CPU build of 0.32.0, which is enough for
+the contract tests.
+
 --remove deletes the environments of those versions; with --unused, of all versions that have no lock. No process may be
 running from them. Downloads stay in uv's cache; `.venvs/tools/bin/uv cache clean` empties it.
 
