@@ -17,8 +17,7 @@ The last line on standard output is the environment's folder; all other output g
     venv=$(bash experiments/env.sh 0.28.0 | tail -n 1)
     "$venv/bin/vllm" serve MODEL
 
-vLLM 0.33.0 has no CPU build: without a GPU, its Python files are put over the CPU build of 0.32.0, which is enough for
-the contract tests.
+vLLM 0.33.0 has no CPU build: without a GPU, its Python files are put over the CPU build of 0.32.0.
 
 --remove deletes the environments of those versions; with --unused, of all versions that have no lock. No process may be
 running from them. Downloads stay in uv's cache; `.venvs/tools/bin/uv cache clean` empties it.
@@ -134,7 +133,7 @@ if offers_cpu_torch; then
     unpacked_mb[0]=1500
     uv_options+=(--excludes "$locks/cpu-wheel-excludes.in")
 fi
-used_locks=("$torch_lock" "$locks/$torch-common.txt" "$locks/$torch-$kind.txt" "$locks/vllm-$built-$kind.txt")
+used_locks=("$torch_lock" "$locks/$torch-common.txt" "$locks/$torch-$kind.txt" "$locks/vllm-$version-$kind.txt")
 if [[ $kind == cpu ]]; then unpacked_mb+=(600 100 800); else unpacked_mb+=(600 2000 4200); fi
 
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }

