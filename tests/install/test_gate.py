@@ -22,7 +22,7 @@ PTH = (REPOSITORY / "kvcached_nixl" / "kvcached_nixl.pth").read_text()
 
 
 @pytest.mark.parametrize("environ", OFF, ids=str)
-@pytest.mark.parametrize("version", ["0.19.1", "0.28.0"])
+@pytest.mark.parametrize("version", ["0.19.1", "0.28.0", "0.33.0"])
 def test_when_off_nothing_is_wrapped_and_connectors_are_stock(
     installed: Environment, tree: Callable[..., Path], environ: dict[str, str], version: str
 ) -> None:
