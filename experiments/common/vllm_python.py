@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put the Python files of a vLLM without a CPU build over the CPU build of another one.
 
-    python vllm_python.py VERSION           replaces them in the environment of this interpreter
-    python vllm_python.py --digest VERSION  prints the checksum of the files, for experiments/locks
+    python vllm_python.py VERSION|WHEEL           replaces them in the environment of this interpreter
+    python vllm_python.py --digest VERSION|WHEEL  prints the checksum of the files, for experiments/locks
 
 What is compiled stays that of the other vLLM, which is also the torch that it was built with. The files come from the
 wheel for GPUs, of which only they are fetched (some 15 MB), and have to have the checksum that is locked.
@@ -14,6 +14,7 @@ import compileall
 import hashlib
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -48,17 +49,20 @@ def replace(source: Source, site_packages: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or (len(arguments) == 2 and arguments[0] != "--digest"):
-        sys.exit(f"usage: vllm_python.py [--digest] VERSION   (found: {' '.join(arguments)})")
-    version = arguments[-1]
-    source = open_source(version)
-    found = digest_of(source)
+        sys.exit(f"usage: vllm_python.py [--digest] VERSION|WHEEL   (found: {' '.join(arguments)})")
+    try:
+        source = open_source(arguments[-1])
+        found = digest_of(source)
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        print(f"found no Python files of vLLM {arguments[-1]}: {error}. Nothing was changed.", file=sys.stderr)
+        return 2
     if len(arguments) == 2:
         print(found)
         return 0
-    lock = LOCKS / f"vllm-{version}-python.sha256"
+    lock = LOCKS / f"vllm-{source.version}-python.sha256"
     if found != lock.read_text().strip():
         print(
-            f"found Python files of vLLM {version} with the checksum {found}; expected that of {lock.name}. "
+            f"found Python files of vLLM {source.version} with the checksum {found}; expected that of {lock.name}. "
             "Nothing was changed. Check where the package index gets its wheels; experiments/locks/update.sh locks "
             "what it has.",
             file=sys.stderr,

@@ -77,3 +77,13 @@ def test_other_files_than_those_that_are_locked_change_nothing(
     (tmp_path / "vllm-2.0.0-python.sha256").write_text(script.digest_of(source(tmp_path, NEW)) + "\n")
     assert script.main(["2.0.0"]) == 0
     assert not (installed / "vllm" / "old.py").exists()
+
+
+def test_an_index_that_has_none_is_said_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(version: str) -> Source:
+        raise ValueError("this index gives no parts of files; download the wheel and give its path")
+
+    monkeypatch.setattr(script, "open_source", refuse)
+    assert script.main(["2.0.0"]) == 2
+    said = capsys.readouterr().err
+    assert "vLLM 2.0.0: this index gives no parts" in said and "Nothing was changed" in said
