@@ -22,7 +22,7 @@ from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
 from kvcached_nixl.wire.digest import digest_of
 
-__all__ = ["RequestReader", "RequestView"]
+__all__ = ["RequestReader", "RequestView", "drop_unless_mapping"]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
@@ -134,6 +134,16 @@ def _lora_settings(config: Any) -> str:
     found = {name: optional(config, name) for name in names}
     found["target_modules"] = sorted(found["target_modules"] or ())
     return checksum_of({name: str(value) for name, value in found.items()})
+
+
+def drop_unless_mapping(request: Any) -> None:
+    """Take ``kv_transfer_params`` that are no mapping from a request.
+
+    A client can send any JSON as ``vllm_xargs``. From 0.32 on vLLM's scheduler reads them unchecked, and an error there
+    ends the engine.
+    """
+    if not isinstance(private(request, "kv_transfer_params"), Mapping):
+        request.kv_transfer_params = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
+from kvcached_nixl.compat.requests import drop_unless_mapping
 from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.compat.states import align_chunks, stop_before_last
 from kvcached_nixl.patching import Call, Patch
@@ -54,6 +55,7 @@ ADD_REQUEST = Patch(
 @ADD_REQUEST.around
 def add_request(call: Call) -> None:
     request = call.argument("request")
+    drop_unless_mapping(request)
     arrival = arrival_of(call.instance, request)
     for side in bound_sides(call.instance):
         if arrival is Arrival.REPEATED or side.keeps(request.request_id):

@@ -17,6 +17,7 @@ import pytest
 
 from experiments.common.device import CPU_ENVIRONMENT, runner_environment
 from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
+from kvcached_nixl.compat.series import BEYOND_KVCACHED
 from kvcached_nixl.compat.versions import found_version, row_of
 from kvcached_nixl.hostvmm import is_hostvmm_build
 
@@ -66,6 +67,10 @@ pytestmark = [
     pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory"),
     pytest.mark.skipif(
         ROW is not None and not ROW.shape.serves_on_cpu, reason="this vLLM does not serve with kvcached on a CPU"
+    ),
+    pytest.mark.skipif(
+        ROW is not None and float(ROW.series) >= float(BEYOND_KVCACHED.since),
+        reason="kvcached alone refuses this vLLM",
     ),
     pytest.mark.timeout(900),
 ]

@@ -235,7 +235,7 @@ class LaggingNode(Node):
             given = self.given
             return lambda: not is_fenced or self.done >= given
 
-        self.side._record_event = record_event
+        self.side.record_event = record_event
 
     def write_late(self, block_id: int, filling: int) -> None:
         """A step is given to the device, which will write this block; the engine does not wait for it."""

@@ -64,9 +64,9 @@ def node(
     finders = set[int]()
     digest = Content.digest
 
-    def noted(self: Content, *arguments: Any) -> str:
+    def noted(self: Content, *arguments: Any, **options: Any) -> str:
         finders.add(id(self))
-        return digest(self, *arguments)
+        return digest(self, *arguments, **options)
 
     monkeypatch.setattr(Content, "digest", noted)
     with nodes(Node, tmp_path, log) as make:
