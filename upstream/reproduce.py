@@ -63,9 +63,11 @@ def passes(name: str, folder: Path) -> bool:
     environ |= {"PYTHONPATH": str(folder), "KVCACHED_NIXL": "0", "ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "0"}
     command = [sys.executable, str(script), str(folder)]
     done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, check=False)
-    said = (done.stdout if done.returncode in (0, 1) else done.stderr).strip().splitlines()
+    # Python's exit status of an exception that nothing has caught is 1, too.
+    is_broken = done.returncode not in (0, 1) or "Traceback (most recent call last)" in done.stderr
+    said = (done.stderr if is_broken else done.stdout).strip().splitlines()
     print(f"    {said[-1] if said else ''}")
-    if done.returncode not in (0, 1):
+    if is_broken:
         print(f"{script.name} ended with {done.returncode}:\n{done.stderr[-3000:]}", file=sys.stderr)
         sys.exit(2)
     return done.returncode == 0
