@@ -139,8 +139,8 @@ def _lora_settings(config: Any) -> str:
 def drop_unless_mapping(request: Any) -> None:
     """Take ``kv_transfer_params`` that are no mapping from a request.
 
-    A client can send any JSON as ``vllm_xargs``. From 0.32 on vLLM's scheduler reads them unchecked, and an error there
-    ends the engine.
+    From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server reads
+    them first, so that such a request fails there from 0.31 on; other clients of an engine may not.
     """
     if not isinstance(private(request, "kv_transfer_params"), Mapping):
         request.kv_transfer_params = None
