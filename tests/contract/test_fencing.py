@@ -29,7 +29,7 @@ from kvcached_nixl.transport.base import TransferState
 
 SECONDS = 120.0
 TRIES = 3
-"""A machine that is busy may stop a writer too late: when it has written everything."""
+"""A busy machine may stop a writer too late: when it has written everything, or has handed it all to the kernel."""
 
 Run = Callable[[str, str, str], dict[str, Any]]
 
@@ -65,9 +65,9 @@ def run(tmp_path: Path) -> Run:
     def tried(transports: str, ending: str, fault: str) -> dict[str, Any]:
         for number in range(TRIES):
             found = once(tmp_path / str(number), transports, ending, fault)
-            if 0 < found["arrived"] < NUM_BLOCKS:
+            if 0 < found["arrived"] < NUM_BLOCKS and (fault == "none" or found["changed"]):
                 return found
-        raise AssertionError(f"the writer was never stopped in the middle: {found}")
+        raise AssertionError(f"no writer was stopped in the middle and, with a planted fault, wrote later: {found}")
 
     return tried
 
@@ -93,8 +93,7 @@ def test_over_shared_memory_a_writer_is_held_until_it_answers_or_has_ended(endin
 )
 def test_without_a_fence_it_writes_into_what_others_got(transports: str, fault: str, run: Run) -> None:
     """The same with a planted fault: if this finds nothing, the cases above show nothing."""
-    found = run(transports, "fenced", fault)
-    assert found["freed_while_it_stood_still"] and found["changed"] > 0
+    assert run(transports, "fenced", fault)["freed_while_it_stood_still"]
 
 
 def test_what_comes_through_a_gate_is_heard_there_and_nothing_comes_when_it_is_closed() -> None:
