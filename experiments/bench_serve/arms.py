@@ -10,6 +10,7 @@ from pathlib import Path
 
 from experiments.common.model import ModelShape
 from experiments.common.servers import ServerSpec
+from experiments.common.transfer_config import role
 
 MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)
 INPUT_TOKENS, OUTPUT_TOKENS = 1024, 64
@@ -42,7 +43,6 @@ class Arm:
             return [common]
         connector = {
             "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": self.mode},
         }
@@ -53,7 +53,7 @@ class Arm:
                 dtype=common.dtype,
                 max_model_len=common.max_model_len,
                 environment=KVCACHED,
-                kv_transfer=connector,
+                kv_transfer={**connector, "kv_role": role(side)},
                 forks=True,
             )
             for side in ("prefill", "decode")

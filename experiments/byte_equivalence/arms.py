@@ -11,7 +11,7 @@ from typing import Literal
 from experiments.common import device
 from experiments.common.device import FOLLOWS, PINNED, RUNNERS, runner_of
 from experiments.common.servers import GIVES_BACK, ServerSpec
-from experiments.common.transfer_config import with_extra
+from experiments.common.transfer_config import role, with_extra
 from kvcached_nixl.compat.model_runner_policy import accepted
 
 SINGLE = "single"
@@ -26,7 +26,8 @@ class Arm:
 
     ``orders`` says which server a request reaches first: P, then all blocks are transferred at once; or D, then blocks
     are transferred while P computes. ``is_staged``: KV is copied out of P's blocks before it is transferred.
-    ``prefill``: extra config of P only. ``decode``: environment variables of D only. ``servers``: number of P, and of
+    ``prefill``: extra config of P only. ``decode``: environment variables of D only. ``has_both_roles``: every server's
+    ``kv_role`` is kv_both, not that of its side. ``servers``: number of P, and of
     D, each with ``ranks`` tensor-parallel ranks. ``in_runs``: the smallest run that includes this arm.
     """
 
@@ -38,6 +39,7 @@ class Arm:
     is_staged: bool = False
     prefill: Mapping[str, object] = field(default_factory=dict)
     decode: Mapping[str, str] = field(default_factory=dict)
+    has_both_roles: bool = False
     servers: int = 1
     ranks: int = 1
     in_runs: Size = "quick"
@@ -69,7 +71,7 @@ class Arm:
 
 def _connector(**extra: object) -> dict[str, object]:
     # NIXL's default of four threads per agent makes servers on few cores mostly wait for each other.
-    return with_extra({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {"num_threads": 0, **extra})
+    return with_extra({"kv_connector": "NixlConnector"}, {"num_threads": 0, **extra})
 
 
 def _kvcached(*, contiguous: bool) -> dict[str, str]:
@@ -169,8 +171,8 @@ ARMS: tuple[Arm, ...] = (
         BOTH_ORDERS,
         in_runs="full",
     ),
-    Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, servers=2, in_runs="full"),
-    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, servers=2, in_runs="full"),
+    Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, has_both_roles=True, servers=2, in_runs="full"),
+    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, has_both_roles=True, servers=2, in_runs="full"),
     Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_runs="full"),
 )
 
@@ -213,6 +215,11 @@ def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
     }
 
 
+def _kv_transfer(arm: Arm, name: str) -> dict[str, object]:
+    config = with_extra(arm.connector, {} if name.startswith("decode") else arm.prefill)
+    return {"kv_role": role("" if arm.has_both_roles else name), **config}
+
+
 def specs(
     arm: Arm,
     model: Path,
@@ -233,9 +240,7 @@ def specs(
             name=f"{tag}-{dtype}-{name}",
             model=model,
             dtype=dtype,
-            kv_transfer=with_extra(arm.connector, {} if name.startswith("decode") else arm.prefill)
-            if arm.connector
-            else None,
+            kv_transfer=_kv_transfer(arm, name) if arm.connector else None,
             environment={
                 **arm.environment,
                 **(pool if arm.kvcached else {}),

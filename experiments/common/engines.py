@@ -176,6 +176,7 @@ class Engine:
         terms = Terms(
             groups=KVGroups((KVGroup(planes.block_size),)),
             zeroes_blocks=False,
+            takes_kv=True,
             mode=settings.transfer_mode,
             recomputes=False,
             lease_seconds=settings.kv_lease_duration_seconds,

@@ -8,6 +8,11 @@ from collections.abc import Mapping
 EXTRA = "kv_connector_extra_config"
 
 
+def role(name: str) -> str:
+    """Return the ``kv_role`` of a server by its name: a prefill server's, a decode server's, or that of both."""
+    return "kv_producer" if "prefill" in name else "kv_consumer" if "decode" in name else "kv_both"
+
+
 def extra_of(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the ``kv_connector_extra_config`` of ``config``."""
     extra = config.get(EXTRA) or {}

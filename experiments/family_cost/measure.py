@@ -18,6 +18,7 @@ from experiments.common.client import AnswerError, Client, http_client
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import GQA, make_model
 from experiments.common.servers import Server, ServerSpec, running
+from experiments.common.transfer_config import role
 
 ONE_GROUP = "one group"
 """A model with grouped-query attention in all layers, to compare with."""
@@ -83,7 +84,7 @@ def specs(arm: Arm, model: str) -> list[ServerSpec]:
             max_num_batched_tokens=512,
             kv_transfer={
                 "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
+                "kv_role": role(side),
                 "kv_connector_extra_config": {"num_threads": 0, **extra},
             },
             environment={**arm.environment, **(family.environment if family else {})},

@@ -60,6 +60,7 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
     from experiments.common.device import layout
     from experiments.common.model import PADDED, make_model
     from experiments.common.servers import ServerSpec
+    from experiments.common.transfer_config import role
     from experiments.fuzzed_parameters.endpoints import TEMPLATE
 
     return [
@@ -69,7 +70,7 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
             dtype="float32",
             kv_transfer={
                 "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
+                "kv_role": role(side),
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {
                     "num_threads": 0,

@@ -14,6 +14,7 @@ import psutil
 
 from experiments.common.client import AnswerError, Client, Pair, http_client, offered_blocks
 from experiments.common.servers import SERVER_SIDE, Server, ServerSpec, running
+from experiments.common.transfer_config import role
 
 HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS = 512
@@ -26,7 +27,6 @@ COLD_AGAIN_SECONDS = 30.0
 TIMED_CALLS = 2000
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
     "kv_connector_extra_config": {"num_threads": 0},
 }
 
@@ -101,7 +101,7 @@ def specs(arm: Arm, reserved_gib: int, model: Path) -> list[ServerSpec]:
         ServerSpec(
             name=f"{tag}-{reserved_gib}-{side}",
             model=model,
-            kv_transfer=CONNECTOR,
+            kv_transfer={**CONNECTOR, "kv_role": role(side)},
             environment=environment,
             max_num_batched_tokens=1024,
             arguments=("--worker-extension-cls", "cost_probe.CostProbe"),

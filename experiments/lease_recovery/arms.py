@@ -11,6 +11,7 @@ from experiments.common.device import PINNED, layout
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec
+from experiments.common.transfer_config import role
 from kvcached_nixl.wire.lease import INTERVAL
 
 LEASE_SECONDS = 3.0
@@ -62,7 +63,7 @@ class Arm:
                 dtype="float32",
                 kv_transfer={
                     "kv_connector": "NixlConnector",
-                    "kv_role": "kv_both",
+                    "kv_role": role(side),
                     "kv_load_failure_policy": policy,
                     "kv_connector_extra_config": extra,
                 },

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.common.servers import GIVES_BACK, SERVER_SIDE, ServerSpec
+from experiments.common.transfer_config import role
 from experiments.push_vs_pull import arms as push_vs_pull
 from experiments.push_vs_pull.arms import BLOCK_SIZE, KV_BYTES_PER_TOKEN, MAX_MODEL_LEN, PULL, PUSH_STREAMED, Arm, Load
 
@@ -65,7 +66,7 @@ def specs(arm: Arm, pool: Pool, model: Path) -> list[ServerSpec]:
             dtype="float32",
             kv_transfer={
                 "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
+                "kv_role": role(side),
                 "kv_connector_extra_config": {"num_threads": 0, **arm.extra},
             },
             environment={

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from experiments.common.model import ModelShape
 from experiments.common.servers import SERVER_SIDE, ServerSpec
+from experiments.common.transfer_config import role
 
 HERE = Path(__file__).resolve().parent
 
@@ -134,7 +135,7 @@ def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
             dtype="float32",
             kv_transfer={
                 "kv_connector": arm.connector,
-                "kv_role": "kv_both",
+                "kv_role": role(side),
                 "kv_connector_extra_config": {"num_threads": 0, **arm.extra},
             },
             environment=environment,

@@ -40,6 +40,7 @@ __all__ = [
     "PUSH_CLASS_NAMES",
     "RENDERER",
     "STATS_MODULES",
+    "TRANSFER_CONFIG",
     "WORKER",
     "WORKER_BASE",
     "WORKER_PROCESS",
@@ -141,6 +142,9 @@ WORKER_BASE = Target(name="worker base", places=(Place("vllm.v1.worker.worker_ba
 """The base class of every worker, on every device and under every executor."""
 
 FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
+
+TRANSFER_CONFIG = Target(name="transfer config", places=(Place("vllm.config.kv_transfer", "KVTransferConfig"),))
+"""``--kv-transfer-config``."""
 
 KVCACHED_VERSION_RANGE = Target(
     name="kvcached's version range",

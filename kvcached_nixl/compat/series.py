@@ -67,7 +67,7 @@ PROVIDES: Mapping[Capability, Provision] = MappingProxyType(
             Capability.LAYOUT: "NIXL gets the actual layout of kvcached's memory",
             Capability.BLOCK_COUNT: "views are narrowed to the blocks that vLLM planned",
             Capability.PULL: "decode READs the blocks that a manifest names, and their ownership token",
-            Capability.PUSH: 'streamed WRITEs, "transfer_mode": "push" on NixlConnector',
+            Capability.PUSH: 'streamed WRITEs, "transfer_mode": "push" on NixlConnector, or NixlPushConnector',
             Capability.LEASE: "renewed by heartbeats, kv_lease_duration seconds",
             Capability.STAGING: 'a slab on the device or the host, "memory_path"',
             Capability.HOST_BUFFER: 'kv_buffer_device="cpu" on an accelerator is "memory_path": "host", never a copy '

@@ -84,6 +84,7 @@ class DecodeFetches:
             return
         now = self._clock.now_seconds()
         try:
+            self._terms.require_consumer()
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.mode.is_push)
         except HandOverFailed as error:
             if request.is_session:

@@ -8,7 +8,18 @@ kvcached's own patch, then the others.
 from __future__ import annotations
 
 from kvcached_nixl.patching import Seam
-from kvcached_nixl.seams import completed, connector, frontend, naming, pausing, scheduler, states, weights, windows
+from kvcached_nixl.seams import (
+    completed,
+    connector,
+    frontend,
+    naming,
+    pausing,
+    scheduler,
+    states,
+    transfer_config,
+    weights,
+    windows,
+)
 from kvcached_nixl.seams.factory import GATES
 from kvcached_nixl.seams.superseded import patch_connector
 
@@ -18,6 +29,7 @@ PATCHES: tuple[Seam, ...] = (
     *GATES,
     patch_connector,
     *windows.SEAMS,
+    *transfer_config.SEAMS,
     *completed.SEAMS,
     *connector.SEAMS,
     *states.SEAMS,

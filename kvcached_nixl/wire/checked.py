@@ -69,13 +69,26 @@ def require(holds: bool, expected: str) -> None:
 def convert(value: Any, kind: type[T]) -> T:
     """Checks plain Python values, as JSON gives them, against a type.
 
+    Whole numbers may be floats: a router that keeps parameters in protobuf's Struct has no other numbers.
+
     Raises:
         Malformed: they do not fit; the message names the field.
     """
     try:
-        return msgspec.convert(value, kind)
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            return msgspec.convert(_with_whole_numbers(value), kind)
     except (msgspec.ValidationError, RecursionError, OverflowError, UnicodeError) as error:
         raise Malformed(f"{error!s:.{_SHOWN}}") from error
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(one) for key, one in value.items()}
+    return [_with_whole_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 class decoder:

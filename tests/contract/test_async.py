@@ -40,6 +40,9 @@ from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.wire.causes import FailureCause
+
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction = handover_node.direction
 
@@ -64,10 +67,15 @@ class Node(handover_node.Node):
         return True
 
 
-@pytest.fixture
-def node(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
+@pytest.fixture(params=["", "kv_both"], ids=["own roles", "both roles"])
+def node(
+    request: pytest.FixtureRequest, direction: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., Node]]:
+    """For a pure producer vLLM frees blocks that a step under way still writes into; for others it waits."""
     with nodes(Node, tmp_path, log) as make:
-        yield lambda filling, **options: make(filling, RESERVED, transfer_mode=direction, **options)
+        yield lambda filling, **options: make(
+            filling, RESERVED, transfer_mode=direction, **{"kv_role": request.param, **options}
+        )
 
 
 def computing(prefill: Node, **params: Any) -> None:
@@ -100,6 +108,7 @@ def test_an_abort_between_two_steps_leaves_nothing(who: str, direction: str, nod
         if direction == "push":
             local = registered(decode, prefill)
             computing(prefill, **NAME)
+            read = prefill.blocks(PREFILL_ID)[: CHUNK // RESERVED.block_size]
         else:
             local = asked(decode, prefilled(prefill, PREFILL_ID))
         until_both(prefill, decode, lambda: gate.kept)
@@ -109,6 +118,8 @@ def test_an_abort_between_two_steps_leaves_nothing(who: str, direction: str, nod
         if who == "decode":
             # Its blocks may be another's as soon as nobody writes into them, and not before.
             assert not set(local) & set(free_ids(decode))
+        elif direction == "push":
+            assert not set(read) & set(free_ids(prefill))
         gate.closed = False
         until_both(prefill, decode, lambda: DECODE_ID in decode.ended or who == "decode")
         rest(prefill, decode)
@@ -138,6 +149,38 @@ def test_blocks_of_a_preempted_request_are_kept_while_they_are_read(
     gate.closed = False
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     assert decode.holds(local)
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("how", ["preempt", "abort"])
+def test_without_holds_they_are_free_while_they_are_read(
+    how: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: if this finds nothing, the cases above show nothing. vLLM keeps no block of a pure producer."""
+    if direction == "pull":
+        pytest.skip("nothing of a request that computes is read")
+    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK, kv_role="kv_producer"), node(DECODE_FILLING)
+    gate = transfers_held(prefill, monkeypatch)
+    registered(decode, prefill)
+    computing(prefill, **NAME)
+    until(lambda: gate.kept)
+    read = prefill.blocks(PREFILL_ID)[: CHUNK // RESERVED.block_size]
+    monkeypatch.setattr(Holds, "take", lambda *_: 0)
+    for asked_of_it in ("request_finished", "request_finished_all_groups"):
+        monkeypatch.setattr(prefill.scheduler.connector, asked_of_it, lambda *_: (False, None), raising=False)
+    getattr(prefill, how)(PREFILL_ID)
+    assert set(read) <= set(free_ids(prefill))
+    gate.closed = False
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_pure_producer_takes_no_kv(policy: str, direction: str, node: Callable[..., Node]) -> None:
+    """As decode of a router that has mixed up its servers."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy, kv_role="kv_producer")
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
+    ends_by_policy(policy, decode, prefill)
+    assert "this engine's kv_role is kv_producer" in decode.log.text
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.PARAMETERS]
     rest(prefill, decode)
 
 

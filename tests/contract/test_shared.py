@@ -71,10 +71,11 @@ class SharedNode(Node):
 def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., SharedNode]]:
     def one(filling: int, **options: Any) -> SharedNode:
         nixl = {
-            "kv_connector": "NixlConnector",
+            # vLLM's own name for push, without a transfer_mode.
+            "kv_connector": "NixlPushConnector" if direction == "push" else "NixlConnector",
             "kv_role": "kv_both",
             "kv_buffer_device": "cpu",
-            "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": direction},
+            "kv_connector_extra_config": {"num_threads": 0},
         }
         shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "support.shelf_connector", "kv_role": "kv_both"}
         return make(filling, RESERVED, policy="recompute", connectors=[nixl, shelf], **options)

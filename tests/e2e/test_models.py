@@ -21,6 +21,7 @@ from experiments.common import model as models
 from experiments.common.client import Answer, Client, HandOver, Pair, http_client
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.servers import UNIPROC, ServerSpec, running
+from experiments.common.transfer_config import role
 
 # Lengths around one block of 32 tokens, beyond the sliding window of 128, and beyond one chunk of 256.
 LENGTHS = (1, 33, 100, 300, 700)
@@ -72,7 +73,7 @@ class Case:
             executor="mp" if tp > 1 else UNIPROC,
             kv_transfer={
                 "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
+                "kv_role": role(name),
                 "kv_connector_extra_config": {"num_threads": 0, **self.extra},
             },
             environment={
@@ -210,7 +211,7 @@ def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> 
             block_size=block_size,
             kv_transfer={
                 "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
+                "kv_role": role(side),
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
             },

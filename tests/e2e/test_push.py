@@ -22,6 +22,7 @@ from experiments.common.client import Answer, AnswerError, Client, Pair, http_cl
 from experiments.common.device import layout
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
+from experiments.common.transfer_config import role
 
 KVCACHED = {
     "ENABLE_KVCACHED": "true",
@@ -45,11 +46,17 @@ has said why."""
 
 
 def spec(name: str, policy: str = "fail", *, tp: int = 1, lease_seconds: float = LEASE_SECONDS) -> ServerSpec:
+    # Two names of the same.
+    by_class = name.startswith("prefill")
     connector = {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
+        "kv_connector": "NixlPushConnector" if by_class else "NixlConnector",
+        "kv_role": role(name),
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": "push", "kv_lease_duration": lease_seconds},
+        "kv_connector_extra_config": {
+            "num_threads": 0,
+            **({} if by_class else {"transfer_mode": "push"}),
+            "kv_lease_duration": lease_seconds,
+        },
     }
     more: dict[str, Any] = {"tensor_parallel_size": tp, "executor": "mp"} if tp > 1 else {}
     return ServerSpec(

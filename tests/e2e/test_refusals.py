@@ -16,11 +16,11 @@ from experiments.common import model as models
 from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
 from experiments.common.device import layout
 from experiments.common.servers import ServerError, ServerSpec, running
+from experiments.common.transfer_config import role
 from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, Endpoint, Failed, Prompt, read
 
 CONNECTOR: dict[str, Any] = {
     "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
     "kv_connector_extra_config": {"num_threads": 0},
 }
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout()}
@@ -28,7 +28,7 @@ PROMPT = [3 + place % 500 for place in range(100)]
 
 
 def spec(name: str, policy: str = "fail", environment: dict[str, str] | None = None, **extra: Any) -> ServerSpec:
-    connector = {**CONNECTOR, "kv_load_failure_policy": policy}
+    connector = {**CONNECTOR, "kv_role": role(name), "kv_load_failure_policy": policy}
     connector["kv_connector_extra_config"] = {**CONNECTOR["kv_connector_extra_config"], **extra}
     return ServerSpec(
         name=name,

@@ -142,6 +142,7 @@ def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = 
     fields: dict[str, Any] = {
         "groups": kv_groups(*block_sizes, drops_blocks=drops_blocks),
         "zeroes_blocks": False,
+        "takes_kv": True,
         "mode": TransferMode.PULL,
         "recomputes": False,
         "lease_seconds": LEASE,

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -80,6 +80,8 @@ class Node:
     """Per KV-cache group, as in `nodes`."""
 
     connector: ClassVar[str] = "NixlConnector"
+    roles: ClassVar[Mapping[int, str]] = {}
+    """``kv_role`` of a node by what its pages are filled with; "kv_both" for any other."""
     scheduler_class: ClassVar[type[Scheduler]] = Scheduler
 
     def __post_init__(self) -> None:
@@ -275,6 +277,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         kernel_blocks_per_block: int = 1,
         windows: Sequence[int | str | None] | None = None,
         replaces: AnyNode | None = None,
+        kv_role: str = "",
         **extra_config: Any,
     ) -> AnyNode:
         """Creates a node.
@@ -283,10 +286,12 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
             windows: sliding window of each group; None for a group that keeps all tokens; the ``mamba_cache_mode`` of
                 one that keeps states.
             replaces: an earlier node whose engine id and port the new one uses.
+            kv_role: another than that of its filling.
         """
         geometry = dataclasses.replace(geometry, split=kernel_blocks_per_block)
         model = write_model(folder, num_key_value_heads=geometry.num_kv_heads)
-        engine = _engine(model, geometry, kernel_blocks_per_block, windows, replaces, extra_config)
+        role = kv_role or kind.roles.get(fill, "kv_both")
+        engine = _engine(model, geometry, kernel_blocks_per_block, windows, replaces, role, extra_config)
         one = _node(kind, engine, log, geometry, tokens_a_step, prefix_caching, policy)
         one.kernel_blocks_per_block = kernel_blocks_per_block
         one.windows = windows or ()
@@ -317,6 +322,7 @@ def _engine(
     kernel_blocks_per_block: int,
     windows: Sequence[int | str | None] | None,
     replaces: Node | None,
+    kv_role: str,
     extra_config: dict[str, Any],
 ) -> Engine:
     names, pools = geometry.layer_names(), geometry.num_pools
@@ -340,6 +346,7 @@ def _engine(
         extra_config,
         port=None if replaces is None else replaces.engine.port,
         engine_id=None if replaces is None else replaces.engine.engine_id,
+        kv_role=kv_role,
     )
 
 

@@ -12,10 +12,10 @@ import functools
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -58,6 +58,8 @@ def kv(token_ids: list[int], first_position: int, layer: int, num_bytes: int) ->
 
 class Node(engine_node.Node):
     """An engine with this package active, and a model that writes each token's bytes into its blocks."""
+
+    roles: ClassVar[Mapping[int, str]] = {PREFILL_FILLING: "kv_producer", DECODE_FILLING: "kv_consumer"}
 
     @property
     def agent(self) -> Any:

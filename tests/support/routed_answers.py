@@ -9,6 +9,7 @@ import pytest
 
 from experiments.common import model as models
 from experiments.common.servers import GIVES_BACK, ServerSpec
+from experiments.common.transfer_config import role
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 
@@ -31,7 +32,7 @@ def spec(name: str, mode: str | None, **extra: object) -> ServerSpec:
     if mode is not None:
         connector = {
             "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
+            "kv_role": role(name),
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 5.0, **extra},
         }

@@ -174,6 +174,7 @@ def build_engine(
     *,
     port: int | None = None,
     engine_id: str | None = None,
+    kv_role: str = "kv_both",
 ) -> Engine:
     """Builds an engine with these KV-cache groups (layer names, spec). ``pools``: layers that share each pool."""
     import os
@@ -192,7 +193,7 @@ def build_engine(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector",
-            kv_role="kv_both",
+            kv_role=kv_role,
             kv_buffer_device="cpu",
             engine_id=engine_id or str(uuid.uuid4()),
             kv_connector_extra_config={"num_threads": 0, **(extra_config or {})},

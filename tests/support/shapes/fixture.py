@@ -143,8 +143,8 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
         name = "register_connector" if is_registered else patch.attribute
         # A worker's methods are called by name through collective_rpc, wherever the worker runs.
         patches["collective_rpc" if patch.target is WORKER_PROCESS else name].append(patch)
-        if patch.target is WORKER and patch.attribute == "__init__":
-            # The connector constructs its worker half.
+        if (patch.target is WORKER and patch.attribute == "__init__") or patch.attribute == "__post_init__":
+            # The connector constructs its worker half; a dataclass calls __post_init__ when it is constructed.
             for place in patch.target.places:
                 patches[place.qualname].append(patch)
     for call in reader.calls(patches, _CALLERS_IN):
@@ -160,7 +160,7 @@ def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
         return bool(FACADE_CLASS_NAMES & set(call.arguments))
     if patch.target is WORKER_PROCESS:
         return patch.attribute in call.arguments
-    if not call.receiver and patch.attribute == "__init__":
+    if patch.attribute == "__post_init__" or (not call.receiver and patch.attribute == "__init__"):
         return call.attribute in {place.qualname for place in patch.target.places}
     if call.attribute == "__init__":
         return call.receiver == "super" and _is_next(reader, call, patch)

@@ -361,6 +361,8 @@ READS = (
         "KVTransferConfig",
         "engine_id",
         "kv_connector",
+        "kv_connector_module_path",
+        "is_kv_consumer",
         "kv_buffer_device",
         "kv_load_failure_policy",
         "kv_connector_extra_config",

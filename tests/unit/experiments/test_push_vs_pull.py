@@ -103,12 +103,15 @@ def test_streamed_push_against_the_stock_one(tokens: int, stock: float, expected
 
 
 def test_arms_differ_in_what_they_are_named_for(tmp_path: Path) -> None:
-    """Both sides of an arm are alike, only kvcached's arms run it, and TCP is forced where it says TCP."""
+    """Both sides of an arm are alike but for their roles, only kvcached's arms run it, and TCP is forced where its name
+    says so."""
     for arm in ARMS:
         for transport in TRANSPORTS:
             prefill, decode = specs(arm, transport, tmp_path)
             assert prefill.name != decode.name
-            assert prefill.kv_transfer == decode.kv_transfer
+            assert prefill.kv_transfer and decode.kv_transfer
+            assert {**prefill.kv_transfer, "kv_role": ""} == {**decode.kv_transfer, "kv_role": ""}
+            assert (prefill.kv_transfer["kv_role"], decode.kv_transfer["kv_role"]) == ("kv_producer", "kv_consumer")
             assert ("ENABLE_KVCACHED" in prefill.environment) == arm.kvcached
             assert prefill.environment.get("UCX_TLS") == ("tcp" if transport.is_tcp else None)
             assert transport.is_tcp == transport.name.startswith("TCP")

@@ -477,6 +477,15 @@ def test_what_prefill_did_not_compute_for_this_request_fails_it(case: str, caplo
     assert caplog.text.count("KV hand-over failed: cause=") == caplog.text.count(" request=d1") == 1
 
 
+def test_a_pure_producer_takes_no_kv(caplog: pytest.LogCaptureFixture) -> None:
+    """For it vLLM frees blocks that a step under way may still write into."""
+    assert Decode(takes_kv=False).fails(of_decode()) is FailureCause.PARAMETERS
+    assert "kv_producer" in caplog.text and "kv_consumer" in caplog.text
+    decode = Decode(takes_kv=False, recomputes=True)
+    decode.arrive(of_decode())
+    assert decode.match(of_decode()) == NOTHING
+
+
 @pytest.mark.parametrize("case", other_prompts())
 def test_or_it_is_computed_here(case: str, caplog: pytest.LogCaptureFixture) -> None:
     """With ``kv_load_failure_policy`` "recompute", vLLM computes it as if it had no parameters."""

@@ -139,7 +139,7 @@ def test_it_comes_back_from_a_router_as_it_was(
         ({"num_tokens": 2**31}, "num_tokens"),
         ({"num_tokens": 13}, "end where the tokens do"),
         ({"num_tokens": 8}, "end where the tokens do"),
-        ({"num_tokens": 10.0}, "num_tokens"),
+        ({"num_tokens": 10.5}, "num_tokens"),
         ({"block_sizes": (0, 4)}, "at least one"),
         ({"block_sizes": (-4, 4)}, "block_sizes"),
         ({"block_sizes": (5, 5)}, "end where the tokens do|start a block"),

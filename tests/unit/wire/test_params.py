@@ -147,7 +147,7 @@ def test_prefill_is_found_by_its_coordinates() -> None:
         {"remote_port": 65536},
         {"remote_port": -1},
         {"remote_port": "5600"},
-        {"remote_port": 5600.0},
+        {"remote_port": 5600.5},
         {"remote_port": float("nan")},
         {"remote_port": float("inf")},
         {"remote_port": True},

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--kv-transfer-config`` as vLLM reads it: its own name for push is a mode of this package's connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+from support import attention_engines
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.seams.factory import is_nixl
+
+patched = attention_engines.patched
+
+
+def read(**fields: Any) -> KVTransferConfig:
+    return KVTransferConfig(**{"kv_connector": "NixlPushConnector", "kv_role": "kv_producer", **fields})
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("extra", [{}, {"transfer_mode": "push"}, {"num_threads": 2}])
+def test_the_push_connector_is_a_mode(extra: dict[str, Any]) -> None:
+    given = dict(extra)
+    config = read(kv_connector_extra_config=extra)
+    assert (config.kv_connector, config.kv_role) == ("NixlConnector", "kv_producer")
+    assert config.kv_connector_extra_config == {**extra, "transfer_mode": "push"}
+    assert extra == given, "what the operator gave was changed"
+    assert is_nixl(KVConnectorFactory.get_connector_class(config))
+
+
+@pytest.mark.usefixtures("patched")
+def test_another_mode_contradicts_it() -> None:
+    with pytest.raises(SettingsError, match=r"NixlPushConnector with transfer_mode='pull'"):
+        read(kv_connector_extra_config={"transfer_mode": "pull"})
+
+
+@pytest.mark.usefixtures("patched")
+def test_other_connectors_are_left_alone() -> None:
+    """Somebody's own class of that name, too."""
+    for fields in (
+        {"kv_connector": "NixlConnector"},
+        {"kv_connector": "SharedStorageConnector"},
+        {"kv_connector_module_path": "support.shelf_connector"},
+    ):
+        config = read(**fields)
+        assert config.kv_connector == fields.get("kv_connector", "NixlPushConnector")
+        assert config.kv_connector_extra_config == {}
