@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which tests tests/run.sh runs with which vLLM, and print one job per line.
 
-A job is a tier, or one file of the slowest tiers (e2e, contract), with one vLLM. Its size is "brief" (without the tests
-marked ``long``) or "whole".
+A job is a tier, or one file of the slowest tiers (e2e, stacks, contract), with one vLLM. Its size is "brief" (without
+the tests marked ``long``) or "whole".
 
     newcomer   every tier with one vLLM and one Python, brief where a brief form exists: within 25 minutes
     all        every job
-    turn       what CI runs. Each turn has lint, coverage (which runs unit and the fast subset of flow), repo, install
-               and gpu; and contract and equivalence in brief with the newest vLLM that servers are tested with and one
-               of the others. Then it adds as many of the other jobs as fit; the number of the commit chooses both.
+    turn       what CI runs. Each turn has lint, coverage (which runs unit and the fast subset of flow), repo, install,
+               gpu and vllm-router; and contract and equivalence in brief with the newest vLLM that servers are tested
+               with and one of the others. Then it adds as many of the other jobs as fit; the number of the commit
+               chooses both.
 
 A line is "JOB VLLM brief|whole MINUTES". The jobs that a turn leaves out follow, one per line, each after a "#".
 """
@@ -24,7 +25,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kvcached_nixl.compat.series import ROWS, Evidence
 
-TIERS = ("lint", "unit", "coverage", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "equivalence")
+TIERS = (
+    "lint", "unit", "coverage", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "stacks", "equivalence",
+)  # fmt: skip
 ONCE = ("lint", "unit", "flow", "repo")
 """Tiers that do not depend on the vLLM, and so run once."""
 EACH_TURN = ("lint", "coverage", "repo", "install", "gpu")
@@ -33,7 +36,9 @@ SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
 NEWEST = SERVED[-1]
 """The vLLM of every run that uses only one."""
 RUNNERS = {row.tested: row.shape.runners for row in ROWS}
-BUDGET_MINUTES = 60.0
+ROUTER = "stacks/test_vllm_router.py"
+"""Run by every turn, too."""
+BUDGET_MINUTES = 64.0
 """What a turn may take by the estimates. tests/run.sh stops beginning jobs by the clock: machines differ."""
 
 # Minutes of a job on two cores: (brief, whole). None if the job has no brief form.
@@ -46,7 +51,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "install": (None, 3.0),
     "gpu": (None, 0.2),
     "pythons": (None, 14.0),
-    "contract": (8.6, 14.5),
+    "contract": (7.2, 18.0),
     "contract/test_groups.py": (None, 10.0),
     "e2e/test_fuzzed_parameters.py": (None, 2.5),
     "e2e/test_identity.py": (None, 6.5),
@@ -57,6 +62,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_refusals.py": (None, 2.5),
     "e2e/test_router.py": (None, 13.0),
     "e2e/test_router_ranks.py": (None, 6.5),
+    "stacks/test_vllm_router.py": (None, 1.6),
     "equivalence": (4.5, 13.5),
     "equivalence/V2": (None, 14.0),
 }
@@ -109,6 +115,7 @@ def _with_servers(vllm: str) -> list[str]:
     """Returns the tiers with real servers that this vLLM can run with kvcached on a machine without a GPU."""
     (row,) = [row for row in ROWS if row.tested == vllm]
     served = ["e2e"] if Evidence.E2E in row.evidence else []
+    served += ["stacks"] if served else []
     return [*served, "equivalence"] if row.shape.serves_on_cpu else served
 
 
@@ -123,7 +130,7 @@ def everything() -> list[Job]:
 
 def turn(number: int) -> list[Job]:
     """The jobs of every turn, then those of the rest that fit into `BUDGET_MINUTES`; ``number`` says which is first."""
-    found = [job for tier in EACH_TURN for job in jobs(tier, NEWEST)]
+    found = [job for tier in EACH_TURN for job in jobs(tier, NEWEST)] + [Job(ROUTER, NEWEST)]
     *others, newest = SERVED
     for vllm in (others[number % len(others)], newest):
         found += [Job("contract", vllm, "brief"), Job("equivalence", vllm, "brief")]

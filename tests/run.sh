@@ -23,6 +23,7 @@ Creates the environments that it needs. Before it downloads, experiments/env.sh 
   pythons      tests that need no vLLM, on Python 3.10, 3.12, 3.13 and 3.14 and with the lowest supported dependencies
   contract     what the package assumes about vLLM, kvcached and NIXL; uses real NIXL agents
   e2e          real servers
+  stacks       other projects' routers before real servers
   equivalence  real servers, the quick byte-equivalence run
 
 KVCACHED_NIXL_VLLM="0.28.0" chooses the vLLM. With TIER it may list several: "0.19.1 0.28.0". The default is the newest
@@ -136,7 +137,7 @@ while read -r -u 3 what version size estimate; do
         # A job of its own.
         [[ $what != contract ]] || options+=(--ignore=tests/contract/test_groups.py)
         # A warning fails the test, except in the tiers that import vLLM, torch and NIXL, which warn by themselves.
-        [[ ! $what =~ ^(contract|e2e|gpu) ]] || options+=(-W default)
+        [[ ! $what =~ ^(contract|e2e|gpu|stacks) ]] || options+=(-W default)
         ran_pytest=1
         run "$name" "$venv/bin/python" -m pytest "${options[@]}" "tests/$what"
         ;;

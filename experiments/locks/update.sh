@@ -17,6 +17,13 @@ if [[ ${1:-} != [0-9]* ]]; then
     "$tools/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --python-version 3.11 \
         --python-platform x86_64-manylinux_2_28 "$@" tools.in --output-file tools.txt >/dev/null
 fi
+if [[ ${1:-} != [0-9]* ]]; then
+    for asked in stack-*.in; do
+        echo "${asked%.in}" >&2
+        "$tools/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --universal --python-version 3.11 \
+            "$@" "$asked" --output-file "${asked%.in}.txt" >/dev/null
+    done
+fi
 "$tools/python" lock.py "$tools/uv" "$@"
 for version in $(sed -n 's/^\([0-9][^ ]*\) .*cpu=.*/\1/p' versions.in); do
     [[ ${1:-} != [0-9]* || $1 == "$version" ]] || continue

@@ -264,13 +264,11 @@ def assemble(
     ask: Ask = channel.ask
     peers = Peers(Handshaker(transport, compatibility, lambda rank: fits(local, rank)), clock, ask, wake.set)
     gate_connections = GateConnections(transport, peers)
-    transfer_queue = TransferQueue(
-        transport, clock, gate_connections.lost, outcomes.moved, connection=gate_connections.connection
-    )
+    transfer_queue = TransferQueue(transport, clock, gate_connections.lost, connection=gate_connections.connection)
     routes = PeerRoutes(local)
     buffers = TokenBuffers(tokens[BUCKETS:])
     context = WorkerContext(local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
-    receiver = Receiver(context, clock, mode, gates, outcomes.failed, outcomes.finished)
+    receiver = Receiver(context, clock, mode, gates, outcomes.failed, outcomes.finished, outcomes.moved)
     table = TokenTable(tokens[:BUCKETS])
     registry = OfferRegistry(
         context,
@@ -283,6 +281,7 @@ def assemble(
         done=outcomes.done,
         hold_idle=outcomes.hold_idle,
         expired=outcomes.expired,
+        moved=outcomes.moved,
     )
     peers.listen(_Roles(routes, receiver, registry, gate_connections))
 

@@ -60,7 +60,7 @@ class WorkerCounters:
     """Counts for the metrics since they were last taken.
 
     Attributes:
-        moved: (bytes, descriptors, seconds) of each transfer.
+        moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
         failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
         quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
         reasons: (attempt, why it failed).

@@ -7,10 +7,10 @@ import threading
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.transport.base import Operation
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
+from kvcached_nixl.worker.transfer.tally import TransferTally
 
 __all__ = ["OutcomeQueue"]
 
@@ -52,9 +52,10 @@ class OutcomeQueue:
         with self._lock:
             self._outcome.expired.add(request_id)
 
-    def moved(self, _: Operation, num_bytes: int, descriptors: int, seconds: float) -> None:
+    def moved(self, tally: TransferTally) -> None:
+        """A hand-over has succeeded whose bytes this rank has moved."""
         with self._lock:
-            self._outcome.moved.append((num_bytes, descriptors, seconds))
+            self._outcome.moved.append((tally.num_bytes, tally.descriptors, tally.seconds))
 
     def take_news(self) -> bool:
         """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until

@@ -161,7 +161,7 @@ class Outcome:
         done: prefill's requests whose blocks are not needed any more.
         idle_holds: holds whose blocks nothing reads any more.
         expired: prefill's requests whose lease expired; they are in ``done`` as well.
-        moved: (bytes, descriptors, seconds) of each transfer.
+        moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
     """
 
     finished: set[int] = field(default_factory=set)

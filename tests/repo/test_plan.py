@@ -19,7 +19,8 @@ def test_every_test_is_in_some_job() -> None:
     nested = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
     assert folders | nested == set(TIERS) - {"lint", "coverage", "equivalence", "pythons"}
     files = {f"e2e/{path.name}" for path in (TESTS / "e2e").glob("test_*.py")}
-    assert {what for what in MINUTES if what.startswith("e2e/")} == files
+    files |= {f"stacks/{path.name}" for path in (TESTS / "stacks").glob("test_*.py")}
+    assert {what for what in MINUTES if what.startswith(("e2e/", "stacks/"))} == files
     assert {what.partition("/")[0] for what in MINUTES} == set(TIERS)
 
 
@@ -63,7 +64,7 @@ def test_a_turn_fits_and_has_what_is_run_each_time(number: int) -> None:
     for tier in ("contract", "equivalence"):
         assert len({job.vllm for job in jobs if job.tier == tier} & set(SERVED)) >= 2
         assert plan.NEWEST in {job.vllm for job in jobs if job.tier == tier}
-    assert {"lint", "coverage", "repo", "install", "gpu"} <= {job.tier for job in jobs}
+    assert {"lint", "coverage", "repo", "install", "gpu", "stacks"} <= {job.tier for job in jobs}
 
 
 def test_successive_turns_take_successive_vllms() -> None:

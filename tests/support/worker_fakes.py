@@ -273,7 +273,6 @@ class Local:
         self.dead: list[str] = []
         self.unreachable: list[str] = []
         self.woken = 0
-        self.moved: list[tuple[str, int, int, float]] = []
         handshaker = Handshaker(self.transport, TAG, lambda rank: fits(place, rank))
         self.peers = Peers(handshaker, self.clock, self.asking.ask, self._wake)
         self.gate_connections = GateConnections(self.transport, self.peers)
@@ -283,7 +282,6 @@ class Local:
             self.transport,
             self.clock,
             self.gate_connections.lost,
-            lambda *moved: self.moved.append(moved),
             budget,
             self.gate_connections.connection,
         )

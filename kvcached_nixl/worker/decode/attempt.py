@@ -26,6 +26,7 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.worker.transfer.tally import TransferTally
 
 __all__ = ["Attempt", "Part"]
 
@@ -65,6 +66,7 @@ class Attempt:
         parts: one for each rank of prefill that has some of the bytes.
         failed: why it failed; None as long as it has not.
         staging_window: the slots its KV arrives in; None until a rank of prefill is to be told of them.
+        tally: of its READs.
     """
 
     def __init__(self, spec: FetchSpec, blocks: tuple[KernelBlocks, ...], changed: Callable[[Attempt], None]) -> None:
@@ -73,6 +75,7 @@ class Attempt:
         self.parts: list[Part] = []
         self.failed: HandOverFailed | None = None
         self.staging_window: StagingWindow | None = None
+        self.tally = TransferTally()
         self._changed = changed
 
     @property

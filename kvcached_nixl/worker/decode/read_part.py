@@ -81,7 +81,7 @@ class ReadPart:
             self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return
         ended = context.contained(self._read, self._fail)
-        self._job = TransferJob("READ", known.agent, found.local, found.remote, ended)
+        self._job = TransferJob("READ", known.agent, found.local, found.remote, ended, tally=self._attempt.tally)
         context.transfer_queue.submit(self._job)
 
     def _read(self, failed: str) -> None:

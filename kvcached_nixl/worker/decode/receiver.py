@@ -22,6 +22,7 @@ from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.topology import contributors, kernel_blocks_of, peers_of
 
 __all__ = ["Receiver"]
@@ -38,6 +39,7 @@ class Receiver:
             closed.
         failed: called once for each attempt that fails.
         finished: called once for each attempt, when nothing of it is in flight any more.
+        moved: called for each attempt that has received its KV by READs.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Receiver:
         gates: WriteGates | None,
         failed: Callable[[FetchSpec, HandOverFailed], None],
         finished: Callable[[FetchSpec], None],
+        moved: Callable[[TransferTally], None],
     ) -> None:
         self._context = context
         self._clock = clock
@@ -55,6 +58,7 @@ class Receiver:
         self._gates = gates
         self._failed = failed
         self._finished = finished
+        self._moved = moved
         self._attempts: dict[int, Attempt] = {}
         self._reported: set[int] = set()
         self._asked_again = Deadlines[int]()
@@ -243,6 +247,8 @@ class Receiver:
             self._asked_again.pop(number, None)
             self._unanswered.discard(number)
             self._writers.finished(attempt)
+            if attempt.failed is None and attempt.tally.num_bytes:
+                self._moved(attempt.tally)
             self._finished(attempt.spec)
             unneeded = self._unneeded.pop(number, None)
             if unneeded is not None:

@@ -20,6 +20,7 @@ from kvcached_nixl.wire.messages import Registration, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
 __all__ = ["Offer", "WriteTask", "WriteKey"]
@@ -43,6 +44,7 @@ class WriteTask:
         jobs: WRITEs not ended: being checksummed, queued or in flight; and whether each is the registration's last.
         awaiting_checksum: those of ``jobs`` whose checksum is being computed, so their bytes are being read.
         stopping: why nothing more is posted; None if it was not stopped.
+        tally: of its WRITEs.
     """
 
     agent: str
@@ -57,6 +59,7 @@ class WriteTask:
     jobs: dict[TransferJob, bool] = field(default_factory=dict)
     awaiting_checksum: set[TransferJob] = field(default_factory=set)
     stopping: tuple[FailureCause, str] | None = None
+    tally: TransferTally = field(default_factory=TransferTally)
     is_finished: bool = False
 
     @property

@@ -31,6 +31,7 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.recent_set import RecentSet
+from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["OfferRegistry"]
@@ -52,6 +53,7 @@ class OfferRegistry:
         done: called with a request whose blocks are not needed any more.
         hold_idle: called with a hold when none of its blocks is being read any more.
         expired: called with a request whose lease has expired, before ``done``.
+        moved: called for each registration whose tokens were all written, if by WRITEs of this rank.
     """
 
     def __init__(
@@ -67,13 +69,14 @@ class OfferRegistry:
         done: Callable[[PrefillRequestId], None],
         hold_idle: Callable[[int], None],
         expired: Callable[[PrefillRequestId], None],
+        moved: Callable[[TransferTally], None],
     ) -> None:
         self._context = context
         self._clock = clock
         self._tokens = tokens
         self._mode = mode
         self._unmatched_seconds = unmatched_seconds
-        self._done, self._hold_idle, self._expired = done, hold_idle, expired
+        self._done, self._hold_idle, self._expired, self._moved = done, hold_idle, expired, moved
         self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._write_tasks: dict[WriteKey, WriteTask] = {}
         self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
@@ -308,6 +311,8 @@ class OfferRegistry:
         if not of_agent:
             del self._of_agent[task.agent]
         self._finished.add(task.key)
+        if task.stopping is None and task.tally.num_bytes:
+            self._moved(task.tally)
         self._stuck.pop(task.key, None)
         self._matcher.forget(task)
         offer = task.offer

@@ -195,7 +195,7 @@ class Writer:
         )
         # Without a gate, or where nothing is written, the notification goes to the rank's own agent.
         target = self._gate_connections.use(known, registration.gate) if registration.gate else known.agent
-        job = TransferJob("WRITE", target, found.local, found.remote, ended, notify)
+        job = TransferJob("WRITE", target, found.local, found.remote, ended, notify, tally=task.tally)
         if source.held is not None:
             source.held.jobs += 1
         if not registration.is_verified:

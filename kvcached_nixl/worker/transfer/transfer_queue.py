@@ -16,6 +16,7 @@ import numpy as np
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
+from kvcached_nixl.worker.transfer.tally import TransferTally
 
 __all__ = ["Budget", "TransferJob", "TransferQueue"]
 
@@ -56,6 +57,7 @@ class TransferJob:
             "". For a dropped job, too, it is called only after its transfers in flight have ended.
         notify: returns the notification of a WRITE's batch, given (index, whether it is the last batch).
         is_host: the ranges are in registered host memory, not in KV memory.
+        tally: of its hand-over.
     """
 
     operation: Operation
@@ -65,6 +67,7 @@ class TransferJob:
     ended: Callable[[str], None]
     notify: Callable[[int, bool], bytes] | None = None
     is_host: bool = False
+    tally: TransferTally = field(default_factory=TransferTally)
     row: int = 0
     index: int = 0
     in_flight: int = 0
@@ -107,7 +110,6 @@ class TransferQueue:
             only that ends what is left of a failed transfer.
         connection: returns an object that stands for the current connection to a peer, so that a transfer of an earlier
             connection that fails does not take the current one down.
-        moved: called with (operation, bytes, descriptors, seconds) of each transfer that has succeeded.
     """
 
     def __init__(
@@ -115,18 +117,16 @@ class TransferQueue:
         transport: Transport,
         clock: Clock,
         lost: Callable[[str], None],
-        moved: Callable[[Operation, int, int, float], None] = lambda *_: None,
         budget: Budget | None = None,
         connection: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._transport = transport
         self._clock = clock
         self._lost = lost
-        self._moved = moved
         self._connection = connection
         self._budget = Budget() if budget is None else budget
         self._lanes: dict[str, _Lane] = {}
-        self._active: dict[_Batch, float] = {}
+        self._active: dict[_Batch, None] = {}
         self._dropped: dict[_Batch, None] = {}
         self._dropped_at_seconds = 0.0
         self._all_bytes = 0
@@ -205,12 +205,11 @@ class TransferQueue:
             if state is TransferState.FAILED:
                 self._fail(job, f"a {job.operation} failed", batch.connection)
             self._transport.release(batch.handle)
+            job.tally.ended(self._clock.now_seconds())
+            if state is TransferState.DONE:
+                job.tally.succeeded(batch.num_bytes, batch.descriptors)
             if batch in self._active:
-                begun = self._active[batch]
                 self._leave(batch)
-                if state is TransferState.DONE:
-                    seconds = self._clock.now_seconds() - begun
-                    self._moved(job.operation, batch.num_bytes, batch.descriptors, seconds)
             else:
                 del self._dropped[batch]
             job.in_flight -= 1
@@ -283,7 +282,8 @@ class TransferQueue:
             return True
         job.row, job.index, job.in_flight = end, job.index + 1, job.in_flight + 1
         batch = _Batch(job, handle, num_bytes, end - rows.start, self._connection(peer))
-        self._active[batch] = self._clock.now_seconds()
+        self._active[batch] = None
+        job.tally.posted(self._clock.now_seconds())
         lane.num_bytes += num_bytes
         lane.transfers += 1
         self._all_bytes += num_bytes

@@ -10,6 +10,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.outcome_queue import TELL_AGAIN_SECONDS, OutcomeQueue
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
+from kvcached_nixl.worker.transfer.tally import TransferTally
 
 P1 = PrefillRequestId("p1")
 
@@ -22,7 +23,7 @@ def test_everything_is_taken_once() -> None:
     outcomes.done(P1)
     outcomes.hold_idle(4)
     outcomes.expired(P1)
-    outcomes.moved("READ", 10, 2, 0.5)
+    outcomes.moved(TransferTally(10, 2, 0.5))
     assert outcomes.take() == Outcome(
         finished={1},
         failed={1: Failed(wanted(1).request_id, FailureCause.LEASE, "token_table")},
@@ -59,6 +60,6 @@ def test_the_engine_is_told_at_once_and_again_until_it_looks() -> None:
 def test_what_can_wait_wakes_nobody() -> None:
     """Figures, and a lease whose request is done, too."""
     outcomes = OutcomeQueue(ManualClock())
-    outcomes.moved("WRITE", 1, 1, 1.0)
+    outcomes.moved(TransferTally(1, 1, 1.0))
     outcomes.expired(P1)
     assert not outcomes.take_news()

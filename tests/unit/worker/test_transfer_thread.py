@@ -149,7 +149,7 @@ def test_a_read_from_want_to_over(pull: Worker) -> None:
     outcome = pull.deliver()
     assert (outcome.finished, outcome.failed) == ({1}, {})
     assert pull.memory.cells[:, [7, 3, 9]].min() == 5
-    assert len(outcome.moved) == 2 and outcome.moved[0][0] == 3 * 4 * 8 * 2
+    assert [num_bytes for num_bytes, _, _ in outcome.moved] == [3 * 4 * 8 * 2], "once, and without its token"
     assert pull.asking.woken == [("10.0.0.1", 5600, "key")]
 
 

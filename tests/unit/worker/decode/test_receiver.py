@@ -51,6 +51,7 @@ from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
+from kvcached_nixl.worker.transfer.tally import TransferTally
 
 MANIFEST = manifest(17, 13, 19)
 ALL_WRITTEN = manifest()
@@ -64,7 +65,9 @@ class Decode(Local):
         self.failed: dict[int, FailureCause] = {}
         self.said: dict[int, str] = {}
         self.over: list[int] = []
-        self.receiver = Receiver(self.side, self.clock, mode, self.gates, self._failed, self._finished)
+        self.moved: list[TransferTally] = []
+        told = (self._failed, self._finished, self.moved.append)
+        self.receiver = Receiver(self.side, self.clock, mode, self.gates, *told)
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_be_written_by
 
     def _failed(self, wanted: FetchSpec, cause: HandOverFailed) -> None:
@@ -294,7 +297,7 @@ def test_a_manifest_that_does_not_fit_prefills_memory_costs_only_its_attempt(pul
     keep(remote, made)
     pull.want(wanted(1, made))
     pull.deliver()
-    assert (pull.over, pull.failed) == ([1], {1: FailureCause.RANGE})
+    assert (pull.over, pull.failed, pull.moved) == ([1], {1: FailureCause.RANGE}, [])
     assert pull.transport.posted == [] and pull.peers.is_known("remote-0")
 
 
@@ -318,7 +321,7 @@ def test_blocks_of_the_prefix_cache_are_not_read(pull: Decode) -> None:
     keep(remote)
     pull.want(wanted(1, MANIFEST, blocks=(3, 9), first_token=4))
     pull.deliver()
-    assert pull.over == [1] and not pull.failed
+    assert pull.over == [1] and not pull.failed and len(pull.moved) == 1
     assert is_read(pull, remote, (3, 9), (13, 19))
     assert not pull.memory.cells[:, 7].any()
 

@@ -46,6 +46,7 @@ from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer.recent_set import CAPACITY, RecentSet
+from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
@@ -68,6 +69,7 @@ class Prefill(Local):
         self.done: list[str] = []
         self.quiet: list[int] = []
         self.expired: list[str] = []
+        self.moved: list[TransferTally] = []
         self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
         self.registry = OfferRegistry(
             self.side,
@@ -80,6 +82,7 @@ class Prefill(Local):
             done=self._done,
             hold_idle=self.quiet.append,
             expired=self.expired.append,
+            moved=self.moved.append,
         )
         self.listener.role = self.registry
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
@@ -349,6 +352,8 @@ def test_what_a_step_has_computed_is_written_while_the_next_one_computes(prefill
     assert prefill.done == [], "it generates"
     prefill.registry.finish(P1)
     assert prefill.done == ["p-1"] and prefill.is_clean()
+    (moved,) = prefill.moved
+    assert moved.num_bytes == 3 * sum(cells[0].nbytes for cells in prefill.memory.cells), "once, however many WRITEs"
 
 
 def test_a_write_waits_for_the_handshake(prefill: Prefill) -> None:

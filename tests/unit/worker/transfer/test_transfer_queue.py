@@ -16,6 +16,7 @@ from support.internals import leftovers
 from kvcached_nixl.clock import Clock, ManualClock
 from kvcached_nixl.transport.base import TransferState
 from kvcached_nixl.transport.memory import Network, Posted
+from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.transfer_queue import (
     DROPPED_POLL_SECONDS,
     POSTING_SECONDS,
@@ -45,13 +46,11 @@ class Mover:
             self.network.agent(peer)
             self.transport.add_peer(peer.encode())
         self.lost: list[str] = []
-        self.moved: list[tuple[str, int, int, float]] = []
         self.ended: dict[str, str] = {}
         self.transfer_queue = TransferQueue(
             self.transport,
             self.clock if clock is None else clock,
             self.lose,
-            lambda *one: self.moved.append(one),
             budget,
             connection,
         )
@@ -89,7 +88,7 @@ def test_a_job_moves_in_batches_and_ends_when_the_last_has() -> None:
     mover = Mover()
     mover.memory[0, :7] = np.arange(1, 8)
     told: list[tuple[int, bool]] = []
-    mover.job("one", 7, notify=lambda index, is_last: told.append((index, is_last)) or b"n%d" % index)
+    job = mover.job("one", 7, notify=lambda index, is_last: told.append((index, is_last)) or b"n%d" % index)
     mover.transfer_queue.turn()
     assert [len(one.local) for one in mover.in_flight() if one.local is not None] == [2, 2]
     while mover.network.pending:
@@ -101,18 +100,28 @@ def test_a_job_moves_in_batches_and_ends_when_the_last_has() -> None:
     assert mover.memory[1, :8].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     assert mover.transport.unreleased() == []
     assert not mover.transfer_queue.is_busy and len(mover.transfer_queue) == 0
-    assert [(operation, size, rows) for operation, size, rows, _ in mover.moved] == [("WRITE", 16, 2)] * 3 + [
-        ("WRITE", 8, 1)
-    ]
+    assert (job.tally.num_bytes, job.tally.descriptors) == (56, 7)
 
 
-def test_what_is_moved_is_timed() -> None:
-    mover = Mover()
-    mover.job("one", 1)
+def test_what_is_moved_of_a_hand_over_is_timed_while_something_of_it_is_in_flight() -> None:
+    """Two jobs that overlap for a while, and a third one after a pause."""
+    mover, tally = Mover(), TransferTally()
+    mover.job("one", 1, tally=tally)
     mover.transfer_queue.turn()
-    mover.clock.advance(2.5)
+    mover.clock.advance(1.0)
+    mover.job("two", 1, tally=tally)
+    mover.transfer_queue.turn()
+    first, second = mover.in_flight()
+    mover.clock.advance(1.0)
+    mover.deliver(first)
+    mover.clock.advance(0.5)
+    mover.deliver(second)
+    mover.clock.advance(10.0)
+    mover.job("three", 1, tally=tally)
+    mover.transfer_queue.turn()
+    mover.clock.advance(0.25)
     mover.deliver(*mover.in_flight())
-    assert mover.moved == [("WRITE", ROW, 1, 2.5)]
+    assert (tally.num_bytes, tally.descriptors, tally.seconds) == (3 * ROW, 3, 2.75)
 
 
 def test_the_next_batch_follows_a_completion_and_not_the_clock() -> None:
@@ -374,7 +383,7 @@ def test_what_is_in_flight_when_it_is_dropped_is_waited_for() -> None:
     assert mover.transfer_queue.num_dropped == 0
     assert mover.transport.unreleased() == []
     assert len(mover.transport.posted) == 2
-    assert mover.moved == []
+    assert job.tally.num_bytes == 32, "what has arrived counts, whoever waits for it"
 
 
 def test_what_was_dropped_gives_its_room_to_others() -> None:

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of stacks: how each is started in front of running servers. To try another one, add a row."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from experiments.common.router import routed
+from experiments.common.servers import HOST, Server, ServerError, free_ports
+from experiments.stacks.environments import environment
+
+READY_SECONDS = 90.0
+STOP_SECONDS = 30.0
+_TAIL_CHARACTERS = 4000
+
+Say = Callable[[str], None]
+Launch = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractContextManager[str]]
+"""(prefill servers, decode servers, log, progress) -> the URL that clients use, without a path, while it runs."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One router. ``version``: of what is started; ``modes``: transfer modes that it asks for."""
+
+    name: str
+    version: str
+    launch: Launch
+    modes: tuple[str, ...] = ("pull", "push")
+
+
+@contextlib.contextmanager
+def _own(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+    with routed(prefills, decodes, log) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _vllm_router(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+    programs = environment("vllm-router", say)
+    port, metrics = free_ports(2)
+    command = [str(programs / "vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    for prefill in prefills:
+        command += ["--prefill", prefill.base_url]
+    for decode in decodes:
+        command += ["--decode", decode.base_url]
+    command += ["--host", HOST, "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(metrics)]
+    # Its defaults suit servers that take minutes to start.
+    command += ["--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
+    with _process(command, log, f"http://{HOST}:{port}/health") as url:
+        yield url.removesuffix("/health")
+
+
+@contextlib.contextmanager
+def _process(command: Sequence[str], log: Path, health_url: str) -> Iterator[str]:
+    """Start a process in a session of its own; yields ``health_url`` as soon as it answers with 200."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + READY_SECONDS
+        while not _answers(health_url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+                raise ServerError(
+                    f"found {command[0]} ended ({process.poll()}) or not ready after {READY_SECONDS:.0f} s; expected "
+                    f"{health_url} to answer. The stack is not tried. Its log ends with:\n{tail}"
+                )
+            time.sleep(0.2)
+        yield health_url
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, trust_env=False, timeout=2.0).status_code == httpx.codes.OK
+    return False
+
+
+STACKS: tuple[Stack, ...] = (
+    Stack("kvcached-nixl proxy", "this package", _own),
+    Stack("vllm-router", "0.1.17", _vllm_router),
+)

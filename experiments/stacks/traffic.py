@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stack's clients ask, through the official client, and how an answer is judged."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+TOKENS = 16
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+"""The experiments' model has no chat template."""
+STEP_SECONDS = 150.0
+AT_ONCE = 8
+TOLERANCE_NATS = 0.001
+"""The log-probabilities of one server differ by less, in other batches."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "maxLength": 6}},
+            "required": ["word"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Text, the log-probability of each token where it was asked for, and why it ended; None if it did not say."""
+
+    text: str
+    logprobs: tuple[float, ...]
+    finish_reason: str | None
+
+
+class Verdict(enum.Enum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    ERROR = "error"
+    CUT_SHORT = "cut short"
+    """A stream that ended without a reason, and whose text is right so far."""
+    NO_END = "no end"
+
+
+Ask = Callable[[Any, int], Awaitable[Answer]]
+
+
+def _numbers(number: int, kind: int) -> list[int]:
+    """A prompt that shares no block with any other."""
+    return [3 + (7 * place + 31 * number + 101 * kind) % 500 for place in range(100 + 40 * (number % 6))]
+
+
+async def _complete(client: Any, number: int, *, stream: bool) -> Answer:
+    asked = {"model": "model", "prompt": _numbers(number, 1 + stream), "max_tokens": TOKENS, "temperature": 0}
+    answer = await client.completions.create(**asked, logprobs=1, stream=stream, extra_body={"ignore_eos": True})
+    choices = [part.choices[0] async for part in answer if part.choices] if stream else [answer.choices[0]]
+    logprobs = tuple(float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs)
+    return Answer("".join(one.text for one in choices), logprobs, choices[-1].finish_reason if choices else None)
+
+
+async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
+    messages = [{"role": "user", "content": " ".join(map(str, _numbers(number, 3 + stream)[:60]))}]
+    asked = {"model": "model", "messages": messages, "max_completion_tokens": TOKENS, "temperature": 0}
+    if stream:
+        # No log-probabilities: vLLM leaves out those of tokens that end inside a character, as it happens.
+        answer = await client.chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        choices = [part.choices[0] async for part in answer if part.choices]
+        text = "".join(one.delta.content or "" for one in choices)
+        return Answer(text, (), choices[-1].finish_reason if choices else None)
+    answer = await client.chat.completions.create(**asked, logprobs=True, extra_body={"ignore_eos": True})
+    (one,) = answer.choices
+    return Answer(one.message.content, tuple(each.logprob for each in one.logprobs.content), one.finish_reason)
+
+
+async def _tool(client: Any, number: int) -> Answer:
+    """A call of a tool, whose arguments a grammar constrains."""
+    messages = [{"role": "user", "content": " ".join(map(str, _numbers(number, 5)[:60]))}]
+    choice = {"type": "function", "function": {"name": "look_up"}}
+    answer = await client.chat.completions.create(
+        model="model", messages=messages, max_completion_tokens=48, temperature=0, tools=[TOOL], tool_choice=choice
+    )
+    (one,) = answer.choices
+    calls = [f"{call.function.name}({call.function.arguments})" for call in one.message.tool_calls or ()]
+    return Answer(" ".join(calls), (), one.finish_reason)
+
+
+KINDS: dict[str, Ask] = {
+    "completion": lambda client, number: _complete(client, number, stream=False),
+    "completion, streamed": lambda client, number: _complete(client, number, stream=True),
+    "chat": lambda client, number: _chat(client, number, stream=False),
+    "chat, streamed": lambda client, number: _chat(client, number, stream=True),
+    "tool": _tool,
+}
+Request = tuple[str, int]
+"""(kind, number): each has a prompt of its own."""
+
+
+def requests(rounds: Sequence[int]) -> list[Request]:
+    """Return one request of each kind for each number."""
+    return [(kind, number) for number in rounds for kind in KINDS]
+
+
+def client_of(url: str) -> Any:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=STEP_SECONDS)
+
+
+async def ask(client: Any, request: Request) -> Answer:
+    """Raises `openai.APIError` if the answer is an error, or none came in time."""
+    kind, number = request
+    return await KINDS[kind](client, number)
+
+
+async def answers(url: str, asked: Sequence[Request]) -> dict[Request, Answer]:
+    """Return what a server says to each request, one at a time.
+
+    Raises:
+        openai.APIError: it answered with an error.
+    """
+    async with client_of(url) as client:
+        return {request: await ask(client, request) for request in asked}
+
+
+def judged(found: Answer, expected: Answer) -> Verdict:
+    if found.finish_reason is None and expected.text.startswith(found.text):
+        return Verdict.CUT_SHORT
+    near = len(found.logprobs) == len(expected.logprobs) and all(
+        abs(one - other) < TOLERANCE_NATS for one, other in zip(found.logprobs, expected.logprobs, strict=True)
+    )
+    same = (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+    return Verdict.RIGHT if same and near else Verdict.WRONG
+
+
+async def judge(client: Any, request: Request, expected: Answer) -> Verdict:
+    try:
+        found = await asyncio.wait_for(ask(client, request), STEP_SECONDS)
+    except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
+        return Verdict.NO_END
+    except openai.APIError:
+        return Verdict.ERROR
+    return judged(found, expected)
+
+
+async def many(url: str, expected: dict[Request, Answer]) -> list[Verdict]:
+    """Ask everything once, `AT_ONCE` at a time."""
+    free = asyncio.Semaphore(AT_ONCE)
+    async with client_of(url) as client:
+
+        async def one(request: Request, answer: Answer) -> Verdict:
+            async with free:
+                return await judge(client, request, answer)
+
+        return list(await asyncio.gather(*(one(*each) for each in expected.items())))
+
+
+async def meanwhile(url: str, expected: dict[Request, Answer], trouble: Callable[[], None]) -> list[Verdict]:
+    """Ask on and on, four at a time, while ``trouble`` runs in a thread."""
+    found: list[Verdict] = []
+    troubled = asyncio.create_task(asyncio.to_thread(trouble))
+    asked = list(expected.items())
+
+    async def one(client: Any, place: int) -> None:
+        while not troubled.done():
+            place = (place + 1) % len(asked)
+            found.append(await judge(client, *asked[place]))
+            if found[-1] is Verdict.ERROR:
+                await asyncio.sleep(0.2)
+
+    async with client_of(url) as client:
+        await asyncio.gather(*(one(client, number * len(asked) // 4) for number in range(4)))
+    await troubled
+    return found
