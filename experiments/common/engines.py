@@ -81,7 +81,7 @@ class Request:
 class Pool:
     """Numbered blocks, and which request has which. Number 0 is vLLM's null block, which no request has."""
 
-    are_shared = False
+    are_shared = is_producer = False
     stalled = None
 
     def __init__(self, order: Sequence[int]) -> None:
@@ -176,7 +176,6 @@ class Engine:
         terms = Terms(
             groups=KVGroups((KVGroup(planes.block_size),)),
             zeroes_blocks=False,
-            takes_kv=True,
             mode=settings.transfer_mode,
             recomputes=False,
             lease_seconds=settings.kv_lease_duration_seconds,

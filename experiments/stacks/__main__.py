@@ -25,7 +25,7 @@ Starts one prefill and one decode server, and the stack's own router before them
 chats, streamed and not, and for calls of a tool, eight at a time, through the official OpenAI client; each request has
 a prompt of its own. Every answer, with its log-probabilities, is compared with that of one stock instance, and vLLM's
 own counter says how many requests got their KV from prefill. Then prefill is killed under load, stays away for two
-seconds and comes back.
+seconds and comes back, and as many other prompts are asked.
 Stacks: this package's own router, vllm-router. Their environments are made when they are first used."""
 
 EPILOG = """\
@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     logs = RESULTS / run
     outcomes: list[Outcome] = []
     with Narrator(f"behind {len(chosen)} stacks, vLLM {options.vllm}") as narrator:
-        expected = expected_of(range(6 if options.quick else 18), logs)
+        expected = expected_of(range(12 if options.quick else 36), logs)
         for stack in chosen:
             for mode in modes:
                 if mode in stack.modes:

@@ -28,12 +28,19 @@ Launch = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractConte
 
 @dataclass(frozen=True)
 class Stack:
-    """One router. ``version``: of what is started; ``modes``: transfer modes that it asks for."""
+    """One router.
+
+    Attributes:
+        version: of what is started.
+        modes: transfer modes that it asks for.
+        passes_answers_in: those in which decode always gets prefill's answer. In the others both are asked at once.
+    """
 
     name: str
     version: str
     launch: Launch
     modes: tuple[str, ...] = ("pull", "push")
+    passes_answers_in: tuple[str, ...] = ("pull",)
 
 
 @contextlib.contextmanager

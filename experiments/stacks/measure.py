@@ -26,6 +26,7 @@ KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK
 HAND_OVERS = "vllm:nixl_xfer_time_seconds_count"
 """vLLM's own counter; one for each request whose KV was moved."""
 COUNT_SECONDS = 20.0
+COUNTED_SECONDS = 1.0
 RECOVERY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
 
@@ -37,9 +38,10 @@ class Outcome:
     Attributes:
         calm: verdicts while all servers were up; ``asked`` of them, each with a prompt of its own.
         hand_overs: requests whose KV was moved in that time.
+        cached_tokens: that ``usage`` names then; prefill had none. None if decode does not get prefill's answer.
         troubled: verdicts while prefill was killed and brought back.
         recovered_seconds: from the moment when the new prefill serves to the first right answer; None: none came.
-        after: verdicts after that.
+        after: verdicts after that, of as many other prompts; ``hand_overs_after`` of them got their KV from prefill.
         first_token_ms: median time to the first token of a streamed completion, one at a time.
     """
 
@@ -49,9 +51,11 @@ class Outcome:
     asked: int
     calm: dict[str, int]
     hand_overs: int
+    cached_tokens: int | None
     troubled: dict[str, int]
     recovered_seconds: float | None
     after: dict[str, int]
+    hand_overs_after: int
     first_token_ms: float
 
 
@@ -70,7 +74,14 @@ def spec(name: str, mode: str | None) -> ServerSpec:
         max_num_batched_tokens=256,
         kv_transfer=transfer if mode else None,
         environment={**KVCACHED, **layout()} if mode else {},
-        arguments=("--chat-template", TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        arguments=(
+            "--chat-template",
+            TEMPLATE,
+            "--enable-auto-tool-choice",
+            "--tool-call-parser",
+            "hermes",
+            "--enable-prompt-tokens-details",
+        ),
         forks=True,
     )
 
@@ -84,27 +95,35 @@ def expected_of(rounds: Sequence[int], logs: Path) -> dict[Request, Answer]:
 def measure(stack: Stack, mode: str, expected: dict[Request, Answer], logs: Path, say: Say) -> Outcome:
     """Start a pair and the stack before it, ask, and stop them."""
     words = f"{stack.name}, {mode}"
+    # Prompts that neither server has seen before: decode's prefix cache outlives prefill.
+    half = len(expected) // 2
+    before, then = dict(list(expected.items())[:half]), dict(list(expected.items())[half:])
     with Running([spec("prefill", mode), spec("decode", mode)], logs / words.replace(" ", "-")) as launched:
         prefill, decode = launched.ready()
         with stack.launch([prefill], [decode], logs / words.replace(" ", "-") / "stack.log", say) as url:
-            calm = Counter(asyncio.run(traffic.many(url, expected)))
-            hand_overs = _hand_overs(launched.servers, calm[Verdict.RIGHT])
-            say(f"{words}: {calm[Verdict.RIGHT]} of {len(expected)} right, {hand_overs} hand-overs")
+            answers = asyncio.run(traffic.many(url, before))
+            calm = Counter(one.verdict for one in answers)
+            hand_overs = _hand_overs(launched.servers, len(before))
+            say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
             first_token_ms = asyncio.run(_first_token_ms(url))
-            troubled = Counter(asyncio.run(traffic.meanwhile(url, expected, lambda: _kill_and_replace(launched))))
+            troubled = Counter(asyncio.run(traffic.meanwhile(url, before, lambda: _kill_and_replace(launched))))
             say(f"{words}, prefill killed: {_shown(troubled)}")
-            recovered_seconds = asyncio.run(_recovered(url, expected))
-            after = Counter(asyncio.run(traffic.many(url, expected)))
+            recovered_seconds = asyncio.run(_recovered(url, before))
+            known = _hand_overs(launched.servers, 0)
+            after = Counter(one.verdict for one in asyncio.run(traffic.many(url, then)))
+            hand_overs_after = _hand_overs(launched.servers, known + len(then)) - known
     return Outcome(
         stack.name,
         stack.version,
         mode,
-        len(expected),
+        len(before),
         _shown(calm),
         hand_overs,
+        sum(one.cached_tokens for one in answers) if mode in stack.passes_answers_in else None,
         _shown(troubled),
         recovered_seconds,
         _shown(after),
+        hand_overs_after,
         first_token_ms,
     )
 
@@ -122,11 +141,17 @@ def targets(found: Outcome) -> list[Target]:
     return [
         Target(f"{words}: every answer is that of one instance", f"{right} of {found.asked}", right == found.asked),
         Target(f"{words}: KV is handed over for each", f"{found.hand_overs}", found.hand_overs == found.asked),
+        Target(
+            f"{words}: usage names no cached tokens that prefill had not",
+            "not told" if found.cached_tokens is None else f"{found.cached_tokens}",
+            not found.cached_tokens,
+        ),
         Target(f"{words}: no wrong answer, and none without an end", f"{bad}", bad == 0),
         Target(
             f"{words}: right answers within {RECOVERY_SECONDS:.0f} s of prefill's return",
             "none" if recovered is None else f"{recovered:.1f} s",
-            recovered is not None and found.after == {Verdict.RIGHT.value: found.asked},
+            recovered is not None
+            and found.after == {Verdict.RIGHT.value: found.asked} == {"right": found.hand_overs_after},
         ),
     ]
 
@@ -136,15 +161,15 @@ def _shown(verdicts: Counter[Verdict]) -> dict[str, int]:
 
 
 def _hand_overs(servers: Sequence[Server], least: int) -> int:
-    """Engines report what they have counted with their next step, so this waits for the last ones."""
-    deadline = time.monotonic() + COUNT_SECONDS
+    """Engines report what they have counted with their next step: wait for ``least``, then until nothing is added."""
+    deadline, found = time.monotonic() + COUNT_SECONDS, -1
     while True:
         pages = [httpx.get(f"{one.base_url}/metrics", trust_env=False).text for one in servers]
         lines = [line.rpartition(" ") for page in pages for line in page.splitlines() if line.startswith(HAND_OVERS)]
-        found = int(sum(float(value) for _, _, value in lines))
-        if found >= least or time.monotonic() > deadline:
+        before, found = found, int(sum(float(value) for _, _, value in lines))
+        if (found >= least and found == before) or time.monotonic() > deadline:
             return found
-        time.sleep(0.2)
+        time.sleep(COUNTED_SECONDS)
 
 
 async def _first_token_ms(url: str, count: int = 12) -> float:
@@ -179,7 +204,7 @@ async def _recovered(url: str, expected: dict[Request, Answer]) -> float | None:
     request, answer = next(iter(expected.items()))
     async with traffic.client_of(url) as client:
         while time.monotonic() - begun < RECOVERY_SECONDS:
-            if await traffic.judge(client, request, answer) is Verdict.RIGHT:
+            if (await traffic.judge(client, request, answer)).verdict is Verdict.RIGHT:
                 return time.monotonic() - begun
             await asyncio.sleep(0.2)
     return None

@@ -7,7 +7,7 @@ import asyncio
 import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 
@@ -34,11 +34,15 @@ TOOL = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Text, the log-probability of each token where it was asked for, and why it ended; None if it did not say."""
+    """Text, the log-probability of each token where it was asked for, and why it ended; None if it did not say.
+
+    ``cached_tokens``: of the prompt, by ``usage``, if the answer was not streamed.
+    """
 
     text: str
     logprobs: tuple[float, ...]
     finish_reason: str | None
+    cached_tokens: int = 0
 
 
 class Verdict(enum.Enum):
@@ -48,6 +52,13 @@ class Verdict(enum.Enum):
     CUT_SHORT = "cut short"
     """A stream that ended without a reason, and whose text is right so far."""
     NO_END = "no end"
+
+
+class Judged(NamedTuple):
+    """A verdict, and the answer's ``cached_tokens``."""
+
+    verdict: Verdict
+    cached_tokens: int = 0
 
 
 Ask = Callable[[Any, int], Awaitable[Answer]]
@@ -63,7 +74,8 @@ async def _complete(client: Any, number: int, *, stream: bool) -> Answer:
     answer = await client.completions.create(**asked, logprobs=1, stream=stream, extra_body={"ignore_eos": True})
     choices = [part.choices[0] async for part in answer if part.choices] if stream else [answer.choices[0]]
     logprobs = tuple(float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs)
-    return Answer("".join(one.text for one in choices), logprobs, choices[-1].finish_reason if choices else None)
+    reason = choices[-1].finish_reason if choices else None
+    return Answer("".join(one.text for one in choices), logprobs, reason, 0 if stream else _cached(answer))
 
 
 async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
@@ -77,7 +89,8 @@ async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
         return Answer(text, (), choices[-1].finish_reason if choices else None)
     answer = await client.chat.completions.create(**asked, logprobs=True, extra_body={"ignore_eos": True})
     (one,) = answer.choices
-    return Answer(one.message.content, tuple(each.logprob for each in one.logprobs.content), one.finish_reason)
+    logprobs = tuple(each.logprob for each in one.logprobs.content)
+    return Answer(one.message.content, logprobs, one.finish_reason, _cached(answer))
 
 
 async def _tool(client: Any, number: int) -> Answer:
@@ -90,6 +103,11 @@ async def _tool(client: Any, number: int) -> Answer:
     (one,) = answer.choices
     calls = [f"{call.function.name}({call.function.arguments})" for call in one.message.tool_calls or ()]
     return Answer(" ".join(calls), (), one.finish_reason)
+
+
+def _cached(answer: Any) -> int:
+    details = answer.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
 
 
 KINDS: dict[str, Ask] = {
@@ -138,22 +156,22 @@ def judged(found: Answer, expected: Answer) -> Verdict:
     return Verdict.RIGHT if same and near else Verdict.WRONG
 
 
-async def judge(client: Any, request: Request, expected: Answer) -> Verdict:
+async def judge(client: Any, request: Request, expected: Answer) -> Judged:
     try:
         found = await asyncio.wait_for(ask(client, request), STEP_SECONDS)
     except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
-        return Verdict.NO_END
+        return Judged(Verdict.NO_END)
     except openai.APIError:
-        return Verdict.ERROR
-    return judged(found, expected)
+        return Judged(Verdict.ERROR)
+    return Judged(judged(found, expected), found.cached_tokens)
 
 
-async def many(url: str, expected: dict[Request, Answer]) -> list[Verdict]:
+async def many(url: str, expected: dict[Request, Answer]) -> list[Judged]:
     """Ask everything once, `AT_ONCE` at a time."""
     free = asyncio.Semaphore(AT_ONCE)
     async with client_of(url) as client:
 
-        async def one(request: Request, answer: Answer) -> Verdict:
+        async def one(request: Request, answer: Answer) -> Judged:
             async with free:
                 return await judge(client, request, answer)
 
@@ -169,7 +187,7 @@ async def meanwhile(url: str, expected: dict[Request, Answer], trouble: Callable
     async def one(client: Any, place: int) -> None:
         while not troubled.done():
             place = (place + 1) % len(asked)
-            found.append(await judge(client, *asked[place]))
+            found.append((await judge(client, *asked[place])).verdict)
             if found[-1] is Verdict.ERROR:
                 await asyncio.sleep(0.2)
 

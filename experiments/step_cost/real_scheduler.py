@@ -249,7 +249,7 @@ class RealScheduler:
             lease_seconds=30.0,
             num_media=0,
         )
-        return prefill_params(FAR, made, transfer_id=None, transfer_mode=TransferMode.PULL)
+        return prefill_params(FAR, made, transfer_id=None, transfer_mode=TransferMode.PULL, cached_tokens=0)
 
     def _make(self) -> Scheduler:
         making = self._making

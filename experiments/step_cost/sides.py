@@ -178,7 +178,7 @@ class DecodeSide(Side):
                 lease_seconds=LEASE_SECONDS,
                 num_media=0,
             )
-            params = prefill_params(far.own, made, transfer_id=None, transfer_mode=TransferMode.PULL)
+            params = prefill_params(far.own, made, transfer_id=None, transfer_mode=TransferMode.PULL, cached_tokens=0)
         return Request(f"decode-{name}", tokens, params)
 
 

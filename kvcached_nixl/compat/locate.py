@@ -39,6 +39,7 @@ __all__ = [
     "PULL_FACADE",
     "PUSH_CLASS_NAMES",
     "RENDERER",
+    "REQUEST_STATE",
     "STATS_MODULES",
     "TRANSFER_CONFIG",
     "WORKER",
@@ -134,6 +135,9 @@ OUTPUT_PROCESSOR = Target(
     name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)
 )
 """Builds the outputs for clients in the API server."""
+
+REQUEST_STATE = Target(name="request state", places=(Place("vllm.v1.engine.output_processor", "RequestState"),))
+"""What the API server keeps of a request."""
 
 EXECUTOR = Target(name="executor", places=(Place("vllm.v1.executor.abstract", "Executor"),))
 """Starts the workers of an engine core, in any kind of process."""

@@ -67,11 +67,6 @@ class SchedulerView:
         return bool(private(self.kv_cache_config, "needs_kv_cache_zeroing"))
 
     @property
-    def takes_kv(self) -> bool:
-        """Whether ``kv_role`` is that of a consumer, or of both."""
-        return bool(self.config.kv_transfer_config.is_kv_consumer)
-
-    @property
     def recomputes(self) -> bool:
         """Whether a request that received no KV is recomputed instead of failing."""
         return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")

@@ -168,7 +168,7 @@ BEYOND_KVCACHED = Change(
     "0.31",
     "beyond kvcached 0.1.6's version windows, which this package opens if all of kvcached's patches fit; one queue of "
     "waiting requests, and one of those that hold KV (kv_holding_waiting); the worker saves in empty steps, too; a "
-    "pause that fails tells its caller",
+    "pause that fails tells its caller; decode's usage says what prefill had cached",
     {"pause_errors_reach_callers": True},
 )
 COUNTS_EXTERNAL_WEIGHTS = Change(

@@ -46,8 +46,6 @@ class StockScheduler(Protocol):
     @property
     def zeroes_blocks(self) -> bool: ...
     @property
-    def takes_kv(self) -> bool: ...
-    @property
     def recomputes(self) -> bool: ...
     @property
     def reader(self) -> Reader: ...
@@ -73,7 +71,6 @@ def build_scheduler(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
     terms = Terms(
         groups=KVGroups(stock.groups),
         zeroes_blocks=stock.zeroes_blocks,
-        takes_kv=stock.takes_kv,
         mode=settings.transfer_mode,
         recomputes=stock.recomputes,
         lease_seconds=settings.kv_lease_duration_seconds,

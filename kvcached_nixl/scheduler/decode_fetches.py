@@ -84,7 +84,6 @@ class DecodeFetches:
             return
         now = self._clock.now_seconds()
         try:
-            self._terms.require_consumer()
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.mode.is_push)
         except HandOverFailed as error:
             if request.is_session:
@@ -111,12 +110,20 @@ class DecodeFetches:
             )
 
     def matched(
-        self, request: Request, num_computed_tokens: int, step: Step, *, is_stale: bool = False
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        step: Step,
+        *,
+        is_stale: bool = False,
+        is_producer: bool = False,
     ) -> tuple[int, bool]:
         """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously.
 
         Args:
             is_stale: decode's prefix cache may hold KV that other weights have computed.
+            is_producer: vLLM frees blocks while a step that is under way may still write into them
+                (``defer_block_free`` is for consumers), so no KV is loaded into them.
         """
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.get(request_id)
@@ -131,6 +138,13 @@ class DecodeFetches:
             fetch_request.refused = HandOverFailed(
                 FailureCause.REVOKED, f"{reason}. Clear the prefix cache, or wait until no request runs"
             )
+        if fetch_request.refused is None and is_producer:
+            reason = (
+                "kv_transfer_params have do_remote_prefill, but this engine's kv_role is kv_producer: its blocks may "
+                "still be written when they are allocated again. Send the request to a server with kv_consumer, or "
+                "start this one with kv_both"
+            )
+            fetch_request.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
         if fetch_request.refused is None and request.computes_prompt:
             logger.info("Request %s asks for its prompt's log-probabilities, so it is computed here", request_id)
             self._release(fetch_request, step)

@@ -122,6 +122,11 @@ class BlockPool(Protocol):
         ...
 
     @property
+    def is_producer(self) -> bool:
+        """Whether the engine only offers KV (``kv_role`` kv_producer), so that vLLM orders no loads into them."""
+        ...
+
+    @property
     def stalled(self) -> str | None:
         """If no request runs: the next one in the queue. It waits for blocks, and no other request will free any."""
         ...

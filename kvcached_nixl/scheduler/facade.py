@@ -264,7 +264,10 @@ class SchedulerFacade:
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously."""
         is_stale = self._offering.is_stale(request.adapter)
-        return self._fetching.matched(request, num_computed_tokens, self._step, is_stale=is_stale)
+        is_producer = self._bound().is_producer
+        return self._fetching.matched(
+            request, num_computed_tokens, self._step, is_stale=is_stale, is_producer=is_producer
+        )
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""

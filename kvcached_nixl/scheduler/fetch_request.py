@@ -33,8 +33,6 @@ class Terms:
     Attributes:
         groups: the engine's KV-cache groups.
         zeroes_blocks: vLLM zeroes new blocks, because what is behind a request's last token is read, too.
-        takes_kv: KV may be loaded into its blocks: its ``kv_role`` is kv_consumer or kv_both. For a pure producer vLLM
-            frees blocks while a step that is under way may still write into them (``defer_block_free``).
         mode: who starts a transfer.
         recomputes: ``kv_load_failure_policy`` is "recompute".
         lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
@@ -43,21 +41,10 @@ class Terms:
 
     groups: KVGroups
     zeroes_blocks: bool
-    takes_kv: bool
     mode: TransferMode
     recomputes: bool
     lease_seconds: float
     timeout_seconds: float
-
-    def require_consumer(self) -> None:
-        """Raises `HandOverFailed` if no KV may be loaded into the engine's blocks."""
-        if not self.takes_kv:
-            raise HandOverFailed(
-                FailureCause.PARAMETERS,
-                "kv_transfer_params have do_remote_prefill, but this engine's kv_role is kv_producer: its blocks may "
-                "still be written when they are allocated again, so no KV is loaded into them. Send the request to a "
-                "server with kv_consumer, or start this one with kv_both",
-            )
 
 
 @dataclass

@@ -37,6 +37,7 @@ class _Sending:
 
     Attributes:
         ready_tokens: how many tokens its last step computes, whether the workers were told of them or not.
+        cached_tokens: of its prompt, when it was first scheduled; the client's ``usage`` says it.
         manifest: set when its whole prompt is scheduled.
         refused: why there is no manifest then.
         is_offered: the workers know of it, with or without tokens. Stays true if it is preempted or revoked.
@@ -54,6 +55,7 @@ class _Sending:
     num_tokens: int
     block_ids: BlockIds = ()
     ready_tokens: int = 0
+    cached_tokens: int | None = None
     manifest: Manifest | None = None
     refused: HandOverFailed | None = None
     is_offered: bool = False
@@ -248,7 +250,11 @@ class PrefillOffers:
                 self._revoked_at[request_id] = self._clock.now_seconds() + GRACE_SECONDS
             transfer_id = (request.params or {}).get("transfer_id")
             params = prefill_params(
-                self._own, sending.manifest, transfer_id=transfer_id, transfer_mode=self._terms.mode
+                self._own,
+                sending.manifest,
+                transfer_id=transfer_id,
+                transfer_mode=self._terms.mode,
+                cached_tokens=sending.cached_tokens or 0,
             )
             return True, params
         if is_whole and not sending.is_revoked:
@@ -303,6 +309,8 @@ class PrefillOffers:
             self._withdraw(request_id, sending, "its states are about to be overwritten by those of later tokens", step)
         if one.replaces or not sending.block_ids:
             sending.block_ids = one.block_ids
+            if sending.cached_tokens is None:
+                sending.cached_tokens = one.begin_token
             if one.begin_token and self.is_stale(sending.request.adapter):
                 self._withdraw(request_id, sending, "it begins with KV that other weights have computed", step)
         elif one.block_ids and not is_done:

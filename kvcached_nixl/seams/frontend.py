@@ -10,8 +10,10 @@ import logging
 from typing import Any
 
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
-from kvcached_nixl.compat.locate import INPUT_PROCESSOR, MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER
-from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.compat.actions.usage import say_cached_tokens, take_cached_tokens
+from kvcached_nixl.compat.locate import INPUT_PROCESSOR, MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER, REQUEST_STATE
+from kvcached_nixl.compat.series import BEYOND_KVCACHED
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 
 ASSIGN_REQUEST_ID = Patch(
@@ -50,6 +52,59 @@ UPDATE_STATS_FROM_FINISHED = Patch(
 def update_stats_from_finished(call: Call) -> None:
     call.proceed()
     let_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
+
+
+_CACHED = "usage would say that the whole prompt was cached, whatever prefill has computed."
+_CACHED_UPSTREAM = "vllm/v1/engine/output_processor.py, 0.31: remote_prefill_cached_tokens"
+
+FROM_NEW_REQUEST = Patch(
+    target=REQUEST_STATE,
+    attribute="from_new_request",
+    kind="classmethod",
+    process="frontend",
+    parameters=(
+        "cls",
+        "tokenizer",
+        "request",
+        "prompt",
+        "parent_req",
+        "request_index",
+        "queue",
+        "log_stats",
+        "stream_interval",
+    ),
+    versions=BEYOND_KVCACHED.earlier,
+    needs="pull",
+    why=_CACHED,
+    upstream=_CACHED_UPSTREAM,
+    remove_when="0.31 is the oldest supported vLLM",
+)
+
+
+@FROM_NEW_REQUEST.around
+def from_new_request(call: Call) -> Any:
+    made = call.proceed()
+    take_cached_tokens(made, call.argument("request"))
+    return made
+
+
+MAKE_REQUEST_OUTPUT = Patch(
+    target=REQUEST_STATE,
+    attribute="make_request_output",
+    process="frontend",
+    parameters=ANY_PARAMETERS,
+    versions=BEYOND_KVCACHED.earlier,
+    needs="pull",
+    why=_CACHED,
+    upstream=_CACHED_UPSTREAM,
+    remove_when="0.31 is the oldest supported vLLM",
+)
+
+
+@MAKE_REQUEST_OUTPUT.around
+def make_request_output(call: Call) -> Any:
+    say_cached_tokens(call.instance)
+    return call.proceed()
 
 
 _OTHER_MEDIA = "two servers would identify different images, sounds, ... as equal, or equal ones as different."
@@ -92,4 +147,11 @@ def model_id(call: Call) -> str:
     return "the model of this engine"
 
 
-SEAMS = (assign_request_id, update_stats_from_finished, process_mm_uuids, model_id)
+SEAMS = (
+    assign_request_id,
+    update_stats_from_finished,
+    from_new_request,
+    make_request_output,
+    process_mm_uuids,
+    model_id,
+)

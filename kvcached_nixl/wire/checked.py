@@ -7,6 +7,7 @@ one exception (`Malformed`) that names the field.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ __all__ = [
     "TpSize",
     "convert",
     "decoder",
+    "or_with_whole_numbers",
     "require",
 ]
 
@@ -75,20 +77,35 @@ def convert(value: Any, kind: type[T]) -> T:
         Malformed: they do not fit; the message names the field.
     """
     try:
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            return msgspec.convert(_with_whole_numbers(value), kind)
+        return or_with_whole_numbers(lambda: msgspec.convert(value, kind), lambda: value, kind)
     except (msgspec.ValidationError, RecursionError, OverflowError, UnicodeError) as error:
         raise Malformed(f"{error!s:.{_SHOWN}}") from error
 
 
+def or_with_whole_numbers(read: Callable[[], T], values: Callable[[], Any], kind: type[T]) -> T:
+    """Returns what ``read`` returns; or, where it found a float, what ``values`` returns with whole floats as ints.
+
+    Raises:
+        msgspec.ValidationError: the values do not fit either way.
+    """
+    try:
+        return read()
+    except msgspec.ValidationError as error:
+        # Only then: it copies everything, and this may be the engine's thread.
+        if "`float`" not in str(error):
+            raise
+        return msgspec.convert(_with_whole_numbers(values()), kind)
+
+
 def _with_whole_numbers(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is float:
+        return int(value) if value.is_integer() else value
+    if kind is dict:
         return {key: _with_whole_numbers(one) for key, one in value.items()}
-    return [_with_whole_numbers(one) for one in value] if isinstance(value, list) else value
+    if kind is list:
+        return [one if type(one) is int else _with_whole_numbers(one) for one in value]
+    return value
 
 
 class decoder:

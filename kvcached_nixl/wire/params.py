@@ -30,10 +30,21 @@ import msgspec
 
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.checked import BlockNumber, Count, Identifier, Malformed, Port, TpSize, convert, require
+from kvcached_nixl.wire.checked import (
+    BlockNumber,
+    Count,
+    Identifier,
+    Malformed,
+    Port,
+    TpSize,
+    convert,
+    or_with_whole_numbers,
+    require,
+)
 from kvcached_nixl.wire.manifest import Manifest, as_json
 
 __all__ = [
+    "CACHED_TOKENS_KEY",
     "MANIFEST_KEY",
     "FetchParams",
     "KvTransferParams",
@@ -50,6 +61,8 @@ __all__ = [
 ]
 
 MANIFEST_KEY = "kvcached_nixl"
+CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
+"""vLLM's own, from 0.31 on."""
 MAX_REQUEST_ID = 1000
 """Less than an `Identifier` may have: the ids of one request on the two sides may differ by a few characters."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
@@ -153,7 +166,9 @@ def parse(encoded: bytes | msgspec.Raw) -> KvTransferParams:
         Malformed: they are not a JSON object, or a field has a wrong type or an impossible value; the message names it.
     """
     try:
-        return _decoder.decode(encoded)
+        return or_with_whole_numbers(
+            lambda: _decoder.decode(encoded), lambda: msgspec.json.decode(encoded), KvTransferParams
+        )
     except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:
         raise Malformed(f"{error!s:.{_SHOWN}}".replace("`$.", "`kv_transfer_params.")) from error
 
@@ -257,9 +272,12 @@ def _name_of(names: KvTransferParams, request_id: str) -> str:
 
 
 def prefill_params(
-    prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: TransferMode
+    prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: TransferMode, cached_tokens: int
 ) -> dict[str, Any]:
     """The parameters in prefill's answer, for decode's request.
+
+    Args:
+        cached_tokens: of the prompt, in prefill's prefix cache; decode's ``usage`` says it.
 
     A stock vLLM decode reads the block ids before its handshake with prefill. With empty lists it gets as far as the
     handshake, which refuses it with a readable message.
@@ -271,6 +289,7 @@ def prefill_params(
         "transfer_mode": transfer_mode.value,
         "remote_request_id": manifest.request_id,
         "remote_block_ids": [[] for _ in manifest.groups],
+        CACHED_TOKENS_KEY: cached_tokens,
         **msgspec.to_builtins(prefill),
         MANIFEST_KEY: as_json(manifest),
     }

@@ -23,6 +23,7 @@ from support.handover_node import (
     Node,
     all_free,
     asked,
+    ends_by_policy,
     prefilled,
     registered,
     rest,
@@ -78,12 +79,23 @@ def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Ite
             "kv_connector_extra_config": {"num_threads": 0},
         }
         shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "support.shelf_connector", "kv_role": "kv_both"}
-        return make(filling, RESERVED, policy="recompute", connectors=[nixl, shelf], **options)
+        return make(filling, RESERVED, connectors=[nixl, shelf], **{"policy": "recompute", **options})
 
     for told in (Shelf.promises, Shelf.broken, Shelf.saves, Shelf.saved):
         told.clear()
     with nodes(SharedNode, tmp_path, log) as make:
         yield one
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_the_engine_s_role_counts_not_that_of_its_connector(
+    policy: str, direction: str, shared: Callable[..., SharedNode], node: Callable[..., Node]
+) -> None:
+    """Finding F3: vLLM frees blocks of a pure producer early, whatever a child of its MultiConnector says of itself."""
+    prefill, decode = node(PREFILL_FILLING), shared(DECODE_FILLING, kv_role="kv_producer", policy=policy)
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
+    ends_by_policy(policy, decode, prefill)
+    assert "this engine's kv_role is kv_producer" in decode.log.text
 
 
 @pytest.mark.parametrize("broken", [0, 1])

@@ -202,6 +202,7 @@ def test_parameters_of_a_prefill_that_was_replaced_end_by_policy(
     one.ask_decode(params)
     one.ask_prefill()
     ends_by_policy(policy, one.decode, one.prefill)
+    assert one.decode.account["kvcached_nixl_failures"] == [FailureCause.UNREACHABLE]
     served(one.prefill, one.decode)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -50,3 +51,19 @@ def test_other_connectors_are_left_alone() -> None:
         config = read(**fields)
         assert config.kv_connector == fields.get("kv_connector", "NixlPushConnector")
         assert config.kv_connector_extra_config == {}
+
+
+@pytest.mark.usefixtures("patched")
+def test_children_of_other_connectors_are_renamed_too() -> None:
+    """However deep; what the operator gave stays as it is."""
+    nixl = {"kv_connector": "NixlPushConnector", "kv_role": "kv_both"}
+    inner = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [nixl, "odd"]}}
+    extra = {"connectors": [inner, {"kv_connector": "Shelf"}]}
+    given = copy.deepcopy(extra)
+    config = read(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    found = config.kv_connector_extra_config["connectors"]
+    assert config.kv_connector == "MultiConnector" and found[1] == {"kv_connector": "Shelf"}
+    (renamed, odd) = found[0]["kv_connector_extra_config"]["connectors"]
+    pushes = {"transfer_mode": "push"}
+    assert renamed == {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": pushes}
+    assert odd == "odd" and extra == given

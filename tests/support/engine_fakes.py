@@ -93,8 +93,8 @@ class Pool:
         windows: first token that is kept, per group.
     """
 
-    def __init__(self, *windows: int, are_shared: bool = False) -> None:
-        self.are_shared = are_shared
+    def __init__(self, *windows: int, are_shared: bool = False, is_producer: bool = False) -> None:
+        self.are_shared, self.is_producer = are_shared, is_producer
         self.of: dict[str, list[Any]] = {}
         self.freed: list[Any] = []
         self.windows = windows or (0,)
@@ -142,7 +142,6 @@ def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = 
     fields: dict[str, Any] = {
         "groups": kv_groups(*block_sizes, drops_blocks=drops_blocks),
         "zeroes_blocks": False,
-        "takes_kv": True,
         "mode": TransferMode.PULL,
         "recomputes": False,
         "lease_seconds": LEASE,
@@ -173,7 +172,8 @@ def manifest_of(
 
 
 def answer_of(manifest: Manifest, transfer_id: str | None = None) -> dict[str, Any]:
-    return prefill_params(PREFILL, manifest, transfer_id=transfer_id, transfer_mode=TransferMode.PULL)
+    told = {"transfer_id": transfer_id, "transfer_mode": TransferMode.PULL}
+    return prefill_params(PREFILL, manifest, **told, cached_tokens=0)
 
 
 def of_decode(

@@ -408,7 +408,6 @@ class Engine:
         terms = Terms(
             groups=kv_groups(shape.block_size, drops_blocks=kind.drops_blocks),
             zeroes_blocks=False,
-            takes_kv=True,
             mode=self.settings.transfer_mode,
             recomputes=kind.recomputes,
             lease_seconds=self.settings.kv_lease_duration_seconds,

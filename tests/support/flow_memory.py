@@ -162,6 +162,8 @@ class Pool:
         lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
 
+    is_producer = False
+
     shape: Shape
     memories: list[RankMemory]
     caches_prefixes: bool

@@ -59,6 +59,11 @@ class EngineBlocks:
         return side_of(private(self.engine_scheduler, "connector")) is None
 
     @property
+    def is_producer(self) -> bool:
+        """Whether vLLM's scheduler takes the engine for one that only offers KV; below a ``MultiConnector``, too."""
+        return not private(self.engine_scheduler, "vllm_config").kv_transfer_config.is_kv_consumer
+
+    @property
     def stalled(self) -> str | None:
         """The next request, if none runs: it waits for blocks, and no running request will free any."""
         scheduler = self.engine_scheduler

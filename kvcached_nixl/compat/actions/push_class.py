@@ -6,6 +6,7 @@ Sources: ``vllm/config/kv_transfer.py``; ``NixlPushConnector`` in ``kv_connector
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from logging import Logger
 from typing import Any
 
@@ -16,35 +17,49 @@ from kvcached_nixl.transfer_mode import TransferMode
 __all__ = ["as_push_mode"]
 
 
+_NAME, _MODULE, _EXTRA = "kv_connector", "kv_connector_module_path", "kv_connector_extra_config"
+
+
 def as_push_mode(config: Any, logger: Logger) -> bool:
     """Replace ``NixlPushConnector`` in a configuration by ``NixlConnector`` with ``"transfer_mode": "push"``.
+
+    Also among the children of a ``MultiConnector``.
 
     So vLLM's checks that look for the name ``NixlConnector`` apply, and all processes know a connector's metrics by one
     name.
 
     Args:
-        config: a ``KVTransferConfig`` that is being constructed; `MultiConnector` constructs one for each child.
+        config: a ``KVTransferConfig`` that is being constructed.
 
     Returns: whether it named that class.
 
     Raises:
         SettingsError: it also has another ``transfer_mode``.
     """
-    # Somebody's own class may have the same name.
-    if config.kv_connector not in PUSH_CLASS_NAMES or config.kv_connector_module_path is not None:
+    given = {name: getattr(config, name) for name in (_NAME, _MODULE, _EXTRA)}
+    found = _in_push_mode(given)
+    if found == given:
         return False
-    extra = dict(config.kv_connector_extra_config)
-    asked = extra.setdefault("transfer_mode", TransferMode.PUSH.value)
-    if asked != TransferMode.PUSH.value:
-        raise SettingsError(
-            found=f"kv_connector {config.kv_connector} with transfer_mode={asked!r}",
-            expected='"push", or no transfer_mode',
-            consequence="It is not known which side starts transfers.",
-            remedy='Remove "transfer_mode" from kv_connector_extra_config, or set "kv_connector": "NixlConnector".',
-        )
-    logger.info(
-        'kv_connector %s is served as NixlConnector with "transfer_mode": "push", by kvcached_nixl',
-        config.kv_connector,
-    )
-    config.kv_connector, config.kv_connector_extra_config = "NixlConnector", extra
+    logger.info('kv_connector NixlPushConnector is NixlConnector with "transfer_mode": "push" in kvcached_nixl')
+    config.kv_connector, config.kv_connector_extra_config = found[_NAME], found[_EXTRA]
     return True
+
+
+def _in_push_mode(config: Mapping[str, Any]) -> dict[str, Any]:
+    found, extra = dict(config), config.get(_EXTRA)
+    if isinstance(extra, Mapping) and isinstance(children := extra.get("connectors"), list):
+        of_children = [_in_push_mode(one) if isinstance(one, Mapping) else one for one in children]
+        found[_EXTRA] = {**extra, "connectors": of_children}
+    # Somebody's own class may have the same name.
+    if config.get(_NAME) in PUSH_CLASS_NAMES and config.get(_MODULE) is None:
+        asked = (extra or {}).get("transfer_mode", TransferMode.PUSH.value)
+        if asked != TransferMode.PUSH.value:
+            raise SettingsError(
+                found=f"kv_connector {config[_NAME]} with transfer_mode={asked!r}",
+                expected='"push", or no transfer_mode',
+                consequence="It is not known which side starts transfers.",
+                remedy='Remove "transfer_mode" from kv_connector_extra_config, or set "kv_connector": "NixlConnector".',
+            )
+        found[_NAME] = "NixlConnector"
+        found[_EXTRA] = {**(extra or {}), "transfer_mode": asked}
+    return found

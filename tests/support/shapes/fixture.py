@@ -48,6 +48,7 @@ _CALLED_ON = {
     "media processing": frozenset({"info"}),
     "model loader": frozenset(),
     "renderer": frozenset(),
+    "request state": frozenset({"RequestState", "req_state"}),
     "factory": frozenset({"KVConnectorFactory"}),
 }
 """Target -> variable names under which vLLM calls its methods. A call by another name shows as "no caller"."""

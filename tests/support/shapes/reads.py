@@ -126,6 +126,7 @@ READS = (
         ENGINE_SCHEDULER,
         (
             "connector",
+            "vllm_config",
             "kv_cache_manager",
             "requests",
             "running",

@@ -32,7 +32,6 @@ class Stock:
     tp_size: int = 2
     groups: tuple[KVGroup, ...] = (KVGroup(BLOCK_SIZE),)
     zeroes_blocks: bool = False
-    takes_kv: bool = True
     recomputes: bool = False
     reader: Reads = field(default_factory=Reads)
 

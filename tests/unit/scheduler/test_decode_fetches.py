@@ -63,7 +63,7 @@ class Decode:
         self.fetching.arrived(request, self.step)
 
     def match(self, request: Asked, num_computed: int = 0) -> tuple[int, bool]:
-        return self.fetching.matched(request, num_computed, self.step)
+        return self.fetching.matched(request, num_computed, self.step, is_producer=self.pool.is_producer)
 
     def allocate(self, request: Asked, blocks: tuple[list[int], ...] = BLOCKS, num_external: int = TOKENS) -> None:
         self.pool.of[request.request_id] = [(request.request_id, block) for group in blocks for block in group if block]
@@ -478,12 +478,23 @@ def test_what_prefill_did_not_compute_for_this_request_fails_it(case: str, caplo
 
 
 def test_a_pure_producer_takes_no_kv(caplog: pytest.LogCaptureFixture) -> None:
-    """For it vLLM frees blocks that a step under way may still write into."""
-    assert Decode(takes_kv=False).fails(of_decode()) is FailureCause.PARAMETERS
+    """For it vLLM frees blocks that a step under way may still write into. What prefill keeps is released at once."""
+    assert Decode(Pool(is_producer=True)).fails(of_decode()) is FailureCause.PARAMETERS
     assert "kv_producer" in caplog.text and "kv_consumer" in caplog.text
-    decode = Decode(takes_kv=False, recomputes=True)
-    decode.arrive(of_decode())
-    assert decode.match(of_decode()) == NOTHING
+    decode, request = Decode(Pool(is_producer=True), recomputes=True), of_decode()
+    decode.arrive(request)
+    decode.take()
+    assert decode.match(request) == NOTHING
+    assert len(decode.take().released) == 1 and decode.failures.counts == {FailureCause.PARAMETERS: 1}
+
+
+def test_nor_does_it_compute_a_prompt_whose_images_are_missing() -> None:
+    """Prefill has seen an image that did not come with decode's request: the answer would be another one."""
+    manifest = msgspec.structs.replace(manifest_of(prompt(seed=1)), num_media=1)
+    decode, request = Decode(Pool(is_producer=True), recomputes=True), of_decode(manifest=manifest)
+    decode.arrive(request)
+    assert decode.match(request) != NOTHING
+    assert set(decode.failures.counts) <= {FailureCause.MEDIA}
 
 
 @pytest.mark.parametrize("case", other_prompts())

@@ -481,7 +481,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.handover = SchedulerFacade(OWN, OWN_START, "key", terms(mode=TransferMode.PUSH), self.clock, Reads())
         self.handover.bind(self)
-        self.are_shared = False
+        self.are_shared = self.is_producer = False
         self.number = 0
         self.free = set(range(1, 61))
         self.of: dict[str, list[int]] = {}

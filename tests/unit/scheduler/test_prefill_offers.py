@@ -107,7 +107,7 @@ def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
     assert prefill.compute(16).offered == []
     keep, params = prefill.finish(request, block_ids=([7, 3, 9, 4, 8],))
     assert keep
-    assert params == prefill_params(OWN, manifest(), transfer_id="t", transfer_mode=TransferMode.PULL)
+    assert params == prefill_params(OWN, manifest(), transfer_id="t", transfer_mode=TransferMode.PULL, cached_tokens=0)
     assert prefill.take().finished == [P1]
 
 

@@ -47,7 +47,7 @@ MANIFEST = Manifest(
     30.0,
     0,
 )
-ANSWER = prefill_params(PREFILL, MANIFEST, transfer_id=None, transfer_mode=TransferMode.PULL)
+ANSWER = prefill_params(PREFILL, MANIFEST, transfer_id=None, transfer_mode=TransferMode.PULL, cached_tokens=0)
 BOTH_AT_ONCE: dict[str, Any] = {"do_remote_prefill": True, **COORDINATES}
 
 
@@ -347,7 +347,8 @@ def test_what_prefill_answers_leads_decode_to_it(
 ) -> None:
     """Through a router that passes it on as JSON, with any id of its own for decode's request."""
     manifest = Manifest(PROTOCOL, "0" * 16, prefill_id, "0" * 32, 3, (4,), (1, 1), (BlockRange(0, (7,)),), 30.0, 0)
-    made = prefill_params(prefill, manifest, transfer_id=transfer_id, transfer_mode=TransferMode(mode))
+    told = {"transfer_id": transfer_id, "transfer_mode": TransferMode(mode)}
+    made = prefill_params(prefill, manifest, **told, cached_tokens=0)
     answer = json.loads(json.dumps(made))
     found = read(answer, request_id=decode_id)
     assert (found.prefill, found.manifest) == (prefill, manifest)
@@ -358,7 +359,7 @@ def test_what_prefill_answers_leads_decode_to_it(
 
 def test_the_answer_of_prefill_is_these_keys() -> None:
     """Routers and stock peers know them by name; stock decode finds block ids, one list a group."""
-    assert prefill_params(PREFILL, MANIFEST, transfer_id="t", transfer_mode=TransferMode.PUSH) == {
+    assert prefill_params(PREFILL, MANIFEST, transfer_id="t", transfer_mode=TransferMode.PUSH, cached_tokens=2) == {
         **COORDINATES,
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -366,6 +367,7 @@ def test_the_answer_of_prefill_is_these_keys() -> None:
         "transfer_mode": "push",
         "remote_request_id": PREFILL_ID,
         "remote_block_ids": [[], []],
+        "remote_prefill_cached_tokens": 2,
         MANIFEST_KEY: as_json(MANIFEST),
     }
 
@@ -507,3 +509,10 @@ def test_what_a_router_says_is_read_by_both_servers() -> None:
 def test_a_hint_names_nobody() -> None:
     assert KvTransferParams().is_hint and KvTransferParams(prefix_prompt_ids=[1]).is_hint
     assert not KvTransferParams(transfer_id="t").is_hint and not KvTransferParams(do_remote_prefill=False).is_hint
+
+
+def test_a_router_reads_whole_numbers_that_are_floats_as_a_server_does() -> None:
+    encoded = json.dumps({**COORDINATES, "remote_port": 5600.0, "do_remote_prefill": True}).encode()
+    assert parse(encoded).prefill.port == 5600
+    with pytest.raises(Malformed, match=r"kv_transfer_params\.remote_port"):
+        parse(encoded.replace(b"5600.0", b"5600.5"))
