@@ -55,6 +55,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "contract/test_groups.py": (None, 10.0),
     "e2e/test_fuzzed_parameters.py": (None, 2.5),
     "e2e/test_identity.py": (None, 6.5),
+    "e2e/test_kv_events.py": (None, 1.2),
     "e2e/test_leases.py": (None, 5.5),
     "e2e/test_models.py": (None, 13.0),
     "e2e/test_names.py": (None, 8.0),

@@ -95,6 +95,7 @@ class Shape:
         serves_states: layers with a state are handed over (`compat.states`). Before, the engine ends where it loads
             beside cached states (vllm#43508), CUDA graphs may read another state (vllm#42430), prefix hits may end
             where no state is, or zeroing a block of contiguous layers clears some of the next one (vllm#50276).
+        reports_blocks: kvcached's block pool can report KV events (``--kv-events-config``).
         runners: vLLM's model runners that kvcached has an adapter for.
         held_kv_runs_while_pausing: a pause that waits for running requests runs those that wait and hold KV, too.
         keeps_checkpoints: the block before a prompt's last one may have the state of an earlier token, for prefix hits
@@ -109,6 +110,7 @@ class Shape:
     side_channel_names_stage: bool = False
     serves_on_cpu: bool = True
     serves_states: bool = False
+    reports_blocks: bool = False
     runners: tuple[str, ...] = ("V1",)
     held_kv_runs_while_pausing: bool = False
     keeps_checkpoints: bool = False
@@ -149,7 +151,7 @@ ASKS_FOR_WORK = Change(
 ASKS_FOR_STAGES = Change(
     "0.26",
     "packed KV tensors; side-channel requests name a pipeline stage (set_xfer_handshake_metadata_pp_aware)",
-    {"era": Era.PACKED, "side_channel_names_stage": True, "serves_on_cpu": True},
+    {"era": Era.PACKED, "side_channel_names_stage": True, "serves_on_cpu": True, "reports_blocks": True},
 )
 HITS_DIVERGE = Change(
     "0.28",

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes kvcached's patches for vLLM 0.32 and later.
+"""Completes kvcached's patches: KV events from vLLM 0.26 on, and what vLLM 0.32 and 0.33 expect of them.
 
 Runs in: every process, while vLLM is being imported, as kvcached patches it.
 """
 
 from __future__ import annotations
 
+from kvcached_nixl.compat.actions.block_events import with_block_events
 from kvcached_nixl.compat.actions.completed import with_configuration, with_external_weights, with_hash_lookahead
 from kvcached_nixl.compat.locate import KVCACHED_COORDINATOR, KVCACHED_GPU_WORKER
-from kvcached_nixl.compat.series import COUNTS_EXTERNAL_WEIGHTS, HASHES_AHEAD
+from kvcached_nixl.compat.series import ASKS_FOR_STAGES, COUNTS_EXTERNAL_WEIGHTS
 from kvcached_nixl.patching import Call, Patch
 
 __all__ = ["SEAMS"]
@@ -55,16 +56,18 @@ COORDINATOR = Patch(
     attribute="patch_coordinator",
     process="every",
     parameters=("self", "kvcoord_mod"),
-    versions=HASHES_AHEAD.later,
-    why="kvcached's block pool lacks an attribute that vLLM reads where layers have states.",
-    upstream=f"{_UPSTREAM} 0.33, vllm/v1/core/block_pool.py",
-    remove_when=_REMOVE_WHEN,
+    versions=ASKS_FOR_STAGES.later,
+    why="kvcached's block pool reports no KV events, so routers that follow them see an empty cache; with vLLM 0.33 it "
+    "lacks an attribute that vLLM reads where layers have states.",
+    upstream=f"{_UPSTREAM}, vllm/v1/core/block_pool.py",
+    remove_when="kvcached's own pool does both",
 )
 
 
 @COORDINATOR.around
 def patch_coordinator(call: Call) -> bool:
-    return with_hash_lookahead(call.argument("kvcoord_mod"), call.proceed)
+    coordinator = call.argument("kvcoord_mod")
+    return with_block_events(coordinator, lambda: with_hash_lookahead(coordinator, call.proceed))
 
 
 SEAMS = (patch_worker_init_device, patch_worker_determine_available_memory, patch_coordinator)

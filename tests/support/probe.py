@@ -57,7 +57,8 @@ def create(name: str) -> str:
     transfer = types.SimpleNamespace(kv_connector=parent, kv_connector_extra_config=extra, kv_buffer_device="cpu")
     try:
         role = types.SimpleNamespace(name="WORKER")
-        made = factory.create_connector(types.SimpleNamespace(kv_transfer_config=transfer), role, None)
+        config = types.SimpleNamespace(kv_transfer_config=transfer, kv_events_config=None)
+        made = factory.create_connector(config, role, None)
     except Exception as error:  # noqa: BLE001 - it is the result
         return f"{type(error).__name__}: {error}"
     return type(made).__name__

@@ -16,7 +16,7 @@ import wrapt
 
 from kvcached_nixl.errors import Refused
 
-__all__ = ["with_configuration", "with_external_weights", "with_hash_lookahead"]
+__all__ = ["completed", "with_configuration", "with_external_weights", "with_hash_lookahead"]
 
 
 def with_external_weights(gpu_worker: types.ModuleType, apply: Callable[[], bool]) -> bool:
@@ -29,7 +29,7 @@ def with_external_weights(gpu_worker: types.ModuleType, apply: Callable[[], bool
     def request_memory(wrapped: Callable[..., int], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return _without_external(wrapped, *args, **kwargs)
 
-    return _completed(apply, gpu_worker, "request_memory", request_memory)
+    return completed(apply, gpu_worker, "request_memory", request_memory)
 
 
 def _without_external(
@@ -58,7 +58,7 @@ def with_configuration(gpu_worker: types.ModuleType, apply: Callable[[], bool]) 
         with gpu_worker.set_current_vllm_config(worker.vllm_config):
             return wrapped(*args, **kwargs)
 
-    return _completed(apply, gpu_worker.Worker, "determine_available_memory", determine)
+    return completed(apply, gpu_worker.Worker, "determine_available_memory", determine)
 
 
 def with_hash_lookahead(kv_cache_coordinator: types.ModuleType, apply: Callable[[], bool]) -> bool:
@@ -75,10 +75,13 @@ def with_hash_lookahead(kv_cache_coordinator: types.ModuleType, apply: Callable[
         bound.apply_defaults()
         coordinator.block_pool.num_hash_lookahead_tokens = bound.arguments["num_hash_lookahead_tokens"]
 
-    return _completed(apply, owner, "__init__", init)
+    if "num_hash_lookahead_tokens" not in signature.parameters:
+        return apply()
+
+    return completed(apply, owner, "__init__", init)
 
 
-def _completed(apply: Callable[[], bool], owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
+def completed(apply: Callable[[], bool], owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
     before = vars(owner)[name]
     is_patched = apply()
     replaced = vars(owner)[name]

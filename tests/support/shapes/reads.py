@@ -28,6 +28,7 @@ from kvcached_nixl.compat.locate import (
 from kvcached_nixl.compat.names import KV_TRANSFER
 from kvcached_nixl.compat.series import (
     ASKS_FOR_RESULTS,
+    ASKS_FOR_STAGES,
     ASKS_FOR_WORK,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,
@@ -194,6 +195,13 @@ READS = (
         "get_num_skipped_tokens",
     ),
     _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks", "get_num_free_blocks"),
+    Reads(
+        Target(name="events of the block pool", places=(Place("vllm.v1.core.block_pool", "BlockPool"),)),
+        ("kv_event_queue", "take_events", "_remove_cached_block_hashes", "_emit_block_removed_events"),
+        ASKS_FOR_STAGES.later,
+    ),
+    _of("vllm.v1.core.block_pool", "", "MEDIUM_GPU", versions=ASKS_FOR_STAGES.later),
+    _of("vllm.distributed.kv_events", "", "AllBlocksCleared"),
     _of("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "is_null"),
     # Requests and the outputs of a step.
     _of(

@@ -66,11 +66,23 @@ def test_every_row_answers_for_every_capability_and_contains_its_tested_release(
         ("0.22", Shape(Era.KV_APART, side_channel_names_stage=False, serves_on_cpu=True)),
         ("0.23", Shape(Era.KV_APART, serves_on_cpu=False)),
         ("0.25", Shape(Era.KV_APART, serves_on_cpu=False)),
-        ("0.26", Shape(Era.PACKED, side_channel_names_stage=True)),
-        ("0.28", Shape(Era.PACKED, side_channel_names_stage=True, serves_states=True, runners=("V1", "V2"))),
+        ("0.26", Shape(Era.PACKED, side_channel_names_stage=True, reports_blocks=True)),
+        (
+            "0.28",
+            Shape(
+                Era.PACKED, side_channel_names_stage=True, reports_blocks=True, serves_states=True, runners=("V1", "V2")
+            ),
+        ),
         (
             "0.30",
-            Shape(Era.PACKED, side_channel_names_stage=True, serves_states=True, logical_views=True, runners=("V2",)),
+            Shape(
+                Era.PACKED,
+                side_channel_names_stage=True,
+                reports_blocks=True,
+                serves_states=True,
+                logical_views=True,
+                runners=("V2",),
+            ),
         ),
     ],
 )

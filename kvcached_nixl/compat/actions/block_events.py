@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events (``--kv-events-config``) of kvcached's block pool, for routers that follow which blocks an engine has.
+
+From vLLM 0.26 on kvcached's pool keeps its hashes with vLLM's own code, which reports blocks that are stored; but
+kvcached never asks it to, and evicts by a way of its own. So routers see an empty cache, and nobody says so.
+Sources: kvcached 0.1.6, ``integration/vllm/native_block_pool.py``; vLLM 0.26 to 0.33, ``v1/core/block_pool.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from kvcached_nixl.compat.actions.completed import completed
+from kvcached_nixl.compat.private import private
+
+__all__ = ["with_block_events"]
+
+
+def with_block_events(kv_cache_coordinator: types.ModuleType, apply: Callable[[], bool]) -> bool:
+    """Let kvcached's pool report its blocks where vLLM was asked for KV events.
+
+    Args:
+        kv_cache_coordinator: vLLM's module; kvcached replaces the constructor of its coordinator.
+        apply: kvcached's patch.
+
+    Returns: what ``apply`` returns.
+    """
+    owner = kv_cache_coordinator.KVCacheCoordinator
+    signature = inspect.signature(owner.__init__)
+
+    def init(wrapped: Callable[..., None], coordinator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        bound = signature.bind(coordinator, *args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["enable_kv_cache_events"]:
+            report_blocks(coordinator.block_pool)
+
+    return completed(apply, owner, "__init__", init)
+
+
+def report_blocks(pool: Any) -> None:
+    """Make one of kvcached's block pools report what it stores, evicts and clears, as vLLM's own pool does.
+
+    Args:
+        pool: a pool that holds no block yet, of kvcached or of vLLM; vLLM's own reports already.
+    """
+    if "_native_block_pool" not in vars(pool):
+        return
+    from vllm.distributed.kv_events import AllBlocksCleared
+    from vllm.v1.core.block_pool import MEDIUM_GPU
+
+    stock, reset = vars(pool)["_native_block_pool"], pool.reset_prefix_cache
+
+    def remove_cached_block(key: Any, block_id: int) -> Any:
+        block = pool.blocks[block_id]
+        removed = private(pool, "_remove_cached_block_hashes")(block)
+        private(pool, "_emit_block_removed_events")(removed)
+        return block if removed else None
+
+    def reset_prefix_cache() -> bool:
+        is_reset = bool(reset())
+        if is_reset and pool.enable_prefix_cache:
+            private(pool, "kv_event_queue").append(AllBlocksCleared())
+        return is_reset
+
+    pool.enable_kv_cache_events, pool.medium = True, MEDIUM_GPU
+    pool.take_events = functools.partial(private(stock, "take_events"), pool)
+    pool._remove_cached_block, pool.reset_prefix_cache = remove_cached_block, reset_prefix_cache
