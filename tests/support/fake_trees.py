@@ -129,6 +129,11 @@ SKELETON = {
             raise AssertionError
         init_kvcached = start_worker_listener_thread = alloc_kv_cache = build_kv_views = get_kv_cache_manager = _never
     """,
+    "kvcached.integration.vllm.patches": """
+        class KVCacheCoordinatorPatch:
+            def patch_coordinator(self, kvcoord_mod):
+                return True
+    """,
     "kvcached.integration.vllm.autopatch": """
         import os
         from wrapt.importer import when_imported
@@ -237,6 +242,7 @@ def base_pull_push() -> tuple[Classes, dict[str, str], str, Sequence[str]]:
 
 def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
     """Adds the members that patches expect to every class. ``changes``: "Class.method" -> other parameters."""
+    from kvcached_nixl.patching import ANY_PARAMETERS
     from kvcached_nixl.seams import PATCHES
 
     for patch in (seam.patch for seam in PATCHES):
@@ -250,7 +256,8 @@ def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
             if any(f"def {patch.attribute}(" in member for member in container[1]) and name not in changes:
                 break
             decorator = f"@{patch.kind}\n" if patch.kind in ("classmethod", "staticmethod", "property") else ""
-            parameters = changes.get(name, ", ".join(patch.parameters))
+            any_of = "self, *args, **kwargs" if patch.parameters == ANY_PARAMETERS else ", ".join(patch.parameters)
+            parameters = changes.get(name, any_of)
             container[1][:] = [member for member in container[1] if f"def {patch.attribute}(" not in member]
             container[1].append(f"{decorator}def {patch.attribute}({parameters}):\n    return None")
             break
