@@ -10,8 +10,8 @@ wheel for GPUs, of which only they are fetched (some 15 MB), and have to have th
 
 from __future__ import annotations
 
-import compileall
 import hashlib
+import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -44,7 +44,8 @@ def replace(source: Source, site_packages: Path) -> None:
         place = site_packages / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(source.read(path))
-    compileall.compile_dir(package, quiet=2, workers=0)
+    # Not in this process: its workers would be forked, from whatever threads this one has.
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "-q", "-j", "0", str(package)], check=False)
 
 
 def main(arguments: list[str]) -> int:

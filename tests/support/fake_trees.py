@@ -70,7 +70,7 @@ SKELETON = {
                     defaults = {"kv_connector_extra_config": {}, "kv_buffer_device": "cpu"}
                     child = types.SimpleNamespace(**{**defaults, **child})
                     cls = KVConnectorFactory.get_connector_class(child)
-                    config = types.SimpleNamespace(kv_transfer_config=child)
+                    config = types.SimpleNamespace(kv_transfer_config=child, kv_events_config=None)
                     self.children.append(cls(config, role, kv_cache_config))
     """,
     f"{KV}.factory": """
@@ -130,6 +130,8 @@ SKELETON = {
         init_kvcached = start_worker_listener_thread = alloc_kv_cache = build_kv_views = get_kv_cache_manager = _never
     """,
     "kvcached.integration.vllm.patches": """
+        def _worker_physical_release_barrier(*args):
+            raise AssertionError
         class KVCacheCoordinatorPatch:
             def patch_coordinator(self, kvcoord_mod):
                 return True
