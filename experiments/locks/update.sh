@@ -20,7 +20,7 @@ fi
 if [[ ${1:-} != [0-9]* ]]; then
     for asked in stack-*.in; do
         echo "${asked%.in}" >&2
-        "$tools/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --universal --python-version 3.11 \
+        "$tools/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --universal --python-version 3.10 \
             "$@" "$asked" --output-file "${asked%.in}.txt" >/dev/null
     done
 fi
