@@ -155,8 +155,8 @@ def test_events_are_what_the_pool_does(pool: Any) -> None:
 
 def test_an_eviction_that_is_not_told_is_noticed(pool: Any) -> None:
     """A planted fault: if this finds nothing, the case above shows nothing."""
-    report_blocks(pool)
     pool._emit_block_removed_events = lambda *_: None
+    report_blocks(pool)
     with pytest.raises(AssertionError):
         exercise(pool, Replay(pool))
 

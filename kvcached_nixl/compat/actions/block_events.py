@@ -53,20 +53,25 @@ def report_blocks(pool: Any) -> None:
     from vllm.distributed.kv_events import AllBlocksCleared
     from vllm.v1.core.block_pool import MEDIUM_GPU
 
-    stock, reset = vars(pool)["_native_block_pool"], pool.reset_prefix_cache
+    # Read here: a name that is missing stops the start, not a step.
+    remove_hashes, tell_removed = (
+        private(pool, name) for name in ("_remove_cached_block_hashes", "_emit_block_removed_events")
+    )
+    take_events = private(vars(pool)["_native_block_pool"], "take_events")
+    reset = pool.reset_prefix_cache
 
     def remove_cached_block(key: Any, block_id: int) -> Any:
         block = pool.blocks[block_id]
-        removed = private(pool, "_remove_cached_block_hashes")(block)
-        private(pool, "_emit_block_removed_events")(removed)
+        removed = remove_hashes(block)
+        tell_removed(removed)
         return block if removed else None
 
     def reset_prefix_cache() -> bool:
         is_reset = bool(reset())
         if is_reset and pool.enable_prefix_cache:
-            private(pool, "kv_event_queue").append(AllBlocksCleared())
+            pool.kv_event_queue.append(AllBlocksCleared())
         return is_reset
 
-    pool.enable_kv_cache_events, pool.medium = True, MEDIUM_GPU
-    pool.take_events = functools.partial(private(stock, "take_events"), pool)
+    pool.enable_kv_cache_events, pool.medium, pool.kv_event_queue = True, MEDIUM_GPU, []
+    pool.take_events = functools.partial(take_events, pool)
     pool._remove_cached_block, pool.reset_prefix_cache = remove_cached_block, reset_prefix_cache

@@ -197,7 +197,7 @@ READS = (
     _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks", "get_num_free_blocks"),
     Reads(
         Target(name="events of the block pool", places=(Place("vllm.v1.core.block_pool", "BlockPool"),)),
-        ("kv_event_queue", "take_events", "_remove_cached_block_hashes", "_emit_block_removed_events"),
+        ("take_events", "_remove_cached_block_hashes", "_emit_block_removed_events"),
         ASKS_FOR_STAGES.later,
     ),
     _of("vllm.v1.core.block_pool", "", "MEDIUM_GPU", versions=ASKS_FOR_STAGES.later),
