@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.command_line import KEEPS_LAST, add_mode, add_quick, add_word, make_parser, run_main
+from experiments.common.command_line import KEEPS_LAST, MODES, add_mode, add_quick, add_word, make_parser, run_main
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +55,11 @@ def main(options: argparse.Namespace) -> int:
     from experiments.stacks.measure import expected_of, measure, targets
 
     chosen = [one for one in STACKS if not options.stack or options.stack in one.name]
-    modes = [options.mode] if options.mode else ["pull", "push"]
+    if not chosen:
+        names = "; ".join(one.name for one in STACKS)
+        sys.stderr.write(f"found no stack that fits --stack {options.stack!r}; there are: {names}.\n")
+        return 2
+    modes = [options.mode] if options.mode else MODES
     began, run = begin(options.vllm)
     logs = RESULTS / run
     outcomes: list[Outcome] = []
@@ -64,8 +69,8 @@ def main(options: argparse.Namespace) -> int:
             for mode in modes:
                 if mode in stack.modes:
                     outcomes.append(measure(stack, mode, expected, logs, narrator.say))
-    keeps = bool(options.stack or options.mode)
-    path = logs.with_suffix(".json") if keeps else RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
+    is_part = bool(options.stack or options.mode)
+    path = logs.with_suffix(".json") if is_part else RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
     content = {"began": began, "outcomes": [dataclasses.asdict(one) for one in outcomes]}
     return conclude([table_of(outcomes)], [one for found in outcomes for one in targets(found)], path, content)
 
