@@ -66,7 +66,8 @@ Ask = Callable[[Any, int], Awaitable[Answer]]
 
 def _numbers(number: int, kind: int) -> list[int]:
     """A prompt that shares no block with any other."""
-    return [3 + (7 * place + 31 * number + 101 * kind) % 500 for place in range(100 + 40 * (number % 6))]
+    rest = [3 + (7 * place + 31 * number + 101 * kind) % 500 for place in range(100 + 40 * (number % 6))]
+    return [3 + number, 203 + kind, *rest]
 
 
 async def _complete(client: Any, number: int, *, stream: bool) -> Answer:
