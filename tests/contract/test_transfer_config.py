@@ -67,3 +67,13 @@ def test_children_of_other_connectors_are_renamed_too() -> None:
     pushes = {"transfer_mode": "push"}
     assert renamed == {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": pushes}
     assert odd == "odd" and extra == given
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(
+    "children", [None, "odd", {}, [1, None], [{"kv_connector": ["a list"]}], [{"kv_connector": {}}]]
+)
+def test_what_another_connector_keeps_under_that_key_is_left_alone(children: object) -> None:
+    """Its configuration is its own, whatever it looks like."""
+    config = read(kv_connector="Shelf", kv_connector_extra_config={"connectors": children})
+    assert (config.kv_connector, config.kv_connector_extra_config) == ("Shelf", {"connectors": children})

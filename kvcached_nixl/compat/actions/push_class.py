@@ -50,12 +50,13 @@ def _in_push_mode(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(extra, Mapping) and isinstance(children := extra.get("connectors"), list):
         of_children = [_in_push_mode(one) if isinstance(one, Mapping) else one for one in children]
         found[_EXTRA] = {**extra, "connectors": of_children}
-    # Somebody's own class may have the same name.
-    if config.get(_NAME) in PUSH_CLASS_NAMES and config.get(_MODULE) is None:
+    name = config.get(_NAME)
+    # Somebody's own class may have the same name, and somebody's own connector anything below this key.
+    if isinstance(name, str) and name in PUSH_CLASS_NAMES and config.get(_MODULE) is None:
         asked = (extra or {}).get("transfer_mode", TransferMode.PUSH.value)
         if asked != TransferMode.PUSH.value:
             raise SettingsError(
-                found=f"kv_connector {config[_NAME]} with transfer_mode={asked!r}",
+                found=f"kv_connector {name} with transfer_mode={asked!r}",
                 expected='"push", or no transfer_mode',
                 consequence="It is not known which side starts transfers.",
                 remedy='Remove "transfer_mode" from kv_connector_extra_config, or set "kv_connector": "NixlConnector".',
