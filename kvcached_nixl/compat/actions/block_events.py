@@ -9,12 +9,11 @@ Sources: kvcached 0.1.6, ``integration/vllm/native_block_pool.py``; vLLM 0.26 to
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
-from kvcached_nixl.compat.actions.completed import completed
+from kvcached_nixl.compat.actions.completed import with_pool
 from kvcached_nixl.compat.private import private
 
 __all__ = ["with_block_events"]
@@ -29,17 +28,12 @@ def with_block_events(kv_cache_coordinator: types.ModuleType, apply: Callable[[]
 
     Returns: what ``apply`` returns.
     """
-    owner = kv_cache_coordinator.KVCacheCoordinator
-    signature = inspect.signature(owner.__init__)
 
-    def init(wrapped: Callable[..., None], coordinator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        wrapped(*args, **kwargs)
-        bound = signature.bind(coordinator, *args, **kwargs)
-        bound.apply_defaults()
-        if bound.arguments["enable_kv_cache_events"]:
-            report_blocks(coordinator.block_pool)
+    def report(pool: Any, is_asked: bool) -> None:
+        if is_asked:
+            report_blocks(pool)
 
-    return completed(apply, owner, "__init__", init)
+    return with_pool(kv_cache_coordinator, apply, "enable_kv_cache_events", report)
 
 
 def report_blocks(pool: Any) -> None:

@@ -16,7 +16,7 @@ import wrapt
 
 from kvcached_nixl.errors import Refused
 
-__all__ = ["completed", "with_configuration", "with_external_weights", "with_hash_lookahead"]
+__all__ = ["with_configuration", "with_external_weights", "with_hash_lookahead", "with_pool"]
 
 
 def with_external_weights(gpu_worker: types.ModuleType, apply: Callable[[], bool]) -> bool:
@@ -29,7 +29,7 @@ def with_external_weights(gpu_worker: types.ModuleType, apply: Callable[[], bool
     def request_memory(wrapped: Callable[..., int], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return _without_external(wrapped, *args, **kwargs)
 
-    return completed(apply, gpu_worker, "request_memory", request_memory)
+    return _completed(apply, gpu_worker, "request_memory", request_memory)
 
 
 def _without_external(
@@ -58,13 +58,31 @@ def with_configuration(gpu_worker: types.ModuleType, apply: Callable[[], bool]) 
         with gpu_worker.set_current_vllm_config(worker.vllm_config):
             return wrapped(*args, **kwargs)
 
-    return completed(apply, gpu_worker.Worker, "determine_available_memory", determine)
+    return _completed(apply, gpu_worker.Worker, "determine_available_memory", determine)
 
 
 def with_hash_lookahead(kv_cache_coordinator: types.ModuleType, apply: Callable[[], bool]) -> bool:
     """Give kvcached's block pool the attribute ``num_hash_lookahead_tokens`` of vLLM's own, which vLLM reads.
 
     Source: vLLM 0.33, ``vllm/v1/core/block_pool.py`` and ``single_type_kv_cache_manager.py``.
+    """
+    name = "num_hash_lookahead_tokens"
+    if name not in inspect.signature(kv_cache_coordinator.KVCacheCoordinator.__init__).parameters:
+        return apply()
+    return with_pool(kv_cache_coordinator, apply, name, lambda pool, count: setattr(pool, name, count))
+
+
+def with_pool(
+    kv_cache_coordinator: types.ModuleType,
+    apply: Callable[[], bool],
+    parameter: str,
+    then: Callable[[Any, Any], None],
+) -> bool:
+    """Complete kvcached's block pool, which replaces vLLM's when a coordinator is constructed.
+
+    Args:
+        parameter: of vLLM's constructor.
+        then: called with the pool and the parameter's value.
     """
     owner = kv_cache_coordinator.KVCacheCoordinator
     signature = inspect.signature(owner.__init__)
@@ -73,15 +91,12 @@ def with_hash_lookahead(kv_cache_coordinator: types.ModuleType, apply: Callable[
         wrapped(*args, **kwargs)
         bound = signature.bind(coordinator, *args, **kwargs)
         bound.apply_defaults()
-        coordinator.block_pool.num_hash_lookahead_tokens = bound.arguments["num_hash_lookahead_tokens"]
+        then(coordinator.block_pool, bound.arguments[parameter])
 
-    if "num_hash_lookahead_tokens" not in signature.parameters:
-        return apply()
-
-    return completed(apply, owner, "__init__", init)
+    return _completed(apply, owner, "__init__", init)
 
 
-def completed(apply: Callable[[], bool], owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
+def _completed(apply: Callable[[], bool], owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
     before = vars(owner)[name]
     is_patched = apply()
     replaced = vars(owner)[name]
