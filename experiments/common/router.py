@@ -7,7 +7,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -29,22 +29,36 @@ def routed(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *op
     (port,) = free_ports(1)
     servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]
     command = [sys.executable, "-m", "kvcached_nixl", "proxy", "--port", str(port), *servers, *options]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stderr=out, start_new_session=True)
-    try:
-        url, deadline = f"http://{HOST}:{port}", time.monotonic() + READY_SECONDS
-        while not _is_up(url, len(servers)):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(
-                    f"found the router ended ({process.poll()}) or without its {len(servers)} servers after "
-                    f"{READY_SECONDS:.0f} s. Its log ends with:\n{_tail(log)}"
-                )
-            time.sleep(0.1)
+    url = f"http://{HOST}:{port}"
+    with running_router(command, log, lambda: _is_up(url, len(servers)), f"its {len(servers)} servers up") as process:
         yield url
         process.terminate()
         if (status := process.wait(STOP_SECONDS)) != 0:
             raise ServerError(f"found the router ended with status {status}; expected 0. Its log:\n{_tail(log)}")
+
+
+@contextlib.contextmanager
+def running_router(
+    command: Sequence[str], log: Path, is_up: Callable[[], bool], expected: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a router's process in a session of its own, and yield it when ``is_up``. At the end it is killed.
+
+    Raises:
+        ServerError: it ended, or was not up in time; the message says what was ``expected``.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + READY_SECONDS
+        while not is_up():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(
+                    f"found {Path(command[0]).name} ended ({process.poll()}) or not ready after {READY_SECONDS:.0f} s; "
+                    f"expected {expected}. Nothing is asked through it. Its log ends with:\n{_tail(log)}"
+                )
+            time.sleep(0.1)
+        yield process
     finally:
         process.kill()
         process.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,13 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from experiments.common.router import routed
-from experiments.common.servers import HOST, Server, ServerError, free_ports
+from experiments.common.router import STOP_SECONDS, routed, running_router
+from experiments.common.servers import HOST, Server, free_ports
 from experiments.stacks.environments import environment
-
-READY_SECONDS = 90.0
-STOP_SECONDS = 30.0
-_TAIL_CHARACTERS = 4000
 
 Say = Callable[[str], None]
 Launch = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractContextManager[str]]
@@ -61,34 +56,12 @@ def _vllm_router(prefills: Sequence[Server], decodes: Sequence[Server], log: Pat
     command += ["--host", HOST, "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(metrics)]
     # Its defaults suit servers that take minutes to start.
     command += ["--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
-    with _process(command, log, f"http://{HOST}:{port}/health") as url:
-        yield url.removesuffix("/health")
-
-
-@contextlib.contextmanager
-def _process(command: Sequence[str], log: Path, health_url: str) -> Iterator[str]:
-    """Start a process in a session of its own; yields ``health_url`` as soon as it answers with 200."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + READY_SECONDS
-        while not _answers(health_url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
-                raise ServerError(
-                    f"found {command[0]} ended ({process.poll()}) or not ready after {READY_SECONDS:.0f} s; expected "
-                    f"{health_url} to answer. The stack is not tried. Its log ends with:\n{tail}"
-                )
-            time.sleep(0.2)
-        yield health_url
-    finally:
+    url = f"http://{HOST}:{port}"
+    with running_router(command, log, lambda: _answers(f"{url}/health"), "/health to answer") as process:
+        yield url
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _answers(url: str) -> bool:

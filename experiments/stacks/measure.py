@@ -190,7 +190,7 @@ async def _first_token_ms(url: str, count: int = 12) -> float:
 def _kill_and_replace(launched: Running) -> None:
     time.sleep(SETTLE_SECONDS)
     launched.servers[0].kill()
-    # What clients get while there is none.
+    # Requests of these seconds, without a prefill server, count in the figures too.
     time.sleep(SETTLE_SECONDS)
     successor = launched.replace(0)
     while not successor.is_ready():

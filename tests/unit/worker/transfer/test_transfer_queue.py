@@ -383,7 +383,7 @@ def test_what_is_in_flight_when_it_is_dropped_is_waited_for() -> None:
     assert mover.transfer_queue.num_dropped == 0
     assert mover.transport.unreleased() == []
     assert len(mover.transport.posted) == 2
-    assert job.tally.num_bytes == 32, "what has arrived counts, whoever waits for it"
+    assert job.tally.num_bytes == 32, "bytes that arrived are counted, even when nobody waits for the request"
 
 
 def test_what_was_dropped_gives_its_room_to_others() -> None:
