@@ -8,8 +8,8 @@ the tests marked ``long``) or "whole".
     all        every job
     turn       what CI runs. Each turn has lint, coverage (which runs unit and the fast subset of flow), repo, install,
                gpu and vllm-router; and contract and equivalence in brief with the newest vLLM that servers are tested
-               with and one of the others. Then it adds as many of the other jobs as fit; the number of the commit
-               chooses both.
+               with and one of the others. Then it adds one of the other jobs, one of the other stacks if it fits, and
+               as many of the other jobs as fit; the number of the commit chooses all of them.
 
 A line is "JOB VLLM brief|whole MINUTES". The jobs that a turn leaves out follow, one per line, each after a "#".
 """
@@ -63,11 +63,18 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_refusals.py": (None, 2.5),
     "e2e/test_router.py": (None, 13.0),
     "e2e/test_router_ranks.py": (None, 6.5),
+    "stacks/test_dynamo.py": (None, 3.0),
+    "stacks/test_ray_serve.py": (None, 6.0),
+    "stacks/test_toy_proxies.py": (None, 3.0),
     "stacks/test_vllm_router.py": (None, 1.6),
     "equivalence": (4.5, 13.5),
     "equivalence/V2": (None, 14.0),
 }
+STACKS = tuple(what for what in MINUTES if what.startswith("stacks/") and what != ROUTER)
+"""A turn runs one of them, if it fits."""
 ENVIRONMENT_MINUTES = 2.0
+ONLY_WITH = {"stacks/test_dynamo.py": "0.28.0", "stacks/test_ray_serve.py": "0.28.0"}
+"""Stacks that pin a vLLM."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,9 @@ def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
     return [
         Job(what, vllm, "whole" if brief is None else size)
         for what, (brief, _) in MINUTES.items()
-        if what.partition("/")[0] == tier and (what != "equivalence/V2" or "V2" in RUNNERS[vllm])
+        if what.partition("/")[0] == tier
+        and (what != "equivalence/V2" or "V2" in RUNNERS[vllm])
+        and ONLY_WITH.get(what, vllm) == vllm
     ]
 
 
@@ -106,7 +115,7 @@ def newcomer(vllm: str) -> list[Job]:
     tiers = (*ONCE, "install", "gpu", "contract", *_with_servers(vllm))
     chosen = [job for tier in tiers for job in jobs(tier, vllm, "brief")]
     left_out = {what for what in MINUTES if what.startswith("e2e/")} - {"e2e/test_refusals.py"}
-    left_out |= {what for what in MINUTES if what.startswith("contract/")}
+    left_out |= {what for what in MINUTES if what.startswith("contract/")} | set(STACKS)
     if "V1" in RUNNERS[vllm]:
         left_out.add("equivalence/V2")
     return [job for job in chosen if job.what not in left_out]
@@ -135,9 +144,13 @@ def turn(number: int) -> list[Job]:
     *others, newest = SERVED
     for vllm in (others[number % len(others)], newest):
         found += [Job("contract", vllm, "brief"), Job("equivalence", vllm, "brief")]
+    what = STACKS[number % len(STACKS)]
+    stack = Job(what, ONLY_WITH.get(what, NEWEST))
     rest = [job for job in everything() if job not in found]
     start = number % len(rest)
-    for job in rest[start:] + rest[:start]:
+    for job in [rest[start], stack, *rest[start + 1 :], *rest[:start]]:
+        if job in found:
+            continue
         brief = Job(job.what, job.vllm, "brief")
         instead = [one for one in found if one != brief] + [job]
         if minutes(instead) <= BUDGET_MINUTES:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "models"
-FORMAT = 2
+FORMAT = 3
 """Part of a model's folder name. Increase it when this module's output for a shape changes, or old files are used."""
 
 
@@ -152,6 +152,8 @@ def write_tokenizer(shape: ModelShape, folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    # Servers that read only this file leave them out of texts, too.
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -39,28 +41,37 @@ def routed(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *op
 
 @contextlib.contextmanager
 def running_router(
-    command: Sequence[str], log: Path, is_up: Callable[[], bool], expected: str
+    command: Sequence[str],
+    log: Path,
+    is_up: Callable[[], bool],
+    expected: str,
+    environ: Mapping[str, str] | None = None,
+    ready_seconds: float = READY_SECONDS,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a router's process in a session of its own, and yield it when ``is_up``. At the end it is killed.
+    """Start a router's process in a session of its own, and yield it when ``is_up``. At the end the session is killed.
+
+    Args:
+        environ: its environment variables; None for this process's.
 
     Raises:
         ServerError: it ended, or was not up in time; the message says what was ``expected``.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
     try:
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + ready_seconds
         while not is_up():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ServerError(
-                    f"found {Path(command[0]).name} ended ({process.poll()}) or not ready after {READY_SECONDS:.0f} s; "
+                    f"found {Path(command[0]).name} ended ({process.poll()}) or not ready after {ready_seconds:.0f} s; "
                     f"expected {expected}. Nothing is asked through it. Its log ends with:\n{_tail(log)}"
                 )
             time.sleep(0.1)
         yield process
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -107,8 +107,8 @@ class ServerSpec:
 
     ``kv_transfer`` is the value of ``--kv-transfer-config`` or None for an instance without a connector.
     ``block_size`` is None for vLLM's choice. ``kv_space_gib`` is vLLM's own KV budget (on a CPU VLLM_CPU_KVCACHE_SPACE,
-    whole GiB). ``forks``: the engine is forked, which halves the time to start on a CPU; ``vllm serve`` itself spawns
-    its engine.
+    whole GiB). ``arguments`` are more of the engine's, ``http_arguments`` of ``vllm serve`` itself. ``forks``: the
+    engine is forked, which halves the time to start on a CPU; ``vllm serve`` itself spawns its engine.
     """
 
     name: str
@@ -124,6 +124,7 @@ class ServerSpec:
     kv_transfer: Mapping[str, object] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    http_arguments: tuple[str, ...] = ()
     executable: Path = Path(sys.prefix) / "bin" / "vllm"
     forks: bool = False
 
@@ -133,8 +134,20 @@ class ServerSpec:
         Args:
             engine_id: the connector's engine id, unless ``kv_transfer`` has one.
         """
-        command = [
+        return [
             *(str(self.executable), "serve", str(self.model), "--host", HOST, "--port", str(port)),
+            *("--uvicorn-log-level", "warning"),
+            *self.http_arguments,
+            *self.engine_arguments(engine_id),
+        ]
+
+    def environment_at(self, port: int) -> dict[str, str]:
+        """Return more environment variables, of a server that does not take its port as an argument."""
+        return {}
+
+    def engine_arguments(self, engine_id: str) -> list[str]:
+        """Return the arguments of vLLM's engine, whatever serves it."""
+        arguments = [
             *("--served-model-name", "model", "--dtype", self.dtype, "--enforce-eager", "--seed", "0"),
             *(() if self.block_size is None else ("--block-size", str(self.block_size))),
             *("--max-model-len", str(self.max_model_len)),
@@ -144,12 +157,11 @@ class ServerSpec:
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *device.arguments(self.kv_space_gib),
             *("--worker-extension-cls", "kv_probe.KvProbe", "--max-logprobs", "20"),
-            *("--uvicorn-log-level", "warning"),
         ]
         if self.kv_transfer is not None:
             config = device.transfer(self.environment, self.kv_transfer)
-            command += ["--kv-transfer-config", json.dumps({"engine_id": engine_id, **config})]
-        return [*command, *self.arguments]
+            arguments += ["--kv-transfer-config", json.dumps({"engine_id": engine_id, **config})]
+        return [*arguments, *self.arguments]
 
 
 class Server:
@@ -178,6 +190,7 @@ class Server:
             "KVCACHED_HOSTVMM_DEVICE": self.identity,
         }
         environment |= device.environment(spec.environment, spec.kv_space_gib, forks=spec.forks)
+        environment |= spec.environment_at(self.port)
         command = spec.command(self.port, self.identity)
         logs.mkdir(parents=True, exist_ok=True)
         with self.log.open("w") as log:

@@ -23,6 +23,12 @@ if [[ ${1:-} != [0-9]* ]]; then
         "$tools/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --universal --python-version 3.10 \
             "$@" "$asked" --output-file "${asked%.in}.txt" >/dev/null
     done
+    # Beside the packages of a vLLM, which are locked already.
+    for asked in overlay-*.in; do
+        echo "${asked%.in}" >&2
+        "$tools/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --universal --python-version 3.10 \
+            --no-deps "$@" "$asked" --output-file "${asked%.in}.txt" >/dev/null
+    done
 fi
 "$tools/python" lock.py "$tools/uv" "$@"
 for version in $(sed -n 's/^\([0-9][^ ]*\) .*cpu=.*/\1/p' versions.in); do

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do other projects' routers get right answers, and errors when servers die?"""
+"""Do other projects' stacks get right answers, and errors when servers die?"""

@@ -1,52 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of other projects' routers: small, pinned with hashes in ``experiments/locks/``, made on first use."""
+"""What other projects' stacks need: small, pinned with hashes in ``experiments/locks/``, made on first use.
+
+``stack-NAME.txt``      an environment of its own, for a stack that does not import vLLM
+``overlay-NAME.txt``    packages beside this environment's vLLM, in a folder for ``PYTHONPATH``
+``sources-NAME.txt``    a source archive, unpacked and not installed
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import io
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tarfile
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from experiments.common.servers import ServerError
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venvs"
+LOCKS = ROOT / "experiments" / "locks"
+UV = ENVIRONMENTS / "tools" / "bin" / "uv"
+DOWNLOAD_SECONDS = 300.0
+
+Say = Callable[[str], None]
 
 
-def environment(stack: str, say: Callable[[str], None]) -> Path:
-    """Return the folder of programs of a stack's environment; create or renew it if its lock has changed.
-
-    Args:
-        stack: ``experiments/locks/stack-STACK.txt`` has its packages.
+def environment(name: str, say: Say) -> Path:
+    """Return the folder of programs of the environment that ``stack-NAME.txt`` locks.
 
     Raises:
         ServerError: it cannot be created; the message has the installer's output.
     """
-    lock = ROOT / "experiments" / "locks" / f"stack-{stack}.txt"
-    # It does not import vLLM, so it need not have the same packages; its Python must be one that the lock is for.
-    place = ENVIRONMENTS / f"stack-{stack}"
-    wanted = f"{sys.version_info[0]}.{sys.version_info[1]} {hashlib.sha256(lock.read_bytes()).hexdigest()}"
-    stamp = place / ".stamp"
-    ENVIRONMENTS.mkdir(exist_ok=True)
-    with (ENVIRONMENTS / f".lock-stack-{stack}").open("w") as held:
+    with _renewed(f"stack-{name}", say) as place:
+        if place.is_new:
+            _run(str(UV), "venv", "--quiet", "--clear", "--python", sys.executable, str(place.folder))
+            _install(place, "--python", str(place.folder / "bin" / "python"))
+    return place.folder / "bin"
+
+
+def overlay(name: str, say: Say) -> Path:
+    """Return the folder with the packages that ``overlay-NAME.txt`` locks; raises as `environment`."""
+    with _renewed(f"overlay-{name}", say) as place:
+        if place.is_new:
+            shutil.rmtree(place.folder, ignore_errors=True)
+            _install(place, "--python", sys.executable, "--target", str(place.folder))
+    return place.folder
+
+
+def sources(name: str, say: Say) -> Path:
+    """Return the folder with the files of the archive that ``sources-NAME.txt`` locks; raises as `environment`.
+
+    Installers read a source archive's metadata by running its ``setup.py``, which for vLLM needs torch. So the archive
+    is downloaded here, from where the package index has it.
+    """
+    with _renewed(f"sources-{name}", say) as place:
+        if place.is_new:
+            shutil.rmtree(place.folder, ignore_errors=True)
+            place.folder.mkdir()
+            described = place.folder / "pylock.toml"
+            _run(str(UV), "pip", "compile", "--quiet", "--no-deps", str(place.lock), "--output-file", str(described))
+            found = re.search(r'sdist = \{ url = "([^"]+)"', described.read_text())
+            expected = re.search(r"--hash=sha256:(\w+)", place.lock.read_text())
+            if found is None or expected is None:
+                raise ServerError(
+                    f"found no source archive for {place.lock.name}; expected one on the package index, and its hash "
+                    "in the file. The stack is not run."
+                )
+            with urllib.request.urlopen(found[1], timeout=DOWNLOAD_SECONDS) as response:
+                content = response.read()
+            if (digest := hashlib.sha256(content).hexdigest()) != expected[1]:
+                raise ServerError(
+                    f"found an archive with SHA-256 {digest}; expected {expected[1]} ({place.lock.name}). The stack is "
+                    "not run. Check where the package index gets its archives."
+                )
+            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+                archive.extractall(place.folder, filter="data")
+    (top,) = [one for one in place.folder.iterdir() if one.is_dir()]
+    return top
+
+
+class _Place:
+    """A folder, its lock, and whether it has to be made."""
+
+    def __init__(self, name: str) -> None:
+        self.folder = ENVIRONMENTS / name
+        self.lock = LOCKS / f"{name}.txt"
+        digest = hashlib.sha256(self.lock.read_bytes()).hexdigest()
+        # Packages with compiled parts are for one version of Python.
+        self.wanted = f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
+        self.stamp = self.folder / ".stamp"
+        self.is_new = not self.stamp.is_file() or self.stamp.read_text() != self.wanted
+
+
+@contextlib.contextmanager
+def _renewed(name: str, say: Say) -> Iterator[_Place]:
+    """Yield a place, for one process at a time; then note what it was made from."""
+    if not UV.is_file():
+        raise ServerError(
+            f"found no {UV}; expected the tools that experiments/env.sh installs. The stack is not run. Start it with "
+            "bash experiments/stacks/run.sh, or run experiments/env.sh once."
+        )
+    with (ENVIRONMENTS / f".lock-{name}").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        if not stamp.is_file() or stamp.read_text() != wanted:
-            say(f"installing {stack} into {place}")
-            uv = str(ENVIRONMENTS / "tools" / "bin" / "uv")
-            _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(place)])
-            install = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--python"]
-            _run([*install, str(place / "bin" / "python"), "--requirement", str(lock)])
-            stamp.write_text(wanted)
-    return place / "bin"
+        place = _Place(name)
+        if place.is_new:
+            say(f"installing {name}")
+        yield place
+        place.stamp.write_text(place.wanted)
 
 
-def _run(command: list[str]) -> None:
+def _install(place: _Place, *options: str) -> None:
+    command = [str(UV), "pip", "install", "--quiet", "--no-deps", "--require-hashes", *options]
+    _run(*command, "--requirement", str(place.lock))
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ServerError(
             f"found {command[0]} ended with status {done.returncode}; expected an environment. The stack is not run. "
             f"Its output:\n{done.stdout}{done.stderr}"
         )
+    return done.stdout

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stack with one transfer mode: everything asked once, then prefill is killed and brought back under load."""
+"""One stack with one transfer mode: everything asked once, then engines are ended and brought back under load."""
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from experiments.common.device import layout
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, Running, Server, ServerError, ServerSpec
+from experiments.common.servers import GIVES_BACK, Running, ServerSpec
 from experiments.common.targets import Verdict as Target
 from experiments.common.transfer_config import role
 from experiments.stacks import traffic
-from experiments.stacks.frontends import Say, Stack
+from experiments.stacks.deployment import Deployment, Say, moved
+from experiments.stacks.stacks import Stack
 from experiments.stacks.traffic import TEMPLATE, Answer, Request, Verdict
 
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
-HAND_OVERS = "vllm:nixl_xfer_time_seconds_count"
-"""vLLM's own counter; one for each request whose KV was moved."""
 COUNT_SECONDS = 20.0
 COUNTED_SECONDS = 1.0
 RECOVERY_SECONDS = 60.0
@@ -36,45 +32,58 @@ class Outcome:
     """What clients of a stack got.
 
     Attributes:
-        calm: verdicts while all servers were up; ``asked`` of them, each with a prompt of its own.
+        engines_per_role: prefill engines, and as many decode engines.
+        calm: verdicts while all engines were up; ``asked`` of them, each with a prompt of its own.
         hand_overs: requests whose KV was moved in that time.
-        cached_tokens: that ``usage`` names then; prefill had none. None if decode does not get prefill's answer.
-        troubled: verdicts while prefill was killed and brought back.
+        cached_tokens: that ``usage`` names then; prefill had none. None if decode may not get prefill's answer.
+        troubled: verdicts while a prefill engine was killed and brought back.
         recovered_seconds: from the moment when the new prefill serves to the first right answer; None: none came.
+        rolling: verdicts while every engine was restarted, one after another; empty with one engine per role.
         after: verdicts after that, of as many other prompts; ``hand_overs_after`` of them got their KV from prefill.
-        first_token_ms: median time to the first token of a streamed completion, one at a time.
     """
 
     stack: str
     version: str
     mode: str
+    engines_per_role: int
     asked: int
     calm: dict[str, int]
     hand_overs: int
     cached_tokens: int | None
     troubled: dict[str, int]
     recovered_seconds: float | None
+    rolling: dict[str, int]
     after: dict[str, int]
     hand_overs_after: int
-    first_token_ms: float
 
 
-def spec(name: str, mode: str | None) -> ServerSpec:
-    """Return the configuration of a server; without ``mode``, of the stock instance that answers are compared with."""
-    transfer = {
+def spec(name: str, mode: str | None, *, is_stock: bool = False) -> ServerSpec:
+    """Return the configuration of an engine; without ``mode``, of the stock instance that answers are compared with.
+
+    Args:
+        is_stock: vLLM's own connector, and no kvcached.
+    """
+    transfer: dict[str, object] = {
         "kv_connector": "NixlConnector",
         "kv_role": role(name),
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 10.0},
     }
+    if is_stock:
+        transfer |= {
+            "kv_connector": "NixlPushConnector" if mode == "push" else "NixlConnector",
+            "kv_connector_extra_config": {"num_threads": 0},
+        }
     return ServerSpec(
         name=name,
         model=make_model(ModelShape(max_positions=4096)),
         dtype="float32",
         max_num_batched_tokens=256,
         kv_transfer=transfer if mode else None,
-        environment={**KVCACHED, **layout()} if mode else {},
-        arguments=(
+        environment={**KVCACHED, **layout()} if mode and not is_stock else {},
+        # A tool's arguments by their schema would be spaces until they are cut off.
+        arguments=("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+        http_arguments=(
             "--chat-template",
             TEMPLATE,
             "--enable-auto-tool-choice",
@@ -88,43 +97,56 @@ def spec(name: str, mode: str | None) -> ServerSpec:
 
 def expected_of(rounds: Sequence[int], logs: Path) -> dict[Request, Answer]:
     """Return what one stock instance says to every request."""
+    asked = [*traffic.requests(rounds), *((traffic.BY_SCHEMA, number) for number in rounds)]
     with Running([spec("alone", None)], logs) as launched:
-        return asyncio.run(traffic.answers(launched.ready()[0].base_url, traffic.requests(rounds)))
+        return asyncio.run(traffic.answers(launched.ready()[0].base_url, asked))
 
 
-def measure(stack: Stack, mode: str, expected: dict[Request, Answer], logs: Path, say: Say) -> Outcome:
-    """Start a pair and the stack before it, ask, and stop them."""
+def measure(
+    stack: Stack, mode: str, expected: dict[Request, Answer], logs: Path, say: Say, engines_per_role: int = 1
+) -> Outcome:
+    """Start a stack, ask, and stop it. ``expected``: from `expected_of`."""
     words = f"{stack.name}, {mode}"
+    expected = traffic.expected_behind(expected, constrains_tools_itself=stack.constrains_tools_itself)
     # Prompts that neither server has seen before: decode's prefix cache outlives prefill.
     half = len(expected) // 2
     before, then = dict(list(expected.items())[:half]), dict(list(expected.items())[half:])
-    with Running([spec("prefill", mode), spec("decode", mode)], logs / words.replace(" ", "-")) as launched:
-        prefill, decode = launched.ready()
-        with stack.launch([prefill], [decode], logs / words.replace(" ", "-") / "stack.log", say) as url:
-            answers = asyncio.run(traffic.many(url, before))
-            calm = Counter(one.verdict for one in answers)
-            hand_overs = _hand_overs(launched.servers, len(before))
-            say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
-            first_token_ms = asyncio.run(_first_token_ms(url))
-            troubled = Counter(asyncio.run(traffic.meanwhile(url, before, lambda: _kill_and_replace(launched))))
-            say(f"{words}, prefill killed: {_shown(troubled)}")
-            recovered_seconds = asyncio.run(_recovered(url, before))
-            known = _hand_overs(launched.servers, 0)
-            after = Counter(one.verdict for one in asyncio.run(traffic.many(url, then)))
-            hand_overs_after = _hand_overs(launched.servers, known + len(then)) - known
+    numbers = range(engines_per_role) if engines_per_role > 1 else ("",)
+    specs = [spec(f"{name}{number}", mode) for name in ("prefill", "decode") for number in numbers]
+    with stack.deploy(specs, logs / words.replace(" ", "-"), say) as deployment:
+        known = deployment.hand_overs()
+        answers = asyncio.run(traffic.many(deployment.url, before))
+        calm = Counter(one.verdict for one in answers)
+        hand_overs = _hand_overs(deployment, known, len(before))
+        say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
+        troubled = Counter(
+            asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _kill_and_replace(deployment)))
+        )
+        say(f"{words}, prefill killed: {_shown(troubled)}")
+        recovered_seconds = asyncio.run(_recovered(deployment.url, before))
+        rolling: Counter[Verdict] = Counter()
+        if engines_per_role > 1:
+            rolling += Counter(
+                asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _restart_each(deployment)))
+            )
+            say(f"{words}, every engine restarted: {_shown(rolling)}")
+        known = _settled(deployment)
+        after = Counter(one.verdict for one in asyncio.run(traffic.many(deployment.url, then)))
+        hand_overs_after = _hand_overs(deployment, known, len(then))
     return Outcome(
         stack.name,
         stack.version,
         mode,
+        engines_per_role,
         len(before),
         _shown(calm),
         hand_overs,
-        sum(one.cached_tokens for one in answers) if mode in stack.passes_answers_in else None,
+        None if mode in stack.asks_both_at_once else sum(one.cached_tokens for one in answers),
         _shown(troubled),
         recovered_seconds,
+        _shown(rolling),
         _shown(after),
         hand_overs_after,
-        first_token_ms,
     )
 
 
@@ -134,7 +156,7 @@ def targets(found: Outcome) -> list[Target]:
     recovered = found.recovered_seconds
     bad = sum(
         verdicts.get(kind.value, 0)
-        for verdicts in (found.calm, found.troubled, found.after)
+        for verdicts in (found.calm, found.troubled, found.rolling, found.after)
         for kind in (Verdict.WRONG, Verdict.NO_END)
     )
     right = found.calm.get(Verdict.RIGHT.value, 0)
@@ -160,43 +182,40 @@ def _shown(verdicts: Counter[Verdict]) -> dict[str, int]:
     return {kind.value: verdicts[kind] for kind in Verdict if verdicts[kind]}
 
 
-def _hand_overs(servers: Sequence[Server], least: int) -> int:
+def _hand_overs(deployment: Deployment, known: Mapping[str, int], least: int) -> int:
     """Engines report what they have counted with their next step: wait for ``least``, then until nothing is added."""
     deadline, found = time.monotonic() + COUNT_SECONDS, -1
     while True:
-        pages = [httpx.get(f"{one.base_url}/metrics", trust_env=False).text for one in servers]
-        lines = [line.rpartition(" ") for page in pages for line in page.splitlines() if line.startswith(HAND_OVERS)]
-        before, found = found, int(sum(float(value) for _, _, value in lines))
+        before, found = found, moved(known, deployment.hand_overs())
         if (found >= least and found == before) or time.monotonic() > deadline:
             return found
         time.sleep(COUNTED_SECONDS)
 
 
-async def _first_token_ms(url: str, count: int = 12) -> float:
-    found = []
-    async with traffic.client_of(url) as client:
-        for number in range(count):
-            begun = time.monotonic()
-            prompt = [3 + (11 * place + 17 * number) % 500 for place in range(512)]
-            answer = await client.completions.create(
-                model="model", prompt=prompt, max_tokens=2, temperature=0, stream=True
-            )
-            await anext(aiter(answer))
-            found.append((time.monotonic() - begun) * 1e3)
-            await answer.close()
-    return statistics.median(found)
+def _settled(deployment: Deployment) -> Mapping[str, int]:
+    """Return the counters when they have stopped to grow."""
+    deadline, found = time.monotonic() + COUNT_SECONDS, deployment.hand_overs()
+    while True:
+        time.sleep(COUNTED_SECONDS)
+        before, found = found, deployment.hand_overs()
+        if found == before or time.monotonic() > deadline:
+            return found
 
 
-def _kill_and_replace(launched: Running) -> None:
+def _kill_and_replace(deployment: Deployment) -> None:
     time.sleep(SETTLE_SECONDS)
-    launched.servers[0].kill()
-    # Requests of these seconds, without a prefill server, count in the figures too.
+    prefill = next(one for one in deployment.engines if "prefill" in one)
+    deployment.kill(prefill)
+    # Requests of these seconds, without a prefill engine, count in the figures too.
     time.sleep(SETTLE_SECONDS)
-    successor = launched.replace(0)
-    while not successor.is_ready():
-        if time.monotonic() - successor.started_at > RECOVERY_SECONDS * 3:
-            raise ServerError(f"found {successor.spec.name} not ready; its log ends with:\n{successor.tail()}")
-        time.sleep(0.1)
+    deployment.restore(prefill)
+
+
+def _restart_each(deployment: Deployment) -> None:
+    for engine in deployment.engines:
+        time.sleep(SETTLE_SECONDS)
+        deployment.restart(engine)
+        deployment.restore(engine)
 
 
 async def _recovered(url: str, expected: dict[Request, Answer]) -> float | None:

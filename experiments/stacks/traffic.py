@@ -18,7 +18,7 @@ STEP_SECONDS = 150.0
 AT_ONCE = 8
 TOLERANCE_NATS = 0.001
 """The log-probabilities of one server differ by less, in other batches."""
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -61,19 +61,26 @@ class Judged(NamedTuple):
     cached_tokens: int = 0
 
 
+LETTERS = range(40, 48)
+"""Tokens of the experiments' model that are letters of ASCII."""
+SPACES = (199, 200, 203, 222)
+"""Its tokens for tab, line feed, carriage return and space."""
 Ask = Callable[[Any, int], Awaitable[Answer]]
 
 
 def _numbers(number: int, kind: int) -> list[int]:
-    """A prompt that shares no block with any other."""
+    """A prompt that shares no block with any other.
+
+    It ends with letters: vLLM begins the answer's text in the prompt where that ends inside a character.
+    """
     rest = [3 + (7 * place + 31 * number + 101 * kind) % 500 for place in range(100 + 40 * (number % 6))]
-    return [3 + number, 203 + kind, *rest]
+    return [3 + number, 203 + kind, *rest, *LETTERS]
 
 
 async def _complete(client: Any, number: int, *, stream: bool) -> Answer:
     asked = {"model": "model", "prompt": _numbers(number, 1 + stream), "max_tokens": TOKENS, "temperature": 0}
     answer = await client.completions.create(**asked, logprobs=1, stream=stream, extra_body={"ignore_eos": True})
-    choices = [part.choices[0] async for part in answer if part.choices] if stream else [answer.choices[0]]
+    choices = [part.choices[0] async for part in answer if part.choices] if stream else [_only(answer)]
     logprobs = tuple(float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs)
     reason = choices[-1].finish_reason if choices else None
     return Answer("".join(one.text for one in choices), logprobs, reason, 0 if stream else _cached(answer))
@@ -89,25 +96,50 @@ async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
         text = "".join(one.delta.content or "" for one in choices)
         return Answer(text, (), choices[-1].finish_reason if choices else None)
     answer = await client.chat.completions.create(**asked, logprobs=True, extra_body={"ignore_eos": True})
-    (one,) = answer.choices
+    one = _only(answer)
     logprobs = tuple(each.logprob for each in one.logprobs.content)
     return Answer(one.message.content, logprobs, one.finish_reason, _cached(answer))
 
 
 async def _tool(client: Any, number: int) -> Answer:
     """A call of a tool, whose arguments a grammar constrains."""
-    messages = [{"role": "user", "content": " ".join(map(str, _numbers(number, 5)[:60]))}]
-    choice = {"type": "function", "function": {"name": "look_up"}}
     answer = await client.chat.completions.create(
-        model="model", messages=messages, max_completion_tokens=48, temperature=0, tools=[TOOL], tool_choice=choice
+        **_asked_of_tool(number),
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "look_up"}},
+        # Otherwise it says spaces between the tokens of JSON until it is cut off.
+        logit_bias=dict.fromkeys(map(str, SPACES), -100),
     )
-    (one,) = answer.choices
+    one = _only(answer)
     calls = [f"{call.function.name}({call.function.arguments})" for call in one.message.tool_calls or ()]
-    return Answer(" ".join(calls), (), one.finish_reason)
+    # Stacks that read calls of tools themselves say "tool_calls" where vLLM says "stop".
+    return Answer(" ".join(calls) or one.message.content, (), "tool_calls" if calls else one.finish_reason)
+
+
+async def _tool_by_schema(client: Any, number: int) -> Answer:
+    """What a stack says to `_tool` that asks vLLM for the tool's arguments only, by their schema."""
+    schema = {"name": "arguments", "schema": TOOL["function"]["parameters"]}
+    answer = await client.chat.completions.create(
+        **_asked_of_tool(number), response_format={"type": "json_schema", "json_schema": schema}
+    )
+    return Answer(f"look_up({_only(answer).message.content})", (), "tool_calls")
+
+
+def _asked_of_tool(number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": " ".join(map(str, _numbers(number, 5)[:60]))}]
+    return {"model": "model", "messages": messages, "max_completion_tokens": 128, "temperature": 0}
+
+
+def _only(answer: Any) -> Any:
+    """Return the choice of an answer. Some routers pass on an error as if it were one."""
+    if not answer.choices:
+        raise openai.OpenAIError(f"found {answer}; expected an answer with a choice")
+    (one,) = answer.choices
+    return one
 
 
 def _cached(answer: Any) -> int:
-    details = answer.usage.prompt_tokens_details
+    details = answer.usage and answer.usage.prompt_tokens_details
     return 0 if details is None else details.cached_tokens or 0
 
 
@@ -118,6 +150,8 @@ KINDS: dict[str, Ask] = {
     "chat, streamed": lambda client, number: _chat(client, number, stream=True),
     "tool": _tool,
 }
+BY_SCHEMA = "tool, by schema"
+"""Asked of the stock instance only, with the prompt of "tool"."""
 Request = tuple[str, int]
 """(kind, number): each has a prompt of its own."""
 
@@ -127,21 +161,29 @@ def requests(rounds: Sequence[int]) -> list[Request]:
     return [(kind, number) for number in rounds for kind in KINDS]
 
 
+def expected_behind(answers: dict[Request, Answer], *, constrains_tools_itself: bool) -> dict[Request, Answer]:
+    """Return what a stack has to say to `requests`, from the stock instance's answers."""
+    found = {request: answer for request, answer in answers.items() if request[0] in KINDS}
+    if constrains_tools_itself:
+        found |= {("tool", number): answer for (kind, number), answer in answers.items() if kind == BY_SCHEMA}
+    return found
+
+
 def client_of(url: str) -> Any:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=STEP_SECONDS)
 
 
 async def ask(client: Any, request: Request) -> Answer:
-    """Raises `openai.APIError` if the answer is an error, or none came in time."""
+    """Raises `openai.OpenAIError` if the answer is an error, or none came in time."""
     kind, number = request
-    return await KINDS[kind](client, number)
+    return await (_tool_by_schema if kind == BY_SCHEMA else KINDS[kind])(client, number)
 
 
 async def answers(url: str, asked: Sequence[Request]) -> dict[Request, Answer]:
     """Return what a server says to each request, one at a time.
 
     Raises:
-        openai.APIError: it answered with an error.
+        openai.OpenAIError: it answered with an error.
     """
     async with client_of(url) as client:
         return {request: await ask(client, request) for request in asked}
@@ -162,7 +204,7 @@ async def judge(client: Any, request: Request, expected: Answer) -> Judged:
         found = await asyncio.wait_for(ask(client, request), STEP_SECONDS)
     except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
         return Judged(Verdict.NO_END)
-    except openai.APIError:
+    except openai.OpenAIError:
         return Judged(Verdict.ERROR)
     return Judged(judged(found, expected), found.cached_tokens)
 

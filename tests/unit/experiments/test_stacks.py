@@ -12,7 +12,11 @@ import pytest
 pytest.importorskip("openai", reason="the official client is not installed")
 
 from experiments.stacks import traffic
-from experiments.stacks.measure import Outcome, targets
+from experiments.stacks.deployment import moved
+from experiments.stacks.measure import Outcome, spec, targets
+from experiments.stacks.overhead import Overhead, targets_of_overhead
+from experiments.stacks.ray_serve import as_keywords
+from experiments.stacks.stacks import STACKS
 from experiments.stacks.traffic import Answer, Verdict, judged
 
 ANSWER = Answer("abc", (-1.0, -2.0, -3.0), "length")
@@ -20,15 +24,16 @@ GOOD = Outcome(
     stack="a router",
     version="1",
     mode="pull",
+    engines_per_role=1,
     asked=10,
     calm={"right": 10},
     hand_overs=10,
     cached_tokens=0,
     troubled={"right": 3, "error": 5},
     recovered_seconds=1.5,
+    rolling={},
     after={"right": 10},
     hand_overs_after=10,
-    first_token_ms=70.0,
 )
 
 
@@ -63,6 +68,8 @@ def test_an_answer_is_right_only_if_it_is_that_of_one_instance(changed: dict[str
         {"cached_tokens": 1},
         {"troubled": {"right": 3, "wrong": 1}},
         {"troubled": {"right": 3, "no end": 1}},
+        {"rolling": {"right": 3, "wrong": 1}},
+        {"rolling": {"right": 3, "no end": 1}},
         {"recovered_seconds": None},
         {"after": {"right": 9, "error": 1}},
         {"hand_overs_after": 0},
@@ -78,3 +85,40 @@ def test_no_two_prompts_begin_alike() -> None:
     """Decode would find the beginning in its own prefix cache, and fetch less."""
     heads = [tuple(traffic._numbers(number, kind)[:8]) for number, kind in itertools.product(range(36), range(1, 6))]
     assert len(set(heads)) == len(heads)
+
+
+def test_a_stack_that_asks_for_arguments_by_schema_is_held_to_those() -> None:
+    answers = {("tool", 1): ANSWER, (traffic.BY_SCHEMA, 1): dataclasses.replace(ANSWER, text="x"), ("chat", 1): ANSWER}
+    assert traffic.expected_behind(answers, constrains_tools_itself=False) == {("tool", 1): ANSWER, ("chat", 1): ANSWER}
+    changed = traffic.expected_behind(answers, constrains_tools_itself=True)
+    assert changed == {("tool", 1): answers[traffic.BY_SCHEMA, 1], ("chat", 1): ANSWER}
+
+
+def test_hand_overs_are_counted_from_a_moment_on_and_over_restarts() -> None:
+    assert moved({"a": 5, "gone": 7}, {"a": 8, "new": 2}) == 5
+    assert moved({"a": 5}, {"a": 0}) == 0
+
+
+@pytest.mark.parametrize("changed", [{"first_token_ms": 120.0}, {"batch_ms": 1200.0}], ids=str)
+def test_overhead_can_miss_its_targets(changed: dict[str, float]) -> None:
+    good = Overhead("a router", "pull", 100.0, 100.0, 1000.0, 1000.0)
+    assert all(one.reached for one in targets_of_overhead(good))
+    assert not all(one.reached for one in targets_of_overhead(dataclasses.replace(good, **changed)))
+
+
+def test_arguments_become_keywords() -> None:
+    keywords = as_keywords(spec("prefill", "pull").engine_arguments("an engine"))
+    assert keywords["max_model_len"] == 2048 and keywords["dtype"] == "float32" and keywords["enforce_eager"] is True
+    assert keywords["kv_transfer_config"]["kv_role"] == "kv_producer"
+
+
+def test_a_stack_says_why_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {one.name: one for one in STACKS}
+    assert "0.28.0" in by_name["Dynamo"].reason_to_skip("0.31.0", 1) and not by_name["Dynamo"].reason_to_skip(
+        "0.28.0", 2
+    )
+    assert "1 prefill" in by_name["vLLM's push demo"].reason_to_skip("0.28.0", 2)
+    monkeypatch.delenv("PRODUCTION_STACK", raising=False)
+    assert "PRODUCTION_STACK" in by_name["production-stack"].reason_to_skip("0.28.0", 1)
+    monkeypatch.setenv("PRODUCTION_STACK", "/a/checkout")
+    assert not by_name["production-stack"].reason_to_skip("0.28.0", 1)

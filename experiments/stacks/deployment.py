@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measurement needs of a running stack, and the form of it that most have: servers, and a router before them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from experiments.common.servers import Running, Server, ServerError, ServerSpec
+
+HAND_OVERS = "vllm:nixl_xfer_time_seconds_count"
+"""vLLM's own counter; one for each request whose KV was moved."""
+RESTART_SECONDS = 180.0
+
+Say = Callable[[str], None]
+Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractContextManager[str]]
+"""(prefill servers, decode servers, log, progress) -> the URL that clients use, without a path, while it runs."""
+
+
+class Deployment(Protocol):
+    """A stack that serves.
+
+    Attributes:
+        url: that clients use, without a path.
+        engines: names of what `restart` takes.
+    """
+
+    url: str
+    engines: Sequence[str]
+
+    def hand_overs(self) -> Mapping[str, int]:
+        """Return how many requests' KV was moved, by each counter of the engines that run now."""
+        ...
+
+    def kill(self, engine: str) -> None:
+        """End an engine's processes like a machine that fails."""
+        ...
+
+    def restart(self, engine: str) -> None:
+        """End an engine as an operator does, where the stack can; `restore` brings it back."""
+        ...
+
+    def restore(self, engine: str) -> None:
+        """Return when a new engine serves in place of the one that was ended last.
+
+        Raises:
+            ServerError: none came.
+        """
+        ...
+
+
+class Servers:
+    """A deployment of servers that are started one by one, and of a router. See `Deployment`."""
+
+    def __init__(self, launched: Running, url: str) -> None:
+        self.url = url
+        self.engines: Sequence[str] = [one.spec.name for one in launched.servers]
+        self._launched = launched
+
+    def hand_overs(self) -> Mapping[str, int]:
+        return counted(f"{one.base_url}/metrics" for one in self._launched.servers)
+
+    def kill(self, engine: str) -> None:
+        self._launched.servers[self.engines.index(engine)].kill()
+
+    def restart(self, engine: str) -> None:
+        self._launched.servers[self.engines.index(engine)].stop()
+
+    def restore(self, engine: str) -> None:
+        successor = self._launched.replace(self.engines.index(engine))
+        while not successor.is_ready():
+            if time.monotonic() - successor.started_at > RESTART_SECONDS:
+                raise ServerError(f"found {successor.spec.name} not ready; its log ends with:\n{successor.tail()}")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def behind(router: Router, specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
+    """Start servers, whose names say their roles, and a router before them.
+
+    Raises:
+        ServerError: one of them did not start.
+    """
+    with Running(list(specs), logs) as launched:
+        ready = launched.ready()
+        prefills, decodes = ([one for one in ready if role in one.spec.name] for role in ("prefill", "decode"))
+        with router(prefills, decodes, logs / "stack.log", say) as url:
+            yield Servers(launched, url)
+
+
+def counted(pages: Iterable[str], name: str = HAND_OVERS) -> dict[str, int]:
+    """Return the value of each counter of that name on pages of metrics."""
+    texts = {page: httpx.get(page, trust_env=False).text for page in pages}
+    lines = [(page, line.rpartition(" ")) for page, text in texts.items() for line in text.splitlines()]
+    return {f"{page} {labels}": int(float(value)) for page, (labels, _, value) in lines if labels.startswith(name)}
+
+
+def moved(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """Return how much counters have grown. Those of engines that have ended may be missing."""
+    return sum(max(0, value - before.get(name, 0)) for name, value in after.items())

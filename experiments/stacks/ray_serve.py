@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray Serve LLM: replicas of a prefill and of a decode deployment, which Ray starts, names and restarts itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from experiments.common import device
+from experiments.common.router import STOP_SECONDS, running_router
+from experiments.common.servers import (
+    ENVIRONMENT,
+    HOST,
+    INHERITED_PREFIXES_DROPPED,
+    REPOSITORY,
+    SERVER_SIDE,
+    ServerError,
+    ServerSpec,
+    free_ports,
+)
+from experiments.stacks import traffic
+from experiments.stacks.deployment import RESTART_SECONDS, Say, counted
+from experiments.stacks.environments import overlay
+
+START_SECONDS = 400.0
+HAND_OVERS = "ray_vllm_nixl_xfer_time_seconds_count"
+"""vLLM's counter as Ray exports it."""
+TITLE = "ray::ServeReplica:default:{deployment}"
+
+
+class RayServe:
+    """See `Deployment`."""
+
+    def __init__(
+        self, process: psutil.Process, url: str, metrics_port: int, status: Path, roles: Sequence[str]
+    ) -> None:
+        self.url = url
+        self.engines: Sequence[str] = [
+            f"{role}-{number}" for role, count in Counter(roles).items() for number in range(count)
+        ]
+        self._process, self._metrics_port, self._status = process, metrics_port, status
+        self._lines_before_kill = 0
+
+    def hand_overs(self) -> Mapping[str, int]:
+        return counted([f"http://{HOST}:{self._metrics_port}/metrics"], HAND_OVERS)
+
+    def kill(self, engine: str) -> None:
+        self._lines_before_kill = len(self._found())
+        replica = self._replicas(engine)[0]
+        for one in [replica, *replica.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
+
+    restart = kill
+    """Ray offers no restart of one replica."""
+
+    def restore(self, engine: str) -> None:
+        deployment, deadline = _deployment(engine), time.monotonic() + RESTART_SECONDS
+        wanted = sum(_deployment(one) == deployment for one in self.engines)
+        while True:
+            counts = [line[deployment] for line in self._found()[self._lines_before_kill :]]
+            if counts and counts[-1] == wanted:
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"found {counts} replicas of {deployment} since {engine} was killed; expected {wanted} within "
+                    f"{RESTART_SECONDS:.0f} s. See stack.log."
+                )
+            time.sleep(0.1)
+
+    def _found(self) -> list[dict[str, int]]:
+        return [json.loads(line) for line in self._status.read_text().splitlines()]
+
+    def _replicas(self, engine: str) -> list[psutil.Process]:
+        title = TITLE.format(deployment=_deployment(engine))
+        found = []
+        for one in self._process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "".join(one.cmdline()[:1]).startswith(title):
+                    found.append(one)
+        return found
+
+
+def _deployment(engine: str) -> str:
+    return ("Prefill" if "prefill" in engine else "Decode") + ":model"
+
+
+@contextlib.contextmanager
+def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[RayServe]:
+    """Start Ray on this machine, and one deployment for each role, with as many replicas as ``specs`` has servers.
+
+    Raises:
+        ServerError: it did not start.
+    """
+    logs.mkdir(parents=True)
+    port, metrics_port = free_ports(2)
+    roles = ["prefill" if "prefill" in one.name else "decode" for one in specs]
+    path = os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, overlay("ray", say))))
+    of_role = dict(zip(roles, specs, strict=True))
+    counts = Counter(roles)
+    app = {f"{role}_config": _config(of_role[role], count, path) for role, count in counts.items()}
+    config, status = logs / "config.json", logs / "status.jsonl"
+    status.touch()
+    config.write_text(
+        json.dumps({"port": port, "metrics_port": metrics_port, "status": str(status), "app": app}, indent=1)
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
+    environ = {
+        **inherited,
+        **{name: value for name, value in ENVIRONMENT.items() if name != "VLLM_NIXL_SIDE_CHANNEL_HOST"},
+        "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{inherited.get('PATH', '')}",
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    command = [sys.executable, str(Path(__file__).with_name("ray_app.py")), str(config)]
+    log = logs / "stack.log"
+    with running_router(
+        command, log, lambda: bool(status.read_text()), "its replicas to run", environ, START_SECONDS
+    ) as process:
+        root = psutil.Process(process.pid)
+        yield RayServe(root, f"http://{HOST}:{port}", metrics_port, status, roles)
+        # Ray's daemons are in sessions of their own.
+        all_of_it = root.children(recursive=True)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        for one in all_of_it:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def _config(spec: ServerSpec, count: int, path: str) -> dict[str, Any]:
+    """The ``LLMConfig`` of a role. Variables for the engine stand there: those of the process apply to all of Ray."""
+    variables = {**device.environment(spec.environment, spec.kv_space_gib, forks=False), "PYTHONPATH": path}
+    keywords = as_keywords(spec.engine_arguments("unused"))
+    # Ray makes one of its own, with the address of the side channel.
+    del keywords["kv_transfer_config"]["engine_id"], keywords["served_model_name"]
+    return {
+        "model_loading_config": {"model_id": "model", "model_source": str(spec.model)},
+        "accelerator_config": {"kind": "cpu"},
+        "deployment_config": {"num_replicas": count},
+        # Its default is one port; another stack may run on this machine. A replica adds its rank.
+        "experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": free_ports(1)[0]},
+        "log_engine_metrics": True,
+        "runtime_env": {"env_vars": variables},
+        "engine_kwargs": {
+            **keywords,
+            "chat_template": traffic.TEMPLATE,
+            "enable_auto_tool_choice": True,
+            "tool_call_parser": "hermes",
+            "enable_prompt_tokens_details": True,
+        },
+    }
+
+
+def as_keywords(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return arguments of ``vllm serve`` as those of vLLM's ``AsyncEngineArgs``: numbers and JSON are read."""
+    found: dict[str, Any] = {}
+    waiting = list(arguments)
+    while waiting:
+        name = waiting.pop(0).removeprefix("--").replace("-", "_")
+        if not waiting or waiting[0].startswith("--"):
+            found[name] = True
+            continue
+        value = waiting.pop(0)
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers that are started before running ``vllm serve`` processes. To try another one, add a function."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from experiments.common.router import STOP_SECONDS, routed, running_router
+from experiments.common.servers import HOST, INHERITED_PREFIXES_DROPPED, Server, free_ports
+from experiments.stacks.deployment import Say
+from experiments.stacks.environments import environment, sources
+
+PRODUCTION_STACK = "PRODUCTION_STACK"
+"""Environment variable: a checkout of production-stack, which is on no package index."""
+
+
+@contextlib.contextmanager
+def own(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+    """This package's router."""
+    with routed(prefills, decodes, log) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def vllm_router(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+    """With push, it asks both servers at once from the second request of a prefill on."""
+    programs = environment("vllm-router", say)
+    port, metrics = free_ports(2)
+    command = [str(programs / "vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    for prefill in prefills:
+        command += ["--prefill", prefill.base_url]
+    for decode in decodes:
+        command += ["--decode", decode.base_url]
+    command += ["--host", HOST, "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(metrics)]
+    # Its defaults suit servers that take minutes to start.
+    command += ["--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
+    with running(command, log, port, "/health") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def toy_proxy(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+    """The proxy of vLLM's own tests and documentation: decode gets prefill's answer as it is."""
+    program = sources("vllm", say) / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
+    (port,) = free_ports(1)
+    command = [sys.executable, str(program), "--host", HOST, "--port", str(port)]
+    for role, servers in (("prefiller", prefills), ("decoder", decodes)):
+        command += [f"--{role}-hosts", *(HOST for _ in servers), f"--{role}-ports", *(str(one.port) for one in servers)]
+    with running(command, log, port, "/healthcheck") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def push_demo(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+    """vLLM's example for `NixlPushConnector`: it names prefill's engine to decode by its own arguments."""
+    program = sources("vllm", say) / "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py"
+    (prefill,) = prefills
+    (port,) = free_ports(1)
+    command = [sys.executable, str(program), "--model", "model", "--port", str(port)]
+    command += ["--prefill", f"{HOST}:{prefill.port}", "--decode", *(f"{HOST}:{one.port}" for one in decodes)]
+    command += ["--prefill-engine-id", str(prefill.coordinates["remote_engine_id"]), "--prefill-kv-host", HOST]
+    command += ["--prefill-side-channel-port", str(prefill.side_channel_port)]
+    command += ["--prefill-tp-size", "1", "--prefill-pp-size", "1"]
+    with running(command, log, port, "/status") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def production_stack(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+    """Its mode that asks prefill, then decode, with the host of prefill's URL in place of the answer's."""
+    python = environment("production-stack", say) / "python"
+    servers = [*prefills, *decodes]
+    labels = ["prefill"] * len(prefills) + ["decode"] * len(decodes)
+    (port,) = free_ports(1)
+    command = [str(python), "-m", "vllm_router.app", "--host", HOST, "--port", str(port)]
+    command += ["--service-discovery", "static", "--static-backends", ",".join(one.base_url for one in servers)]
+    command += ["--static-models", ",".join("model" for _ in servers), "--static-model-labels", ",".join(labels)]
+    command += ["--routing-logic", "disaggregated_prefill_orchestrated"]
+    command += ["--prefill-model-labels", "prefill", "--decode-model-labels", "decode"]
+    with running(command, log, port, "/health", {"PYTHONPATH": f"{os.environ[PRODUCTION_STACK]}/src"}) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], log: Path, port: int, answers: str, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Start a process; yields its URL, without a path, when the path ``answers`` does. It is ended by SIGTERM.
+
+    Args:
+        environ: variables in addition to this process's, without those that would change what is run.
+
+    Raises:
+        ServerError: it ended, or did not answer in time.
+    """
+    url = f"http://{HOST}:{port}"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
+    environ = {**inherited, **(environ or {})}
+    with running_router(command, log, lambda: _answers(url + answers), f"{answers} to answer", environ) as process:
+        yield url
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, trust_env=False, timeout=2.0).status_code == httpx.codes.OK
+    return False

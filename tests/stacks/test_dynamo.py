@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dynamo's frontend and workers, unchanged: vLLM's engine without vLLM's HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from experiments.common.command_line import MODES
+from experiments.stacks.measure import Outcome
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_answer_is_that_of_one_instance(mode: str, check: Callable[[str, str], Outcome]) -> None:
+    assert check("Dynamo", mode).troubled.get("error", 0) > 0, "nobody noticed that prefill was killed"
