@@ -36,7 +36,8 @@ What else they need is installed on first use: up to 470 MB."""
 EPILOG = """\
 targets, for each stack and transfer mode:
   every answer is that of one stock instance; KV is handed over for each request
-  no wrong answer and none without an end while prefill dies and comes back; errors are allowed
+  no wrong answer and none without an end while prefill dies and comes back; errors are allowed, also on streams, but a
+  stream does not just break off
   right answers again within 60 s of prefill's return
   first token, and 24 requests, take at most 1.1 times as long as with the stock connector
 

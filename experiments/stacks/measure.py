@@ -159,6 +159,7 @@ def targets(found: Outcome) -> list[Target]:
         for verdicts in (found.calm, found.troubled, found.rolling, found.after)
         for kind in (Verdict.WRONG, Verdict.NO_END)
     )
+    cut_short = found.troubled.get(Verdict.CUT_SHORT.value, 0)
     right = found.calm.get(Verdict.RIGHT.value, 0)
     return [
         Target(f"{words}: every answer is that of one instance", f"{right} of {found.asked}", right == found.asked),
@@ -169,6 +170,7 @@ def targets(found: Outcome) -> list[Target]:
             not found.cached_tokens,
         ),
         Target(f"{words}: no wrong answer, and none without an end", f"{bad}", bad == 0),
+        Target(f"{words}: a stream whose hand-over fails ends with an error", f"{cut_short} did not", cut_short == 0),
         Target(
             f"{words}: right answers within {RECOVERY_SECONDS:.0f} s of prefill's return",
             "none" if recovered is None else f"{recovered:.1f} s",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that runs Ray Serve LLM: ``python ray_app.py CONFIG``, until SIGTERM. `ray_serve` starts it.
+"""The process that runs Ray Serve LLM: ``python ray_app.py CONFIG``, until SIGTERM or until its parent ends.
 
 CONFIG is a JSON file: ``port``, ``metrics_port``, ``status``, and the arguments of ``build_pd_openai_app`` as ``app``.
 Whenever their number changes, it adds a line to the file ``status``: how many replicas of each deployment run.
@@ -8,6 +8,7 @@ Whenever their number changes, it adds a line to the file ``status``: how many r
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -35,9 +36,9 @@ def main(config: dict[str, object], ends: threading.Event) -> None:
     )
     serve.start(http_options={"host": HOST, "port": config["port"]}, proxy_location="HeadOnly")
     serve.run(build_pd_openai_app(config["app"]), blocking=False)
-    before = None
+    before, parent = None, os.getppid()
     with Path(str(config["status"])).open("a") as status:
-        while not ends.wait(LOOKED_SECONDS):
+        while os.getppid() == parent and not ends.wait(LOOKED_SECONDS):
             (application,) = serve.status().applications.values()
             found = {name: one.replica_states.get("RUNNING", 0) for name, one in application.deployments.items()}
             if found != before:

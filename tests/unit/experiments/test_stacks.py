@@ -68,6 +68,7 @@ def test_an_answer_is_right_only_if_it_is_that_of_one_instance(changed: dict[str
         {"cached_tokens": 1},
         {"troubled": {"right": 3, "wrong": 1}},
         {"troubled": {"right": 3, "no end": 1}},
+        {"troubled": {"right": 3, "error": 5, "cut short": 1}},
         {"rolling": {"right": 3, "wrong": 1}},
         {"rolling": {"right": 3, "no end": 1}},
         {"recovered_seconds": None},
