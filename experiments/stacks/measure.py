@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from experiments.common.device import layout
@@ -18,7 +18,7 @@ from experiments.common.transfer_config import role
 from experiments.stacks import traffic
 from experiments.stacks.deployment import Deployment, Say, moved
 from experiments.stacks.stacks import Stack
-from experiments.stacks.traffic import TEMPLATE, Answer, Request, Verdict
+from experiments.stacks.traffic import TEMPLATE, Answer, Judged, Request, Verdict
 
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
 COUNT_SECONDS = 20.0
@@ -40,6 +40,7 @@ class Outcome:
         recovered_seconds: from the moment when the new prefill serves to the first right answer; None: none came.
         rolling: verdicts while every engine was restarted, one after another; empty with one engine per role.
         after: verdicts after that, of as many other prompts; ``hand_overs_after`` of them got their KV from prefill.
+        wrong: each wrong answer, beside the one expected.
     """
 
     stack: str
@@ -55,6 +56,7 @@ class Outcome:
     rolling: dict[str, int]
     after: dict[str, int]
     hand_overs_after: int
+    wrong: list[dict[str, object]]
 
 
 def spec(name: str, mode: str | None, *, is_stock: bool = False) -> ServerSpec:
@@ -116,23 +118,21 @@ def measure(
     with stack.deploy(specs, logs / words.replace(" ", "-"), say) as deployment:
         known = deployment.hand_overs()
         answers = asyncio.run(traffic.many(deployment.url, before))
-        calm = Counter(one.verdict for one in answers)
+        calm = _verdicts(answers)
         hand_overs = _hand_overs(deployment, known, len(before))
         say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
-        troubled = Counter(
-            asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _kill_and_replace(deployment)))
-        )
+        killed = asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _kill_and_replace(deployment)))
+        troubled = _verdicts(killed)
         say(f"{words}, prefill killed: {_shown(troubled)}")
         recovered_seconds = asyncio.run(_recovered(deployment.url, before))
-        rolling: Counter[Verdict] = Counter()
+        restarted: list[Judged] = []
         if engines_per_role > 1:
-            rolling += Counter(
-                asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _restart_each(deployment)))
-            )
-            say(f"{words}, every engine restarted: {_shown(rolling)}")
+            restarted = asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _restart_each(deployment)))
+            say(f"{words}, every engine restarted: {_shown(_verdicts(restarted))}")
         known = _settled(deployment)
-        after = Counter(one.verdict for one in asyncio.run(traffic.many(deployment.url, then)))
+        others = asyncio.run(traffic.many(deployment.url, then))
         hand_overs_after = _hand_overs(deployment, known, len(then))
+    wrong = [one for one in (*answers, *killed, *restarted, *others) if one.verdict is Verdict.WRONG]
     return Outcome(
         stack.name,
         stack.version,
@@ -141,12 +141,13 @@ def measure(
         len(before),
         _shown(calm),
         hand_overs,
-        None if mode in stack.asks_both_at_once else sum(one.cached_tokens for one in answers),
+        None if mode in stack.asks_both_at_once else sum(one.found.cached_tokens for one in answers if one.found),
         _shown(troubled),
         recovered_seconds,
-        _shown(rolling),
-        _shown(after),
+        _shown(_verdicts(restarted)),
+        _shown(_verdicts(others)),
         hand_overs_after,
+        [_compared(one, expected[one.request]) for one in wrong],
     )
 
 
@@ -178,6 +179,15 @@ def targets(found: Outcome) -> list[Target]:
             and found.after == {Verdict.RIGHT.value: found.asked} == {"right": found.hand_overs_after},
         ),
     ]
+
+
+def _verdicts(answers: Sequence[Judged]) -> Counter[Verdict]:
+    return Counter(one.verdict for one in answers)
+
+
+def _compared(wrong: Judged, expected: Answer) -> dict[str, object]:
+    found = None if wrong.found is None else asdict(wrong.found)
+    return {"request": wrong.request, "found": found, "expected": asdict(expected)}
 
 
 def _shown(verdicts: Counter[Verdict]) -> dict[str, int]:

@@ -54,11 +54,16 @@ class Verdict(enum.Enum):
     NO_END = "no end"
 
 
+Request = tuple[str, int]
+"""(kind, number): each has a prompt of its own."""
+
+
 class Judged(NamedTuple):
-    """A verdict, and the answer's ``cached_tokens``."""
+    """A verdict, and the answer if there was one."""
 
     verdict: Verdict
-    cached_tokens: int = 0
+    request: Request
+    found: Answer | None = None
 
 
 LETTERS = range(40, 48)
@@ -152,8 +157,6 @@ KINDS: dict[str, Ask] = {
 }
 BY_SCHEMA = "tool, by schema"
 """Asked of the stock instance only, with the prompt of "tool"."""
-Request = tuple[str, int]
-"""(kind, number): each has a prompt of its own."""
 
 
 def requests(rounds: Sequence[int]) -> list[Request]:
@@ -203,10 +206,10 @@ async def judge(client: Any, request: Request, expected: Answer) -> Judged:
     try:
         found = await asyncio.wait_for(ask(client, request), STEP_SECONDS)
     except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
-        return Judged(Verdict.NO_END)
+        return Judged(Verdict.NO_END, request)
     except openai.OpenAIError:
-        return Judged(Verdict.ERROR)
-    return Judged(judged(found, expected), found.cached_tokens)
+        return Judged(Verdict.ERROR, request)
+    return Judged(judged(found, expected), request, found)
 
 
 async def many(url: str, expected: dict[Request, Answer]) -> list[Judged]:
@@ -221,17 +224,17 @@ async def many(url: str, expected: dict[Request, Answer]) -> list[Judged]:
         return list(await asyncio.gather(*(one(*each) for each in expected.items())))
 
 
-async def meanwhile(url: str, expected: dict[Request, Answer], trouble: Callable[[], None]) -> list[Verdict]:
+async def meanwhile(url: str, expected: dict[Request, Answer], trouble: Callable[[], None]) -> list[Judged]:
     """Ask on and on, four at a time, while ``trouble`` runs in a thread."""
-    found: list[Verdict] = []
+    found: list[Judged] = []
     troubled = asyncio.create_task(asyncio.to_thread(trouble))
     asked = list(expected.items())
 
     async def one(client: Any, place: int) -> None:
         while not troubled.done():
             place = (place + 1) % len(asked)
-            found.append((await judge(client, *asked[place])).verdict)
-            if found[-1] is Verdict.ERROR:
+            found.append(await judge(client, *asked[place]))
+            if found[-1].verdict is Verdict.ERROR:
                 await asyncio.sleep(0.2)
 
     async with client_of(url) as client:

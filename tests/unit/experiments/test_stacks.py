@@ -34,6 +34,7 @@ GOOD = Outcome(
     rolling={},
     after={"right": 10},
     hand_overs_after=10,
+    wrong=[],
 )
 
 
