@@ -6,6 +6,7 @@ Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_scheduler.py`` (0.24 to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,26 @@ from typing import Any
 from kvcached_nixl.compat.private import envs, private
 from kvcached_nixl.compat.requests import RequestReader
 from kvcached_nixl.compat.specs import keeps_of, specs_of
+from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
-__all__ = ["SchedulerView"]
+__all__ = ["SchedulerView", "side_channel_address"]
+
+
+def side_channel_address(index: int = 0) -> SideChannelAddress:
+    """The side channel of a data-parallel rank, as this process's environment configures it.
+
+    Raises:
+        SettingsError: it cannot be used.
+    """
+    host, port = (private(envs(), f"VLLM_NIXL_SIDE_CHANNEL_{part}") for part in ("HOST", "PORT"))
+    return SideChannelAddress.of(str(host), int(port), index, os.environ, _own_ip)
+
+
+def _own_ip() -> str:
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
 
 
 @dataclass(frozen=True)
@@ -30,15 +48,9 @@ class SchedulerView:
         return str(self.config.kv_transfer_config.engine_id)
 
     @property
-    def host(self) -> str:
-        """Host of the side channel; vLLM's setting."""
-        return str(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
-
-    @property
-    def port(self) -> int:
-        """Port of the side channel; each data-parallel engine has its own."""
-        index = private(self.config.parallel_config, "data_parallel_index")
-        return int(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
+    def address(self) -> SideChannelAddress:
+        """Each data-parallel engine has ports of its own. Looks names up, at each access."""
+        return side_channel_address(int(private(self.config.parallel_config, "data_parallel_index")))
 
     @property
     def tp_size(self) -> int:

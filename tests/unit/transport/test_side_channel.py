@@ -145,7 +145,7 @@ def test_a_name_is_looked_up_as_the_listener_looks_it_up(
     """vLLM allows the sixth version for addresses of it alone, so for a name it listens on the fourth."""
     listener = listen([msgspec.msgpack.encode(REPLY)])
     assert channel().ask("localhost", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
-    assert all("." in address for address in module._look_up("localhost"))
+    assert all("." in address for address in module.look_up("localhost"))
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
@@ -157,7 +157,7 @@ def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
             raise OSError("no answer")
         return addresses[host]
 
-    monkeypatch.setattr(module, "_look_up", look_up)
+    monkeypatch.setattr(module, "look_up", look_up)
 
 
 def test_a_name_of_several_addresses_is_reached_at_the_one_that_listens(
@@ -306,12 +306,12 @@ class Own:
         self.woken = threading.Event()
         self.host, self.port = host, free_port()
         answers = {0: ("tag 0", b"rank 0"), 1: ("tag 1", b"rank 1")}
-        self.listener = module.Listener(host, self.port, answers, self.woken.set, "key")
+        self.listener = module.Listener([host], self.port, answers, self.woken.set, "key")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.connect(module._address(host, self.port))
+        self._socket.connect(module._url(host, self.port))
 
     def say(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -443,7 +443,7 @@ def test_it_listens_at_the_sixth_version(
 
 def test_an_address_that_is_taken_is_an_error_with_its_name(own: Own) -> None:
     with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
-        module.Listener("127.0.0.1", own.port, {}, lambda: None, "key")
+        module.Listener(["127.0.0.1"], own.port, {}, lambda: None, "key")
 
 
 def test_when_it_is_closed_nobody_listens(own: Own, channel: Callable[..., module.SideChannel]) -> None:

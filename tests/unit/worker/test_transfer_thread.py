@@ -52,7 +52,7 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, UnneededOffer
+from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, UnneededOffer, WakeAddress
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import assemble
@@ -73,6 +73,7 @@ P1 = PrefillRequestId("p-1")
 MANIFEST = manifest(17, 13, 19)
 PREFILL = RemotePrefill("remote", "10.0.0.2", 5601, 1)
 OWN = Peer(EngineId("local"), "10.0.0.1", 5600, 1, 0)
+WAKE = WakeAddress("127.0.0.1", 5601, "key")
 JOIN_SECONDS = 20.0
 IDLE_TURN_SECONDS = 0.001
 
@@ -104,7 +105,7 @@ class Worker:
             self.offered.append, threading.Event(),
         )  # fmt: skip
         self.thread: TransferThread = self.side.thread
-        self.thread.submit(commands.LocalIdentity(OWN, "key", START))
+        self.thread.submit(commands.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)
 
     def remote(self, name: str = "remote", **more: Any) -> Remote:
