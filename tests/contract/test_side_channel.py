@@ -161,12 +161,15 @@ def behind_nat(
 
 
 def test_peers_behind_nat_are_reached_at_what_they_advertise(
-    direction: str, behind_nat: Callable[..., tuple[Node, Forwarder]]
+    direction: str, behind_nat: Callable[..., tuple[Node, Forwarder]], patched: Registry
 ) -> None:
     """vllm#53018. In push decode's address goes to prefill with its registration."""
     (prefill, to_prefill), (decode, to_decode) = behind_nat(PREFILL_FILLING), behind_nat(DECODE_FILLING)
     before = to_prefill.num_forwarded, to_decode.num_forwarded
     assert before >= (1, 1), "each engine has asked itself there"
+    noted = [note for outcome in patched.outcomes() for note in outcome.notes]
+    for one in (prefill, decode):
+        assert [note for note in noted if f"side channel listens at 127.0.0.1:{one.engine.port}, and peers" in note]
     served(prefill, decode)
     given = prefill.transfer_params["cmpl-w-0-aaaaaaa7"]
     assert given["remote_host"] == "127.0.0.2" and given["remote_port"] != prefill.engine.port

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -439,6 +440,49 @@ def test_it_listens_at_the_sixth_version(
         assert made.woken.wait(JOIN_SECONDS)
     finally:
         made.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "reached"),
+    [
+        (["127.0.0.1", "127.0.0.2"], ["127.0.0.1", "127.0.0.2"]),
+        (["192.0.2.250", "127.0.0.2"], ["127.0.0.2"]),
+        pytest.param(
+            ["127.0.0.1", "::1"],
+            ["127.0.0.1", "::1"],
+            marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"),
+        ),
+    ],
+    ids=["both", "one is another host's", "both versions"],
+)
+def test_it_listens_at_each_address_of_a_name_that_this_host_has(
+    addresses: list[str],
+    reached: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    channel: Callable[..., module.SideChannel],
+) -> None:
+    monkeypatch.setattr(module, "_STOP_SECONDS", 0.02)
+    port = free_port()
+    listener = module.Listener(addresses, port, {0: ("tag", b"rank")}, lambda: None, "key")
+    try:
+        asking = channel()
+        assert [asking.ask(one, port, 0).result(JOIN_SECONDS) for one in reached] == [("tag", b"rank")] * len(reached)
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("addresses", [["192.0.2.250"], ["192.0.2.250", "192.0.2.251"]], ids=len)
+def test_it_listens_at_no_other_hosts_address(addresses: list[str]) -> None:
+    with pytest.raises(OSError, match=r"cannot listen at 192\.0\.2\.250") as raised:
+        module.Listener(addresses, free_port(), {}, lambda: None, "key")
+    assert raised.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_it_does_not_share_a_name_with_another_listener(own: Own) -> None:
+    """A free address of the name does not help: peers may try the other one first."""
+    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
+        module.Listener(["127.0.0.2", "127.0.0.1"], own.port, {}, lambda: None, "key")
+    socket.create_server(("127.0.0.2", own.port)).close()
 
 
 def test_an_address_that_is_taken_is_an_error_with_its_name(own: Own) -> None:
