@@ -26,7 +26,7 @@ def side_channel_address(index: int = 0) -> SideChannelAddress:
     Raises:
         SettingsError: it cannot be used.
     """
-    host, port = (private(envs(), f"VLLM_NIXL_SIDE_CHANNEL_{part}") for part in ("HOST", "PORT"))
+    host, port = private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"), private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT")
     return SideChannelAddress.of(str(host), int(port), index, os.environ, _own_ip)
 
 
