@@ -12,8 +12,8 @@ from typing import Any
 from kvcached_nixl.compat.compared import COMPARED
 from kvcached_nixl.compat.model_runner_policy import RunnerFound, outlook
 from kvcached_nixl.compat.model_runner_query import ask
-from kvcached_nixl.compat.nixl_scheduler import side_channel_address
 from kvcached_nixl.compat.series import Capability, Provision
+from kvcached_nixl.compat.side_channel import side_channel_address
 from kvcached_nixl.compat.versions import environment_refusals, found_version, row_of
 from kvcached_nixl.errors import Refused, SettingsError
 from kvcached_nixl.patching import PatchOutcome, PatchState, Registry

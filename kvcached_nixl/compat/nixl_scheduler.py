@@ -6,34 +6,18 @@ Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_scheduler.py`` (0.24 to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.compat.private import envs, private
+from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.requests import RequestReader
+from kvcached_nixl.compat.side_channel import side_channel_address
 from kvcached_nixl.compat.specs import keeps_of, specs_of
 from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
-__all__ = ["SchedulerView", "side_channel_address"]
-
-
-def side_channel_address(index: int = 0) -> SideChannelAddress:
-    """The side channel of a data-parallel rank, as this process's environment configures it.
-
-    Raises:
-        SettingsError: it cannot be used.
-    """
-    host, port = private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"), private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT")
-    return SideChannelAddress.of(str(host), int(port), index, os.environ, _own_ip)
-
-
-def _own_ip() -> str:
-    from vllm.utils.network_utils import get_ip
-
-    return str(get_ip())
+__all__ = ["SchedulerView"]
 
 
 @dataclass(frozen=True)

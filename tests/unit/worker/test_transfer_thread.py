@@ -151,7 +151,7 @@ def test_a_read_from_want_to_over(pull: Worker) -> None:
     assert (outcome.finished, outcome.failed) == ({1}, {})
     assert pull.memory.cells[:, [7, 3, 9]].min() == 5
     assert [num_bytes for num_bytes, _, _ in outcome.moved] == [3 * 4 * 8 * 2], "once, and without its token"
-    assert pull.asking.woken == [("10.0.0.1", 5600, "key")]
+    assert pull.asking.woken == [("127.0.0.1", 5601, "key")]
 
 
 def test_nothing_begins_before_the_device_has_got_there(pull: Worker) -> None:
@@ -367,7 +367,7 @@ def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatc
         push.thread.take_outcome()
     with pytest.raises(RuntimeError, match="IndexError"):
         push.thread.submit(commands.Finish(P1))
-    assert ("10.0.0.1", 5600, "key") in push.asking.woken, "an engine that sleeps must be woken"
+    assert ("127.0.0.1", 5601, "key") in push.asking.woken, "an engine that sleeps must be woken"
     push.thread.close()
 
 
@@ -422,7 +422,7 @@ def test_a_deadline_that_is_near_is_not_overslept(pull: Worker) -> None:
 def test_the_engine_is_woken_when_something_has_ended_and_not_else(pull: Worker) -> None:
     pull.thread.submit(wanted(1, None))
     pull.thread.turn()
-    assert pull.asking.woken == [("10.0.0.1", 5600, "key")]
+    assert pull.asking.woken == [("127.0.0.1", 5601, "key")]
     for _ in range(5):
         pull.thread.turn()
     assert len(pull.asking.woken) == 1
