@@ -22,7 +22,8 @@ from kvcached_nixl.version import __version__
 
 _DESCRIPTION = """\
 Shows the versions of vLLM, kvcached, NIXL and torch in this environment, the state of each patch of
-kvcached_nixl, and for each capability whether this package or vLLM provides it.
+kvcached_nixl, and for each capability whether this package or vLLM provides it. Shows where the side channel of
+a server in this environment would listen, and the address that peers would get.
 
 It imports vLLM and applies the patches in its own process, as a server with ENABLE_KVCACHED=true
 would, so the server would get the same result. Nothing outside this process is changed.
@@ -221,8 +222,8 @@ def _take_stock(model: str | None) -> Report:
             installation.registry.refuse("vLLM", _cannot_import(error))
         else:
             installation.registry.complete()
-            if model is not None:
-                return report.asked(status(), model)
+            found = report.with_side_channel(status())
+            return found if model is None else report.asked(found, model)
     return status()
 
 

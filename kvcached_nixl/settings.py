@@ -5,6 +5,8 @@ Environment:
 
     ENABLE_KVCACHED      1 or true (any case): kvcached is on, and this package with it
     KVCACHED_NIXL        0 or false (any case): this package stays off all the same; 1, true or unset: on
+    KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST, _PORT    where peers reach the side channel; read in
+                         `side_channel_address`
 
 kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM):
 

@@ -29,7 +29,7 @@ from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
-from kvcached_nixl.wire.step import Reports
+from kvcached_nixl.wire.step import Reports, WakeAddress
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.build import Channel, assemble
 from kvcached_nixl.worker.decode.write_gates import WriteGates
@@ -184,7 +184,8 @@ class Engine:
         self.own = own
         self.pool = pool
         self.token_table = words
-        self.handover = SchedulerFacade(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, _Reads())
+        wake_address = WakeAddress(own.host, own.port, secrets.token_hex(16))
+        self.handover = SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, _Reads())
         self.handover.bind(pool)
         groups = (GroupMemory((planes,)),)
         place = LocalRank(EngineId(own.engine_id), 1, 0, groups, kv_shares=1)

@@ -13,13 +13,16 @@ from kvcached_nixl.compat.compared import COMPARED
 from kvcached_nixl.compat.model_runner_policy import RunnerFound, outlook
 from kvcached_nixl.compat.model_runner_query import ask
 from kvcached_nixl.compat.series import Capability, Provision
+from kvcached_nixl.compat.side_channel import side_channel_address
 from kvcached_nixl.compat.versions import environment_refusals, found_version, row_of
 from kvcached_nixl.errors import Refused, SettingsError
 from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
 from kvcached_nixl.settings import read_gate
+from kvcached_nixl.side_channel_address import look_up
+from kvcached_nixl.this_host import own_addresses
 from kvcached_nixl.version import __version__
 
-__all__ = ["Report", "asked", "make", "render", "to_json"]
+__all__ = ["Report", "asked", "make", "render", "to_json", "with_side_channel"]
 
 _COLOURS = MappingProxyType(
     {PatchState.APPLIED: "32", PatchState.SKIPPED: "33", PatchState.REFUSED: "31", PatchState.PENDING: "2"}
@@ -38,6 +41,7 @@ class Report:
         capabilities: who provides which capability with the installed vLLM; empty if that vLLM is not supported.
         refusals: everything that stops a start, by name.
         runners: vLLM's model runner; for a given model, one per kind of device that was asked about.
+        side_channel: lines on where the side channel of a server in this environment would be; empty if not asked.
     """
 
     gate: str
@@ -46,6 +50,7 @@ class Report:
     capabilities: Mapping[Capability, Provision]
     refusals: tuple[tuple[str, Refused], ...]
     runners: tuple[RunnerFound, ...] = ()
+    side_channel: tuple[str, ...] = ()
 
     @property
     def refused(self) -> bool:
@@ -78,6 +83,22 @@ def asked(report: Report, model: str) -> Report:
     """
     version = report.versions["vllm"]
     return _with_runners(report, lambda: () if version is None else ask(model, version))
+
+
+def with_side_channel(report: Report) -> Report:
+    """The report with the side channel's addresses, as this process's environment configures them. Imports vLLM.
+
+    If they cannot be used, the reason is added as a refusal.
+    """
+    try:
+        address = side_channel_address()
+        leads_to = look_up(address.advertised.host)
+    except Refused as error:
+        return replace(report, refusals=(*report.refusals, ("side channel", error)))
+    except (OSError, UnicodeError) as error:
+        return replace(report, side_channel=(str(address), f"this host finds no address of the latter: {error}"))
+    doubts = (doubt.line for doubt in address.doubts(leads_to, own_addresses()))
+    return replace(report, side_channel=(str(address), *doubts))
 
 
 def _with_runners(report: Report, find: Callable[[], tuple[RunnerFound, ...]]) -> Report:
@@ -123,6 +144,8 @@ def render(report: Report, *, colour: bool = False) -> str:
         lines.append(f"  {place}{runner}{one.why}; {one.verdict}")
     if not report.runners:
         lines.append("  not known")
+    if report.side_channel:
+        lines += ["", "side channel", *(f"  {line}" for line in report.side_channel)]
     for name, cause in report.refusals:
         lines += ["", f"refused: {name}{cause}"]
     return "\n".join(lines)
@@ -154,6 +177,7 @@ def to_json(report: Report) -> dict[str, Any]:
             }
             for one in report.runners
         ],
+        "side_channel": list(report.side_channel),
         "refusals": [
             {"name": n, "found": c.found, "expected": c.expected, "consequence": c.consequence, "remedy": c.remedy}
             for n, c in report.refusals

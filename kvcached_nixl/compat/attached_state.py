@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of this package that is attached to vLLM's objects: the facade of a connector, and our `Step` of a step.
+"""State of this package that is attached to vLLM's objects: the facade of a connector, its side channel's address, and
+our `Step` of a step.
 
 It lives as long as the object that it is attached to.
 """
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvcached_nixl.compat.private import optional, private
+from kvcached_nixl.side_channel_address import SideChannelAddress
 
-__all__ = ["attach", "attach_step", "begin_step", "sides", "side_of", "step_of"]
+__all__ = ["address_of", "attach", "attach_address", "attach_step", "begin_step", "sides", "side_of", "step_of"]
 
 _SIDE = "_kvcached_nixl"
+_ADDRESS = "_kvcached_nixl_address"
 _STEP = "kvcached_nixl_step"
 
 
@@ -25,6 +28,17 @@ def attach(connector: Any, side: Any) -> None:
 def side_of(connector: Any) -> Any:
     """The facade that was attached; None for any other connector."""
     return None if connector is None else vars(connector).get(_SIDE)
+
+
+def attach_address(connector: Any, address: SideChannelAddress) -> None:
+    """Attach the address of an engine's side channel to vLLM's NIXL connector of its scheduler."""
+    setattr(connector, _ADDRESS, address)
+
+
+def address_of(connector: Any) -> SideChannelAddress:
+    """The address that was attached."""
+    found: SideChannelAddress = private(connector, _ADDRESS)
+    return found
 
 
 def sides(connector: Any) -> Iterator[Any]:

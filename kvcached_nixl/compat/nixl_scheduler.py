@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.compat.private import envs, private
+from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.requests import RequestReader
+from kvcached_nixl.compat.side_channel import side_channel_address
 from kvcached_nixl.compat.specs import keeps_of, specs_of
+from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
 __all__ = ["SchedulerView"]
@@ -30,15 +32,9 @@ class SchedulerView:
         return str(self.config.kv_transfer_config.engine_id)
 
     @property
-    def host(self) -> str:
-        """Host of the side channel; vLLM's setting."""
-        return str(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
-
-    @property
-    def port(self) -> int:
-        """Port of the side channel; each data-parallel engine has its own."""
-        index = private(self.config.parallel_config, "data_parallel_index")
-        return int(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT") + index)
+    def address(self) -> SideChannelAddress:
+        """Each data-parallel engine has ports of its own. Looks names up, at each access."""
+        return side_channel_address(int(private(self.config.parallel_config, "data_parallel_index")))
 
     @property
     def tp_size(self) -> int:

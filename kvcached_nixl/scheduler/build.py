@@ -14,8 +14,10 @@ from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
+from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import WakeAddress
 
 __all__ = ["StockScheduler", "build_scheduler"]
 
@@ -30,10 +32,6 @@ class StockScheduler(Protocol):
 
     @property
     def engine_id(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
     @property
     def tp_size(self) -> int: ...
     @property
@@ -53,8 +51,12 @@ class StockScheduler(Protocol):
     def extra_config(self) -> Mapping[str, Any]: ...
 
 
-def build_scheduler(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
-    """Returns the object that the engine's thread calls for every hand-over from now on."""
+def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: Clock) -> SchedulerFacade:
+    """Returns the object that the engine's thread calls for every hand-over from now on.
+
+    Args:
+        address: of this engine's side channel, which starts later.
+    """
     settings = Settings.from_extra_config(stock.extra_config)
     if settings.transfer_mode.is_push and stock.window_kinds:
         logger.warning(
@@ -76,5 +78,6 @@ def build_scheduler(stock: StockScheduler, clock: Clock) -> SchedulerFacade:
         lease_seconds=settings.kv_lease_duration_seconds,
         timeout_seconds=settings.handover_timeout_seconds,
     )
-    own = RemotePrefill(stock.engine_id, stock.host, stock.port, stock.tp_size)
-    return SchedulerFacade(own, secrets.token_hex(8), secrets.token_hex(16), terms, clock, stock.reader)
+    own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
+    wake_address = WakeAddress(*address.local, secrets.token_hex(16))
+    return SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, stock.reader)

@@ -34,7 +34,16 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FAILING, BlockIds, Reports, Step, failure_of, finished_attempts_of, idle_holds_of
+from kvcached_nixl.wire.step import (
+    FAILING,
+    BlockIds,
+    Reports,
+    Step,
+    WakeAddress,
+    failure_of,
+    finished_attempts_of,
+    idle_holds_of,
+)
 
 __all__ = ["SchedulerFacade"]
 
@@ -53,19 +62,19 @@ class SchedulerFacade:
         own: what a peer needs to find this engine's ranks.
         incarnation: 16 hexadecimal digits, drawn when this engine starts, and again whenever its weights change.
         read: wraps vLLM's requests.
-        wake_key: secret by which the side channel recognises a message of this engine's own workers.
+        wake_address: where the side channel listens for this engine's own workers, and the key that they send.
 
     Attributes:
         keeps_states: some layers keep a state, so prefill has to stop one token before the end of a prompt.
     """
 
     def __init__(
-        self, own: RemotePrefill, incarnation: str, wake_key: str, terms: Terms, clock: Clock, read: Reader
+        self, own: RemotePrefill, incarnation: str, wake_address: WakeAddress, terms: Terms, clock: Clock, read: Reader
     ) -> None:
         self.own = own
         self.read = read
         self.incarnation = incarnation
-        self.wake_key = wake_key
+        self.wake_address = wake_address
         self._terms = terms
         self.keeps_states = terms.groups.have_states
         self._clock = clock
@@ -386,4 +395,4 @@ class SchedulerFacade:
         return self._blocks
 
     def _new_step(self) -> Step:
-        return Step(self.own.host, self.own.port, self.wake_key, self.incarnation)
+        return Step(self.own.host, self.own.port, self.wake_address, self.incarnation)

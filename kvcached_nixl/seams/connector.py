@@ -17,7 +17,7 @@ from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.actions.engine import blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.actions.zeroing import zero_first
-from kvcached_nixl.compat.attached_state import attach, attach_step, begin_step, side_of, step_of
+from kvcached_nixl.compat.attached_state import address_of, attach, attach_step, begin_step, side_of, step_of
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
 from kvcached_nixl.compat.nixl_worker import WorkerView, transfer_results
 from kvcached_nixl.compat.series import (
@@ -33,6 +33,8 @@ from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.side_channel_listener import Answers, HandshakeListener
+from kvcached_nixl.scheduler.side_channel_start import start
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import memory_registration as registration
@@ -192,11 +194,20 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
 
 
 def _listen(call: Call) -> None:
-    side = side_of(call.instance)
-    own = side.own
-    side.introduce(
-        call.argument("metadata"), lambda answers: Listener(own.host, own.port, answers, side.woken, side.wake_key)
-    )
+    side, address = side_of(call.instance), address_of(call.instance)
+
+    def listener(answers: Answers) -> HandshakeListener:
+        def listen() -> Listener:
+            return Listener(address.listening, address.bound.port, answers, side.woken, side.wake_address.key)
+
+        return start(address, answers, listen, _channel())
+
+    side.introduce(call.argument("metadata"), listener)
+    call.note(f"side channel {address}")
+
+
+def _channel() -> SideChannel:
+    return SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
 
 
 # ------------------------------------------------------------------------------------------------------- in the worker
@@ -216,9 +227,8 @@ def register_kv_caches(call: Call) -> None:
     is_needed = settings.memory_path is MemoryPath.DIRECT
     path = choose(settings.memory_path, lambda: find_here(question, is_needed=is_needed), question.staged)
     registered = registration.register(view, caches, path, settings)
-    channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
     view.use_stats(metrics.stats())
-    attach(call.instance, build_worker(view, registered, settings, channel, MonotonicClock()))
+    attach(call.instance, build_worker(view, registered, settings, _channel(), MonotonicClock()))
     call.note(f"memory path {path.value}: {registered}")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
-from kvcached_nixl.compat.attached_state import attach
+from kvcached_nixl.compat.attached_state import attach, attach_address
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
@@ -76,7 +76,9 @@ def construct(call: Call) -> None:
     call.proceed()
     if call.argument("role").name == "SCHEDULER":
         view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
-        attach(call.instance, build_scheduler(view, MonotonicClock()))
+        address = view.address
+        attach(call.instance, build_scheduler(view, address, MonotonicClock()))
+        attach_address(call.instance, address)
 
 
 GATES = (create_connector, construct)

@@ -13,18 +13,20 @@ The engine's own workers wake the engine over it, with a key that only they know
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 import zmq
+
+from kvcached_nixl.side_channel_address import Endpoint, look_up
 
 __all__ = ["Listener", "SideChannel"]
 
@@ -51,17 +53,23 @@ class Listener:
     """Answers peers' requests for handshakes, on its own thread, until it is closed.
 
     Args:
+        addresses: numeric; those that this host does not have are left out if it has another one of them.
         answers: rank -> (compatibility string, metadata). A request for another rank is answered with an error text as
             compatibility string, so that the peer refuses the handshake and logs the text.
         woken: called on the listener's thread when a worker of this engine has something to report.
         key: secret that such a worker sends.
 
     Raises:
-        OSError: the address cannot be bound.
+        OSError: an address cannot be bound.
     """
 
     def __init__(
-        self, host: str, port: int, answers: Mapping[int, tuple[str, bytes]], woken: Callable[[], None], key: str
+        self,
+        addresses: Sequence[str],
+        port: int,
+        answers: Mapping[int, tuple[str, bytes]],
+        woken: Callable[[], None],
+        key: str,
     ) -> None:
         self._answers: dict[int, bytes] = {}
         self.answer(answers)
@@ -70,15 +78,14 @@ class Listener:
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.LINGER, 0)
         # Without a limit, a message of any size would be read into memory before its size is checked.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         try:
-            self._socket.bind(_address(host, port))
-        except zmq.ZMQError as error:
+            self._bind(addresses, port)
+        except OSError:
             self._context.destroy(linger=0)
-            raise OSError(f"the side channel cannot listen at {host}:{port}: {error}") from error
+            raise
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
         self._thread.start()
 
@@ -90,6 +97,21 @@ class Listener:
         """Stop listening."""
         self._closing.set()
         self._thread.join()
+
+    def _bind(self, addresses: Sequence[str], port: int) -> None:
+        missing: list[OSError] = []
+        for address in addresses:
+            self._socket.setsockopt(zmq.IPV6, int(":" in address))
+            try:
+                self._socket.bind(_url(address, port))
+            except zmq.ZMQError as error:
+                where = Endpoint(address, port)
+                failure = OSError(error.errno, f"the side channel cannot listen at {where}: {error.strerror}")
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise failure from error
+                missing.append(failure)
+        if len(missing) == len(addresses):
+            raise missing[0]
 
     def _run(self) -> None:
         try:
@@ -217,7 +239,9 @@ class SideChannel:
             try:
                 return await self._asked_alone(host, port, tp_rank)
             except zmq.ZMQError as error:
-                raise OSError(f"no request could be sent to the side channel at {host}:{port}: {error}") from error
+                raise OSError(
+                    f"no request could be sent to the side channel at {Endpoint(host, port)}: {error}"
+                ) from error
 
     async def _asked_alone(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
         address = await self._listening(host, port)
@@ -227,16 +251,18 @@ class SideChannel:
             asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
             asking.setsockopt(zmq.IPV6, int(":" in address))
             try:
-                asking.connect(_address(address, port))
+                asking.connect(_url(address, port))
                 await asking.send(msgspec.msgpack.encode((_ASK, 0, tp_rank) if self._names_stage else (_ASK, tp_rank)))
                 frames = await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS)
             except asyncio.TimeoutError as error:
-                reason = f"the side channel at {host}:{port} does not answer within {_REPLY_SECONDS:g} s"
+                reason = f"the side channel at {Endpoint(host, port)} does not answer within {_REPLY_SECONDS:g} s"
                 raise TimeoutError(reason) from error
         try:
             reply = msgspec.msgpack.decode(frames[0], type=_Reply)
         except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
-            raise ValueError(f"the answer of the side channel at {host}:{port} cannot be read: {error}") from error
+            raise ValueError(
+                f"the answer of the side channel at {Endpoint(host, port)} cannot be read: {error}"
+            ) from error
         return reply.compatibility_hash, reply.agent_metadata_bytes
 
     async def _listening(self, host: str, port: int) -> str:
@@ -259,7 +285,7 @@ class SideChannel:
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _REPLY_SECONDS)
         except asyncio.TimeoutError as error:
-            raise TimeoutError(f"no connection to {address}:{port} within {_REPLY_SECONDS:g} s") from error
+            raise TimeoutError(f"no connection to {Endpoint(address, port)} within {_REPLY_SECONDS:g} s") from error
         writer.close()
         return address
 
@@ -271,7 +297,7 @@ class SideChannel:
         else:
             return [host]
         await self._looking_up.acquire()
-        found = asyncio.get_running_loop().run_in_executor(self._names, _look_up, host)
+        found = asyncio.get_running_loop().run_in_executor(self._names, look_up, host)
         # A look-up cannot be cancelled, so it holds the semaphore until it has ended, even after the timeout below.
         self._lookups.add(found)
         found.add_done_callback(self._looked)
@@ -297,21 +323,12 @@ class SideChannel:
             own = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
             own.setsockopt(zmq.LINGER, 0)
             own.setsockopt(zmq.IPV6, int(":" in host))
-            own.connect(_address(host, port))
+            own.connect(_url(host, port))
         try:
             own.send_multipart([b"", msgspec.msgpack.encode((_WAKE, key.encode()))], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.info("The engine was not woken for a worker's report: %s", error)
 
 
-def _look_up(host: str) -> list[str]:
-    """All IPv4 addresses of a name, else its IPv6 ones: a listener that binds to a name prefers IPv4, too."""
-    found = [
-        (family, str(address[0])) for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    ]
-    fourth = [address for family, address in found if family == socket.AF_INET]
-    return list(dict.fromkeys(fourth or [address for _, address in found]))
-
-
-def _address(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+def _url(address: str, port: int) -> str:
+    return f"tcp://{Endpoint(address, port)}"

@@ -32,6 +32,7 @@ __all__ = [
     "LeaseRenewal",
     "Reports",
     "Step",
+    "WakeAddress",
     "FetchSpec",
     "failed_mark",
     "failure_of",
@@ -173,12 +174,24 @@ class OfferUpdate(msgspec.Struct):
     is_held: bool = False
 
 
+class WakeAddress(msgspec.Struct, frozen=True):
+    """Where this engine's side channel listens for its own workers, and the key by which it recognises them.
+
+    Peers may need another address: NAT, or a listener on every address of the host.
+    """
+
+    host: str
+    port: int
+    key: str
+
+
 class Step(msgspec.Struct):
     """The changes of one step. Workers apply the lists in this order; ``offered`` last, after the step was launched on
     the device.
 
     Attributes:
-        host, port, wake_key: where this engine's side channel listens, and the key by which it recognises its workers.
+        host, port: where peers reach this engine's side channel.
+        wake_address: where its own workers do.
         incarnation: drawn when this engine starts, and again whenever its weights change.
         renewed, unrenewed: leases that decode starts, and stops, renewing.
         fetches: KV that decode's requests wait for.
@@ -197,7 +210,7 @@ class Step(msgspec.Struct):
 
     host: str
     port: int
-    wake_key: str
+    wake_address: WakeAddress
     incarnation: str
     renewed: list[LeaseRenewal] = msgspec.field(default_factory=list)
     unrenewed: list[DecodeRequestId] = msgspec.field(default_factory=list)

@@ -286,7 +286,8 @@ def assemble(
     peers.listen(_Roles(routes, receiver, registry, gate_connections))
 
     def wake_engine(identity: LocalIdentity) -> None:
-        channel.wake(identity.own.host, identity.own.port, identity.wake_key)
+        address = identity.wake_address
+        channel.wake(address.host, address.port, address.key)
 
     def closed() -> None:
         if staging is not None:

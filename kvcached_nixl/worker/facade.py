@@ -125,7 +125,7 @@ class WorkerFacade:
         if self._incarnation != step.incarnation:
             self._incarnation, local = step.incarnation, self._local
             own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
-            commands.append(LocalIdentity(own, step.wake_key, step.incarnation))
+            commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
         # Revocations first: no peer message handled after them finds these offers.
         commands += (Revoke(request_id, reason) for request_id, reason in step.revoked.items())
         # Renewals begin before they end: a request may arrive and end between two steps.

@@ -15,7 +15,7 @@ from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer, WakeAddress
 
 __all__ = [
     "BlocksWritable",
@@ -41,11 +41,11 @@ IsReached: TypeAlias = Callable[[], bool]
 
 @dataclass(frozen=True)
 class LocalIdentity:
-    """This rank's address, the key of its engine's wake-up message, and the engine's incarnation. Sent again when one
-    of them changes."""
+    """This rank's address for peers, the one under which it wakes its engine, and the engine's incarnation. Sent again
+    when one of them changes."""
 
     own: Peer
-    wake_key: str
+    wake_address: WakeAddress
     incarnation: str
 
 

@@ -6,7 +6,10 @@ Sections B6 to B8 of the review of the earlier implementation; each test names i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import zmq
-from support import attention_engines, engine_node, handover_node
+from support import attention_engines, engine_node, handover_node, stock_pair
 from support.engine_node import DECODE_ID, PREFILL_ID
 from support.handover_node import (
     DECODE_FILLING,
@@ -31,9 +34,12 @@ from support.handover_node import (
 )
 from support.internals import listener_of
 from support.transports import until
+from vllm import envs
+from vllm.utils.network_utils import get_ip
 
 from experiments.common.servers import free_ports
 from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.causes import FailureCause
@@ -85,6 +91,153 @@ def test_a_decode_that_is_told_a_wrong_tp_size_holds_up_no_other(node: Callable[
     # The lease of what it has not fetched ends.
     rest(prefill)
     served(prefill, decode)
+
+
+# --------------------------------------------------------------------------------------- bound and advertised addresses
+
+HOST, ADVERTISE = "VLLM_NIXL_SIDE_CHANNEL_HOST", "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE"
+
+
+class Forwarder:
+    """Forwards connections from one address to a port at 127.0.0.1, as a NAT does. ``num_forwarded``: connections."""
+
+    def __init__(self, host: str, port: int, to: int) -> None:
+        self.num_forwarded = 0
+        self._to = to
+        self._server = socket.create_server((host, port))
+        self._open = [self._server]
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for one in self._open:
+            one.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken, _ = self._server.accept()
+                self.num_forwarded += 1
+                onward = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [taken, onward]
+                for pair in ((taken, onward), (onward, taken)):
+                    self._threads.append(threading.Thread(target=self._carry, args=pair, daemon=True))
+                    self._threads[-1].start()
+
+    @staticmethod
+    def _carry(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while said := one.recv(1 << 16):
+                other.sendall(said)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def behind_nat(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Node, Forwarder]]]:
+    """behind_nat(filling): an engine whose side channel peers only get at another address and port."""
+    with contextlib.ExitStack() as stack:
+
+        def make(filling: int) -> tuple[Node, Forwarder]:
+            inside, outside = free_ports(2)
+            forwarder = Forwarder("127.0.0.2", outside, inside)
+            stack.callback(forwarder.close)
+            monkeypatch.setattr(stock_pair, "free_ports", lambda count: [inside])
+            monkeypatch.setenv(f"{ADVERTISE}_HOST", "127.0.0.2")
+            monkeypatch.setenv(f"{ADVERTISE}_PORT", str(outside))
+            return node(filling), forwarder
+
+        yield make
+
+
+def test_peers_behind_nat_are_reached_at_what_they_advertise(
+    direction: str, behind_nat: Callable[..., tuple[Node, Forwarder]], patched: Registry
+) -> None:
+    """vllm#53018. In push decode's address goes to prefill with its registration."""
+    (prefill, to_prefill), (decode, to_decode) = behind_nat(PREFILL_FILLING), behind_nat(DECODE_FILLING)
+    before = to_prefill.num_forwarded, to_decode.num_forwarded
+    assert before >= (1, 1), "each engine has asked itself there"
+    noted = [note for outcome in patched.outcomes() for note in outcome.notes]
+    for one in (prefill, decode):
+        assert [note for note in noted if f"side channel listens at 127.0.0.1:{one.engine.port}, and peers" in note]
+    served(prefill, decode)
+    given = prefill.transfer_params["cmpl-w-0-aaaaaaa7"]
+    assert given["remote_host"] == "127.0.0.2" and given["remote_port"] != prefill.engine.port
+    assert to_prefill.num_forwarded > before[0] and (to_decode.num_forwarded > before[1]) is (direction == "push")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
+def test_addresses_and_names_serve_both_ends(
+    host: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stock_pair, "LISTENS_AT", host)
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    served(prefill, decode)
+    assert prefill.transfer_params["cmpl-w-0-aaaaaaa7"]["remote_host"] == host.strip("[]")
+
+
+def test_a_port_that_is_taken_says_by_whom(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next engine that is given it does not start. The engine that has it serves on."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    monkeypatch.setattr(stock_pair, "free_ports", lambda count: [prefill.engine.port])
+    with pytest.raises(SettingsError, match=rf"port {prefill.engine.port} .*process itself \({os.getpid()}\)"):
+        node(DECODE_FILLING)
+    served(prefill, decode)
+
+
+def test_an_engine_that_is_reached_as_another_one_does_not_start(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NAT that leads its port to another engine. That one goes on."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    monkeypatch.setenv(f"{ADVERTISE}_PORT", str(prefill.engine.port))
+    with pytest.raises(SettingsError, match=f"engine {prefill.engine.engine_id} answers"):
+        node(PREFILL_FILLING)
+    monkeypatch.delenv(f"{ADVERTISE}_PORT")
+    served(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_another_engine_at_prefills_address_is_told_by_its_identity(policy: str, node: Callable[..., Node]) -> None:
+    """Same host, same kind, same weights: only its id and its incarnation are others."""
+    prefill, another = node(PREFILL_FILLING, kv_lease_duration=0.4), node(PREFILL_FILLING)
+    decode = node(DECODE_FILLING, policy=policy, handover_timeout=5)
+    given = prefilled(prefill, PREFILL_ID)
+    decode.add(DECODE_ID, {**given, "remote_port": another.engine.port})
+    ends_by_policy(policy, decode, prefill)
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.UNREACHABLE]
+    assert f"engine {another.engine.engine_id} (rank 0 of 1) answers at 127.0.0.1" in decode.log.text
+    served(prefill, decode, 8)
+
+
+def test_vllm_finds_this_hosts_address_as_the_package_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_HOST_IP, or that of the way out, or 0.0.0.0."""
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.5")
+    assert get_ip() == "10.0.0.5"
+    monkeypatch.delenv("VLLM_HOST_IP")
+
+    def no_network(*_: object) -> None:
+        raise OSError("network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    with pytest.warns(UserWarning, match="Failed to get the IP address"):
+        assert get_ip() == "0.0.0.0"
+
+
+def test_vllm_has_no_setting_of_its_own_for_the_advertised_address() -> None:
+    """When this fails, use that one (vllm#53018), and keep this package's only for the vLLMs before."""
+    names = [name for name in envs.environment_variables if "SIDE_CHANNEL" in name and "NIXL" in name]
+    assert sorted(names) == [HOST, HOST.replace("HOST", "PORT")]
 
 
 # ----------------------------------------------------------------------------------------------------- hostile answers

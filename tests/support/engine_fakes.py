@@ -15,13 +15,15 @@ from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
-from kvcached_nixl.wire.step import Reports
+from kvcached_nixl.wire.step import Reports, WakeAddress
 
 BLOCK_SIZE = 4
 TOKENS = 10
 LEASE = 30.0
 TIMEOUT = 120.0
 OWN = RemotePrefill("own", "10.0.0.1", 5600, 2)
+WAKE = WakeAddress("127.0.0.1", 5601, "key")
+"""Not the address for peers."""
 PREFILL = RemotePrefill("p", "10.0.0.2", 5601, 2)
 OWN_START, PREFILL_START = "00000000000000aa", "00000000000000bb"
 COORDINATES = {"remote_engine_id": "p", "remote_host": "10.0.0.2", "remote_port": 5601, "tp_size": 2}

@@ -106,6 +106,14 @@ SKELETON = {
     "vllm.envs": """
         import os
         VLLM_DISABLE_REQUEST_ID_RANDOMIZATION = os.getenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION") == "1"
+        VLLM_NIXL_SIDE_CHANNEL_HOST = os.getenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
+        VLLM_NIXL_SIDE_CHANNEL_PORT = int(os.getenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600"))
+    """,
+    "vllm.utils": "",
+    "vllm.utils.network_utils": """
+        import os
+        def get_ip():
+            return os.getenv("VLLM_HOST_IP", "0.0.0.0")
     """,
     "vllm.platforms": """
         import types

@@ -44,7 +44,7 @@ from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
-from kvcached_nixl.wire.step import FetchSpec, OfferUpdate
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.build import assemble
@@ -131,7 +131,7 @@ class Rank:
         )  # fmt: skip
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
-        self.thread.submit(commands.LocalIdentity(self.own, "key", START))
+        self.thread.submit(commands.LocalIdentity(self.own, WakeAddress(role, 1, "key"), START))
         self.side.identify(WEIGHTS)
         self.thread.start()
         made = msgspec.msgpack.encode(Answer(START, msgspec.msgpack.encode(rank)))

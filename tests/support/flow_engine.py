@@ -26,7 +26,7 @@ from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.wire.step import FAILING, Reports, Step
+from kvcached_nixl.wire.step import FAILING, Reports, Step, WakeAddress
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_gates import WriteGates
@@ -222,7 +222,7 @@ class Channel:
 
     def wake(self, host: str, port: int, key: str) -> None:
         own = self._engine
-        assert (host, port, key) == (own.own.host, own.own.port, own.handover.wake_key)
+        assert WakeAddress(host, port, key) == own.handover.wake_address
         own.handover.woken()
 
     def close(self) -> None:
@@ -414,7 +414,9 @@ class Engine:
             timeout_seconds=self.settings.handover_timeout_seconds,
         )
         number = cluster.next_number()
-        self.handover = SchedulerFacade(own, f"{number:016x}", f"{number:032x}", terms, cluster.clock, Reads())
+        self.handover = SchedulerFacade(
+            own, f"{number:016x}", WakeAddress("127.0.0.1", 1, f"{number:032x}"), terms, cluster.clock, Reads()
+        )
         self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
         self.pool = Pool(
             shape, [worker.memory for worker in self.workers], kind.caches_prefixes, kind.are_shared, kind.newest_first

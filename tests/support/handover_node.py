@@ -22,7 +22,7 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.attached_state import side_of
+from kvcached_nixl.compat.attached_state import address_of, side_of
 from support import engine_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
@@ -109,7 +109,9 @@ class Node(engine_node.Node):
 
     def address(self, request_id: str = "") -> dict[str, Any]:
         """Returns the parameters of a router that sends to both sides at once; it has no ``remote_request_id`` yet."""
-        return {key: one for key, one in super().address(request_id).items() if one != ""}
+        host, port = address_of(self.engine.scheduler).advertised
+        where = {**super().address(request_id), "remote_host": host, "remote_port": port}
+        return {key: one for key, one in where.items() if one != ""}
 
     @property
     def wakes(self) -> bool:

@@ -29,10 +29,12 @@ from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, WakeAddress
 from support.engine_fakes import grown
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
+LISTENS_AT = "127.0.0.1"
+"""Where the side channels of all engines listen; a test may replace it."""
 
 
 class Layer(AttentionLayerBase):
@@ -120,14 +122,25 @@ class Engine:
         offered = OfferUpdate(kept, "name", digest, end, grown(*remote), end, manifest)
         theirs = side_of(peer.worker)
         if theirs is not None:
-            theirs.begin_step(Step("127.0.0.1", peer.port, "key", start, offered=[offered], finished=[kept]))
+            theirs.begin_step(
+                Step(
+                    "127.0.0.1",
+                    peer.port,
+                    WakeAddress("127.0.0.1", peer.port, "key"),
+                    start,
+                    offered=[offered],
+                    finished=[kept],
+                )
+            )
             theirs.end_step()
         prefill = RemotePrefill(peer.engine_id, "127.0.0.1", peer.port, 1)
         groups = ranges(local, self.block_size)
         first = min(one.first_token for one in groups)
         wanted = FetchSpec(1, request_id, prefill, manifest, "name", digest, end, first, end, groups)
         side = side_of(self.worker)
-        side.begin_step(Step("127.0.0.1", self.port, "key", start, fetches=[wanted]))
+        side.begin_step(
+            Step("127.0.0.1", self.port, WakeAddress("127.0.0.1", self.port, "key"), start, fetches=[wanted])
+        )
         failed: set[int] = set()
         deadline = time.monotonic() + TRANSFER_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
@@ -182,7 +195,7 @@ def build_engine(
     port = port or free_ports(1)[0]
 
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LISTENS_AT
     model_config = ModelConfig(
         model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_TOKENS
     )

@@ -171,6 +171,7 @@ READS = (
     _of("vllm.distributed.parallel_state", "", "get_tensor_model_parallel_rank"),
     _of("vllm.distributed.kv_transfer", "", "get_kv_transfer_group", "has_kv_transfer_group"),
     _of("vllm.platforms", "", "current_platform"),
+    _of("vllm.utils.network_utils", "", "get_ip"),
     _of("vllm.lora.utils", "", "get_adapter_absolute_path"),
     _of("vllm.v1.worker.utils", "", "select_common_block_size"),
     _of(
@@ -403,6 +404,7 @@ READS = (
         "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
     ),
     _of("vllm.platforms", "", "current_platform"),
+    _of("vllm.utils.network_utils", "", "get_ip"),
     _of("vllm.platforms.interface", "Platform", "device_type", "get_nixl_memory_type", "is_rocm"),
 )
 """Left out: what is this package's own, and attributes of other libraries' objects."""

@@ -150,14 +150,15 @@ def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
     return SchedulerView(config, SimpleNamespace(kv_cache_groups=groups(*specs)))
 
 
-ENVS = "VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_NIXL_SIDE_CHANNEL_PORT = 'h', 5600"
+ENVS = "VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_NIXL_SIDE_CHANNEL_PORT = '127.0.0.9', 5600"
 
 
 def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..., ModuleType]) -> None:
     """Each data-parallel engine has a port of its own."""
     make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
     view: StockScheduler = scheduler(FullAttentionSpec())
-    assert (view.engine_id, view.host, view.port, view.tp_size, view.groups) == ("e", "h", 5603, 2, (KVGroup(16),))
+    assert (view.engine_id, view.tp_size, view.groups) == ("e", 2, (KVGroup(16),))
+    assert view.address.bound == view.address.advertised == ("127.0.0.9", 5603)
     assert view.extra_config == {"a": 1} and not view.recomputes
     assert scheduler(policy="recompute").recomputes
 
@@ -769,8 +770,8 @@ def test_the_same_in_the_engine(make_module: Callable[..., ModuleType]) -> None:
     make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
     view = scheduler(FullAttentionSpec())
     with pytest.raises(ContractChanged, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
-        _ = view.host
+        _ = view.address
     make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
     del view.config.parallel_config.data_parallel_index
     with pytest.raises(ContractChanged, match="data_parallel_index"):
-        _ = view.port
+        _ = view.address

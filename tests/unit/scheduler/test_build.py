@@ -15,9 +15,11 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
 BLOCKS = ([7, 3, 9],)
+ADDRESS = SideChannelAddress(Endpoint("0.0.0.0", 5601), ("0.0.0.0",), Endpoint("10.0.0.1", 5600), "a test")
 
 
 @dataclass
@@ -27,8 +29,6 @@ class Stock:
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     window_kinds: list[str] = field(default_factory=list)
     engine_id: str = "e"
-    host: str = "10.0.0.1"
-    port: int = 5600
     tp_size: int = 2
     groups: tuple[KVGroup, ...] = (KVGroup(BLOCK_SIZE),)
     zeroes_blocks: bool = False
@@ -37,7 +37,7 @@ class Stock:
 
 
 def started(stock: Stock, clock: ManualClock | None = None) -> SchedulerFacade:
-    made = build_scheduler(stock, ManualClock() if clock is None else clock)
+    made = build_scheduler(stock, ADDRESS, ManualClock() if clock is None else clock)
     made.bind(Pool())
     return made
 
@@ -58,9 +58,11 @@ def test_an_engine_knows_itself() -> None:
 def test_every_start_is_another_one() -> None:
     """A restarted engine is another one even under the same id; and nobody guesses its workers' key."""
     steps = [started(Stock()).take_step([]) for _ in range(3)]
-    assert len({step.incarnation for step in steps}) == len({step.wake_key for step in steps}) == 3
-    assert all(len(step.incarnation) == 16 and len(step.wake_key) == 32 for step in steps)
+    assert len({step.incarnation for step in steps}) == len({step.wake_address for step in steps}) == 3
+    assert all(len(step.incarnation) == 16 and len(step.wake_address.key) == 32 for step in steps)
     assert (steps[0].host, steps[0].port) == ("10.0.0.1", 5600)
+    wake_address = steps[0].wake_address
+    assert (wake_address.host, wake_address.port) == ("127.0.0.1", 5601), "workers go no way round"
 
 
 @pytest.mark.parametrize(("mode", "is_offered"), [("pull", False), ("push", True)])
@@ -106,7 +108,7 @@ def test_the_deadline_is_a_setting() -> None:
 
 def test_settings_that_cannot_be_used_stop_the_start() -> None:
     with pytest.raises(SettingsError, match="bidirectional_kv_xfer"):
-        build_scheduler(Stock({"bidirectional_kv_xfer": True}), ManualClock())
+        build_scheduler(Stock({"bidirectional_kv_xfer": True}), ADDRESS, ManualClock())
 
 
 def test_a_timeout_of_vllms_that_decides_nothing_here_is_said_to_do_so(

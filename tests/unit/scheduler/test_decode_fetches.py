@@ -35,7 +35,7 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import MANIFEST_KEY
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer, WakeAddress
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -53,10 +53,10 @@ class Decode:
         self.failures = Failures()
         self.attempts = FetchAttempts(self.holds)
         self.fetching = DecodeFetches(terms(**changed), self.clock, self.attempts, self.failures)
-        self.step = Step("h", 1, "k", "s")
+        self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
 
     def take(self) -> Step:
-        step, self.step = self.step, Step("h", 1, "k", "s")
+        step, self.step = self.step, Step("h", 1, WakeAddress("h", 1, "k"), "s")
         return step
 
     def arrive(self, request: Asked) -> None:

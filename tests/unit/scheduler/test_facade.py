@@ -16,6 +16,7 @@ from support.engine_fakes import (
     OWN_START,
     TIMEOUT,
     TOKENS,
+    WAKE,
     Asked,
     Pool,
     Reads,
@@ -45,7 +46,7 @@ class Engine:
     def __init__(self, **changed: Any) -> None:
         self.clock = ManualClock()
         self.pool = Pool()
-        self.handover = SchedulerFacade(OWN, OWN_START, "key", terms(**changed), self.clock, Reads())
+        self.handover = SchedulerFacade(OWN, OWN_START, WAKE, terms(**changed), self.clock, Reads())
         self.handover.bind(self.pool)
 
     def waiting(self, name: str = "d1") -> int:
@@ -79,7 +80,7 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     second = engine.handover.take_step([Progress("p1", ([3],), False, 8)])
     assert first.offered == told and len(second.offered) == 1
     assert (first.offered[-1].groups, second.offered[0].groups) == (grown([7]), grown([7, 3]))
-    assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, "key", OWN_START)
+    assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, WAKE, OWN_START)
 
 
 def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine) -> None:
@@ -479,7 +480,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.handover = SchedulerFacade(OWN, OWN_START, "key", terms(mode=TransferMode.PUSH), self.clock, Reads())
+        self.handover = SchedulerFacade(OWN, OWN_START, WAKE, terms(mode=TransferMode.PUSH), self.clock, Reads())
         self.handover.bind(self)
         self.are_shared = self.is_producer = False
         self.number = 0

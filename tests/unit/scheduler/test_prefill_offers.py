@@ -35,7 +35,7 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 from kvcached_nixl.wire.params import prefill_params, read_fetch
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step, WakeAddress
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
@@ -51,10 +51,10 @@ class Prefill:
         self.pool = Pool() if pool is None else pool
         self.failures = Failures()
         self.offering = PrefillOffers(OWN, OWN_START, terms(**changed), self.clock, self.holds, self.failures)
-        self.step = Step("h", 1, "k", "s")
+        self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
 
     def take(self) -> Step:
-        step, self.step = self.step, Step("h", 1, "k", "s")
+        step, self.step = self.step, Step("h", 1, WakeAddress("h", 1, "k"), "s")
         return step
 
     def arrive(self, request: Asked) -> Asked:

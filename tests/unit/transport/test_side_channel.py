@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -145,7 +146,7 @@ def test_a_name_is_looked_up_as_the_listener_looks_it_up(
     """vLLM allows the sixth version for addresses of it alone, so for a name it listens on the fourth."""
     listener = listen([msgspec.msgpack.encode(REPLY)])
     assert channel().ask("localhost", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
-    assert all("." in address for address in module._look_up("localhost"))
+    assert all("." in address for address in module.look_up("localhost"))
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
@@ -157,7 +158,7 @@ def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
             raise OSError("no answer")
         return addresses[host]
 
-    monkeypatch.setattr(module, "_look_up", look_up)
+    monkeypatch.setattr(module, "look_up", look_up)
 
 
 def test_a_name_of_several_addresses_is_reached_at_the_one_that_listens(
@@ -306,12 +307,12 @@ class Own:
         self.woken = threading.Event()
         self.host, self.port = host, free_port()
         answers = {0: ("tag 0", b"rank 0"), 1: ("tag 1", b"rank 1")}
-        self.listener = module.Listener(host, self.port, answers, self.woken.set, "key")
+        self.listener = module.Listener([host], self.port, answers, self.woken.set, "key")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.connect(module._address(host, self.port))
+        self._socket.connect(module._url(host, self.port))
 
     def say(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -441,9 +442,52 @@ def test_it_listens_at_the_sixth_version(
         made.close()
 
 
+@pytest.mark.parametrize(
+    ("addresses", "reached"),
+    [
+        (["127.0.0.1", "127.0.0.2"], ["127.0.0.1", "127.0.0.2"]),
+        (["192.0.2.250", "127.0.0.2"], ["127.0.0.2"]),
+        pytest.param(
+            ["127.0.0.1", "::1"],
+            ["127.0.0.1", "::1"],
+            marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"),
+        ),
+    ],
+    ids=["both", "one is another host's", "both versions"],
+)
+def test_it_listens_at_each_address_of_a_name_that_this_host_has(
+    addresses: list[str],
+    reached: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    channel: Callable[..., module.SideChannel],
+) -> None:
+    monkeypatch.setattr(module, "_STOP_SECONDS", 0.02)
+    port = free_port()
+    listener = module.Listener(addresses, port, {0: ("tag", b"rank")}, lambda: None, "key")
+    try:
+        asking = channel()
+        assert [asking.ask(one, port, 0).result(JOIN_SECONDS) for one in reached] == [("tag", b"rank")] * len(reached)
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("addresses", [["192.0.2.250"], ["192.0.2.250", "192.0.2.251"]], ids=len)
+def test_it_listens_at_no_other_hosts_address(addresses: list[str]) -> None:
+    with pytest.raises(OSError, match=r"cannot listen at 192\.0\.2\.250") as raised:
+        module.Listener(addresses, free_port(), {}, lambda: None, "key")
+    assert raised.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_it_does_not_share_a_name_with_another_listener(own: Own) -> None:
+    """A free address of the name does not help: peers may try the other one first."""
+    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
+        module.Listener(["127.0.0.2", "127.0.0.1"], own.port, {}, lambda: None, "key")
+    socket.create_server(("127.0.0.2", own.port)).close()
+
+
 def test_an_address_that_is_taken_is_an_error_with_its_name(own: Own) -> None:
     with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
-        module.Listener("127.0.0.1", own.port, {}, lambda: None, "key")
+        module.Listener(["127.0.0.1"], own.port, {}, lambda: None, "key")
 
 
 def test_when_it_is_closed_nobody_listens(own: Own, channel: Callable[..., module.SideChannel]) -> None:

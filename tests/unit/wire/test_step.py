@@ -24,6 +24,7 @@ from kvcached_nixl.wire.step import (
     OfferUpdate,
     Step,
     UnneededOffer,
+    WakeAddress,
     failed_mark,
     failure_of,
     finished_attempt_id,
@@ -33,6 +34,7 @@ from kvcached_nixl.wire.step import (
 )
 
 PREFILL = RemotePrefill("p", "h", 1, 1)
+WAKE = WakeAddress("127.0.0.1", 1, "k")
 ATTEMPTS = st.integers(0, MAX_ATTEMPT - 1)
 # Hypothesis also draws strings that the source has.
 OTHERS = st.text().filter(lambda text: not re.fullmatch(r"kvcached-nixl:\w+:[0-9]+", text))
@@ -100,15 +102,15 @@ NEWS: dict[str, Any] = {
 @pytest.mark.parametrize("field", sorted(NEWS))
 def test_anything_in_a_step_is_news(field: str) -> None:
     """But for a step's own frame, and for what it computes."""
-    frame = {"host", "port", "wake_key", "incarnation", "is_idle", "unkept"}
+    frame = {"host", "port", "wake_address", "incarnation", "is_idle", "unkept"}
     assert set(Step.__struct_fields__) == {*NEWS, *frame}
-    assert not Step("h", 1, "k", "s").has_news
-    assert not Step("h", 1, "k", "s", is_idle=False).has_news
-    assert Step("h", 1, "k", "s", **{field: NEWS[field]}).has_news
+    assert not Step("h", 1, WAKE, "s").has_news
+    assert not Step("h", 1, WAKE, "s", is_idle=False).has_news
+    assert Step("h", 1, WAKE, "s", **{field: NEWS[field]}).has_news
 
 
 def test_a_step_reaches_another_process_as_it_was() -> None:
     """vLLM's executors pickle what they send to workers."""
-    step = Step("h", 1, "k", "s", **NEWS)
+    step = Step("h", 1, WAKE, "s", **NEWS)
     assert pickle.loads(pickle.dumps(step)) == step
     assert msgspec.structs.asdict(step).keys() == set(Step.__struct_fields__)

@@ -20,7 +20,7 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
 from kvcached_nixl.wire.planes import HeadShare
-from kvcached_nixl.wire.step import OfferUpdate, Step
+from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
 from kvcached_nixl.worker.build import build_worker, record_event
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.layout import plan
@@ -141,7 +141,9 @@ def test_the_device_is_waited_for_where_an_answer_comes_too_early(
     update = OfferUpdate(
         PrefillRequestId("p-1"), "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, manifest(7, 3, 9)
     )
-    side.begin_step(Step("10.0.0.1", 5600, "key", "0" * 16, offered=[update], is_idle=False))
+    side.begin_step(
+        Step("10.0.0.1", 5600, WakeAddress("127.0.0.1", 5601, "key"), "0" * 16, offered=[update], is_idle=False)
+    )
     assert not waited
     side.end_step()
     assert waited == (["cpu"] if waits else [])

@@ -22,6 +22,7 @@ from kvcached_nixl.wire.step import (
     OfferUpdate,
     Step,
     UnneededOffer,
+    WakeAddress,
     failed_mark,
     finished_attempt_id,
     idle_hold_id,
@@ -109,8 +110,11 @@ class Worker:
             self.thread.take()
 
 
+WAKE = WakeAddress("127.0.0.1", 5601, "key")
+
+
 def step(**fields: Any) -> Step:
-    return Step("10.0.0.1", 5600, "key", "0" * 16, **fields)
+    return Step("10.0.0.1", 5600, WAKE, "0" * 16, **fields)
 
 
 def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), request_id: str = "p-1") -> OfferUpdate:
@@ -122,9 +126,7 @@ def test_the_thread_learns_once_where_it_is() -> None:
     worker = Worker(is_known=False, tp_size=2, tp_rank=1)
     worker.side.begin_step(step())
     worker.side.begin_step(step())
-    assert worker.thread.take() == [
-        LocalIdentity(Peer(worker.local.engine_id, "10.0.0.1", 5600, 2, 1), "key", "0" * 16)
-    ]
+    assert worker.thread.take() == [LocalIdentity(Peer(worker.local.engine_id, "10.0.0.1", 5600, 2, 1), WAKE, "0" * 16)]
 
 
 def test_a_step_that_is_told_twice_begins_once() -> None:

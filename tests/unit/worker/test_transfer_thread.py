@@ -52,7 +52,7 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, UnneededOffer
+from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, UnneededOffer, WakeAddress
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import assemble
@@ -73,6 +73,7 @@ P1 = PrefillRequestId("p-1")
 MANIFEST = manifest(17, 13, 19)
 PREFILL = RemotePrefill("remote", "10.0.0.2", 5601, 1)
 OWN = Peer(EngineId("local"), "10.0.0.1", 5600, 1, 0)
+WAKE = WakeAddress("127.0.0.1", 5601, "key")
 JOIN_SECONDS = 20.0
 IDLE_TURN_SECONDS = 0.001
 
@@ -104,7 +105,7 @@ class Worker:
             self.offered.append, threading.Event(),
         )  # fmt: skip
         self.thread: TransferThread = self.side.thread
-        self.thread.submit(commands.LocalIdentity(OWN, "key", START))
+        self.thread.submit(commands.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)
 
     def remote(self, name: str = "remote", **more: Any) -> Remote:
@@ -150,7 +151,7 @@ def test_a_read_from_want_to_over(pull: Worker) -> None:
     assert (outcome.finished, outcome.failed) == ({1}, {})
     assert pull.memory.cells[:, [7, 3, 9]].min() == 5
     assert [num_bytes for num_bytes, _, _ in outcome.moved] == [3 * 4 * 8 * 2], "once, and without its token"
-    assert pull.asking.woken == [("10.0.0.1", 5600, "key")]
+    assert pull.asking.woken == [("127.0.0.1", 5601, "key")]
 
 
 def test_nothing_begins_before_the_device_has_got_there(pull: Worker) -> None:
@@ -366,7 +367,7 @@ def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatc
         push.thread.take_outcome()
     with pytest.raises(RuntimeError, match="IndexError"):
         push.thread.submit(commands.Finish(P1))
-    assert ("10.0.0.1", 5600, "key") in push.asking.woken, "an engine that sleeps must be woken"
+    assert ("127.0.0.1", 5601, "key") in push.asking.woken, "an engine that sleeps must be woken"
     push.thread.close()
 
 
@@ -421,7 +422,7 @@ def test_a_deadline_that_is_near_is_not_overslept(pull: Worker) -> None:
 def test_the_engine_is_woken_when_something_has_ended_and_not_else(pull: Worker) -> None:
     pull.thread.submit(wanted(1, None))
     pull.thread.turn()
-    assert pull.asking.woken == [("10.0.0.1", 5600, "key")]
+    assert pull.asking.woken == [("127.0.0.1", 5601, "key")]
     for _ in range(5):
         pull.thread.turn()
     assert len(pull.asking.woken) == 1

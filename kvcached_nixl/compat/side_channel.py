@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's settings of the side channel, and its opinion of this host's address."""
+
+from __future__ import annotations
+
+import os
+
+from kvcached_nixl.compat.private import envs, private
+from kvcached_nixl.side_channel_address import SideChannelAddress
+
+__all__ = ["side_channel_address"]
+
+
+def side_channel_address(index: int = 0) -> SideChannelAddress:
+    """The side channel of a data-parallel rank, as this process's environment configures it.
+
+    Raises:
+        SettingsError: it cannot be used.
+    """
+    host, port = private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"), private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT")
+    return SideChannelAddress.of(str(host), int(port), index, os.environ, _own_ip)
+
+
+def _own_ip() -> str:
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scheduler/side_channel_start.py: real listeners, asked as peers ask them, on loopback or in their own network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+from support import own_network
+from support.transports import until
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.scheduler import side_channel_start as module
+from kvcached_nixl.scheduler.side_channel_listener import Answers
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
+from kvcached_nixl.transport import side_channel
+from kvcached_nixl.transport.side_channel import Listener, SideChannel
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
+from kvcached_nixl.wire.planes import GroupMemory, Planes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def answers(engine: str, incarnation: str = "0" * 16, tp_rank: int = 0) -> Answers:
+    planes = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
+    rank = RankHandshake(
+        EngineId(engine), 2, tp_rank, b"nixl", 0, (GroupMemory((planes,), 2),), 0, "DRAM", False,
+        Weights("", "", ""), Process(),
+    )  # fmt: skip
+    told = msgspec.msgpack.encode(Answer(incarnation, msgspec.msgpack.encode(rank)))
+    return {tp_rank: ("kvcached_nixl/12 pull [vLLM 0.28.0]", told)}
+
+
+OWN = answers("own")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
+
+
+def address(bound: str = "127.0.0.1", port: int = 0, advertised: str = "", to: int = 0) -> SideChannelAddress:
+    port = port or free_port()
+    return SideChannelAddress(Endpoint(bound, port), (bound,), Endpoint(advertised or bound, to or port), "a test")
+
+
+class Channel(SideChannel):
+    """Remembers that it was closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        super().close()
+        self.is_closed = True
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SideChannelAddress, Answers], Listener]]:
+    """listening(address, answers): another engine's listener."""
+    monkeypatch.setattr(side_channel, "_STOP_SECONDS", 0.02)
+    with contextlib.ExitStack() as stack:
+
+        def listen(where: SideChannelAddress, told: Answers) -> Listener:
+            one = Listener(where.listening, where.bound.port, told, lambda: None, "key")
+            stack.callback(one.close)
+            return one
+
+        yield listen
+
+
+@pytest.fixture
+def started(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[SideChannelAddress], Channel]]:
+    """started(address): starts this engine's side channel, whose answers are `OWN`. Returns what it asked with."""
+    monkeypatch.setattr(side_channel, "_STOP_SECONDS", 0.02)
+    with contextlib.ExitStack() as stack, caplog.at_level(logging.INFO, SERVER_LOGGER):
+
+        def start(where: SideChannelAddress) -> Channel:
+            asking = Channel(names_stage=True)
+            stack.callback(asking.close)
+
+            def listen() -> Listener:
+                return Listener(where.listening, where.bound.port, OWN, lambda: None, "key")
+
+            stack.callback(module.start(where, OWN, listen, asking).close)
+            return asking
+
+        yield start
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+# ------------------------------------------------------------------------------------------------------ reaching itself
+
+
+def test_an_engine_that_reaches_itself_starts(
+    started: Callable[[SideChannelAddress], Channel], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loopback serves one host only, which is said once."""
+    where = address()
+    channel = started(where)
+    until(lambda: channel.is_closed)
+    assert f"The side channel listens at {where.bound}, and peers get {where.bound}" in caplog.text
+    assert f"The side channel answers at {where.bound}" in caplog.text
+    (warning,) = warnings(caplog)
+    assert "loopback" in warning and "Only servers on this host" in warning
+
+
+def in_a_network(host: str, *addresses: str, own_ip: str = "", ask_at: str = "", **environ: str) -> list[list[str]]:
+    """Starts a side channel there, wakes it as a worker does, and asks it as a peer does. Returns what was logged."""
+    code = f"""
+import json, logging, threading
+from kvcached_nixl.scheduler.side_channel_start import start
+from kvcached_nixl.side_channel_address import SideChannelAddress
+from kvcached_nixl.transport.side_channel import Listener, SideChannel
+
+lines, woken, told = [], threading.Event(), threading.Event()
+
+class Kept(logging.Handler):
+    def emit(self, record):
+        lines.append((record.levelname, record.getMessage()))
+
+logger = logging.getLogger("vllm.kvcached_nixl")
+logger.addHandler(Kept())
+logger.setLevel("INFO")
+
+class Channel(SideChannel):
+    def close(self):
+        super().close()
+        told.set()
+
+answers = {{0: ("tag", b"metadata")}}
+where = SideChannelAddress.of({host!r}, 5600, 0, {environ!r}, lambda: {own_ip!r})
+listener = start(
+    where, answers, lambda: Listener(where.listening, 5600, answers, woken.set, "key"), Channel(names_stage=True)
+)
+assert told.wait(30)
+workers = SideChannel(names_stage=True)
+workers.wake(*where.local, "key")
+assert woken.wait(10), "its own workers do not reach it"
+if {ask_at!r}:
+    assert workers.ask({ask_at!r}, 5600, 0).result() == answers[0]
+print(json.dumps(lines))
+"""
+    found: list[list[str]] = json.loads(own_network.run(code, *addresses))
+    return found
+
+
+def test_one_that_listens_everywhere_is_advertised_at_its_own_address() -> None:
+    found = in_a_network("0.0.0.0", "10.0.0.5", own_ip="10.0.0.5", ask_at="10.0.0.5")
+    assert [level for level, _ in found] == ["INFO", "INFO"]
+    assert "listens at 0.0.0.0:5600, and peers get 10.0.0.5:5600 (this host's own address" in found[0][1]
+    assert "answers at 10.0.0.5:5600" in found[1][1]
+
+
+def test_one_that_listens_on_both_versions_is_reached_by_either() -> None:
+    found = in_a_network("::", "10.0.0.5", own_ip="10.0.0.5", ask_at="::1")
+    assert [level for level, _ in found] == ["INFO", "INFO"] and "answers at 10.0.0.5:5600" in found[1][1]
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised", "level", "words"),
+    [
+        ("127.0.0.1", "10.0.0.5", "WARNING", "a listener that receives what is sent to the advertised address"),
+        ("0.0.0.0", "203.0.113.7", "INFO", "203.0.113.7, which is no address of this host"),
+    ],
+    ids=["only at loopback", "NAT"],
+)
+def test_what_peers_would_find_is_said(host: str, advertised: str, level: str, words: str) -> None:
+    """The network of the test has no way to 203.0.113.7, as a host behind NAT may have none."""
+    environ = {"KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST": advertised}
+    found = in_a_network(host, "10.0.0.5", **environ)
+    assert [one for one, text in found if words in text] == [level]
+    warned = [text for one, text in found if one == "WARNING"]
+    assert f"no answer from {advertised}:5600" in warned.pop() and len(warned) == (level == "WARNING")
+
+
+# ------------------------------------------------------------------------------------------------------- another engine
+
+
+@pytest.mark.parametrize(
+    ("there", "who"),
+    [
+        (answers("another"), "engine another answers"),
+        (answers("own", "1" * 16), "engine own answers"),
+        ({0: ("0123abcd", b"")}, "without this package answers ('0123abcd')"),
+        ({0: ("kvcached_nixl/11 pull []", b"")}, "cannot be read"),
+        ({}, "without this package answers"),
+    ],
+    ids=["another", "an earlier start of it", "stock vLLM", "another protocol", "an engine without ranks"],
+)
+def test_another_engine_at_the_advertised_address_stops_the_start(
+    there: Answers,
+    who: str,
+    started: Callable[[SideChannelAddress], Channel],
+    listening: Callable[[SideChannelAddress, Answers], Listener],
+) -> None:
+    """Two addresses of one host, one port, and a name or a NAT that leads to the other one."""
+    other = address("127.0.0.2")
+    listening(other, there)
+    where = address(port=other.bound.port, advertised="127.0.0.2")
+    with pytest.raises(SettingsError) as raised:
+        started(where)
+    assert who in raised.value.found and str(where.advertised) in raised.value.found
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in raised.value.remedy
+    # Its own listener has ended with it.
+    socket.create_server(("127.0.0.1", where.bound.port)).close()
+
+
+def test_another_engine_that_answers_too_late_to_stop_the_start_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
+    answer: Future[tuple[str, bytes]] = Future()
+
+    class Late:
+        is_closed = False
+
+        def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+            return answer
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    class Listening:
+        def answer(self, answers: Answers) -> None: ...
+        def close(self) -> None: ...
+
+    late, listener = Late(), Listening()
+    assert module.start(address(), OWN, lambda: listener, late) is listener
+    answer.set_result(answers("another")[0])
+    until(lambda: late.is_closed)
+    assert [one.levelname for one in caplog.records if "engine another answers" in one.getMessage()] == ["ERROR"]
+
+
+# --------------------------------------------------------------------------------------------------------- no answer
+
+
+def test_nobody_at_the_advertised_address_is_said(
+    started: Callable[[SideChannelAddress], Channel], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The address is this host's and the listener might receive it, but the port is another."""
+    where = address("127.0.0.1", advertised="127.0.0.1", to=free_port())
+    channel = started(where)
+    until(lambda: channel.is_closed)
+    loopback, nobody = warnings(caplog)
+    assert "loopback" in loopback and f"no answer from {where.advertised} (127.0.0.1)" in nobody
+    assert "nobody listens there" in nobody
+
+
+def test_a_network_that_swallows_everything_does_not_hold_up_the_start(
+    started: Callable[[SideChannelAddress], Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A firewall drops packets; here, a process takes the connection and does not answer."""
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(side_channel, "_REPLY_SECONDS", 2.0)
+    with socket.create_server(("127.0.0.2", 0)) as black_hole:
+        begun = time.monotonic()
+        channel = started(address(advertised="127.0.0.2", to=black_hole.getsockname()[1]))
+        assert time.monotonic() - begun < 1.5 and not channel.is_closed
+        until(lambda: channel.is_closed)
+    *_, warning = warnings(caplog)
+    assert "does not answer within 2 s" in warning and "doctor --peer 127.0.0.2:" in warning
+
+
+def test_a_name_that_only_others_know_is_said(
+    started: Callable[[SideChannelAddress], Channel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def look_up(host: str) -> list[str]:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(module, "look_up", look_up)
+    channel = started(address(advertised="prefill-0.example"))
+    until(lambda: channel.is_closed)
+    (warning,) = warnings(caplog)
+    assert "prefill-0.example" in warning and "Name or service not known" in warning
+
+
+# ------------------------------------------------------------------------------------------------------------- binding
+
+
+def refusal_at(where: SideChannelAddress) -> SettingsError:
+    channel = Channel(names_stage=True)
+    with pytest.raises(SettingsError) as raised:
+        module.start(where, OWN, lambda: Listener(where.listening, where.bound.port, OWN, lambda: None, "key"), channel)
+    assert channel.is_closed
+    return raised.value
+
+
+ENGINE = """
+import json, sys
+from kvcached_nixl.transport.side_channel import Listener
+held = open(sys.argv[1])
+answers = {0: (sys.argv[2], bytes.fromhex(sys.argv[3]))}
+listening = Listener(["127.0.0.1"], int(sys.argv[4]), answers, lambda: None, "key")
+print("listens", flush=True)
+sys.stdin.read()
+listening.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [("kvcached-tp-a-1a2b3c4d-ff", "engine another answers"), ("elsewhere", "")],
+    ids=["of this package", "unknown"],
+)
+def test_a_port_that_is_taken_says_who_has_it(folder: str, told: str, tmp_path: Path) -> None:
+    """Only an engine of this package is asked who it is: another vLLM's listener would end at the question."""
+    where = address()
+    file = tmp_path / folder / "owner"
+    file.parent.mkdir()
+    file.touch()
+    tag, metadata = answers("another")[0]
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    command = [sys.executable, str(script), str(file), tag, metadata.hex(), str(where.bound.port)]
+    other = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "listens\n"
+        found = refusal_at(where).found
+    finally:
+        other.communicate()
+    assert f"port {where.bound.port} of 127.0.0.1 is taken by process {other.pid} (" in found
+    assert f"{script} {file}" in found, "its command line"
+    assert found.endswith(f"at {where.bound}; {told}" if told else f"at {where.bound}")
+
+
+def test_an_engine_everywhere_and_one_at_an_address_of_the_same_port_collide() -> None:
+    """Whichever comes first: SO_REUSEADDR, which ZMQ sets, does not let both listen."""
+    code = """
+from kvcached_nixl.transport.side_channel import Listener
+for first, second in (("0.0.0.0", "10.0.0.5"), ("10.0.0.5", "0.0.0.0"), ("::", "10.0.0.5"), ("0.0.0.0", "::")):
+    one = Listener([first], 5600, {}, lambda: None, "key")
+    try:
+        Listener([second], 5600, {}, lambda: None, "key")
+    except OSError as error:
+        print(error.errno)
+    one.close()
+"""
+    assert own_network.run(code, "10.0.0.5").split() == ["98"] * 4
+
+
+def test_an_address_of_another_host_is_refused_with_what_nat_needs() -> None:
+    found = refusal_at(address("192.0.2.250"))
+    assert "192.0.2.250" in found.found and "127.0.0.1" in found.found
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=0.0.0.0" in found.remedy
+    assert "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST=192.0.2.250" in found.remedy
+
+
+def test_what_else_keeps_it_from_listening_is_said() -> None:
+    where = address()
+
+    def listen() -> Listener:
+        raise PermissionError(13, f"the side channel cannot listen at {where.bound}: Permission denied")
+
+    with pytest.raises(SettingsError, match="Permission denied"):
+        module.start(where, OWN, listen, Channel(names_stage=True))
