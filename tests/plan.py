@@ -59,6 +59,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_leases.py": (None, 5.5),
     "e2e/test_models.py": (None, 13.0),
     "e2e/test_names.py": (None, 8.0),
+    "e2e/test_offloading.py": (None, 2.5),
     "e2e/test_push.py": (None, 7.0),
     "e2e/test_refusals.py": (None, 2.5),
     "e2e/test_router.py": (None, 13.0),

@@ -58,6 +58,10 @@ _GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
         "peers with different layouts": dict.fromkeys(Era, "served; a descriptor per layer and block, or two"),
         "a peer that pulls and one that pushes": dict.fromkeys(Era, _REFUSED),
         "peer without this package": dict.fromkeys(Era, _REFUSED),
+        "another connector of vLLM's beside it (MultiConnector)": {
+            Era.KV_APART: _REFUSED,
+            Era.PACKED: "ExampleConnector, without MLA; every other one is refused",
+        },
         "pipeline and context parallelism": dict.fromkeys(Era, _REFUSED),
         "fp8 scales that an engine computes": dict.fromkeys(Era, _REFUSED),
         "pruned videos with spatial token positions (M-RoPE)": dict.fromkeys(Era, _REFUSED),

@@ -5,11 +5,13 @@ Runs in: the engine core and every worker process. There are two ways to constru
 ``KVConnectorFactory.create_connector``, and the constructor of the NIXL connector itself, because ``MultiConnector``
 constructs its children without the factory. If one of the two cannot be patched, the other one raises that refusal.
 
-Other connectors are not affected.
+Other connectors are not affected, unless they are beside NIXL's in a ``MultiConnector`` and could not use kvcached's
+memory: `compat.neighbours`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,16 +19,25 @@ from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat.attached_state import attach, attach_address
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
+from kvcached_nixl.compat.neighbours import of_other_packages, require_servable
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler.build import build_scheduler
-from kvcached_nixl.settings import Server, Settings
+from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings
 
 __all__ = ["GATES", "require_complete"]
 
+logger = logging.getLogger(SERVER_LOGGER)
+
 _WHY = "The connector would start although a patch is missing, and return wrong tokens with HTTP 200."
+
+_UNKNOWN = (
+    "%s is beside the NIXL connector, and this package does not know it. kvcached unmaps and replaces pages, so it has "
+    "to copy blocks only while their request holds them, to follow the strides of the tensors that it is given, and to "
+    "register no KV memory."
+)
 
 CREATE_CONNECTOR = Patch(
     target=FACTORY,
@@ -58,6 +69,9 @@ def create_connector(call: Call) -> Any:
     config = call.argument("config").kv_transfer_config
     if config is not None and _asks_for_nixl(call.instance, config):
         require_complete(call.registry, str(config.kv_connector))
+        require_servable(call.instance, call.argument("config"))
+        for name in of_other_packages(call.instance, config):
+            logger.warning(_UNKNOWN, name)
     return call.proceed()
 
 

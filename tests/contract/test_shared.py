@@ -87,6 +87,12 @@ def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Ite
         yield one
 
 
+def test_the_log_names_a_connector_that_is_not_known(shared: Callable[..., SharedNode]) -> None:
+    """And what it has to keep to, since nothing can check it."""
+    node = shared(PREFILL_FILLING)
+    assert "Shelf is beside the NIXL connector" in node.log.text and "register no KV memory" in node.log.text
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_the_engine_s_role_counts_not_that_of_its_connector(
     policy: str, direction: str, shared: Callable[..., SharedNode], node: Callable[..., Node]

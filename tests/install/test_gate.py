@@ -197,6 +197,18 @@ def test_request_ids_that_may_come_again_are_refused(
     assert "Unset" in created.partition("remedy:")[2]
 
 
+@pytest.mark.parametrize("order", [("NixlConnector", "OtherConnector"), ("OtherConnector", "NixlConnector")])
+def test_a_connector_beside_nixl_s_that_was_not_shown_to_be_safe_is_refused(
+    with_wheel: Environment, tree: Callable[..., Path], order: tuple[str, str]
+) -> None:
+    """In both orders, before either is constructed. Without NIXL's it is not disturbed."""
+    connectors = ", ".join(f'{{"kv_connector": "{name}"}}' for name in order)
+    actions = (f'create=MultiConnector{{"connectors": [{connectors}]}}', "create=MultiConnector:OtherConnector")
+    beside, alone = with_wheel.probe("vllm", *actions, path=(tree("0.28.0"),), **ON)["created"]
+    assert beside.startswith("SettingsError") and "Remove OtherConnector" in beside
+    assert alone == "MultiConnector"
+
+
 def test_seams_that_cannot_be_loaded_are_refused(
     with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connector that keeps KV beside NixlConnector (``MultiConnector``), on real servers, both sides and both orders.
+
+Answers are those of a stock instance: handed over, handed over with a prompt that prefill has loaded, and loaded by
+decode alone. The connectors: vLLM's ExampleConnector, which saves while a prompt is computed, and HostShelf
+(``experiments/common/server_side``), which holds a finished request's blocks until they are saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Difference, compare_answers
+from experiments.common import model as models
+from experiments.common.client import Answer, Client, http_client, read_answer
+from experiments.common.device import layout
+from experiments.common.pages import PageWatch
+from experiments.common.servers import GIVES_BACK, Server, ServerError, ServerSpec, running
+from experiments.common.transfer_config import role
+from kvcached_nixl.compat.series import Era
+from kvcached_nixl.compat.versions import installed_row
+
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout(), **GIVES_BACK}
+BLOCK_SIZE = 32
+LENGTHS = (100, 230, 5000)
+"""The last has more blocks than the pages that are always mapped, so that memory that is kept shows."""
+LONGEST = 8192
+TOKENS = 8
+IN_TIME_SECONDS = 30.0
+Connector = Mapping[str, Any]
+
+
+def prompt(length: int) -> list[int]:
+    return [3 + (7 * place + place * place + length) % 500 for place in range(length)]
+
+
+def example(folder: Path) -> Connector:
+    return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+
+
+def host_shelf(folder: Path) -> Connector:
+    extra = {"folder": str(folder)}
+    return {"kv_connector": "HostShelf", "kv_connector_module_path": "host_shelf", "kv_connector_extra_config": extra}
+
+
+def spec(name: str, **fields: Any) -> ServerSpec:
+    model = models.make_model(models.ModelShape(max_positions=2 * LONGEST))
+    # ExampleConnector keeps prompts that are computed in one step only.
+    sizes = {"block_size": BLOCK_SIZE, "max_model_len": LONGEST, "max_num_batched_tokens": LONGEST}
+    return ServerSpec(name, model, "float32", forks=True, **sizes, **{"environment": KVCACHED, **fields})
+
+
+def beside(name: str, other: Connector, mode: str, *, is_first: bool) -> ServerSpec:
+    """A server with another connector beside NixlConnector."""
+    nixl = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role(name),
+        "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
+    }
+    children = [nixl, {"kv_role": "kv_both", **other}]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": role(name),
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"connectors": children[::-1] if is_first else children},
+    }
+    return spec(name, kv_transfer=transfer)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Answer]]:
+    """Answers of a stock instance, by the length of the prompt."""
+
+    async def alone(server: Server) -> dict[int, Answer]:
+        async with http_client(1) as http:
+            client = Client(server.base_url, http)
+            return {length: await answer_of(client, length) for length in LENGTHS}
+
+    with running([spec("stock", environment={})], tmp_path_factory.mktemp("stock")) as (server,):
+        found = asyncio.run(alone(server))
+    yield found
+
+
+async def answer_of(client: Client, length: int) -> Answer:
+    return await client.answer(prompt(length), max_tokens=TOKENS, salt="one", request_id=f"alone-{length}")
+
+
+@dataclass(frozen=True)
+class Route:
+    """A prefill and a decode server, and where each keeps KV."""
+
+    servers: tuple[Server, Server]
+    clients: tuple[Client, Client]
+    folders: tuple[Path, Path]
+    mode: str
+    expected: Mapping[int, Answer]
+
+    async def hand_over(self, length: int, turn: str) -> Answer:
+        """As a router does: one side after the other, or, for push, both at once."""
+        prefill, decode = self.clients
+        name = f"{turn}-{length}"
+        prefilling = prefill.complete(
+            prompt(length),
+            max_tokens=1,
+            salt="one",
+            request_id=f"{name}-prefill",
+            kv_transfer_params={"do_remote_decode": True, "transfer_id": name},
+        )
+        if self.mode == "pull":
+            params = (await prefilling)["kv_transfer_params"]
+        else:
+            params = {**self.servers[0].coordinates, "do_remote_prefill": True, "transfer_id": name}
+        decoding = decode.complete(
+            prompt(length), max_tokens=TOKENS, salt="one", request_id=f"{name}-decode", kv_transfer_params=params
+        )
+        if self.mode == "pull":
+            return read_answer(await decoding, TOKENS)
+        return read_answer((await asyncio.gather(decoding, prefilling))[0], TOKENS)
+
+    async def differences(self, ask: Callable[[int], Awaitable[Answer]]) -> list[Difference]:
+        """How the answers to all prompts differ from those of the stock instance."""
+        found = []
+        for length in LENGTHS:
+            answer = await ask(length)
+            found += compare_answers(str(length), self.expected[length], answer, LOGPROB_TOLERANCE["float32"])
+        return found
+
+    async def forget(self) -> None:
+        """Clear both local prefix caches. What the other connectors keep stays."""
+        for client in self.clients:
+            reply = await client.http.post(f"{client.base_url}/reset_prefix_cache")
+            assert reply.status_code == httpx.codes.OK, reply.text
+
+    async def are_kept(self) -> None:
+        """Both sides have stored each prompt."""
+        for folder in self.folders:
+            await self.until(lambda folder=folder: stored(folder), f"{folder} has not every prompt")
+
+    async def loaded_tokens(self, side: int) -> float:
+        return await self._metric(side, "vllm:external_prefix_cache_hits_total")
+
+    async def handed_over(self) -> float:
+        """Hand-overs whose bytes were moved. Decode counts them with pull, prefill with push."""
+        return sum([await self._metric(side, "vllm:nixl_xfer_time_seconds_count") for side in (0, 1)])
+
+    async def have_been_handed_over(self, number: float) -> None:
+        deadline = time.monotonic() + IN_TIME_SECONDS
+        while (found := await self.handed_over()) < number and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert found == number
+
+    async def _metric(self, side: int, name: str) -> float:
+        client = self.clients[side]
+        text = (await client.http.get(f"{client.base_url}/metrics")).text
+        return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))
+
+    @staticmethod
+    async def until(condition: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + IN_TIME_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, otherwise
+            await asyncio.sleep(0.05)
+
+
+def stored(folder: Path) -> bool:
+    """Whether every prompt is kept: ExampleConnector has a folder for each, with a file for each of the four layers."""
+    files = list(folder.rglob("*.safetensors"))
+    if files and files[0].parent != folder:
+        return len(files) == 4 * len(LENGTHS)
+    return len(files) == sum(length // BLOCK_SIZE for length in LENGTHS)
+
+
+def spoil(folder: Path) -> None:
+    """Overwrite half of what is kept."""
+    for file in folder.rglob("*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2].ljust(len(content), b"\0"))
+
+
+CASES = {
+    "pull, ExampleConnector second": ("pull", example, False),
+    "pull, HostShelf first": ("pull", host_shelf, True),
+    "push, HostShelf second": ("push", host_shelf, False),
+    "push, ExampleConnector first": ("push", example, True),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_answers_are_right_whoever_has_the_kv(case: str, expected: dict[int, Answer], tmp_path: Path) -> None:
+    """Both sides find prompts again when their prefix caches were cleared. A request that both connectors keep is freed
+    once: the memory of both sides comes back."""
+    mode, other, is_first = CASES[case]
+    if other is example and installed_row().shape.era is not Era.PACKED:
+        pytest.skip("refused with this vLLM")
+    folders = (tmp_path / "kept-by-prefill", tmp_path / "kept-by-decode")
+    for folder in folders:
+        folder.mkdir()
+    specs = [
+        beside(name, other(folders[side]), mode, is_first=is_first) for side, name in ((0, "prefill"), (1, "decode"))
+    ]
+    with running(specs, tmp_path) as (prefill, decode):
+        watches = [PageWatch(server.identity) for server in (prefill, decode)]
+        at_rest = [watch.mapped_bytes() for watch in watches]
+        asyncio.run(_all_ways((prefill, decode), folders, mode, expected, is_first))
+        for watch, level in zip(watches, at_rest, strict=True):
+            asyncio.run(Route.until(lambda watch=watch, level=level: watch.mapped_bytes() == level, "memory is kept"))
+        for server in (prefill, decode):
+            server.check_alive()
+
+
+async def _all_ways(
+    servers: tuple[Server, Server],
+    folders: tuple[Path, Path],
+    mode: str,
+    expected: Mapping[int, Answer],
+    is_first: bool,
+) -> None:
+    async with http_client(2) as http:
+        clients = (Client(servers[0].base_url, http), Client(servers[1].base_url, http))
+        route = Route(servers, clients, folders, mode, expected)
+        assert not await route.differences(lambda length: route.hand_over(length, "computed"))
+        await route.have_been_handed_over(len(LENGTHS))
+        await route.are_kept()
+
+        # Prefill loads what it hands over. Decode takes it from the first connector that has it.
+        await route.forget()
+        before = await route.loaded_tokens(0)
+        assert not await route.differences(lambda length: route.hand_over(length, "loaded"))
+        assert await route.loaded_tokens(0) - before >= sum(length - BLOCK_SIZE for length in LENGTHS)
+        await route.have_been_handed_over(len(LENGTHS) * (1 if is_first else 2))
+
+        # Decode loads without a hand-over.
+        await route.forget()
+        before = await route.loaded_tokens(1)
+        assert not await route.differences(lambda length: answer_of(clients[1], length))
+        assert await route.loaded_tokens(1) - before >= sum(length - BLOCK_SIZE for length in LENGTHS)
+
+        # Planted: the kept bytes are others. That shows that they were used.
+        for folder in folders:
+            spoil(folder)
+        await route.forget()
+        assert len({one.prompt for one in await route.differences(lambda length: answer_of(clients[1], length))}) == 3
+        assert await route.differences(lambda length: route.hand_over(length, "spoiled"))
+
+
+def test_an_offloading_connector_that_kvcached_does_not_allow_is_refused(tmp_path: Path) -> None:
+    """The server ends before it listens, and its log says what to do."""
+    offloading = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    refused = beside("prefill", offloading, "pull", is_first=False)
+    with pytest.raises(ServerError, match="ended with status"), running([refused], tmp_path):
+        pass
+    log = (tmp_path / "prefill.log").read_text(errors="replace")
+    assert "after vLLM has freed it" in log and "Remove OffloadingConnector" in log

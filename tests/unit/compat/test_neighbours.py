@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.compat.neighbours` with stand-ins for vLLM's connectors and their factory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.compat import neighbours
+from kvcached_nixl.compat.names import KV_TRANSFER
+from kvcached_nixl.compat.neighbours import JUDGED, of_other_packages, require_servable
+from kvcached_nixl.compat.versions import row_of
+from kvcached_nixl.errors import SettingsError
+
+BASE = type("KVConnectorBase_V1", (), {"__module__": f"{KV_TRANSFER}.v1.base"})
+
+
+def of_vllm(name: str) -> type:
+    return type(name, (BASE,), {"__module__": f"{KV_TRANSFER}.v1.{name.lower()}"})
+
+
+CLASSES = {name: of_vllm(name) for name in (*JUDGED, "NewConnector")}
+CLASSES["Mine"] = type("Mine", (BASE,), {"__module__": "mine"})
+CLASSES["Derived"] = type("Derived", (CLASSES["OffloadingConnector"],), {"__module__": "mine"})
+CLASSES["LMCacheConnectorV1Dynamic"] = type("LMCacheConnectorV1Dynamic", (BASE,), {"__module__": "lmcache.integration"})
+
+
+class Factory:
+    @staticmethod
+    def get_connector_class(config: Any) -> type:
+        return CLASSES[config.kv_connector]
+
+
+def multi(*names: str) -> dict[str, Any]:
+    connectors = [{"kv_connector": "NixlConnector"}, *({"kv_connector": name} for name in names)]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+
+
+def vllm_config(*names: str, use_mla: bool = False, inner: bool = False) -> Any:
+    given = multi(*names)
+    if inner:
+        given["kv_connector_extra_config"] = {"connectors": [given.copy()]}
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(**given), model_config=SimpleNamespace(use_mla=use_mla))
+
+
+@pytest.fixture(params=["0.19.1", "0.25.1", "0.26.0", "0.33.0"])
+def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    version: str = request.param
+    monkeypatch.setattr(neighbours, "installed_row", lambda: row_of(version))
+    return version
+
+
+REFUSED = sorted({*JUDGED} - {"ExampleConnector", "MultiConnector"} - {name for name in JUDGED if "Nixl" in name})
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("name", [*REFUSED, "NewConnector", "Derived", "LMCacheConnectorV1Dynamic"])
+def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str, inner: bool) -> None:
+    """One that a later vLLM adds, too, and a class that extends one of vLLM's."""
+    with pytest.raises(SettingsError) as refusal:
+        require_servable(Factory, vllm_config(name, inner=inner))
+    assert name in refusal.value.found and f"Remove {name}" in refusal.value.remedy
+    assert refusal.value.consequence.startswith("OffloadingConnector " if name == "Derived" else f"{name} ")
+
+
+@pytest.mark.usefixtures("vllm")
+def test_each_danger_is_told() -> None:
+    dangers = {
+        "OffloadingConnector": "after vLLM has freed it",
+        "SimpleCPUOffloadConnector": "would have allocated them",
+        "MooncakeConnector": "registers KV memory once",
+        "LMCacheConnectorV1": "need a GPU",
+        "HiSparseConnector": "not shown",
+    }
+    for name, words in dangers.items():
+        with pytest.raises(SettingsError, match=words):
+            require_servable(Factory, vllm_config(name))
+
+
+@pytest.mark.parametrize("use_mla", [False, True])
+def test_the_example_connector_is_served_where_it_indexes_blocks(vllm: str, use_mla: bool) -> None:
+    """Else it reshapes a layer's tensor, which is a copy where kvcached's blocks are not adjacent."""
+    config = vllm_config("ExampleConnector", use_mla=use_mla)
+    if vllm in ("0.26.0", "0.33.0") and not use_mla:
+        require_servable(Factory, config)
+    else:
+        with pytest.raises(SettingsError, match="reshapes"):
+            require_servable(Factory, config)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_connector_of_another_package_is_left_to_its_author() -> None:
+    config = vllm_config("Mine", "ExampleConnector", "NixlPushConnector", inner=True)
+    assert of_other_packages(Factory, config.kv_transfer_config) == ["Mine"]
+    require_servable(Factory, vllm_config("Mine"))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_without_a_multi_connector_there_is_nothing_beside_it() -> None:
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    require_servable(Factory, config)
+    assert of_other_packages(Factory, config.kv_transfer_config) == []
