@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proxy": {"errors", "settings", "transfer_mode", "wire.params"},
     "hostvmm": {"errors", "processes"},
     "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
-    "cli": {"errors", "settings", "compat", "patching", "proof", "transport", "version"},
+    "cli": {"errors", "settings", "compat", "patching", "proof", "transport", "version", "worker.transfer.host"},
     "__init__": {"activation.bootstrap", "cli.report", "version"},
     "__main__": {"errors", "settings", "compat", "cli", "proxy", "install", "status", "version"},
     "sitecustomize": {"activation.autostart"},
