@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other projects' routers before real servers. Their environments are made when a test first needs them."""
+"""Other projects' programs: routers before real servers, manifests. Their environments are made on first use."""
 
 from __future__ import annotations
 
