@@ -33,14 +33,13 @@ class Host:
         return tuple(dict.fromkeys(str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
 
     def why_not_bound(self, address: str, port: int) -> int | None:
-        """The error number with which a listener there fails, on any port if it is 0; None if it works."""
+        """The error number with which binding a socket there fails, on any port if it is 0; None if it works."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             # As ZeroMQ and uvicorn do: a connection that has ended does not keep the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, port))
-                probe.listen()
             except OSError as error:
                 return error.errno or errno.EINVAL
         return None
