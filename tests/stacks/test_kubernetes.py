@@ -228,7 +228,7 @@ def test_the_doctor_before_a_server_lets_it_start(name: str, manifests: dict[str
 
     done = run()
     assert done.returncode == 0 and f"  role           {ROLES[name]}\n" in done.stdout, done.stdout + done.stderr
-    done = run(**{ADDRESS: "0.0.0.0"})
+    done = run(**{ADDRESS: "192.0.2.1"})  # of the documentation's range: no host has it
     assert done.returncode == 1 and "wrong: side channel" in done.stdout
 
 
