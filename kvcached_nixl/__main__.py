@@ -36,10 +36,19 @@ Tests through NIXL whether a memory registration stays correct when kvcached unm
 transport that UCX could choose on this host is tested alone, in separate processes, with a few MiB. A
 server runs the same test before it offers a handshake; this command runs it before the first deployment.
 """
+_DEPLOY = """\
+With --deploy it tests nothing. It reads the environment, the server's command line (behind --) and this host's limits,
+and says what is wrong for a server that is to be started here: role, settings, addresses, ports, folders, limits,
+versions. It needs no GPU and takes a second. In a pod or a container, run it where the server will run.
+"""
 _DOCTOR_EPILOG = """\
+example:
+  python -m kvcached_nixl doctor --deploy -- vllm serve MODEL --kv-transfer-config '{"kv_connector": ...}'
+
 exit status:
   0  kvcached's pages may be registered: every transport that could be chosen follows them
   1  they may not be registered and KV would be staged, or the test failed. The output says why
+     --deploy: 0, nothing is wrong (there may be advice); 1, something is
   2  wrong usage
 """
 _PROXY = """\
@@ -79,10 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy}")
     _add_doctor(commands.add_parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # Not by argparse: what follows "--" is another program's command line, with flags of the same names.
+    serves = given[given.index("--") + 1 :] if "--" in given else []
+    given = given[: len(given) - len(serves)]
     _add_proxy(commands.add_parser, is_asked="proxy" in given)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args([one for one in given if one != "--"])
+    if options.command != "doctor" and serves:
+        parser.error("-- is for doctor --deploy, followed by a server's command line")
     if options.command == "doctor":
-        return _doctor(options)
+        wrong_usage = _misused(options, serves)
+        if wrong_usage:
+            parser.error(wrong_usage)
+        return _deploy(options, serves) if options.deploy else _doctor(options)
     if options.command == "proxy":
         return _proxy(options)
 
@@ -107,8 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add(
         "doctor",
-        help="test whether NIXL can use kvcached's pages on this host",
-        description=_DOCTOR,
+        usage="%(prog)s [options] | %(prog)s --deploy [--kv-transfer-config JSON] [--json] [-- COMMAND ...]",
+        help="test whether NIXL can use kvcached's pages on this host; --deploy: examine a server's environment",
+        description=f"{_DOCTOR}\n{_DEPLOY}",
         epilog=_DOCTOR_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -121,6 +139,10 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="rank of that engine (default 0)")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="device index (default 0)")
+    parser.add_argument("--deploy", action="store_true", help="examine environment, command line and limits instead")
+    parser.add_argument(
+        "--kv-transfer-config", metavar="JSON", help="with --deploy: of the server, where its command line is not given"
+    )
 
 
 def _add_proxy(add: Callable[..., argparse.ArgumentParser], *, is_asked: bool) -> None:
@@ -159,6 +181,28 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise argparse.ArgumentTypeError(f"found {text!r}; expected HOST:PORT, with a port of 1 to 65535")
     return host.strip("[]"), int(port)
+
+
+def _misused(options: argparse.Namespace, serves: Sequence[str]) -> str:
+    """What is wrong about the options of doctor; "" if nothing is."""
+    tests = options.backend or options.peer or options.rank or options.device
+    if options.deploy and tests:
+        return "--backend, --peer, --rank and --device do not go with --deploy, which tests no transport"
+    if not options.deploy and (serves or options.kv_transfer_config is not None):
+        return "a server's command line and --kv-transfer-config need --deploy"
+    return ""
+
+
+def _deploy(options: argparse.Namespace, serves: Sequence[str]) -> int:
+    """Examine environment, command line and host. Returns the exit status."""
+    from kvcached_nixl.cli.deploy import examine
+
+    found = examine.examine(os.environ, options.kv_transfer_config, serves)
+    if options.json:
+        print(json.dumps(examine.to_json(found), indent=2))
+    else:
+        print(examine.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 1 if found.is_wrong else 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

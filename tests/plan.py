@@ -64,7 +64,9 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_refusals.py": (None, 2.5),
     "e2e/test_router.py": (None, 13.0),
     "e2e/test_router_ranks.py": (None, 6.5),
+    "stacks/test_containerfile.py": (None, 1.6),
     "stacks/test_dynamo.py": (None, 3.0),
+    "stacks/test_kubernetes.py": (None, 1.2),
     "stacks/test_ray_serve.py": (None, 6.0),
     "stacks/test_toy_proxies.py": (None, 3.0),
     "stacks/test_vllm_router.py": (None, 1.6),
@@ -112,11 +114,14 @@ def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
 
 
 def newcomer(vllm: str) -> list[Job]:
-    """Every tier except pythons, with one vLLM. Of e2e only test_refusals.py; equivalence covers both directions."""
+    """Every tier except pythons, with one vLLM. Equivalence covers both directions.
+
+    Of e2e only test_refusals.py, and of stacks only vllm-router.
+    """
     tiers = (*ONCE, "install", "gpu", "contract", *_with_servers(vllm))
     chosen = [job for tier in tiers for job in jobs(tier, vllm, "brief")]
     left_out = {what for what in MINUTES if what.startswith("e2e/")} - {"e2e/test_refusals.py"}
-    left_out |= {what for what in MINUTES if what.startswith("contract/")} | set(STACKS)
+    left_out |= {what for what in MINUTES if what.startswith(("contract/", "stacks/"))} - {ROUTER}
     if "V1" in RUNNERS[vllm]:
         left_out.add("equivalence/V2")
     return [job for job in chosen if job.what not in left_out]
@@ -162,7 +167,8 @@ def turn(number: int) -> list[Job]:
 def minutes(chosen: Iterable[Job]) -> float:
     """Minutes that all of ``chosen`` take on two cores, including the set-up of their environments."""
     chosen = list(chosen)
-    return sum(job.minutes for job in chosen) + ENVIRONMENT_MINUTES * len({job.vllm for job in chosen})
+    environments = ENVIRONMENT_MINUTES * len({job.vllm for job in chosen})
+    return round(sum(job.minutes for job in chosen) + environments, 3)
 
 
 def named(tiers: Sequence[str], versions: Sequence[str]) -> list[Job]:

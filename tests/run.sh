@@ -23,7 +23,7 @@ Creates the environments that it needs. Before it downloads, experiments/env.sh 
   pythons      tests that need no vLLM, on Python 3.10, 3.12, 3.13 and 3.14 and with the lowest supported dependencies
   contract     what the package assumes about vLLM, kvcached and NIXL; uses real NIXL agents
   e2e          real servers
-  stacks       other projects' stacks with real engines
+  stacks       other projects' stacks with real engines; the manifests and the Containerfile of docs/deploy
   equivalence  real servers, the quick byte-equivalence run
 
 KVCACHED_NIXL_VLLM="0.28.0" chooses the vLLM. With TIER it may list several: "0.19.1 0.28.0". The default is the newest

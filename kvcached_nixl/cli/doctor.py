@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import resource
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvcached_nixl.cli.limits import Limits, limits, shortfalls
 from kvcached_nixl.compat.platform import Platform, platform
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.proof.find import find
@@ -22,12 +20,6 @@ from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.version import __version__
 
 __all__ = ["Findings", "examine", "render", "to_json"]
-
-_UNLIMITED = "unlimited"
-_SHARED_BYTES = 1 << 30
-"""With less than this in /dev/shm, UCX may fail to create shared memory in a container."""
-_MAPPINGS = 65_530
-"""Linux's default for vm.max_map_count."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Findings:
 
     platform: Platform
     proof: Proof
-    limits: dict[str, int | str]
+    limits: Limits
     advice: tuple[str, ...]
     peer: PeerFound | None = None
 
@@ -65,7 +57,7 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
     here = platform()
     question = Question(here.device, device_index, here.memory_type, tuple(backends))
     proof = find(question, is_fresh=True)
-    limits = _limits()
+    of_host = limits()
     met = None
     if peer is not None:
         channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
@@ -77,7 +69,8 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
             raise ValueError(f"could not read from {host}:{port}: {reason}") from error
         finally:
             channel.close()
-    return Findings(here, proof, limits, (*_of_lanes(proof), *_of_limits(proof, limits)), met)
+    advice = (*_of_lanes(proof), *(one.remedy for one in shortfalls(of_host)))
+    return Findings(here, proof, of_host, advice, met)
 
 
 def render(findings: Findings, *, colour: bool = False) -> str:
@@ -120,7 +113,7 @@ def to_json(findings: Findings) -> dict[str, Any]:
         "platform": asdict(findings.platform),
         "proof": msgspec.to_builtins(findings.proof),
         "refused": list(findings.proof.why_not),
-        "limits": findings.limits,
+        "limits": dict(findings.limits),
         "advice": list(findings.advice),
         "peer": msgspec.to_builtins(findings.peer),
     }
@@ -163,41 +156,10 @@ def _of_peer(peer: PeerFound) -> list[str]:
     return lines
 
 
-def _limits() -> dict[str, int | str]:
-    def limit(which: int) -> int | str:
-        soft, _ = resource.getrlimit(which)
-        return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
-
-    def known(look: Callable[[], int]) -> int | str:
-        try:
-            return look()
-        except OSError as error:
-            return f"not known: {error}"
-
-    return {
-        "ulimit -l, bytes": limit(resource.RLIMIT_MEMLOCK),
-        "ulimit -n": limit(resource.RLIMIT_NOFILE),
-        "max_map_count": known(lambda: int(Path("/proc/sys/vm/max_map_count").read_text())),
-        "/dev/shm, bytes": known(lambda: shutil.disk_usage("/dev/shm").free),
-    }
-
-
 def _of_lanes(proof: Proof) -> list[str]:
     found = [*proof.why_not, *proof.why_slow]
     if proof.why_not:
         found.append(proof.remedy)
     if proof.why_slow:
         found.append(f"more than {SLOW:g} times as slow as a slab means a copy path: check the build of UCX")
-    return found
-
-
-def _of_limits(proof: Proof, limits: dict[str, int | str]) -> list[str]:
-    found = []
-    locked, mappings, shared = (limits[name] for name in ("ulimit -l, bytes", "max_map_count", "/dev/shm, bytes"))
-    if Path("/sys/class/infiniband").is_dir() and locked != _UNLIMITED:
-        found.append("ulimit -l unlimited: network cards pin registered memory")
-    if isinstance(mappings, int) and mappings < _MAPPINGS:
-        found.append(f"sysctl -w vm.max_map_count={_MAPPINGS}: each of kvcached's pages is a mapping")
-    if isinstance(shared, int) and shared < _SHARED_BYTES:
-        found.append("give the container more shared memory (--shm-size=1g, or an emptyDir of medium Memory)")
     return found

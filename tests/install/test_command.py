@@ -180,3 +180,23 @@ def test_the_doctor_says_what_is_missing(with_wheel: Environment) -> None:
     assert done.returncode == 1
     assert "where vLLM, kvcached and NIXL are installed" in done.stderr and "Traceback" not in done.stderr
     assert "exit status:" in with_wheel.run(*COMMAND, "doctor", "--help").stdout
+
+
+DEPLOYED = {"ENABLE_KVCACHED": "true", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+TRANSFER = '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'
+
+
+def test_deploy_examines_what_is_installed(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """It imports nothing of it: the stand-in for vLLM could not parse a command line."""
+    command = (*COMMAND, "doctor", "--deploy", "--kv-transfer-config", TRANSFER)
+    done = with_wheel.run(*command, path=(tree("0.28.0"),), **DEPLOYED)
+    assert done.returncode == 0 and "wrong: " not in done.stdout, done.stdout + done.stderr
+    done = with_wheel.run(*command, path=(tree("0.18.1"),), **DEPLOYED)
+    assert done.returncode == 1 and "wrong: vLLM version" in done.stdout
+    done = with_wheel.run(*command, path=(tree("0.19.1"),), **DEPLOYED, VLLM_USE_V2_MODEL_RUNNER="1")
+    assert done.returncode == 1 and "wrong: runner" in done.stdout
+
+
+def test_deploy_without_vllm_is_no_crash(with_wheel: Environment) -> None:
+    done = with_wheel.run(*COMMAND, "doctor", "--deploy", **DEPLOYED)
+    assert done.returncode == 1 and "no vLLM in this environment" in done.stdout and not done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other projects' stacks with real engines: `experiments.stacks`, with fewer requests.
+"""Other projects' stacks with real engines, and the manifests of docs/deploy.
 
 A file for each stack. What a stack needs is installed when a test first asks for it.
 """

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
     "cli": {
         *("errors", "settings", "compat", "patching", "proof", "transport", "version"),
-        *("side_channel_address", "this_host"),
+        *("side_channel_address", "this_host", "worker.transfer.host"),
     },
     "__init__": {"activation.bootstrap", "cli.report", "version"},
     "__main__": {"errors", "settings", "compat", "cli", "proxy", "install", "status", "version"},

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvcached_nixl.wire.handshake import MemoryType, Process
 
-__all__ = ["Host", "own_process"]
+__all__ = ["Host", "only_networks", "own_process"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
@@ -47,6 +47,11 @@ def own_process() -> Process:
         return Process(_BOOT_ID.read_text().strip(), " ".join(namespaces), pid, int(_stat(pid)[_STARTED]))
     except (OSError, ValueError, IndexError):
         return Process()
+
+
+def only_networks(transports: str) -> bool:
+    """Whether a value of ``UCX_TLS`` allows nothing that bypasses the network between two processes."""
+    return bool(transports) and {one.strip() for one in transports.split(",")} <= _NETWORKS
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,7 @@ class Host:
         absent.
         """
         mine = self.own
-        chosen = {one.strip() for one in self.transports.split(",")}
-        if self.transports and chosen <= _NETWORKS:
+        if only_networks(self.transports):
             return True
         if not mine.boot_id or not process.boot_id:
             return False
