@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from experiments.common.servers import Running, Server, ServerError, ServerSpec
 HAND_OVERS = "vllm:nixl_xfer_time_seconds_count"
 """vLLM's own counter; one for each request whose KV was moved."""
 RESTART_SECONDS = 180.0
+ENDING_SECONDS = 60.0
 
 Say = Callable[[str], None]
 Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractContextManager[str]]
@@ -70,7 +72,12 @@ class Servers:
         self._launched.servers[self.engines.index(engine)].kill()
 
     def restart(self, engine: str) -> None:
-        self._launched.servers[self.engines.index(engine)].stop()
+        server = self._launched.servers[self.engines.index(engine)]
+        # To the process that was started, as a container's runtime does; `stop` would tell its engine as well.
+        server.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(ENDING_SECONDS)
+        server.stop()
 
     def restore(self, engine: str) -> None:
         successor = self._launched.replace(self.engines.index(engine))
