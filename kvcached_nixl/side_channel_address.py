@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.this_host import own_addresses
 
 __all__ = ["Endpoint", "SideChannelAddress", "look_up"]
 
@@ -43,7 +44,7 @@ class SideChannelAddress:
 
     Attributes:
         bound: where it listens, as configured.
-        listening: the numeric addresses of ``bound.host``.
+        listening: the numeric addresses of ``bound.host`` that this host has.
         advertised: where peers reach it.
         origin: what ``advertised`` was taken from, as text.
     """
@@ -69,7 +70,7 @@ class SideChannelAddress:
         """
         bound = Endpoint(_host(HOST, host) or "0.0.0.0", _port(PORT, str(port), index))
         try:
-            listening = tuple(look_up(bound.host))
+            listening = _of_this_host(look_up(bound.host))
         except (OSError, UnicodeError) as error:
             raise SettingsError(
                 found=f"{HOST}={host!r}, for which there is no address: {error}",
@@ -80,13 +81,15 @@ class SideChannelAddress:
         told = environ.get(ADVERTISE_HOST, "").strip()
         if told:
             advertised, origin = _host(ADVERTISE_HOST, told), ADVERTISE_HOST
+            if not advertised or _is_wildcard(advertised):
+                raise _nowhere(advertised)
         elif any(map(_is_wildcard, listening)):
             # get_ip may give a name: VLLM_HOST_IP is not checked by vLLM.
             advertised, origin = own_ip().strip("[]"), f"this host's own address: {bound.host} stands for all of them"
+            if not advertised or _is_wildcard(advertised):
+                advertised, origin = _reached(listening[0]), "vLLM finds no other address of this host"
         else:
             advertised, origin = bound.host, HOST
-        if not advertised or _is_wildcard(advertised):
-            raise _nowhere(bound, origin, advertised)
         told = environ.get(ADVERTISE_PORT, "").strip()
         to = _port(ADVERTISE_PORT, told, index) if told else bound.port
         return cls(bound, listening, Endpoint(advertised, to), origin)
@@ -94,10 +97,7 @@ class SideChannelAddress:
     @property
     def local(self) -> Endpoint:
         """Where processes of this host reach it, whatever peers have to go through."""
-        first = self.listening[0]
-        if _is_wildcard(first):
-            first = "::1" if isinstance(_ip(first), ipaddress.IPv6Address) else "127.0.0.1"
-        return Endpoint(first, self.bound.port)
+        return Endpoint(_reached(self.listening[0]), self.bound.port)
 
     def __str__(self) -> str:
         return f"listens at {self.bound}, and peers get {self.advertised} ({self.origin})"
@@ -205,17 +205,26 @@ def _port(variable: str, text: str, index: int) -> int:
     return int(text) + index
 
 
-def _nowhere(bound: Endpoint, origin: str, advertised: str) -> SettingsError:
-    if origin == ADVERTISE_HOST:
-        found = f"{ADVERTISE_HOST} says {advertised or '*'}, which stands for every address of whoever reads it"
-    else:
-        found = f"the side channel listens at {bound}, on every address, and vLLM finds no address of this host"
+def _nowhere(advertised: str) -> SettingsError:
     return SettingsError(
-        found=found,
+        found=f"{ADVERTISE_HOST} says {advertised or '*'}, which stands for every address of whoever reads it",
         expected="one address for peers to connect to",
         consequence="Each peer would connect to itself.",
         remedy=f"Set {ADVERTISE_HOST} (in Kubernetes from status.podIP), or VLLM_HOST_IP, to what peers reach.",
     )
+
+
+def _of_this_host(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Those that this host has; all of them if it has none, or if that is not known."""
+    own = own_addresses()
+    return tuple(one for one in addresses if _is_wildcard(one) or _is_own(one, own)) or tuple(addresses)
+
+
+def _reached(address: str) -> str:
+    """The address under which processes of this host reach a listener at this one."""
+    if not _is_wildcard(address):
+        return address
+    return "::1" if isinstance(_ip(address), ipaddress.IPv6Address) else "127.0.0.1"
 
 
 def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

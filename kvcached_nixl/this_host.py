@@ -14,7 +14,10 @@ from typing import Any
 
 __all__ = ["PortHolder", "own_addresses", "port_holders"]
 
-_SECRET = re.compile(r"(?i)((?:key|token|secret|password)\S*?(?:=|\s+))\S+")
+_USER = re.compile(r"//[^/@]*@")
+_PROGRAM_WORDS = 4
+"""As in ``python -m vllm.entrypoints.openai.api_server`` and ``python .../bin/vllm serve MODEL``."""
+_SHOWN_FLAGS = ("--data-parallel-rank", "--host", "--model", "--port", "--served-model-name")
 _SHOWN = 300
 _WILDCARDS = ("0.0.0.0", "::")
 
@@ -105,9 +108,16 @@ def _described(process: Any) -> str:
 
 
 def _command(process: Any) -> str:
-    """The command line, without what may be secret."""
-    words = " ".join(process.cmdline()).split()
-    return _SECRET.sub(r"\1***", " ".join(words) or "no command line")[:_SHOWN]
+    """The program, and those of its arguments that say what it serves. The others may be secret."""
+    words = process.cmdline()
+    end = next((place for place, word in enumerate(words) if word.startswith("-") and word != "-m"), len(words))
+    shown = words[: min(end, _PROGRAM_WORDS)]
+    for place, word in enumerate(words[end:], end):
+        name, given, _ = word.partition("=")
+        if name in _SHOWN_FLAGS:
+            shown += [word] if given else words[place : place + 2]
+    text = " ".join(_USER.sub("//***@", word) for word in shown) or "no command line"
+    return text[:_SHOWN] if shown == words else f"{text[:_SHOWN]} ..."
 
 
 def _is_engine(process: Any) -> bool:

@@ -13,7 +13,17 @@ from typing import Any
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.side_channel_address import SideChannelAddress
 
-__all__ = ["address_of", "attach", "attach_address", "attach_step", "begin_step", "sides", "side_of", "step_of"]
+__all__ = [
+    "address_of",
+    "attach",
+    "attach_address",
+    "attach_step",
+    "begin_step",
+    "connectors",
+    "sides",
+    "side_of",
+    "step_of",
+]
 
 _SIDE = "_kvcached_nixl"
 _ADDRESS = "_kvcached_nixl_address"
@@ -43,12 +53,15 @@ def address_of(connector: Any) -> SideChannelAddress:
 
 def sides(connector: Any) -> Iterator[Any]:
     """Our facade of each NIXL connector in ``connector``, which may contain others (``MultiConnector``)."""
+    return (side for side in map(side_of, connectors(connector)) if side is not None)
+
+
+def connectors(connector: Any) -> Iterator[Any]:
+    """A connector and those inside it."""
     waiting = [connector]
     while waiting:
         one = waiting.pop()
-        side = side_of(one)
-        if side is not None:
-            yield side
+        yield one
         waiting += optional(one, "_connectors", ())
 
 

@@ -11,17 +11,21 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES
 from kvcached_nixl.compat.names import KV_TRANSFER
+from kvcached_nixl.compat.private import optional
 from kvcached_nixl.compat.series import Era
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import SettingsError
 
-__all__ = ["JUDGED", "children", "of_other_packages", "require_servable"]
+__all__ = ["JUDGED", "TRUSTED", "connector_classes", "require_no_replacement", "require_servable"]
+
+TRUSTED = "trusted_connectors"
+"""Key of ``kv_connector_extra_config``: class names of other packages' connectors that the operator has checked."""
 
 _FREED = (
     "copies a block after vLLM has freed it. By then kvcached may have unmapped its page, or another request uses it: "
@@ -68,23 +72,47 @@ JUDGED = frozenset({*_REFUSED, _SERVED_IF_PACKED, *_NIXL})
 """Every connector that vLLM 0.19 to 0.33 registers. One that is not here is refused, too."""
 
 
-def children(factory: Any, config: Any) -> Iterator[type]:
-    """The classes of the connectors inside ``config``, a ``KVTransferConfig`` of a ``MultiConnector``, however deep."""
+def connector_classes(factory: Any, config: Any) -> Iterator[type]:
+    """The class that a ``KVTransferConfig`` names, and those of the connectors inside it (``MultiConnector``)."""
+    yield factory.get_connector_class(config)
     for child in config.kv_connector_extra_config.get("connectors", ()):
-        inner = type(config)(**{"kv_connector_extra_config": {}, **child})
-        yield factory.get_connector_class(inner)
-        yield from children(factory, inner)
+        yield from connector_classes(factory, type(config)(**{"kv_connector_extra_config": {}, **child}))
 
 
-def require_servable(factory: Any, vllm_config: Any) -> None:
-    """Check the connectors beside the NIXL connector. Those of other packages are not known here.
+def require_no_replacement(vllm_config: Any) -> None:
+    """Check that vLLM has not put an offloading connector in the place of the one that was asked for.
+
+    ``--kv-offloading-size`` does (``vllm/config/vllm.py``, ``_post_init_kv_transfer_config``).
+
+    Raises:
+        SettingsError: it has.
+    """
+    gib = optional(optional(vllm_config, "cache_config"), "kv_offloading_size")
+    name = vllm_config.kv_transfer_config.kv_connector
+    if gib is not None and name in _REFUSED:
+        raise SettingsError(
+            found=f"--kv-offloading-size {gib}, for which vLLM uses {name} in place of any other connector",
+            expected="no --kv-offloading-size together with kvcached",
+            consequence=f"Nothing would be handed over by NIXL, and {name} {_REFUSED[name]}",
+            remedy="Remove --kv-offloading-size, or unset ENABLE_KVCACHED.",
+        )
+
+
+def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
+    """Check the connectors beside the NIXL connector.
+
+    Args:
+        classes: every connector of the engine.
 
     Raises:
         SettingsError: one of them may copy bytes of other requests, or memory that is not mapped.
     """
-    for cls in children(factory, vllm_config.kv_transfer_config):
+    for cls in classes:
         name = _own_name(cls)
-        if name is None or name in _NIXL:
+        if name in _NIXL:
+            continue
+        if name is None:
+            _require_trusted(cls.__name__, vllm_config.kv_transfer_config)
             continue
         why = _REFUSED.get(name, _NOT_SHOWN)
         if name == _SERVED_IF_PACKED:
@@ -93,16 +121,26 @@ def require_servable(factory: Any, vllm_config: Any) -> None:
             why = _RESHAPES
         raise SettingsError(
             found=f"MultiConnector with {cls.__name__} beside the NIXL connector",
-            expected="another package's connector, or vLLM's ExampleConnector, that from vLLM 0.26 on and without "
-            "multi-latent attention",
+            expected="vLLM's ExampleConnector, that from vLLM 0.26 on and without multi-latent attention, or another "
+            f"package's connector that {TRUSTED} names",
             consequence=f"{name} {why}",
             remedy=f"Remove {cls.__name__} from --kv-transfer-config, or unset ENABLE_KVCACHED.",
         )
 
 
-def of_other_packages(factory: Any, config: Any) -> list[str]:
-    """Names of the connectors inside ``config`` that are neither vLLM's nor LMCache's, and extend none of theirs."""
-    return [cls.__name__ for cls in children(factory, config) if _own_name(cls) is None]
+def _require_trusted(name: str, config: Any) -> None:
+    trusted = config.kv_connector_extra_config.get(TRUSTED, ())
+    if isinstance(trusted, (list, tuple)) and name in trusted:
+        return
+    raise SettingsError(
+        found=f"{name} beside the NIXL connector, and {TRUSTED} {trusted!r}",
+        expected="connectors of vLLM that were shown to be safe, or such as the operator has checked",
+        consequence=f"This package does not know {name}. kvcached unmaps and replaces pages, so a connector has to "
+        "copy blocks only while their request holds them, to follow the strides of the tensors that it is given, and "
+        "to register no KV memory. Otherwise later requests would get wrong tokens.",
+        remedy=f'If {name} does, add "{TRUSTED}": ["{name}"] to the kv_connector_extra_config of MultiConnector. '
+        f"Otherwise remove {name}.",
+    )
 
 
 def _own_name(cls: type) -> str | None:

@@ -11,33 +11,23 @@ memory: `compat.neighbours`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
-from kvcached_nixl.compat.attached_state import attach, attach_address
+from kvcached_nixl.compat.attached_state import attach, attach_address, connectors
 from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
 from kvcached_nixl.compat.names import NIXL_PREFIX
-from kvcached_nixl.compat.neighbours import of_other_packages, require_servable
+from kvcached_nixl.compat.neighbours import connector_classes, require_no_replacement, require_servable
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler.build import build_scheduler
-from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings
+from kvcached_nixl.settings import Server, Settings
 
 __all__ = ["GATES", "require_complete"]
 
-logger = logging.getLogger(SERVER_LOGGER)
-
 _WHY = "The connector would start although a patch is missing, and return wrong tokens with HTTP 200."
-
-_UNKNOWN = (
-    "%s is beside the NIXL connector, and this package does not know it. kvcached unmaps and replaces pages, so it has "
-    "to copy blocks only while their request holds them, to follow the strides of the tensors that it is given, and to "
-    "register no KV memory."
-)
 
 CREATE_CONNECTOR = Patch(
     target=FACTORY,
@@ -66,13 +56,20 @@ CONSTRUCT = Patch(
 
 @CREATE_CONNECTOR.around
 def create_connector(call: Call) -> Any:
-    config = call.argument("config").kv_transfer_config
-    if config is not None and _asks_for_nixl(call.instance, config):
+    vllm_config = call.argument("config")
+    config = vllm_config.kv_transfer_config
+    if config is None:
+        return call.proceed()
+    require_no_replacement(vllm_config)
+    if any(map(is_nixl, connector_classes(call.instance, config))):
         require_complete(call.registry, str(config.kv_connector))
-        require_servable(call.instance, call.argument("config"))
-        for name in of_other_packages(call.instance, config):
-            logger.warning(_UNKNOWN, name)
-    return call.proceed()
+        require_servable(connector_classes(call.instance, config), vllm_config)
+    connector = call.proceed()
+    # A class of another package may have made connectors that the configuration does not name.
+    classes = [type(one) for one in connectors(connector)]
+    if any(map(is_nixl, classes)):
+        require_servable(classes, vllm_config)
+    return connector
 
 
 @CONSTRUCT.around
@@ -113,18 +110,6 @@ def require_complete(registry: Decisions, connector: str) -> None:
 def is_nixl(cls: type) -> bool:
     """Whether a connector class is vLLM's NIXL connector or derived from it."""
     return any(c.__name__ in FACADE_CLASS_NAMES and c.__module__.startswith(NIXL_PREFIX) for c in cls.__mro__)
-
-
-def _asks_for_nixl(factory: Any, config: Any) -> bool:
-    names = {config.kv_connector, *_children(config.kv_connector_extra_config)}
-    return bool(names & FACADE_CLASS_NAMES) or is_nixl(factory.get_connector_class(config))
-
-
-def _children(extra_config: Mapping[str, Any]) -> Iterable[str]:
-    """Connector names inside a MultiConnector's configuration, however deep."""
-    for child in extra_config.get("connectors", ()):
-        yield str(child.get("kv_connector"))
-        yield from _children(child.get("kv_connector_extra_config") or {})
 
 
 def _config_of(call: Call) -> Any:

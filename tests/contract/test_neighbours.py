@@ -56,6 +56,29 @@ def test_the_offloading_connector_beside_nixl_s_is_refused(
     assert "after vLLM has freed it" in refusal.value.consequence
 
 
+RENAMED = {"kv_connector": "Renamed", "kv_connector_module_path": "support.odd_connectors", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_beside_nixl_s_under_another_name_too(role: KVConnectorRole) -> None:
+    with pytest.raises(SettingsError, match="after vLLM has freed it"):
+        KVConnectorFactory.create_connector(_config([RENAMED, OFFLOADING]), role, None)
+
+
+def test_also_if_the_configuration_does_not_name_it() -> None:
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="Both",
+            kv_role="kv_both",
+            kv_connector_module_path="support.odd_connectors",
+        ),
+        cache_config=None,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+    with pytest.raises(SettingsError, match="after vLLM has freed it"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, None)
+
+
 @dataclasses.dataclass(eq=False)
 class Recorder:
     """In place of the copies between a GPU and the host, which vLLM's CPU build does not have. None of them ends.

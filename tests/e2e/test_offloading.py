@@ -71,7 +71,10 @@ def beside(name: str, other: Connector, mode: str, *, is_first: bool) -> ServerS
         "kv_connector": "MultiConnector",
         "kv_role": role(name),
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"connectors": children[::-1] if is_first else children},
+        "kv_connector_extra_config": {
+            "connectors": children[::-1] if is_first else children,
+            "trusted_connectors": ["HostShelf"],
+        },
     }
     return spec(name, kv_transfer=transfer)
 

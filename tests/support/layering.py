@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": set(),
     "transfer_mode": set(),
     "settings": {"errors", "transfer_mode"},
-    "side_channel_address": {"errors"},
+    "side_channel_address": {"errors", "this_host"},
     "this_host": set(),
     "wire": BASICS,
     "patching": {"errors"},

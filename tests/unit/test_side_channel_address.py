@@ -41,11 +41,29 @@ def test_what_stands_for_every_address_is_never_advertised(host: str, bound: str
 
 
 @pytest.mark.parametrize("own_ip", ["0.0.0.0", "::", ""])
-def test_without_an_address_for_peers_nothing_starts(own_ip: str) -> None:
-    """vLLM's helper answers 0.0.0.0 where it finds no network."""
-    with pytest.raises(SettingsError, match=f"(?s)finds no address of this host.*{ADVERTISE_HOST}.*VLLM_HOST_IP"):
-        read("0.0.0.0", own_ip=own_ip)
-    assert read("0.0.0.0", own_ip=own_ip, **{ADVERTISE_HOST: "10.0.0.6"}).advertised.host == "10.0.0.6"
+@pytest.mark.parametrize(("host", "loopback"), [("0.0.0.0", "127.0.0.1"), ("::", "::1")])
+def test_without_a_network_peers_get_the_loopback_address(own_ip: str, host: str, loopback: str) -> None:
+    """vLLM's helper answers 0.0.0.0 where it finds no network. Engines on this host can still hand over."""
+    found = read(host, own_ip=own_ip)
+    assert found.advertised == (loopback, 5600) and "no other address" in found.origin
+    assert [one.found for one in found.doubts([loopback], HERE) if "loopback" in one.found]
+    assert read(host, own_ip=own_ip, **{ADVERTISE_HOST: "10.0.0.6"}).advertised.host == "10.0.0.6"
+
+
+@pytest.mark.parametrize("told", ["0.0.0.0", "::", "*", "[::]"])
+def test_what_stands_for_every_address_cannot_be_advertised(told: str) -> None:
+    with pytest.raises(SettingsError, match=f"(?s){ADVERTISE_HOST} says.*connect to itself"):
+        read("0.0.0.0", **{ADVERTISE_HOST: told})
+
+
+def test_a_name_of_several_hosts_leads_to_the_addresses_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers wake their engine there: at another host's, hand-overs would wait for the engine's next request."""
+    monkeypatch.setattr(module, "look_up", lambda _: ["203.0.113.9", "127.0.0.1"])
+    found = read("prefill")
+    assert found.listening == ("127.0.0.1",) and found.local == ("127.0.0.1", 5600)
+    assert found.advertised == ("prefill", 5600)
+    monkeypatch.setattr(module, "look_up", lambda _: ["203.0.113.9"])
+    assert read("prefill").listening == ("203.0.113.9",)
 
 
 @pytest.mark.parametrize(

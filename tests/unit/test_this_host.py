@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from kvcached_nixl import this_host as module
 from kvcached_nixl.this_host import own_addresses, port_holders
 
 LISTENING = """
@@ -43,13 +44,23 @@ def listener() -> Iterator[Callable[..., tuple[int, int]]]:
 
 
 def test_a_process_that_listens_is_named(listener: Callable[..., tuple[int, int]]) -> None:
-    """With its command line, but for what may be secret."""
-    pid, port = listener("127.0.0.1", "", "--served-model-name", "m", "--api-key", "sk-1", "--hf-token=hf-2")
+    """With what it serves of its command line: the rest may be secret."""
+    secrets = ("--api-key", "sk-1", "sk-2", "--hf-token=sk-3", '{"api_key":"sk-4"}', "Bearer sk-5", "https://u:sk-6@h/")
+    pid, port = listener("127.0.0.1", "", "--served-model-name", "m", *secrets, "--port=8000")
     (found,) = port_holders(port, ["127.0.0.1"])
     assert found.address == "127.0.0.1" and not found.is_engine
     assert f"process {pid} (" in found.process and psutil.Process().username() in found.process
-    assert "--served-model-name m --api-key *** --hf-token=***" in found.process
-    assert "sk-1" not in found.process and "hf-2" not in found.process
+    assert found.process.endswith(f"{sys.executable} --served-model-name m --port=8000 ...")
+    assert "sk-" not in found.process
+
+
+def test_the_program_is_shown_without_a_password() -> None:
+    class Process:
+        @staticmethod
+        def cmdline() -> list[str]:
+            return ["python", "-m", "vllm.serve", "https://user:sk-1@host/model", "sk-2", "--host", "h"]
+
+    assert module._command(Process) == "python -m vllm.serve https://***@host/model --host h ..."
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from kvcached_nixl.compat import neighbours
 from kvcached_nixl.compat.names import KV_TRANSFER
-from kvcached_nixl.compat.neighbours import JUDGED, of_other_packages, require_servable
+from kvcached_nixl.compat.neighbours import JUDGED, TRUSTED, connector_classes, require_no_replacement
 from kvcached_nixl.compat.versions import row_of
 from kvcached_nixl.errors import SettingsError
 
@@ -38,11 +38,17 @@ def multi(*names: str) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
 
 
-def vllm_config(*names: str, use_mla: bool = False, inner: bool = False) -> Any:
+def vllm_config(*names: str, use_mla: bool = False, inner: bool = False, trusted: Any = None) -> Any:
     given = multi(*names)
     if inner:
         given["kv_connector_extra_config"] = {"connectors": [given.copy()]}
+    if trusted is not None:
+        given["kv_connector_extra_config"][TRUSTED] = trusted
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(**given), model_config=SimpleNamespace(use_mla=use_mla))
+
+
+def require_servable(config: Any) -> None:
+    neighbours.require_servable(connector_classes(Factory, config.kv_transfer_config), config)
 
 
 @pytest.fixture(params=["0.19.1", "0.25.1", "0.26.0", "0.33.0"])
@@ -61,7 +67,7 @@ REFUSED = sorted({*JUDGED} - {"ExampleConnector", "MultiConnector"} - {name for 
 def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str, inner: bool) -> None:
     """One that a later vLLM adds, too, and a class that extends one of vLLM's."""
     with pytest.raises(SettingsError) as refusal:
-        require_servable(Factory, vllm_config(name, inner=inner))
+        require_servable(vllm_config(name, inner=inner))
     assert name in refusal.value.found and f"Remove {name}" in refusal.value.remedy
     assert refusal.value.consequence.startswith("OffloadingConnector " if name == "Derived" else f"{name} ")
 
@@ -77,7 +83,7 @@ def test_each_danger_is_told() -> None:
     }
     for name, words in dangers.items():
         with pytest.raises(SettingsError, match=words):
-            require_servable(Factory, vllm_config(name))
+            require_servable(vllm_config(name))
 
 
 @pytest.mark.parametrize("use_mla", [False, True])
@@ -85,21 +91,52 @@ def test_the_example_connector_is_served_where_it_indexes_blocks(vllm: str, use_
     """Else it reshapes a layer's tensor, which is a copy where kvcached's blocks are not adjacent."""
     config = vllm_config("ExampleConnector", use_mla=use_mla)
     if vllm in ("0.26.0", "0.33.0") and not use_mla:
-        require_servable(Factory, config)
+        require_servable(config)
     else:
         with pytest.raises(SettingsError, match="reshapes"):
-            require_servable(Factory, config)
+            require_servable(config)
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_connector_of_another_package_is_left_to_its_author() -> None:
-    config = vllm_config("Mine", "ExampleConnector", "NixlPushConnector", inner=True)
-    assert of_other_packages(Factory, config.kv_transfer_config) == ["Mine"]
-    require_servable(Factory, vllm_config("Mine"))
+@pytest.mark.parametrize("trusted", [None, [], ["Other"], "Mine", {"Mine": 1}], ids=str)
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_connector_of_another_package_is_refused_until_somebody_vouches_for_it(trusted: Any, inner: bool) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        require_servable(vllm_config("Mine", inner=inner, trusted=trusted))
+    assert "Mine" in refusal.value.found and f'"{TRUSTED}": ["Mine"]' in refusal.value.remedy
+    require_servable(vllm_config("Mine", inner=inner, trusted=["Mine"]))
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("name", ["OffloadingConnector", "Derived", "LMCacheConnectorV1Dynamic"])
+def test_nobody_can_vouch_for_one_that_is_known(name: str) -> None:
+    with pytest.raises(SettingsError):
+        require_servable(vllm_config(name, trusted=[name]))
 
 
 @pytest.mark.usefixtures("vllm")
 def test_without_a_multi_connector_there_is_nothing_beside_it() -> None:
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
-    require_servable(Factory, config)
-    assert of_other_packages(Factory, config.kv_transfer_config) == []
+    transfer = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+    require_servable(SimpleNamespace(kv_transfer_config=transfer))
+
+
+@pytest.mark.parametrize(
+    ("connector", "gib", "refused"),
+    [
+        ("OffloadingConnector", 4.0, True),
+        ("LMCacheMPConnector", 4.0, True),
+        ("OffloadingConnector", None, False),
+        ("NixlConnector", 4.0, False),
+        ("NixlConnector", None, False),
+    ],
+)
+def test_an_offloading_connector_in_nixl_s_place_is_refused(connector: str, gib: float | None, refused: bool) -> None:
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=connector, kv_connector_extra_config={}),
+        cache_config=SimpleNamespace(kv_offloading_size=gib),
+    )
+    if refused:
+        with pytest.raises(SettingsError, match="--kv-offloading-size 4.0"):
+            require_no_replacement(config)
+    else:
+        require_no_replacement(config)
