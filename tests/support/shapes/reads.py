@@ -318,7 +318,14 @@ READS = (
         "lora_config",
         "shutdown_timeout",
     ),
-    _of(f"{_CONFIG}.cache", "CacheConfig", "block_size", "cache_dtype", calculate_kv_scales=HITS_DIVERGE.earlier),
+    _of(
+        f"{_CONFIG}.cache",
+        "CacheConfig",
+        "block_size",
+        "cache_dtype",
+        "kv_offloading_size",
+        calculate_kv_scales=HITS_DIVERGE.earlier,
+    ),
     _of(
         f"{_CONFIG}.multimodal",
         "MultiModalConfig",
