@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
+from experiments.common.counted import hand_overs
 from experiments.common.device import layout
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, Running, Server, ServerError, ServerSpec
+from experiments.common.servers import GIVES_BACK, Running, ServerError, ServerSpec
 from experiments.common.targets import Verdict as Target
 from experiments.common.transfer_config import role
 from experiments.stacks import traffic
@@ -23,10 +22,6 @@ from experiments.stacks.frontends import Say, Stack
 from experiments.stacks.traffic import TEMPLATE, Answer, Request, Verdict
 
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
-HAND_OVERS = "vllm:nixl_xfer_time_seconds_count"
-"""vLLM's own counter; one for each request whose KV was moved."""
-COUNT_SECONDS = 20.0
-COUNTED_SECONDS = 1.0
 RECOVERY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
 
@@ -103,22 +98,22 @@ def measure(stack: Stack, mode: str, expected: dict[Request, Answer], logs: Path
         with stack.launch([prefill], [decode], logs / words.replace(" ", "-") / "stack.log", say) as url:
             answers = asyncio.run(traffic.many(url, before))
             calm = Counter(one.verdict for one in answers)
-            hand_overs = _hand_overs(launched.servers, len(before))
-            say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
+            moved = hand_overs(launched.servers, len(before))
+            say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {moved} hand-overs")
             first_token_ms = asyncio.run(_first_token_ms(url))
             troubled = Counter(asyncio.run(traffic.meanwhile(url, before, lambda: _kill_and_replace(launched))))
             say(f"{words}, prefill killed: {_shown(troubled)}")
             recovered_seconds = asyncio.run(_recovered(url, before))
-            known = _hand_overs(launched.servers, 0)
+            known = hand_overs(launched.servers, 0)
             after = Counter(one.verdict for one in asyncio.run(traffic.many(url, then)))
-            hand_overs_after = _hand_overs(launched.servers, known + len(then)) - known
+            hand_overs_after = hand_overs(launched.servers, known + len(then)) - known
     return Outcome(
         stack.name,
         stack.version,
         mode,
         len(before),
         _shown(calm),
-        hand_overs,
+        moved,
         sum(one.cached_tokens for one in answers) if mode in stack.passes_answers_in else None,
         _shown(troubled),
         recovered_seconds,
@@ -158,18 +153,6 @@ def targets(found: Outcome) -> list[Target]:
 
 def _shown(verdicts: Counter[Verdict]) -> dict[str, int]:
     return {kind.value: verdicts[kind] for kind in Verdict if verdicts[kind]}
-
-
-def _hand_overs(servers: Sequence[Server], least: int) -> int:
-    """Engines report what they have counted with their next step: wait for ``least``, then until nothing is added."""
-    deadline, found = time.monotonic() + COUNT_SECONDS, -1
-    while True:
-        pages = [httpx.get(f"{one.base_url}/metrics", trust_env=False).text for one in servers]
-        lines = [line.rpartition(" ") for page in pages for line in page.splitlines() if line.startswith(HAND_OVERS)]
-        before, found = found, int(sum(float(value) for _, _, value in lines))
-        if (found >= least and found == before) or time.monotonic() > deadline:
-            return found
-        time.sleep(COUNTED_SECONDS)
 
 
 async def _first_token_ms(url: str, count: int = 12) -> float:
