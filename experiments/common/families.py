@@ -23,9 +23,16 @@ from experiments.common.model import CACHE, FORMAT, ModelShape, write_tokenizer
 from experiments.common.servers import REPOSITORY, SERVER_SIDE
 from kvcached_nixl.compat.versions import installed_row
 
-__all__ = ["FAMILIES", "Family", "make_family"]
+__all__ = ["FAMILIES", "Family", "make_family", "stand_ins"]
 
 STAND_INS = Path(__file__).resolve().parent / "stand_ins"
+
+
+def stand_ins() -> dict[str, str]:
+    """Environment variables of ``vllm serve`` with what stands in for torchvision, where it is not installed."""
+    if importlib.util.find_spec("torchvision"):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, STAND_INS)))}
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,7 @@ class Family:
     @property
     def environment(self) -> Mapping[str, str]:
         """More environment variables of ``vllm serve``."""
-        if not self.imports_torchvision or importlib.util.find_spec("torchvision"):
-            return {}
-        return {"PYTHONPATH": os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, STAND_INS)))}
+        return stand_ins() if self.imports_torchvision else {}
 
 
 _SMALL: Mapping[str, Any] = {

@@ -6,17 +6,14 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-import httpx
-
+from experiments.common.counted import Counters, counters
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
 
-HAND_OVERS = "vllm:nixl_xfer_time_seconds_count"
-"""vLLM's own counter; one for each request whose KV was moved."""
 RESTART_SECONDS = 180.0
 ENDING_SECONDS = 60.0
 
@@ -36,7 +33,7 @@ class Deployment(Protocol):
     url: str
     engines: Sequence[str]
 
-    def hand_overs(self) -> Mapping[str, int]:
+    def hand_overs(self) -> Counters:
         """Return how many requests' KV was moved, by each counter of the engines that run now."""
         ...
 
@@ -65,8 +62,8 @@ class Servers:
         self.engines: Sequence[str] = [one.spec.name for one in launched.servers]
         self._launched = launched
 
-    def hand_overs(self) -> Mapping[str, int]:
-        return counted(f"{one.base_url}/metrics" for one in self._launched.servers)
+    def hand_overs(self) -> Counters:
+        return counters(f"{one.base_url}/metrics" for one in self._launched.servers)
 
     def kill(self, engine: str) -> None:
         self._launched.servers[self.engines.index(engine)].kill()
@@ -99,15 +96,3 @@ def behind(router: Router, specs: Sequence[ServerSpec], logs: Path, say: Say) ->
         prefills, decodes = ([one for one in ready if role in one.spec.name] for role in ("prefill", "decode"))
         with router(prefills, decodes, logs / "stack.log", say) as url:
             yield Servers(launched, url)
-
-
-def counted(pages: Iterable[str], name: str = HAND_OVERS) -> dict[str, int]:
-    """Return the value of each counter of that name on pages of metrics."""
-    texts = {page: httpx.get(page, trust_env=False).text for page in pages}
-    lines = [(page, line.rpartition(" ")) for page, text in texts.items() for line in text.splitlines()]
-    return {f"{page} {labels}": int(float(value)) for page, (labels, _, value) in lines if labels.startswith(name)}
-
-
-def moved(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """Return how much counters have grown. Those of engines that have ended may be missing."""
-    return sum(max(0, value - before.get(name, 0)) for name, value in after.items())

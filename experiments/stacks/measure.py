@@ -6,23 +6,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from experiments.common.counted import COUNT_SECONDS, COUNTED_SECONDS, Counters, since
 from experiments.common.device import layout
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, Running, ServerSpec
 from experiments.common.targets import Verdict as Target
 from experiments.common.transfer_config import role
 from experiments.stacks import traffic
-from experiments.stacks.deployment import Deployment, Say, moved
+from experiments.stacks.deployment import Deployment, Say
 from experiments.stacks.stacks import Stack
 from experiments.stacks.traffic import TEMPLATE, Answer, Judged, Request, Verdict
 
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
-COUNT_SECONDS = 20.0
-COUNTED_SECONDS = 1.0
 RECOVERY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
 
@@ -119,7 +118,7 @@ def measure(
         known = deployment.hand_overs()
         answers = asyncio.run(traffic.many(deployment.url, before))
         calm = _verdicts(answers)
-        hand_overs = _hand_overs(deployment, known, len(before))
+        hand_overs = since(known, deployment.hand_overs, len(before))
         say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
         killed = asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _kill_and_replace(deployment)))
         troubled = _verdicts(killed)
@@ -131,7 +130,7 @@ def measure(
             say(f"{words}, every engine restarted: {_shown(_verdicts(restarted))}")
         known = _settled(deployment)
         others = asyncio.run(traffic.many(deployment.url, then))
-        hand_overs_after = _hand_overs(deployment, known, len(then))
+        hand_overs_after = since(known, deployment.hand_overs, len(then))
     wrong = [one for one in (*answers, *killed, *restarted, *others) if one.verdict is Verdict.WRONG]
     return Outcome(
         stack.name,
@@ -194,17 +193,7 @@ def _shown(verdicts: Counter[Verdict]) -> dict[str, int]:
     return {kind.value: verdicts[kind] for kind in Verdict if verdicts[kind]}
 
 
-def _hand_overs(deployment: Deployment, known: Mapping[str, int], least: int) -> int:
-    """Engines report what they have counted with their next step: wait for ``least``, then until nothing is added."""
-    deadline, found = time.monotonic() + COUNT_SECONDS, -1
-    while True:
-        before, found = found, moved(known, deployment.hand_overs())
-        if (found >= least and found == before) or time.monotonic() > deadline:
-            return found
-        time.sleep(COUNTED_SECONDS)
-
-
-def _settled(deployment: Deployment) -> Mapping[str, int]:
+def _settled(deployment: Deployment) -> Counters:
     """Return the counters when they have stopped to grow."""
     deadline, found = time.monotonic() + COUNT_SECONDS, deployment.hand_overs()
     while True:

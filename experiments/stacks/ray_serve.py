@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from experiments.common import device
+from experiments.common.counted import Counters, counters
 from experiments.common.router import STOP_SECONDS, running_router
 from experiments.common.servers import (
     ENVIRONMENT,
@@ -30,7 +31,7 @@ from experiments.common.servers import (
     free_ports,
 )
 from experiments.stacks import traffic
-from experiments.stacks.deployment import RESTART_SECONDS, Say, counted
+from experiments.stacks.deployment import RESTART_SECONDS, Say
 from experiments.stacks.environments import overlay
 
 START_SECONDS = 400.0
@@ -52,8 +53,8 @@ class RayServe:
         self._process, self._metrics_port, self._status = process, metrics_port, status
         self._lines_before_kill = 0
 
-    def hand_overs(self) -> Mapping[str, int]:
-        return counted([f"http://{HOST}:{self._metrics_port}/metrics"], HAND_OVERS)
+    def hand_overs(self) -> Counters:
+        return counters([f"http://{HOST}:{self._metrics_port}/metrics"], HAND_OVERS)
 
     def kill(self, engine: str) -> None:
         self._lines_before_kill = len(self._found())

@@ -7,7 +7,6 @@ Weights may change while a server runs. Pauses revoke what is kept, on both side
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
+from support.feature_models import adapter
 
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, http_client, read_answer
@@ -36,7 +35,6 @@ CONNECTOR: dict[str, Any] = {
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "1", **layout()}
 PROMPT = [3 + place % 500 for place in range(100)]
 TOKENS = 8
-LAYERS = "base_model.model.model.layers"
 INSTALLED = Version(version("vllm"))
 PAUSED_SECONDS = 5.0
 """A pause returns within a second or two; this machine may have others on it."""
@@ -250,24 +248,6 @@ def test_adapters_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
         asyncio.run(_adapters(prefill, decode, *folders, copied))
         for one in (prefill, decode):
             one.check_alive()
-
-
-def adapter(folder: Path, seed: int) -> Path:
-    """A LoRA adapter of what computes K and V, drawn from ``seed``."""
-    shape, rank = models.GQA, 8
-    drawn = torch.Generator().manual_seed(seed)
-    sizes = {"lora_A": (rank, shape.hidden), "lora_B": (shape.kv_heads * shape.head_dim, rank)}
-    weights = {
-        f"{LAYERS}.{layer}.self_attn.{name}.{part}.weight": torch.randn(size, generator=drawn) * 0.3
-        for layer in range(shape.layers)
-        for name in ("k_proj", "v_proj")
-        for part, size in sizes.items()
-    }
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["k_proj", "v_proj"]}
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    save_file(weights, folder / "adapter_model.safetensors")
-    return folder
 
 
 async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, copied: Path) -> None:

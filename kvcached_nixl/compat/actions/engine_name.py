@@ -94,10 +94,13 @@ def own_engine(executor: Any, config: Any, logger: logging.Logger) -> None:
 def join_engine(config: Any) -> None:
     """Set kvcached's name of the worker that is being constructed in this process to its engine's name.
 
+    Takes the name off the configuration: the worker copies it for a model with images and for a draft model, and vLLM's
+    own ``replace`` (``vllm/config/utils.py``) fails on attributes that are no fields.
+
     Raises:
         NameRefused: the configuration has no name, or the engine is not on this host.
     """
-    name = vars(config).get(_RIDES)
+    name = vars(config).pop(_RIDES, None)
     if name is None:
         raise NameRefused(
             found="a worker whose configuration has no kvcached name",

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("openai", reason="the official client is not installed")
 
+from experiments.common.counted import moved
 from experiments.stacks import traffic
-from experiments.stacks.deployment import moved
 from experiments.stacks.measure import Outcome, spec, targets
 from experiments.stacks.overhead import Overhead, targets_of_overhead
 from experiments.stacks.ray_serve import as_keywords

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images through the router before real prefill and decode servers, beside one stock instance.
+
+The model has positions of three dimensions, which decode has to work out for a prompt that it does not compute. What
+differs between two images is seen by what was computed from them alone: their prompts have the same token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from support import feature_asks as asks
+from support.feature_asks import Answer, Ask
+from support.feature_models import IMAGE_SIZE, vision_model
+from support.feature_servers import spec
+
+from experiments.common.counted import hand_overs
+from experiments.common.families import stand_ins
+from experiments.common.router import routed
+from experiments.common.servers import Server, running
+
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+# Nothing has to be cut or made larger: that would need torchvision.
+SERVING = ("--chat-template", TEMPLATE, "--limit-mm-per-prompt", '{"image": 2, "video": 0}')
+AT_ONCE = 4
+
+
+def image(seed: int) -> dict[str, Any]:
+    pixels = random.Random(seed).randbytes(3 * IMAGE_SIZE**2)
+    written = io.BytesIO()
+    Image.frombytes("RGB", (IMAGE_SIZE, IMAGE_SIZE), pixels).save(written, "PNG")
+    data = base64.b64encode(written.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def ask(name: str, *seeds: int, number: int = 1, **more: Any) -> Ask:
+    text = {"type": "text", "text": asks.messages(number)[0]["content"]}
+    return Ask(
+        name,
+        {
+            "model": "model",
+            "messages": [{"role": "user", "content": [text, *map(image, seeds)]}],
+            "temperature": 0,
+            "max_completion_tokens": asks.TOKENS,
+            "return_token_ids": True,
+            **({} if more.get("stream") else {"logprobs": True, "top_logprobs": 3}),
+            **more,
+        },
+    )
+
+
+ASKS = [
+    ask("no image"),
+    ask("one image", 1),
+    ask("another image", 2),
+    ask("an image and another", 1, 2),
+    ask("the same in the other order", 2, 1),
+    ask("an image twice", 1, 1),
+    ask("an image that both know, beside other words", 1, number=2),
+    ask("one image, streamed", 3, stream=True),
+    ask("another image, streamed", 4, stream=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model(tmp_path_factory.mktemp("models") / "vision")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    with running([spec("alone", model, None, *SERVING, **stand_ins())], tmp_path_factory.mktemp("alone")) as (alone,):
+        return asyncio.run(asks.answers(alone.base_url, ASKS, AT_ONCE))
+
+
+def test_what_is_compared_tells_images_apart(expected: dict[str, Answer]) -> None:
+    found = [expected[one.name] for one in ASKS]
+    assert len({asks.words(one) for one in found}) == len(found)
+    one, other = found[1:3]
+    assert one["prompt_token_ids"] == other["prompt_token_ids"] and one["prompt_tokens"] == other["prompt_tokens"]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_an_image_is_answered_as_by_one_instance(
+    mode: str, model: Path, expected: dict[str, Answer], tmp_path: Path
+) -> None:
+    """Decode loads its model from another folder: what identifies an image must not name it."""
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(model, elsewhere)
+    specs = [
+        spec(name, folder, mode, *SERVING, **stand_ins())
+        for name, folder in (("prefill", model), ("decode", elsewhere))
+    ]
+    with running(specs, tmp_path) as servers, routed(servers[:1], servers[1:], tmp_path / "router.log") as url:
+        asks.check(asyncio.run(asks.answers(url, ASKS, AT_ONCE)), expected)
+        assert hand_overs(servers, len(ASKS)) == len(ASKS)
+        # Both sides have every image in their caches now, and the prompts.
+        asks.check(asyncio.run(asks.answers(url, ASKS, AT_ONCE)), expected)
+        if mode == "pull":
+            asyncio.run(_the_kv_of_another_image_is_refused(servers))
+        for one in servers:
+            one.check_alive()
+
+
+async def _the_kv_of_another_image_is_refused(servers: list[Server]) -> None:
+    """A router that confuses two clients: the token ids are the same."""
+    prefill, decode = (one.base_url for one in servers)
+    async with httpx.AsyncClient(timeout=asks.STEP_SECONDS, trust_env=False) as http:
+
+        async def post(url: str, seed: int, **more: Any) -> httpx.Response:
+            body = {**ask("", seed, number=9).body, **more}
+            return await http.post(f"{url}/v1/chat/completions", json=body)
+
+        async def offered(seed: int) -> Any:
+            wishes = {"do_remote_decode": True, "do_remote_prefill": False}
+            reply = await post(prefill, seed, max_completion_tokens=1, kv_transfer_params=wishes)
+            return reply.json()["kv_transfer_params"]
+
+        refused = await post(decode, 6, kv_transfer_params=await offered(5))
+        assert refused.status_code == httpx.codes.INTERNAL_SERVER_ERROR and "cause=digest" in refused.text, refused.text
+        right = await post(decode, 5, kv_transfer_params=await offered(5))
+        assert right.status_code == httpx.codes.OK, right.text
