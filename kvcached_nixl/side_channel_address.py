@@ -56,12 +56,12 @@ class SideChannelAddress:
 
     @classmethod
     def of(
-        cls, host: str, port: int, index: int, environ: Mapping[str, str], own_ip: Callable[[], str]
+        cls, host: str, port: int | str, index: int, environ: Mapping[str, str], own_ip: Callable[[], str]
     ) -> SideChannelAddress:
         """Read the settings.
 
         Args:
-            host, port: vLLM's settings.
+            host, port: vLLM's settings; the text of a port that vLLM cannot read is refused here.
             index: of the data-parallel rank. It is added to both ports.
             own_ip: this host's own address as vLLM sees it, or 0.0.0.0.
 

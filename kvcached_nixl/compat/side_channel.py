@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from kvcached_nixl.compat.private import envs, private
-from kvcached_nixl.side_channel_address import SideChannelAddress
+from kvcached_nixl.side_channel_address import PORT, SideChannelAddress
 
 __all__ = ["side_channel_address"]
 
@@ -17,8 +17,16 @@ def side_channel_address(index: int = 0) -> SideChannelAddress:
     Raises:
         SettingsError: it cannot be used.
     """
-    host, port = private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"), private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT")
-    return SideChannelAddress.of(str(host), int(port), index, os.environ, _own_ip)
+    host = str(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
+    return SideChannelAddress.of(host, _port(), index, os.environ, _own_ip)
+
+
+def _port() -> int | str:
+    """The port; if vLLM cannot read it as a number, the text, which `SideChannelAddress.of` refuses."""
+    try:
+        return int(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT"))
+    except ValueError:
+        return os.environ[PORT]
 
 
 def _own_ip() -> str:

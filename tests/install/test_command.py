@@ -82,6 +82,10 @@ ADVERTISE = "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE"
             ["listens at 0.0.0.0:5600, and peers get 10.0.0.5:5600 (this host's own address"],
         ),
         (
+            {"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0"},
+            ["listens at 0.0.0.0:5600, and peers get 127.0.0.1:5600 (vLLM finds no other address", "loopback"],
+        ),
+        (
             {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "::",
                 f"{ADVERTISE}_HOST": "[2001:db8::1]",
@@ -91,7 +95,7 @@ ADVERTISE = "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE"
         ),
         ({"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", f"{ADVERTISE}_HOST": "10.0.0.5"}, ["peers get", "receives"]),
     ],
-    ids=["vLLM's default", "everywhere", "NAT", "only loopback"],
+    ids=["vLLM's default", "everywhere", "no address of this host", "NAT", "only loopback"],
 )
 def test_the_side_channels_addresses_are_shown(
     with_wheel: Environment, tree: Callable[..., Path], environ: dict[str, str], lines: list[str]
@@ -108,12 +112,17 @@ def test_the_side_channels_addresses_are_shown(
 @pytest.mark.parametrize(
     "environ",
     [
-        {"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0"},
         {f"{ADVERTISE}_HOST": "0.0.0.0"},
         {f"{ADVERTISE}_PORT": "65536"},
         {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.5:5600"},
+        {"VLLM_NIXL_SIDE_CHANNEL_PORT": "abc"},
+        {"VLLM_NIXL_SIDE_CHANNEL_PORT": "tcp://10.0.0.1:5600"},
+        {"VLLM_NIXL_SIDE_CHANNEL_PORT": "0"},
     ],
-    ids=["no address of this host", "advertised everywhere", "no port", "a host with a port"],
+    ids=[
+        *("advertised everywhere", "no port", "a host with a port"),
+        *("no number", "a Kubernetes Service's", "port zero"),
+    ],
 )
 def test_a_side_channel_that_nobody_could_reach_is_refused(
     with_wheel: Environment, tree: Callable[..., Path], environ: dict[str, str]

@@ -107,7 +107,10 @@ SKELETON = {
         import os
         VLLM_DISABLE_REQUEST_ID_RANDOMIZATION = os.getenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION") == "1"
         VLLM_NIXL_SIDE_CHANNEL_HOST = os.getenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
-        VLLM_NIXL_SIDE_CHANNEL_PORT = int(os.getenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600"))
+        def __getattr__(name):
+            if name != "VLLM_NIXL_SIDE_CHANNEL_PORT":
+                raise AttributeError(name)
+            return int(os.getenv(name, "5600"))
     """,
     "vllm.utils": "",
     "vllm.utils.network_utils": """
