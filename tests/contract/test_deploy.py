@@ -12,8 +12,10 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from support.kubernetes import ROLES, read, workloads
 from vllm.entrypoints.cli import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.network_utils import get_ip
 
-from kvcached_nixl.cli.deploy.serve_command import ServeCommand
+from kvcached_nixl.cli.deploy.serve_command import SHORT, ServeCommand
+from kvcached_nixl.cli.deploy.situation import Host
 
 GIVEN = {
     "kv_connector": "NixlConnector",
@@ -79,3 +81,18 @@ def test_the_doctor_reads_what_vllm_reads(way: str, parser: FlexibleArgumentPars
         return
     assert found is not None
     assert {key: getattr(found, key) for key in read_here} == read_here == GIVEN
+
+
+def test_short_names_are_those_of_this_vllm(parser: FlexibleArgumentParser) -> None:
+    for short, long in SHORT.items():
+        words = (short,) if long.endswith("-lb") else (short, "3")
+        name = long[2:].replace("-", "_")
+        assert vars(parser.parse_args(["serve", "MODEL", *words]))[name] in (True, 3), short
+        if len(short) == 2:
+            assert vars(parser.parse_args(["serve", "MODEL", f"{short}3"]))[name] == 3
+    assert ServeCommand(("vllm", "serve", "MODEL", "-n3", "-r=3")).value("--nnodes") == "3"
+
+
+def test_this_host_s_address_is_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    assert Host().own_ip() == get_ip()

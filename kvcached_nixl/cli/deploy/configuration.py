@@ -7,9 +7,9 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 from kvcached_nixl.cli import report
+from kvcached_nixl.cli.deploy.connectors import within
 from kvcached_nixl.cli.deploy.serve_command import TRANSFER_FLAG
 from kvcached_nixl.cli.deploy.situation import Situation
 from kvcached_nixl.cli.finding import Finding, of_refusal
@@ -78,24 +78,17 @@ def transfer_config(at: Situation) -> Iterator[Finding]:
             f"Add {TRANSFER_FLAG} to the command line.",
         )
         return
-    names = [*_connectors(at.transfer)]
-    if _CONNECTOR not in names and "NixlPushConnector" not in names:
+    named = [*within(at.transfer)]
+    if not any(one.is_nixl for one in named):
         yield Finding(
             "connector",
-            f"kv_connector {', '.join(names) or 'missing'}",
+            f"kv_connector {', '.join(one.name for one in named) or 'missing'}",
             f"{_CONNECTOR}, alone or as a child of MultiConnector",
             "Nothing is handed over by NIXL.",
             f'Set "kv_connector": "{_CONNECTOR}".',
+            # A class of the operator's own may extend NIXL's.
+            is_wrong=not any(one.is_own for one in named),
         )
-
-
-def _connectors(config: Mapping[str, Any]) -> Iterator[str]:
-    if "kv_connector" in config:
-        yield str(config["kv_connector"])
-    extra = config.get("kv_connector_extra_config")
-    for child in (extra.get("connectors") or ()) if isinstance(extra, Mapping) else ():
-        if isinstance(child, Mapping):
-            yield from _connectors(child)
 
 
 def role(at: Situation) -> Iterator[Finding]:
@@ -126,15 +119,16 @@ def settings(at: Situation) -> Iterator[Finding]:
     if at.transfer is None:
         return
     extra = at.transfer.get("kv_connector_extra_config") or {}
-    if not isinstance(extra, Mapping):
-        yield Finding(
-            "settings",
-            f"kv_connector_extra_config {extra!r}",
-            "a JSON object",
-            "vLLM does not start.",
-            f"Correct {TRANSFER_FLAG}.",
-        )
-        return
+    for one in within({"kv_connector": None, **at.transfer}):
+        if not isinstance(one.extra, Mapping):
+            yield Finding(
+                "settings",
+                f"kv_connector_extra_config {one.extra!r}",
+                "a JSON object",
+                "vLLM does not start.",
+                f"Correct {TRANSFER_FLAG}.",
+            )
+            return
     config = SimpleNamespace(
         kv_connector=at.transfer.get("kv_connector"),
         kv_connector_module_path=at.transfer.get("kv_connector_module_path"),
@@ -144,20 +138,12 @@ def settings(at: Situation) -> Iterator[Finding]:
     logger.disabled = True
     try:
         as_push_mode(config, logger)
-        for one in _of_nixl(config.kv_connector, config.kv_connector_extra_config):
-            Settings.from_extra_config(one)
+        for one in within(vars(config)):
+            if one.is_nixl:
+                Settings.from_extra_config(one.extra)
         _server(at).require_servable()
     except SettingsError as error:
         yield of_refusal("settings", error)
-
-
-def _of_nixl(connector: object, extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The extra configuration of each NIXL connector, also below a MultiConnector."""
-    if connector == _CONNECTOR:
-        yield extra
-    for child in extra.get("connectors") or ():
-        if isinstance(child, Mapping):
-            yield from _of_nixl(child.get("kv_connector"), child.get("kv_connector_extra_config") or {})
 
 
 def _server(at: Situation) -> Server:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcached_nixl.cli.deploy import configuration, network, process, stacks
+from kvcached_nixl.cli.deploy import configuration, connectors, network, process, stacks
 from kvcached_nixl.cli.deploy.serve_command import ServeCommand, transfer_config
 from kvcached_nixl.cli.deploy.situation import Host, Situation
 from kvcached_nixl.cli.finding import Finding, of_refusal
@@ -27,12 +27,13 @@ CHECKS: tuple[Check, ...] = (
     configuration.gate,
     configuration.versions,
     configuration.transfer_config,
+    connectors.neighbours,
+    connectors.offloading,
     configuration.role,
     configuration.settings,
     configuration.load_failure_policy,
     configuration.shutdown,
-    network.side_channel_host,
-    network.side_channel_ports,
+    network.side_channel,
     network.http_port,
     network.service_links,
     process.sockets,
@@ -87,12 +88,7 @@ def _facts(at: Situation) -> dict[str, str]:
         **{library: found_version(library) or "not installed" for library in _LIBRARIES},
         "command": "not given" if at.command is None else shlex.join(at.command.words),
         "role": at.role or "not known",
-        "side channel": ":".join(
-            (
-                at.environ.get(network.HOST, network.DEFAULT_HOST),
-                at.environ.get(network.PORT, str(network.DEFAULT_PORT)),
-            )
-        ),
+        "side channel": network.shown(at),
     }
 
 

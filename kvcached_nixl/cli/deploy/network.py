@@ -1,118 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the addresses and ports at which other servers and the router reach this one."""
+"""Checks of the addresses and ports at which other servers and the router reach this one.
+
+What the side channel's settings mean is said by `kvcached_nixl.side_channel_address` alone, as at a start.
+"""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from kvcached_nixl.cli.deploy.situation import Situation
-from kvcached_nixl.cli.finding import Finding
+from kvcached_nixl.cli.finding import Finding, of_refusal
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.side_channel_address import ADVERTISE_HOST, HOST, PORT, Endpoint, SideChannelAddress, look_up
+from kvcached_nixl.this_host import own_addresses
 
-__all__ = [
-    "DEFAULT_HOST",
-    "DEFAULT_PORT",
-    "HOST",
-    "PORT",
-    "http_port",
-    "service_links",
-    "side_channel_host",
-    "side_channel_ports",
-]
+__all__ = ["http_port", "service_links", "shown", "side_channel"]
 
-HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
-DEFAULT_HOST, DEFAULT_PORT, _DEFAULT_HTTP_PORT = "localhost", 5600, 8000
-_REMEDY = f"Set {HOST} to an address of this host that the other servers reach (Kubernetes: status.podIP)."
+_NAME = "side channel"
+_DEFAULT_HTTP_PORT = 8000
+_MOST = 65_535
+_WILDCARDS = ("0.0.0.0", "::")
 
 
-def side_channel_host(at: Situation) -> Iterator[Finding]:
-    """Whether peers can connect to the address that this server tells them, which is the one that it listens at."""
-    given = at.environ.get(HOST)
-    name = given or DEFAULT_HOST
-    shown = f"{HOST}={given}" if given else f"{HOST} is not set, so vLLM takes {DEFAULT_HOST}"
+def shown(at: Situation) -> str:
+    """Where the side channel of the first engine here would be, as text."""
+    if not at.ranks:
+        return "none: no engine runs here"
     try:
-        addresses = [ipaddress.ip_address(one.partition("%")[0]) for one in at.host.addresses(name)]
-    except OSError as error:
-        yield _of_host(f"{shown}, which has no address: {error}", "The server does not start.")
+        return str(_address(at, at.ranks[0]))
+    except SettingsError as error:
+        return error.found
+
+
+def _address(at: Situation, rank: int) -> SideChannelAddress:
+    """As `kvcached_nixl.compat.side_channel` has it, which reads these two variables by vLLM's defaults."""
+    text = at.environ.get(PORT, "5600")
+    try:
+        port: int | str = int(text)
+    except ValueError:
+        port = text
+    host = at.environ.get(HOST, "localhost")
+    return SideChannelAddress.of(
+        host, port, rank, at.environ, lambda: at.environ.get("VLLM_HOST_IP") or at.host.own_ip()
+    )
+
+
+def side_channel(at: Situation) -> Iterator[Finding]:
+    """Whether each engine here can listen, and whether peers reach what they are told."""
+    ranks = at.ranks
+    if not ranks:
         return
-    if any(one.is_unspecified for one in addresses):
-        yield _of_host(
-            f"{shown}, the address of no host",
-            "Peers are told to connect to it, and reach themselves or nobody: hand-overs fail as unreachable.",
-        )
+    try:
+        first, last = _address(at, ranks[0]), _address(at, ranks[-1])
+    except SettingsError as error:
+        yield of_refusal(_NAME, error)
         return
-    # ZeroMQ listens at the first address of a name.
-    address = str(addresses[0])
-    if at.host.why_not_bound(address, 0) == errno.EADDRNOTAVAIL:
-        yield _of_host(f"{shown}: {address} is no address of this host", "The server does not start.")
-    elif addresses[0].is_loopback:
-        # A name that was chosen on purpose is fine where every server is on one machine.
-        yield _of_host(
-            f"{shown}, which only this {'pod' if at.is_in_cluster else 'machine'} reaches",
-            "Servers elsewhere cannot fetch from it: hand-overs fail as unreachable.",
-            is_wrong=not given or at.is_in_cluster,
-        )
+    cannot = [*_cannot_listen(at, first, range(first.bound.port, last.bound.port + 1))]
+    yield from cannot
+    if not cannot:
+        yield from _doubts(at, first)
 
 
-def _of_host(found: str, consequence: str, *, is_wrong: bool = True) -> Finding:
-    return Finding("side channel", found, "an address that the other servers reach", consequence, _REMEDY, is_wrong)
-
-
-def side_channel_ports(at: Situation) -> Iterator[Finding]:
-    """One port for each data-parallel rank that runs here, from the given one on."""
-    text = at.environ.get(PORT, str(DEFAULT_PORT))
-    ranks = at.number("--data-parallel-size-local", at.number("--data-parallel-size", 1))
-    if not text.isdecimal() or not 0 < int(text) <= 65_536 - ranks:
+def _cannot_listen(at: Situation, address: SideChannelAddress, ports: Sequence[int]) -> Iterator[Finding]:
+    http = _http(at)
+    if http is not None and http[1] in ports and _meet(http[0], address.listening):
         yield Finding(
-            "side channel",
-            f"{PORT}={text!r}, for {ranks} data-parallel ranks",
-            "a number, with all ports up to 65535",
-            "The server does not start.",
-            f"Correct or unset {PORT}.",
-        )
-        return
-    ports = range(int(text), int(text) + ranks)
-    http = at.number("--port", _DEFAULT_HTTP_PORT)
-    if at.command is not None and http in ports:
-        yield Finding(
-            "side channel",
-            f"port {http} for HTTP and for the side channel",
+            _NAME,
+            f"port {http[1]} for HTTP and for the side channel",
             "ports of their own",
             "The server does not start.",
             f"Change --port or {PORT}.",
         )
-    address = _listens_at(at)
-    for port in ports:
-        if address is not None and at.host.why_not_bound(address, port) == errno.EADDRINUSE:
+    for one in address.listening:
+        if at.host.why_not_bound(one, 0) is not None:
             yield Finding(
-                "side channel",
-                f"port {port} of {address} is in use",
-                "a free port for each server of a host and each of its data-parallel ranks",
-                "The server does not start, or its peers read from another engine and refuse it.",
-                f"Give each server of this host a {PORT} of its own, or stop what listens there.",
+                _NAME,
+                f"{HOST}={address.bound.host}: {one} is no address of this host",
+                "an address of this host, or 0.0.0.0 or :: for all of them",
+                "The server does not start.",
+                f"If peers reach this host at {one} through NAT, set {HOST}=0.0.0.0 and {ADVERTISE_HOST}={one}. "
+                f"Otherwise correct {HOST} (Kubernetes: status.podIP).",
             )
+            continue
+        for port in ports:
+            if (why := at.host.why_not_bound(one, port)) is not None:
+                is_taken = why == errno.EADDRINUSE
+                yield Finding(
+                    _NAME,
+                    f"port {port} of {one} is in use" if is_taken else f"{Endpoint(one, port)}: {os.strerror(why)}",
+                    "a free port for each server of a host and each of its data-parallel ranks",
+                    "The server does not start, or its peers read from another engine and refuse it.",
+                    f"Give each server of this host a {PORT} of its own, or stop what listens there.",
+                )
 
 
-def _listens_at(at: Situation) -> str | None:
+def _meet(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two listeners at the same port keep each other from it."""
+    return bool({*one} & {*other} or {*one, *other} & {*_WILDCARDS})
+
+
+def _doubts(at: Situation, address: SideChannelAddress) -> Iterator[Finding]:
+    """What a start logs. An address that only this host reaches is wrong if nobody chose it, and in a pod."""
     try:
-        found = at.host.addresses(at.environ.get(HOST) or DEFAULT_HOST)
-    except OSError:
+        leads_to = look_up(address.advertised.host)
+    except (OSError, UnicodeError) as error:
+        yield Finding(
+            _NAME,
+            f"the side channel is advertised as {address.advertised} ({address.origin}), for which this host finds no "
+            f"address: {error}",
+            "a name that every server resolves",
+            "Hand-overs fail as unreachable, unless the other servers' name service knows it.",
+            f"Correct {ADVERTISE_HOST} or {HOST}, or use an address.",
+            is_wrong=False,
+        )
+        return
+    is_chosen = HOST in at.environ or bool(at.environ.get(ADVERTISE_HOST, "").strip())
+    is_only_here = all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in leads_to)
+    for doubt in address.doubts(leads_to, own_addresses()):
+        yield replace(of_refusal(_NAME, doubt), is_wrong=is_only_here and (at.is_in_cluster or not is_chosen))
+
+
+def _http(at: Situation) -> tuple[Sequence[str], int] | None:
+    """The addresses and the port of the HTTP server; None if there is none, or if it is not known."""
+    if at.command is None or at.is_dynamo_worker or at.has("--headless") or at.value("--uds"):
         return None
-    return found[0] if found else None
+    host = at.value("--host") or ""
+    try:
+        # An empty host and a name are IPv4's for vLLM, and of several addresses it takes the first.
+        addresses = look_up(host)[:1] if host else ["0.0.0.0"]
+    except (OSError, UnicodeError):
+        addresses = []
+    return addresses, at.number("--port", _DEFAULT_HTTP_PORT)
 
 
 def http_port(at: Situation) -> Iterator[Finding]:
     """Only with a command line: without one there may be no port of its own."""
-    port = at.number("--port", _DEFAULT_HTTP_PORT)
-    if at.command is not None and (why := at.host.why_not_bound("0.0.0.0", port)) is not None:
+    http = _http(at)
+    if http is None:
+        return
+    addresses, port = http
+    if not addresses:
+        why: str | None = f"--host {at.value('--host')}: no address"
+    elif port > _MOST:
+        why = f"port {port}: no port"
+    else:
+        number = at.host.why_not_bound(addresses[0], port)
+        why = None if number is None else f"port {port} of {addresses[0]}: {os.strerror(number)}"
+    if why is not None:
         yield Finding(
             "HTTP port",
-            f"port {port}: {os.strerror(why)}",
-            "a port that this user may listen at, and that is free",
+            why,
+            "an address of this host, and a port that this user may listen at, and that is free",
             "The server does not start.",
-            "Change --port, or stop what listens there.",
+            "Change --host or --port, or stop what listens there.",
         )
 
 

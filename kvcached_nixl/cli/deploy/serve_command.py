@@ -10,13 +10,28 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from kvcached_nixl.errors import SettingsError
 
-__all__ = ["TRANSFER_FLAG", "ServeCommand", "transfer_config"]
+__all__ = ["SHORT", "TRANSFER_FLAG", "ServeCommand", "transfer_config"]
 
 TRANSFER_FLAG = "--kv-transfer-config"
+SHORT: Mapping[str, str] = MappingProxyType(
+    {
+        "-dp": "--data-parallel-size",
+        "-dpe": "--data-parallel-external-lb",
+        "-dpl": "--data-parallel-size-local",
+        "-dpn": "--data-parallel-rank",
+        "-dpr": "--data-parallel-start-rank",
+        "-n": "--nnodes",
+        "-pp": "--pipeline-parallel-size",
+        "-r": "--node-rank",
+        "-tp": "--tensor-parallel-size",
+    }
+)
+"""vLLM's short names of the flags that the checks read."""
 _OF_NAME = re.compile(r"(?<=^--)[^.=]*")
 
 
@@ -65,11 +80,16 @@ class ServeCommand:
     def _flags(self) -> Iterator[tuple[str, str]]:
         """(name with dashes, value); a flag without a value has the word that follows it, or nothing."""
         for place, word in enumerate(self.words):
-            if not word.startswith("--"):
-                continue
             name, equals, value = word.partition("=")
+            if not word.startswith("--"):
+                if name[:2] in SHORT and name[2:].isdecimal():
+                    # "-n2": so only with names of one letter.
+                    name, equals, value = name[:2], "=", name[2:]
+                if name not in SHORT:
+                    continue
             following = self.words[place + 1] if place + 1 < len(self.words) else ""
-            yield _OF_NAME.sub(lambda one: one[0].replace("_", "-"), name), value if equals else following
+            long = _OF_NAME.sub(lambda one: one[0].replace("_", "-"), SHORT.get(name, name))
+            yield long, value if equals else following
 
 
 def _set(found: dict[str, Any], keys: list[str], text: str) -> None:

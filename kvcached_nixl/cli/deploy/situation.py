@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import resource
 import socket
@@ -24,24 +25,25 @@ _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 class Host:
     """Questions to this host. Nothing that they do outlives the call."""
 
-    def addresses(self, name: str) -> tuple[str, ...]:
-        """The IP addresses of a name.
-
-        Raises:
-            OSError: it has none.
-        """
-        return tuple(dict.fromkeys(str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    def own_ip(self) -> str:
+        """The address of this host towards the internet, as vLLM finds it without VLLM_HOST_IP; 0.0.0.0 without one."""
+        for family, there in ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888")):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                # Sends nothing.
+                probe.connect((there, 80))
+                return str(probe.getsockname()[0])
+        return "0.0.0.0"
 
     def why_not_bound(self, address: str, port: int) -> int | None:
         """The error number with which binding a socket there fails, on any port if it is 0; None if it works."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As ZeroMQ and uvicorn do: a connection that has ended does not keep the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # As ZeroMQ and uvicorn do: a connection that has ended does not keep the port.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((address, port))
-            except OSError as error:
-                return error.errno or errno.EINVAL
+        except OSError as error:
+            return error.errno or errno.EINVAL
         return None
 
     def why_not_written(self, folder: Path) -> str | None:
@@ -100,6 +102,10 @@ class Situation:
     def is_in_container(self) -> bool:
         return self.is_in_cluster or any(map(self.host.has, _CONTAINER_MARKS))
 
+    @property
+    def is_dynamo_worker(self) -> bool:
+        return self.command is not None and "dynamo.vllm" in self.command.words
+
     def value(self, flag: str) -> str | None:
         """The value of a flag of the server's command line; None if the flag or the command line is missing."""
         return None if self.command is None else self.command.value(flag)
@@ -108,3 +114,30 @@ class Situation:
         """The value of a flag as a number; ``default`` without the flag, or if vLLM would say that it is no number."""
         text = self.value(flag) or ""
         return int(text) if text.isdecimal() else default
+
+    def has(self, flag: str) -> bool:
+        return self.value(flag) is not None
+
+    @property
+    def ranks(self) -> range:
+        """vLLM's ``data_parallel_index`` of each engine that runs here: ``EngineArgs.create_engine_config``."""
+        size, nodes = self.number("--data-parallel-size", 1), self.number("--nnodes", 1)
+        per_rank = self.number("--tensor-parallel-size", 1) * self.number("--pipeline-parallel-size", 1)
+        # Without the number of local ranks, vLLM does not look at the start rank.
+        start, local = 0, size
+        if is_of_nodes := nodes > 1 and per_rank > 0:
+            here = size * per_rank // nodes
+            first = self.number("--node-rank", 0) * here
+            # A node with only a part of a rank's workers has its engine if it has the first of them.
+            start, local = first // per_rank, max(here // per_rank, int(first % per_rank == 0))
+        if self.has("--data-parallel-rank"):
+            start, local = self.number("--data-parallel-rank", 0), 1
+        elif is_of_nodes and self.has("--data-parallel-external-lb"):
+            local = min(local, 1)
+        elif is_of_nodes or self.has("--data-parallel-size-local"):
+            start = self.number("--data-parallel-start-rank", start)
+            local = self.number("--data-parallel-size-local", local)
+        if size == 1:
+            # vLLM does not look at a rank then.
+            start = 0
+        return range(start, start + local)

@@ -40,8 +40,7 @@ def dynamo(at: Situation) -> Iterator[Finding]:
             f'Set "kv_role": "{expected}".',
             is_wrong=at.role != "kv_both",
         )
-    is_worker = at.command is not None and "dynamo.vllm" in at.command.words
-    if is_worker and "DYN_SYSTEM_PORT" not in at.environ:
+    if at.is_dynamo_worker and "DYN_SYSTEM_PORT" not in at.environ:
         yield Finding(
             "Dynamo",
             "DYN_SYSTEM_PORT is not set",

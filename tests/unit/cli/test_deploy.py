@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from kvcached_nixl import side_channel_address
 from kvcached_nixl.__main__ import main
-from kvcached_nixl.cli.deploy import configuration, examine, network, process, stacks
+from kvcached_nixl.cli.deploy import configuration, connectors, examine, network, process, stacks
 from kvcached_nixl.cli.deploy.examine import CHECKS, Check, Examined, render, to_json
-from kvcached_nixl.cli.deploy.serve_command import ServeCommand, transfer_config
+from kvcached_nixl.cli.deploy.serve_command import SHORT, ServeCommand, transfer_config
 from kvcached_nixl.cli.deploy.situation import Host, Situation
 from kvcached_nixl.cli.finding import Finding
 from kvcached_nixl.cli.limits import FILES, LOCKED, MAPPINGS, SHARED, UNLIMITED, limits, shortfalls
@@ -27,29 +28,49 @@ POD = "10.1.2.3"
 LIMITS = {LOCKED: UNLIMITED, FILES: 65_536, MAPPINGS: 65_530, SHARED: 1 << 30}
 
 
+NAMES = {
+    "localhost": ["127.0.0.1"],
+    "v6": ["fd00::1"],
+    "two": [POD, "10.1.2.4"],
+    "both": [POD, "127.0.0.1"],
+    "prefill.example": ["203.0.113.7"],
+}
+
+
+@pytest.fixture(autouse=True)
+def names_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are looked up as ever."""
+    asked = side_channel_address.look_up
+
+    def look_up(host: str) -> list[str]:
+        if host not in NAMES and not host[0].isdigit() and ":" not in host:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return NAMES.get(host) or asked(host)
+
+    for module in (side_channel_address, network):
+        monkeypatch.setattr(module, "look_up", look_up)
+        monkeypatch.setattr(module, "own_addresses", lambda: frozenset({POD, "127.0.0.1", "::1", "fd00::1"}))
+
+
 @dataclasses.dataclass
 class FakeHost(Host):
-    names: Mapping[str, tuple[str, ...]] = dataclasses.field(
-        default_factory=lambda: {"localhost": ("127.0.0.1",), "0.0.0.0": ("0.0.0.0",), "v6": ("fd00::1",)}
-    )
-    own: tuple[str, ...] = (POD, "127.0.0.1", "fd00::1", "0.0.0.0")
+    own: tuple[str, ...] = (POD, "127.0.0.1", "::1", "fd00::1", "0.0.0.0", "::")
+    outward: str = POD
     taken: tuple[int, ...] = ()
+    taken_at: tuple[str, ...] = ()
     read_only: tuple[str, ...] = ()
     present: tuple[str, ...] = ()
     files: int = 65_535
     of_kernel: Mapping[str, int | str] = dataclasses.field(default_factory=lambda: LIMITS)
 
-    def addresses(self, name: str) -> tuple[str, ...]:
-        if name in self.names:
-            return self.names[name]
-        if name[0].isdigit():
-            return (name,)
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    def own_ip(self) -> str:
+        return self.outward
 
     def why_not_bound(self, address: str, port: int) -> int | None:
         if address not in self.own:
             return errno.EADDRNOTAVAIL
-        return errno.EADDRINUSE if port in self.taken else None
+        is_taken = port in self.taken and (not self.taken_at or address in self.taken_at)
+        return errno.EADDRINUSE if is_taken else None
 
     def why_not_written(self, folder: Path) -> str | None:
         return "Read-only file system" if str(folder) in self.read_only else None
@@ -97,6 +118,22 @@ def situation(
     return Situation(of_environ, ServeCommand(command) if command else None, config, vllm, FakeHost(**host))
 
 
+HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+ADVERTISE = "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE"
+IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+SHUTDOWN = ("--shutdown-timeout", "60")
+
+
+def multi(*names: str | Mapping[str, Any], **extra: Any) -> dict[str, Any]:
+    """NIXL with others beside it, of which "MultiConnector" has NIXL inside, too."""
+    nixl = {"kv_connector": "NixlConnector"}
+    inner = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [nixl]}}
+    beside = [{"kv_connector": one} if isinstance(one, str) else one for one in names]
+    connectors = [nixl, *(inner if one == {"kv_connector": "MultiConnector"} else one for one in beside)]
+    of_multi = {"connectors": connectors, "memory_path": "host", **extra}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": of_multi}
+
+
 VERSIONS = configuration.versions
 """Looks at what is installed, which differs where the tests run; tests/install/test_command.py has it."""
 
@@ -109,13 +146,29 @@ def test_a_server_as_documented_has_no_finding() -> None:
         situation({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, present=("/dev/nvidiactl",)),
         situation(transfer={"kv_connector": "NixlPushConnector"}),
         situation(extra={"transfer_mode": "push", "memory_path": "auto"}),
-        situation({"VLLM_NIXL_SIDE_CHANNEL_HOST": "v6"}),
+        situation(transfer={"kv_connector": "NixlPullConnector"}),
+        situation(transfer=multi("MultiConnector")),
+        situation({HOST: "v6"}),
+        situation({HOST: "0.0.0.0", f"{ADVERTISE}_HOST": "203.0.113.7"}),
+        situation({HOST: "*", "VLLM_HOST_IP": "203.0.113.7"}, outward="0.0.0.0"),
+        situation({HOST: ""}),
+        situation({HOST: "two"}),
+        situation(transfer=multi("Mine", trusted_connectors=["Mine"])),
+        situation({HOST: "[fd00::1]", f"{ADVERTISE}_PORT": "15600", PORT: " 5600"}),
+        situation({HOST: "0.0.0.0", f"{ADVERTISE}_HOST": POD, **IN_POD}),
+        situation(command=("vllm", "serve", "MODEL", *SHUTDOWN, "--headless"), taken=(8000,)),
+        situation(command=("vllm", "serve", "MODEL", *SHUTDOWN, "--uds=/run/vllm.sock"), taken=(8000,)),
+        situation({"DYN_SYSTEM_PORT": "1"}, command=("python", "-m", "dynamo.vllm", *SHUTDOWN), taken=(8000,)),
+        situation(command=(*COMMAND, "--host", "127.0.0.1"), taken=(8000,), taken_at=(POD, "0.0.0.0")),
+        situation({PORT: "8000"}, command=(*COMMAND, "--host", "127.0.0.1")),
+        situation(command=(*COMMAND, "-dp", "4", "--data-parallel-rank", "2"), taken=(5600, 5601, 5603)),
+        situation(command=(*COMMAND, "-dp", "4", "-dpl", "0"), taken=(5600,)),
+        situation(command=(*COMMAND, "--kv-offloading-size", "None")),
         situation({"VLLM_PORT": "1234", "RAY_ADDRESS": "auto", "RAY_JOB_ID": "01000000"}),
     ):
         assert [one for check in CHECKS if check is not VERSIONS for one in check(changed)] == []
 
 
-IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 GPU = {"present": ("/dev/nvidiactl",)}
 WRONG: dict[str, tuple[Check, dict[str, Any], str]] = {
     "kvcached off": (configuration.gate, {"environ": {"ENABLE_KVCACHED": None}}, "ENABLE_KVCACHED is not set"),
@@ -159,53 +212,123 @@ WRONG: dict[str, tuple[Check, dict[str, Any], str]] = {
         {"environ": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}},
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
     ),
-    "no host": (
-        network.side_channel_host,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_HOST": None}},
-        "is not set, so vLLM takes localhost",
+    "a setting of a child that is no object": (
+        configuration.settings,
+        {"transfer": multi({"kv_connector": "NixlConnector", "kv_connector_extra_config": [1]})},
+        "kv_connector_extra_config [1]",
     ),
+    "a setting of the pull connector": (
+        configuration.settings,
+        {"transfer": {"kv_connector": "NixlPullConnector"}, "extra": {"kv_lease_duration": "30"}},
+        "kv_lease_duration='30'",
+    ),
+    "a neighbour": (
+        connectors.neighbours,
+        {"transfer": multi("OffloadingConnector")},
+        "OffloadingConnector beside the NIXL connector",
+    ),
+    "a neighbour below": (
+        connectors.neighbours,
+        {"transfer": multi({**multi("LMCacheConnectorV1"), "kv_connector": "MultiConnector"})},
+        "LMCacheConnectorV1 beside the NIXL connector",
+    ),
+    "offloading": (
+        connectors.offloading,
+        {"command": (*COMMAND, "--kv-offloading-size", "10")},
+        "--kv-offloading-size 10",
+    ),
+    "no host": (network.side_channel, {"environ": {HOST: None}}, "localhost:5600"),
     "localhost in a pod": (
-        network.side_channel_host,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", **IN_POD}},
-        "only this pod reaches",
+        network.side_channel,
+        {"environ": {HOST: "127.0.0.1", **IN_POD}},
+        "127.0.0.1:5600",
     ),
-    "every address": (
-        network.side_channel_host,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0"}},
-        "the address of no host",
+    "every address and none for peers, in a pod": (
+        network.side_channel,
+        {"environ": {HOST: "0.0.0.0", **IN_POD}, "outward": "0.0.0.0"},
+        "vLLM finds no other address of this host",
     ),
+    "a refused neighbour that is vouched for": (
+        connectors.neighbours,
+        {"transfer": multi("OffloadingConnector", trusted_connectors=["OffloadingConnector"])},
+        "OffloadingConnector beside the NIXL connector",
+    ),
+    "peers told every address": (
+        network.side_channel,
+        {"environ": {f"{ADVERTISE}_HOST": "0.0.0.0"}},
+        "stands for every address",
+    ),
+    "a URL for peers": (
+        network.side_channel,
+        {"environ": {f"{ADVERTISE}_HOST": "http://x:1"}},
+        f"{ADVERTISE}_HOST='http://x:1'",
+    ),
+    "a port for peers": (network.side_channel, {"environ": {f"{ADVERTISE}_PORT": "abc"}}, f"{ADVERTISE}_PORT='abc'"),
     "a name without an address": (
-        network.side_channel_host,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "prefill"}},
-        "which has no address",
+        network.side_channel,
+        {"environ": {HOST: "prefill"}},
+        "for which there is no address",
     ),
     "another host's address": (
-        network.side_channel_host,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.4"}},
+        network.side_channel,
+        {"environ": {HOST: "10.1.2.4"}},
         "10.1.2.4 is no address of this host",
     ),
     "port of a side channel": (
-        network.side_channel_ports,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_PORT": "tcp://10.0.0.1:5600"}},
+        network.side_channel,
+        {"environ": {PORT: "tcp://10.0.0.1:5600"}},
         "'tcp://10.0.0.1:5600'",
     ),
+    "no port of a side channel": (network.side_channel, {"environ": {PORT: ""}}, f"{PORT}=''"),
     "ports of ranks": (
-        network.side_channel_ports,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_PORT": "65535"}, "command": (*COMMAND, "--data-parallel-size", "2")},
-        "for 2 data-parallel ranks",
+        network.side_channel,
+        {"environ": {PORT: "65535"}, "command": (*COMMAND, "--data-parallel-size", "2")},
+        "'65535' on data-parallel rank 1",
     ),
     "one port for both": (
-        network.side_channel_ports,
+        network.side_channel,
         {"command": ("vllm", "serve", "MODEL", "--port=5600")},
         "port 5600 for HTTP and for the side channel",
     ),
-    "port of another server": (network.side_channel_ports, {"taken": (5600,)}, "port 5600 of 10.1.2.3 is in use"),
+    "one port for both at one address": (
+        network.side_channel,
+        {"command": ("vllm", "serve", "MODEL", "--port=5600", "--host", POD)},
+        "port 5600 for HTTP and for the side channel",
+    ),
+    "port of another server": (network.side_channel, {"taken": (5600,)}, "port 5600 of 10.1.2.3 is in use"),
+    "port of another server at a name's second address": (
+        network.side_channel,
+        {"environ": {HOST: "both"}, "taken": (5600,), "taken_at": ("127.0.0.1",)},
+        "port 5600 of 127.0.0.1 is in use",
+    ),
+    "port of another server at an address that nobody chose": (
+        network.side_channel,
+        {"environ": {HOST: None}, "taken": (5600,)},
+        "port 5600 of 127.0.0.1 is in use",
+    ),
     "port of a rank": (
-        network.side_channel_ports,
-        {"taken": (5601,), "command": (*COMMAND, "--data-parallel-size-local=2")},
+        network.side_channel,
+        {"taken": (5601,), "command": (*COMMAND, "-dpl=2")},
         "port 5601",
     ),
-    "HTTP port": (network.http_port, {"taken": (8000,)}, "port 8000: Address already in use"),
+    "port of the only rank here": (
+        network.side_channel,
+        {"taken": (5602,), "command": (*COMMAND, "-dp", "4", "-dpn", "2")},
+        "port 5602",
+    ),
+    "HTTP port of one address": (
+        network.http_port,
+        {"taken": (8000,), "taken_at": (POD,), "command": (*COMMAND, "--host", POD)},
+        f"port 8000 of {POD}: Address already in use",
+    ),
+    "HTTP at another host's address": (
+        network.http_port,
+        {"command": (*COMMAND, "--host", "10.1.2.4")},
+        "port 8000 of 10.1.2.4",
+    ),
+    "HTTP at no address": (network.http_port, {"command": (*COMMAND, "--host", "nobody")}, "--host nobody: no address"),
+    "no HTTP port": (network.http_port, {"command": ("vllm", "serve", "MODEL", "--port", "70000")}, "port 70000"),
+    "HTTP port": (network.http_port, {"taken": (8000,)}, "port 8000 of 0.0.0.0: Address already in use"),
     "service links": (network.service_links, {"environ": {"VLLM_PORT": "tcp://10.0.0.9:8000"}}, "tcp://10.0.0.9:8000"),
     "/tmp": (process.sockets, {"read_only": ("/tmp",)}, "/tmp cannot be written"),
     "Dynamo's mode": (
@@ -223,10 +346,32 @@ ADVICE: dict[str, tuple[Check, dict[str, Any], str]] = {
         {"command": ("vllm", "serve", "MODEL", "--shutdown-timeout", "10")},
         "--shutdown-timeout 10 and kv_lease_duration 30",
     ),
-    "loopback on purpose": (
-        network.side_channel_host,
-        {"environ": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}},
-        "only this machine reaches",
+    "loopback on purpose": (network.side_channel, {"environ": {HOST: "127.0.0.1"}}, "127.0.0.1:5600"),
+    "a listener that peers do not reach": (
+        network.side_channel,
+        {"environ": {HOST: "127.0.0.1", f"{ADVERTISE}_HOST": POD}},
+        f"is advertised as {POD}:5600",
+    ),
+    "a name for peers that is not known here": (
+        network.side_channel,
+        {"environ": {f"{ADVERTISE}_HOST": "prefill.cluster"}},
+        "prefill.cluster:5600",
+    ),
+    "a neighbour that some vLLM serve": (
+        connectors.neighbours,
+        {"transfer": multi("ExampleConnector")},
+        "ExampleConnector beside",
+    ),
+    "a neighbour of a plugin": (connectors.neighbours, {"transfer": multi("Mine")}, "Mine beside the NIXL connector"),
+    "a neighbour's own class": (
+        connectors.neighbours,
+        {"transfer": multi({"kv_connector": "OffloadingConnector", "kv_connector_module_path": "mine"})},
+        "OffloadingConnector beside the NIXL connector",
+    ),
+    "an own class": (
+        configuration.transfer_config,
+        {"transfer": {"kv_connector": "Mine", "kv_connector_module_path": "mine"}},
+        "kv_connector Mine",
     ),
     "cache": (process.cache_folder, {"read_only": ("/home/vllm/.cache",)}, "/home/vllm/.cache cannot be written"),
     "XDG's": (
@@ -317,8 +462,8 @@ def test_kvcached_s_name_is_shared_only_without_this_package() -> None:
 
 def test_a_port_that_is_not_ours_is_not_asked_for() -> None:
     """No finding follows from another: an address that is wrong has no ports."""
-    at = situation({"VLLM_NIXL_SIDE_CHANNEL_HOST": "prefill"}, taken=(5600,))
-    assert [*network.side_channel_ports(at)] == []
+    at = situation({HOST: "prefill"}, taken=(5600,))
+    assert "no address" in only(network.side_channel(at)).found
     assert [*network.http_port(situation(command=None, taken=(8000,)))] == []
 
 
@@ -354,6 +499,40 @@ def test_flags_are_read_with_their_values() -> None:
     assert (command.value("--enforce-eager"), command.value("--config")) == ("", None)
     at = Situation({}, command)
     assert (at.number("--port", 8000), at.number("--enforce-eager", 7), at.number("--tp", 9)) == (3, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("", [0]),
+        ("-dp 2", [0, 1]),
+        ("--data_parallel_size=2", [0, 1]),
+        ("-dp=4 -dpl 2", [0, 1]),
+        ("-dp 4 -dpl 2 -dpr 2", [2, 3]),
+        ("-dp 4 --data-parallel-size-local 2 --data-parallel-start-rank=2 --headless", [2, 3]),
+        ("-dp 4 -dpl 0", []),
+        # Without the number of local ranks, vLLM starts all of them.
+        ("-dp 4 -dpr 2", [0, 1, 2, 3]),
+        ("-dp 4 -dpn 3", [3]),
+        ("-dpn 3", [0]),
+        ("-dp 4 --data-parallel-rank 3 -dpl 1", [3]),
+        ("-dp 4 -tp 2 -n2 -r1", [2, 3]),
+        ("-dp 2 -tp 2 --nnodes 2 --node-rank 1 -dpe -dpl 1", [1]),
+        ("-dp 4 -tp 2 --nnodes 2 --node-rank 1 -dpe", [2]),
+        ("-dp 2 -tp 4 -pp 2 -n 4 -r 2", [1]),
+        ("-dp 2 -tp 4 -pp 2 -n 4 -r 3", []),
+        ("-tp 8 -n 2", [0]),
+        ("-tp 8 -n 2 -r 1", []),
+    ],
+)
+def test_the_ranks_are_those_that_vllm_starts_here(words: str, ranks: list[int]) -> None:
+    assert [*Situation({}, ServeCommand(("vllm", "serve", "MODEL", *words.split()))).ranks] == ranks
+
+
+def test_short_names_are_read_as_the_long_ones() -> None:
+    for short, long in SHORT.items():
+        assert ServeCommand((short, "7")).value(long) == ServeCommand((f"{short}=7",)).value(long) == "7"
+    assert ServeCommand(("-tpx", "7", "-x2", "-n")).value("--tensor-parallel-size") is None
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -406,16 +585,23 @@ def test_a_port_is_taken_while_something_listens_there() -> None:
         port = one.getsockname()[1]
         assert host.why_not_bound("127.0.0.1", port) == errno.EADDRINUSE
     assert host.why_not_bound("127.0.0.1", port) is None
+    assert host.why_not_bound("fe80::1", 0) is not None
     # An address of the documentation's range, which no host has.
     assert host.why_not_bound("192.0.2.1", 0) == errno.EADDRNOTAVAIL
 
 
-def test_folders_and_names_are_asked_for(tmp_path: Path) -> None:
+def test_a_host_without_ipv6_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert Host().why_not_bound("::1", 0) == errno.EAFNOSUPPORT
+    assert Host().own_ip() == "0.0.0.0"
+
+
+def test_folders_are_asked_for(tmp_path: Path) -> None:
     """A folder that does not exist yet is created by a server, if its parent may be written."""
     host = Host()
-    assert host.addresses("127.0.0.1") == ("127.0.0.1",)
-    with pytest.raises(OSError):
-        host.addresses("no-such-host.invalid")
     assert host.why_not_written(tmp_path / "a" / "b") is None and [*tmp_path.iterdir()] == []
     assert host.why_not_written(Path("/proc/self")) is not None
     assert host.has("/proc") and not host.has("/nowhere") and host.most_open_files() != 0
