@@ -84,12 +84,15 @@ def construct(call: Call) -> None:
         config.kv_connector_extra_config = server.staged(config.kv_connector_extra_config)
         config.kv_buffer_device = server.device
     Settings.from_extra_config(config.kv_connector_extra_config)
+    if call.argument("role").name != "SCHEDULER":
+        call.proceed()
+        return
+    view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
+    # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them.
+    address = view.address
     call.proceed()
-    if call.argument("role").name == "SCHEDULER":
-        view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
-        address = view.address
-        attach(call.instance, build_scheduler(view, address, MonotonicClock()))
-        attach_address(call.instance, address)
+    attach(call.instance, build_scheduler(view, address, MonotonicClock()))
+    attach_address(call.instance, address)
 
 
 GATES = (create_connector, construct)
