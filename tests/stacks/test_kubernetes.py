@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -27,10 +28,12 @@ from experiments.common.servers import ENVIRONMENT, HOST, Running, Server, Serve
 from experiments.stacks.environments import environment
 
 FILES = sorted(FOLDER.glob("*.yaml"))
+VLLM_ROUTER, OWN_ROUTER = "router-vllm-router.yaml", "router-kvcached-nixl.yaml"
 RELEASES = ("1.25", "1.29", "1.33", "1.37")
 """Of Kubernetes: the first and the last that the validator has schemas of, and two between them."""
 HAND_OVERS, FAILURES = "vllm:nixl_xfer_time_seconds_count", "kvcached_nixl:handover_failures_total"
 COUNT_SECONDS = 20.0
+DRAINS = re.compile(r"draining (\d+ )?in-flight requests", re.IGNORECASE)
 OF_THE_CLUSTER = ("HOME", ADDRESS, PORT)
 
 
@@ -159,7 +162,7 @@ def counted(servers: list[Server], metric: str) -> int:
     return int(sum(float(value) for _, _, value in lines))
 
 
-@pytest.mark.parametrize("file", ["router-vllm-router.yaml", "router-kvcached-nixl.yaml"])
+@pytest.mark.parametrize("file", [VLLM_ROUTER, OWN_ROUTER])
 def test_a_hand_over_behind_each_router(file: str, pair: Running, tmp_path: Path) -> None:
     """Prefill alone says what is right. A hand-over that failed would be recomputed, so the metrics decide."""
     (port,) = free_ports(1)
@@ -232,14 +235,6 @@ def test_the_doctor_before_a_server_lets_it_start(name: str, manifests: dict[str
     assert done.returncode == 1 and "wrong: side channel" in done.stdout
 
 
-def test_sigterm_ends_a_server_within_its_grace_period(pair: Running, manifests: dict[str, Workload]) -> None:
-    """As the kubelet does it: one signal to the first process, which ends the others. The last test: nothing serves."""
-    for name, server in zip(ROLES, pair.servers, strict=True):
-        server.process.send_signal(signal.SIGTERM)
-        status = server.process.wait(manifests[name].pod["terminationGracePeriodSeconds"])
-        assert status == 0, server.tail()
-
-
 def test_the_table_of_what_a_cluster_replaces_is_complete(manifests: dict[str, Workload]) -> None:
     """Whatever else the cluster fills in, the servers above would run without it."""
     objects: list[Object] = read("prefill.yaml", "decode.yaml")
@@ -247,3 +242,63 @@ def test_the_table_of_what_a_cluster_replaces_is_complete(manifests: dict[str, W
     for name in ROLES:
         filled_in = {key for key, value in manifests[name].serving.environ.items() if value == ""}
         assert filled_in == {ADDRESS} <= {*OF_THE_CLUSTER}
+
+
+@contextlib.contextmanager
+def draining(server: Server) -> Iterator[None]:
+    """One signal to the first process, as the kubelet sends it, while a request runs that no router knows of."""
+    asked = {"model": "model", "prompt": [5] * 20, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream(
+        "POST", f"{server.base_url}/v1/completions", json=asked, trust_env=False, timeout=120.0
+    ) as answer:
+        events = answer.iter_lines()
+        next(events)
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + COUNT_SECONDS
+        while not (drains := DRAINS.search(server.log.read_text())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert drains, server.tail()
+        yield
+        assert server.process.poll() is None and is_ok(f"{server.base_url}/health"), "it did not drain any more"
+        assert [line for line in events if line][-1] == "data: [DONE]", "the request was not finished"
+
+
+def asked_of(url: str, prompt: list[int]) -> tuple[int, str, str]:
+    """(status, text, why it ended) of an answer."""
+    asked = {"model": "model", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=asked, trust_env=False, timeout=120.0)
+    if answer.status_code != httpx.codes.OK:
+        return answer.status_code, "", ""
+    (choice,) = answer.json()["choices"]
+    return answer.status_code, choice["text"], choice["finish_reason"]
+
+
+def test_a_server_that_drains_ends_in_time_and_what_clients_get_until_then(
+    pair: Running, manifests: dict[str, Workload], tmp_path: Path
+) -> None:
+    """The last test, since it ends the servers: docs/deploy/kubernetes.md says why decode's pods are not replaced by
+    themselves."""
+    prompts = [[3 + (11 * place + 37 * number) % 500 for place in range(120)] for number in range(2)]
+    right = [(200, complete(pair.servers[0].base_url, prompt), "length") for prompt in prompts]
+    expected = {
+        ("prefill", VLLM_ROUTER): right,
+        ("prefill", OWN_ROUTER): right,
+        ("decode", VLLM_ROUTER): [(200, "", "abort")] * 2,
+        ("decode", OWN_ROUTER): [(502, "", "")] * 2,
+    }
+    found = {}
+    for name, server in zip(ROLES, list(pair.servers), strict=True):
+        with contextlib.ExitStack() as stack:
+            urls = {}
+            for file in (VLLM_ROUTER, OWN_ROUTER):
+                (port,) = free_ports(1)
+                stack.enter_context(launch_router(file, pair, tmp_path / name / f"{file}.log", port))
+                urls[file] = f"http://{HOST}:{port}"
+            with draining(server):
+                for file, url in urls.items():
+                    found[name, file] = [asked_of(url, prompt) for prompt in prompts]
+        assert server.process.wait(manifests[name].pod["terminationGracePeriodSeconds"]) == 0, server.tail()
+        if name == "prefill":
+            pair.replace(0)
+            pair.ready()
+    assert found == expected
