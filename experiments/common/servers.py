@@ -66,6 +66,11 @@ class ServerError(RuntimeError):
     """A server that did not start, or died."""
 
 
+def inherited() -> dict[str, str]:
+    """Return this process's environment variables without those that would change what an arm runs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
+
+
 def free_ports(count: int) -> list[int]:
     """Return ``count`` distinct loopback ports that were free a moment ago.
 
@@ -178,10 +183,7 @@ class Server:
         self.log = logs / f"{spec.name}.log"
         self.base_url = f"http://{HOST}:{self.port}"
         self.started_at = time.monotonic()
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)
-        }
-        environment |= ENVIRONMENT
+        environment = {**inherited(), **ENVIRONMENT}
         environment |= {
             "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{environment.get('PATH', '')}",
             "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{REPOSITORY}",

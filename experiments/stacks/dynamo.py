@@ -21,12 +21,12 @@ from experiments.common.router import running_router
 from experiments.common.servers import (
     ENVIRONMENT,
     HOST,
-    INHERITED_PREFIXES_DROPPED,
     REPOSITORY,
     SERVER_SIDE,
     Server,
     ServerSpec,
     free_ports,
+    inherited,
 )
 from experiments.stacks.deployment import Say, Servers, behind
 from experiments.stacks.environments import overlay
@@ -84,10 +84,7 @@ def dynamo(specs: Sequence[ServerSpec], template: Path, logs: Path, say: Say) ->
         (port,) = free_ports(1)
         url = f"http://{HOST}:{port}"
         command = [sys.executable, "-m", "dynamo.frontend", "--http-host", HOST, "--http-port", str(port)]
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)
-        }
-        environ = {**inherited, **ENVIRONMENT, **variables}
+        environ = {**inherited(), **ENVIRONMENT, **variables}
         with running_router(command, log, lambda: _knows_model(url), "a model at /v1/models", environ):
             yield url
 

@@ -23,12 +23,12 @@ from experiments.common.router import STOP_SECONDS, running_router
 from experiments.common.servers import (
     ENVIRONMENT,
     HOST,
-    INHERITED_PREFIXES_DROPPED,
     REPOSITORY,
     SERVER_SIDE,
     ServerError,
     ServerSpec,
     free_ports,
+    inherited,
 )
 from experiments.stacks import traffic
 from experiments.stacks.deployment import RESTART_SECONDS, Say
@@ -116,11 +116,10 @@ def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Ray
     config.write_text(
         json.dumps({"port": port, "metrics_port": metrics_port, "status": str(status), "app": app}, indent=1)
     )
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
     environ = {
-        **inherited,
+        **inherited(),
         **{name: value for name, value in ENVIRONMENT.items() if name != "VLLM_NIXL_SIDE_CHANNEL_HOST"},
-        "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{inherited.get('PATH', '')}",
+        "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

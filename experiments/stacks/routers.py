@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from experiments.common.router import STOP_SECONDS, routed, running_router
-from experiments.common.servers import HOST, INHERITED_PREFIXES_DROPPED, Server, free_ports
+from experiments.common.servers import HOST, Server, free_ports, inherited
 from experiments.stacks.deployment import Say
 from experiments.stacks.environments import environment, sources
 
@@ -101,9 +101,8 @@ def running(
         ServerError: it ended, or did not answer in time.
     """
     url = f"http://{HOST}:{port}"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
-    environ = {**inherited, **(environ or {})}
-    with running_router(command, log, lambda: _answers(url + answers), f"{answers} to answer", environ) as process:
+    variables = {**inherited(), **(environ or {})}
+    with running_router(command, log, lambda: _answers(url + answers), f"{answers} to answer", variables) as process:
         yield url
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
