@@ -69,7 +69,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_router_ranks.py": (None, 6.5),
     "stacks/test_containerfile.py": (None, 1.6),
     "stacks/test_dynamo.py": (None, 3.0),
-    "stacks/test_kubernetes.py": (None, 1.2),
+    "stacks/test_kubernetes.py": (None, 1.5),
     "stacks/test_ray_serve.py": (None, 6.0),
     "stacks/test_toy_proxies.py": (None, 3.0),
     "stacks/test_vllm_router.py": (None, 1.6),

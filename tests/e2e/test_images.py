@@ -12,11 +12,13 @@ import base64
 import io
 import random
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from packaging.version import Version
 from PIL import Image
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
@@ -27,6 +29,9 @@ from experiments.common.counted import hand_overs
 from experiments.common.families import stand_ins
 from experiments.common.router import routed
 from experiments.common.servers import Server, running
+
+if Version(version("vllm")) < Version("0.28"):
+    pytest.skip("vLLM 0.28 is the first that takes this model's images with its transformers", allow_module_level=True)
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 # Nothing has to be cut or made larger: that would need torchvision.

@@ -148,18 +148,18 @@ def joined(text: str) -> Answer:
 
 
 def _added(known: Any, more: Any, name: str = "") -> Any:
+    if isinstance(more, list) and more and isinstance(more[0], dict) and "index" in more[0]:
+        # An event may have several pieces of one call.
+        calls = {one["index"]: one for one in known or ()}
+        for one in more:
+            calls[one["index"]] = _added(calls.get(one["index"]), one)
+        return [calls[index] for index in sorted(calls)]
+    if isinstance(more, dict):
+        known = known or {}
+        return {key: _added(known.get(key), more.get(key), key) for key in {**known, **more}}
     if known is None or more is None or name in REPLACED:
         return known if more is None else more
-    if isinstance(more, dict):
-        return {key: _added(known.get(key), more.get(key), key) for key in {**known, **more}}
-    if isinstance(more, list):
-        if more and isinstance(more[0], dict) and "index" in more[0]:
-            calls = {one["index"]: one for one in known}
-            for one in more:
-                calls[one["index"]] = _added(calls.get(one["index"]), one)
-            return [calls[index] for index in sorted(calls)]
-        return known + more
-    return known + more if isinstance(more, str) else more
+    return known + more if isinstance(more, (str, list)) else more
 
 
 def differences(found: Any, expected: Any, where: str = "") -> list[str]:
