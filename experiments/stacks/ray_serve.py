@@ -130,15 +130,17 @@ def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Ray
         command, log, lambda: bool(status.read_text()), "its replicas to run", environ, START_SECONDS
     ) as process:
         root = psutil.Process(process.pid)
-        yield RayServe(root, f"http://{HOST}:{port}", metrics_port, status, roles)
-        # Ray's daemons are in sessions of their own.
-        all_of_it = root.children(recursive=True)
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        for one in all_of_it:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+        try:
+            yield RayServe(root, f"http://{HOST}:{port}", metrics_port, status, roles)
+        finally:
+            # Ray's daemons are in sessions of their own.
+            all_of_it = root.children(recursive=True)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            for one in all_of_it:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 def _config(spec: ServerSpec, count: int, path: str) -> dict[str, Any]:
