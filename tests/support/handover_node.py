@@ -22,7 +22,7 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.attached_state import address_of, side_of
+from kvcached_nixl.compat.attached_state import side_of
 from support import engine_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
@@ -109,8 +109,8 @@ class Node(engine_node.Node):
 
     def address(self, request_id: str = "") -> dict[str, Any]:
         """Returns the parameters of a router that sends to both sides at once; it has no ``remote_request_id`` yet."""
-        host, port = address_of(self.engine.scheduler).advertised
-        where = {**super().address(request_id), "remote_host": host, "remote_port": port}
+        own = self.side_of_engine.own
+        where = {**super().address(request_id), "remote_host": own.host, "remote_port": own.port}
         return {key: one for key, one in where.items() if one != ""}
 
     @property
