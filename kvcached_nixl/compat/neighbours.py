@@ -50,7 +50,8 @@ _RESHAPES = (
 _NOT_SHOWN = "was not shown to copy the right bytes of kvcached's memory."
 
 _SERVED_IF_PACKED = "ExampleConnector"
-_NIXL = frozenset({*FACADE_CLASS_NAMES, "MultiConnector"})
+_MULTI = "MultiConnector"
+_NIXL = frozenset({*FACADE_CLASS_NAMES, _MULTI})
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "OffloadingConnector": _FREED,
@@ -74,9 +75,12 @@ JUDGED = frozenset({*_REFUSED, _SERVED_IF_PACKED, *_NIXL})
 
 def connector_classes(factory: Any, config: Any) -> Iterator[type]:
     """The class that a ``KVTransferConfig`` names, and those of the connectors inside it (``MultiConnector``)."""
-    yield factory.get_connector_class(config)
-    for child in config.kv_connector_extra_config.get("connectors", ()):
-        yield from connector_classes(factory, type(config)(**{"kv_connector_extra_config": {}, **child}))
+    cls = factory.get_connector_class(config)
+    yield cls
+    # Another connector may have anything below this key.
+    if _own_name(cls) == _MULTI:
+        for child in config.kv_connector_extra_config.get("connectors", ()):
+            yield from connector_classes(factory, type(config)(**{"kv_connector_extra_config": {}, **child}))
 
 
 def require_no_replacement(vllm_config: Any) -> None:

@@ -61,14 +61,15 @@ def create_connector(call: Call) -> Any:
     if config is None:
         return call.proceed()
     require_no_replacement(vllm_config)
-    if any(map(is_nixl, connector_classes(call.instance, config))):
+    classes = list(connector_classes(call.instance, config))
+    if any(map(is_nixl, classes)):
         require_complete(call.registry, str(config.kv_connector))
-        require_servable(connector_classes(call.instance, config), vllm_config)
+        require_servable(classes, vllm_config)
     connector = call.proceed()
     # A class of another package may have made connectors that the configuration does not name.
-    classes = [type(one) for one in connectors(connector)]
-    if any(map(is_nixl, classes)):
-        require_servable(classes, vllm_config)
+    made = [type(one) for one in connectors(connector)]
+    if any(map(is_nixl, made)):
+        require_servable(made, vllm_config)
     return connector
 
 

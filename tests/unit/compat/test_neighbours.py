@@ -140,3 +140,10 @@ def test_an_offloading_connector_in_nixl_s_place_is_refused(connector: str, gib:
             require_no_replacement(config)
     else:
         require_no_replacement(config)
+
+
+@pytest.mark.parametrize("below", [["odd"], [{"url": "tcp://h"}], [{"kv_connector": None}], 3], ids=str)
+def test_what_another_connector_has_below_the_same_key_is_not_read(below: Any) -> None:
+    """It started before, and has no NIXL connector that it could be beside."""
+    config = SimpleNamespace(kv_connector="Mine", kv_connector_extra_config={"connectors": below})
+    assert list(connector_classes(Factory, config)) == [CLASSES["Mine"]]
