@@ -31,17 +31,22 @@ def moved(before: Counters, after: Counters) -> int:
     return sum(max(0, value - before.get(name, 0)) for name, value in after.items())
 
 
-def since(known: Counters, read: Callable[[], Counters], least: int) -> int:
-    """Return how much counters have grown since ``known``.
+def settled(read: Callable[[], Counters], is_enough: Callable[[Counters], bool] = lambda _: True) -> Counters:
+    """Return counters when they are enough and nothing is added any more, or after `COUNT_SECONDS`.
 
-    Engines report what they have counted with their next step: wait for ``least``, then until nothing is added.
+    Engines report what they have counted with their next step.
     """
-    deadline, found = time.monotonic() + COUNT_SECONDS, -1
+    deadline, found = time.monotonic() + COUNT_SECONDS, read()
     while True:
-        before, found = found, moved(known, read())
-        if (found >= least and found == before) or time.monotonic() > deadline:
-            return found
         time.sleep(COUNTED_SECONDS)
+        before, found = found, read()
+        if (is_enough(found) and found == before) or time.monotonic() > deadline:
+            return found
+
+
+def since(known: Counters, read: Callable[[], Counters], least: int) -> int:
+    """Return how much counters have grown since ``known``, when they are `settled` and have grown by ``least``."""
+    return moved(known, settled(read, lambda found: moved(known, found) >= least))
 
 
 def count(servers: Sequence[Server], name: str) -> int:

@@ -7,13 +7,11 @@ Workers and frontend find each other by files. There is no etcd and no NATS.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -28,6 +26,7 @@ from experiments.common.servers import (
     free_ports,
     inherited,
 )
+from experiments.stacks import traffic
 from experiments.stacks.deployment import Say, Servers, behind
 from experiments.stacks.environments import overlay
 
@@ -43,7 +42,7 @@ class Worker(ServerSpec):
     """
 
     template: Path = Path()
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, port: int, engine_id: str) -> list[str]:
         role = "prefill" if "prefill" in self.name else "decode"
@@ -58,15 +57,16 @@ class Worker(ServerSpec):
 
 
 @contextlib.contextmanager
-def dynamo(specs: Sequence[ServerSpec], template: Path, logs: Path, say: Say) -> Iterator[Servers]:
+def dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
     """Start a worker for each of ``specs``, and the frontend.
 
     Raises:
         ServerError: one of them did not start.
     """
     packages = overlay("dynamo", say)
-    found_in = logs / "discovery"
+    found_in, template = logs / "discovery", logs / "template.jinja"
     found_in.mkdir(parents=True)
+    template.write_text(traffic.TEMPLATE)
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, STAND_INS, packages))),
         "DYN_DISCOVERY_BACKEND": "file",
@@ -77,7 +77,7 @@ def dynamo(specs: Sequence[ServerSpec], template: Path, logs: Path, say: Say) ->
         # An interface.
         "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
     }
-    workers = [Worker(**_fields(spec), template=template, variables=variables) for spec in specs]
+    workers = [Worker(**vars(spec), template=template, variables=variables) for spec in specs]
 
     @contextlib.contextmanager
     def frontend(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
@@ -90,10 +90,6 @@ def dynamo(specs: Sequence[ServerSpec], template: Path, logs: Path, say: Say) ->
 
     with behind(frontend, workers, logs, say) as deployment:
         yield deployment
-
-
-def _fields(spec: ServerSpec) -> dict[str, Any]:
-    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
 
 
 def _knows_model(url: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from experiments.common.counted import COUNT_SECONDS, COUNTED_SECONDS, Counters, since
+from experiments.common.counted import settled, since
 from experiments.common.device import layout
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, Running, ServerSpec
@@ -128,7 +128,7 @@ def measure(
         if engines_per_role > 1:
             restarted = asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _restart_each(deployment)))
             say(f"{words}, every engine restarted: {_shown(_verdicts(restarted))}")
-        known = _settled(deployment)
+        known = settled(deployment.hand_overs)
         others = asyncio.run(traffic.many(deployment.url, then))
         hand_overs_after = since(known, deployment.hand_overs, len(then))
     wrong = [one for one in (*answers, *killed, *restarted, *others) if one.verdict is Verdict.WRONG]
@@ -191,16 +191,6 @@ def _compared(wrong: Judged, expected: Answer) -> dict[str, object]:
 
 def _shown(verdicts: Counter[Verdict]) -> dict[str, int]:
     return {kind.value: verdicts[kind] for kind in Verdict if verdicts[kind]}
-
-
-def _settled(deployment: Deployment) -> Counters:
-    """Return the counters when they have stopped to grow."""
-    deadline, found = time.monotonic() + COUNT_SECONDS, deployment.hand_overs()
-    while True:
-        time.sleep(COUNTED_SECONDS)
-        before, found = found, deployment.hand_overs()
-        if found == before or time.monotonic() > deadline:
-            return found
 
 
 def _kill_and_replace(deployment: Deployment) -> None:

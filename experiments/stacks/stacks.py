@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.common.servers import ServerSpec
-from experiments.stacks import routers, traffic
+from experiments.stacks import routers
 from experiments.stacks.deployment import Deployment, Router, Say, behind
 from experiments.stacks.dynamo import dynamo
 from experiments.stacks.ray_serve import ray_serve
@@ -66,20 +66,11 @@ def _before(router: Router, *, engine_ids_are_fixed: bool = False) -> Deploy:
     return deploy
 
 
-@contextlib.contextmanager
-def _dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Deployment]:
-    logs.mkdir(parents=True)
-    template = logs / "template.jinja"
-    template.write_text(traffic.TEMPLATE)
-    with dynamo(specs, template, logs, say) as deployment:
-        yield deployment
-
-
 STACKS: tuple[Stack, ...] = (
     Stack("kvcached-nixl proxy", "this package", _before(routers.own), asks_both_at_once=("push",)),
     Stack("vllm-router", "0.1.17", _before(routers.vllm_router), asks_both_at_once=("push",)),
     Stack("Ray Serve LLM", "2.58.1", ray_serve, vllm="0.28.0"),
-    Stack("Dynamo", "1.5.1", _dynamo, constrains_tools_itself=True, vllm="0.28.0"),
+    Stack("Dynamo", "1.5.1", dynamo, constrains_tools_itself=True, vllm="0.28.0"),
     Stack("vLLM's toy proxy", "0.28.0", _before(routers.toy_proxy)),
     Stack(
         "vLLM's push demo",

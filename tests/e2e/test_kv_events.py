@@ -14,6 +14,7 @@ import httpx
 import pytest
 from support.routed_answers import spec
 
+from experiments.common.counted import count
 from experiments.common.servers import GIVES_BACK, Running, Server, ServerSpec
 from kvcached_nixl.compat.versions import installed_row
 
@@ -81,12 +82,6 @@ def ask(server: Server, max_tokens: int, **more: Any) -> dict[str, Any]:
     return found
 
 
-def counted(server: Server, name: str) -> float:
-    """The value of vLLM's counter."""
-    page = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
-    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"vllm:{name}{{"))
-
-
 def test_events_name_what_was_computed_and_what_was_handed_over(tmp_path: Path) -> None:
     """The same hashes as one stock instance's, on prefill and on decode; and that all is gone after a reset."""
     modes = {"alone": None, "prefill": "pull", "decode": "pull"}
@@ -108,9 +103,9 @@ def test_events_name_what_was_computed_and_what_was_handed_over(tmp_path: Path) 
             assert heard[2].until(BLOCKS) == expected
             # Counters are updated with a step, before its events are published. What was handed over is no hit of
             # decode's own prefix cache.
-            assert counted(decode, "prefix_cache_hits_total") == 0
-            assert counted(decode, "prefix_cache_queries_total") == len(PROMPT)
-            assert counted(decode, "external_prefix_cache_hits_total") == len(PROMPT)
+            assert count([decode], "vllm:prefix_cache_hits_total{") == 0
+            assert count([decode], "vllm:prefix_cache_queries_total{") == len(PROMPT)
+            assert count([decode], "vllm:external_prefix_cache_hits_total{") == len(PROMPT)
             assert httpx.post(f"{decode.base_url}/reset_prefix_cache", timeout=60.0, trust_env=False).status_code == 200
             # Events are published with a step.
             ask(decode, 1, prompt=PROMPT[BLOCK_SIZE : 2 * BLOCK_SIZE + 1])

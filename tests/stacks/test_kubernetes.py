@@ -22,6 +22,7 @@ import pytest
 from support.kubernetes import ADDRESS, FOLDER, PORT, ROLES, Container, Object, Workload, read, workloads
 
 from experiments.common import device
+from experiments.common.counted import COUNT_SECONDS, HAND_OVERS, count
 from experiments.common.model import ModelShape, make_model
 from experiments.common.router import running_router
 from experiments.common.servers import ENVIRONMENT, HOST, Running, Server, ServerSpec, free_ports
@@ -31,8 +32,7 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 VLLM_ROUTER, OWN_ROUTER = "router-vllm-router.yaml", "router-kvcached-nixl.yaml"
 RELEASES = ("1.25", "1.29", "1.33", "1.37")
 """Of Kubernetes: the first and the last that the validator has schemas of, and two between them."""
-HAND_OVERS, FAILURES = "vllm:nixl_xfer_time_seconds_count", "kvcached_nixl:handover_failures_total"
-COUNT_SECONDS = 20.0
+FAILURES = "kvcached_nixl:handover_failures_total"
 DRAINS = re.compile(r"draining (\d+ )?in-flight requests", re.IGNORECASE)
 OF_THE_CLUSTER = ("HOME", ADDRESS, PORT)
 
@@ -156,18 +156,12 @@ def complete(url: str, prompt: list[int]) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def counted(servers: list[Server], metric: str) -> int:
-    pages = [httpx.get(f"{one.base_url}/metrics", trust_env=False).text for one in servers]
-    lines = [line.rpartition(" ") for page in pages for line in page.splitlines() if line.startswith(metric)]
-    return int(sum(float(value) for _, _, value in lines))
-
-
 @pytest.mark.parametrize("file", [VLLM_ROUTER, OWN_ROUTER])
 def test_a_hand_over_behind_each_router(file: str, pair: Running, tmp_path: Path) -> None:
     """Prefill alone says what is right. A hand-over that failed would be recomputed, so the metrics decide."""
     (port,) = free_ports(1)
     prefill, url = pair.servers[0], f"http://{HOST}:{port}"
-    before = counted(pair.servers, HAND_OVERS)
+    before = count(pair.servers, HAND_OVERS)
     prompts = [[3 + (7 * place + 31 * number + len(file)) % 500 for place in range(150)] for number in range(4)]
     with launch_router(file, pair, tmp_path / "router.log", port):
         found = [complete(url, prompt) for prompt in prompts]
@@ -177,11 +171,11 @@ def test_a_hand_over_behind_each_router(file: str, pair: Running, tmp_path: Path
     assert found == [complete(prefill.base_url, prompt) for prompt in prompts]
     deadline = time.monotonic() + COUNT_SECONDS
     # Engines report what they have counted with their next step.
-    while counted(pair.servers, HAND_OVERS) < before + len(prompts) and time.monotonic() < deadline:
+    while count(pair.servers, HAND_OVERS) < before + len(prompts) and time.monotonic() < deadline:
         time.sleep(0.5)
         complete(prefill.base_url, [5] * 8)
-    assert counted(pair.servers, HAND_OVERS) == before + len(prompts)
-    assert counted(pair.servers, FAILURES) == 0
+    assert count(pair.servers, HAND_OVERS) == before + len(prompts)
+    assert count(pair.servers, FAILURES) == 0
 
 
 def test_every_probe_of_a_server_is_answered(pair: Running, manifests: dict[str, Workload]) -> None:
