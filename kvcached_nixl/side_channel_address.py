@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.this_host import own_addresses
 
-__all__ = ["Endpoint", "SideChannelAddress", "look_up"]
+__all__ = ["Endpoint", "SideChannelAddress", "look_up", "reached"]
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -87,7 +87,7 @@ class SideChannelAddress:
             # get_ip may give a name: VLLM_HOST_IP is not checked by vLLM.
             advertised, origin = own_ip().strip("[]"), f"this host's own address: {bound.host} stands for all of them"
             if not advertised or _is_wildcard(advertised):
-                advertised, origin = _reached(listening[0]), "vLLM finds no other address of this host"
+                advertised, origin = reached(listening[0]), "vLLM finds no other address of this host"
         else:
             advertised, origin = bound.host, HOST
         told = environ.get(ADVERTISE_PORT, "").strip()
@@ -97,10 +97,20 @@ class SideChannelAddress:
     @property
     def local(self) -> Endpoint:
         """Where processes of this host reach it, whatever peers have to go through."""
-        return Endpoint(_reached(self.listening[0]), self.bound.port)
+        return Endpoint(reached(self.listening[0]), self.bound.port)
 
     def __str__(self) -> str:
         return f"listens at {self.bound}, and peers get {self.advertised} ({self.origin})"
+
+    def unresolved(self, error: Exception) -> SettingsError:
+        """What follows if this host finds no address of ``advertised.host``."""
+        return SettingsError(
+            found=f"the side channel is advertised as {self.advertised} ({self.origin}), and this host finds no "
+            f"address for that: {error}",
+            expected="a name that every server resolves",
+            consequence="Hand-overs fail with the cause unreachable, unless the other servers' name service knows it.",
+            remedy=f"Correct {ADVERTISE_HOST} or {HOST}, or use an address.",
+        )
 
     def doubts(self, leads_to: Sequence[str], own: Collection[str]) -> list[SettingsError]:
         """What speaks against peers on other hosts reaching it.
@@ -148,7 +158,7 @@ class SideChannelAddress:
         return found
 
     def is_elsewhere(self, leads_to: Sequence[str], own: Collection[str]) -> bool:
-        """Whether the advertised address is none of this host's: NAT, a load balancer, or a mistake."""
+        """Whether the advertised address does not belong to this host: NAT, a load balancer, or a mistake."""
         return not any(_is_own(one, own) for one in leads_to)
 
     def _may_receive(self, leads_to: Sequence[str], own: Collection[str]) -> bool:
@@ -207,7 +217,7 @@ def _port(variable: str, text: str, index: int) -> int:
 
 def _nowhere(advertised: str) -> SettingsError:
     return SettingsError(
-        found=f"{ADVERTISE_HOST} says {advertised or '*'}, which stands for every address of whoever reads it",
+        found=f"{ADVERTISE_HOST} says {advertised or '*'}, a wildcard, which stands for every address",
         expected="one address for peers to connect to",
         consequence="Each peer would connect to itself.",
         remedy=f"Set {ADVERTISE_HOST} (in Kubernetes from status.podIP), or VLLM_HOST_IP, to what peers reach.",
@@ -220,7 +230,7 @@ def _of_this_host(addresses: Sequence[str]) -> tuple[str, ...]:
     return tuple(one for one in addresses if _is_wildcard(one) or _is_own(one, own)) or tuple(addresses)
 
 
-def _reached(address: str) -> str:
+def reached(address: str) -> str:
     """The address under which processes of this host reach a listener at this one."""
     if not _is_wildcard(address):
         return address

@@ -28,6 +28,7 @@ from kvcached_nixl.side_channel_address import (
     Endpoint,
     SideChannelAddress,
     look_up,
+    reached,
 )
 from kvcached_nixl.this_host import PortHolder, own_addresses, port_holders
 from kvcached_nixl.wire.checked import Malformed
@@ -98,13 +99,7 @@ def _checked(address: SideChannelAddress, answers: Answers, asking: Asking) -> S
     try:
         leads_to = look_up(there.host)
     except (OSError, UnicodeError) as error:
-        _warn(
-            found=f"the side channel is advertised as {there} ({address.origin}), and this host finds no address for "
-            f"that: {error}",
-            expected="a name that every server resolves",
-            consequence="Hand-overs fail with the cause unreachable, unless the other servers' name service knows it.",
-            remedy=f"Correct {ADVERTISE_HOST} or {HOST}, or use an address.",
-        )
+        logger.warning("%s", address.unresolved(error).line)
         return None
     own = own_addresses()
     for doubt in address.doubts(leads_to, own):
@@ -134,7 +129,7 @@ def _checked(address: SideChannelAddress, answers: Answers, asking: Asking) -> S
 
 def _silent(address: SideChannelAddress, leads_to: Sequence[str], error: BaseException) -> None:
     reason = "nobody listens there" if isinstance(error, ConnectionRefusedError) else str(error) or "no answer"
-    _warn(
+    doubt = SettingsError(
         found=f"no answer from {address.advertised} ({', '.join(leads_to)}), where the side channel is advertised: "
         f"{reason}",
         expected=f"this engine, which listens at {address.bound}",
@@ -143,6 +138,7 @@ def _silent(address: SideChannelAddress, leads_to: Sequence[str], error: BaseExc
         remedy="Run `python -m kvcached_nixl doctor --peer "
         f"{address.advertised}` on the other hosts. Correct {HOST}, {ADVERTISE_HOST} or the network.",
     )
+    logger.warning("%s", doubt.line)
 
 
 def _another(address: SideChannelAddress, who: str) -> SettingsError:
@@ -204,14 +200,8 @@ def _held(holder: PortHolder, address: SideChannelAddress, asking: Asking) -> st
     # A stock listener ends at a question in another vLLM's form, so only engines of this package are asked.
     if not holder.is_engine:
         return text
-    host = SideChannelAddress(Endpoint(holder.address, address.bound.port), (holder.address,), address.bound, "").local
     try:
-        name = _name_of(*asking.ask(host.host, host.port, 0).result())
+        name = _name_of(*asking.ask(reached(holder.address), address.bound.port, 0).result())
     except (OSError, ValueError, CancelledError) as error:
         name = f"an engine with this package, which does not answer: {error}"
     return f"{text}; {name}"
-
-
-def _warn(*, found: str, expected: str, consequence: str, remedy: str) -> None:
-    refusal = SettingsError(found=found, expected=expected, consequence=consequence, remedy=remedy)
-    logger.warning("%s", refusal.line)

@@ -9,7 +9,6 @@ decode alone. The connectors: vLLM's ExampleConnector, which saves while a promp
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pytest
 from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Difference, compare_answers
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, http_client, read_answer
+from experiments.common.counted import count, hand_overs
 from experiments.common.device import layout
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerError, ServerSpec, running
@@ -148,23 +148,12 @@ class Route:
         for folder in self.folders:
             await self.until(lambda folder=folder: stored(folder), f"{folder} has not every prompt")
 
-    async def loaded_tokens(self, side: int) -> float:
-        return await self._metric(side, "vllm:external_prefix_cache_hits_total")
+    def loaded_tokens(self, side: int) -> int:
+        return count([self.servers[side]], "vllm:external_prefix_cache_hits_total{")
 
-    async def handed_over(self) -> float:
+    def have_been_handed_over(self, number: int) -> None:
         """Hand-overs whose bytes were moved. Decode counts them with pull, prefill with push."""
-        return sum([await self._metric(side, "vllm:nixl_xfer_time_seconds_count") for side in (0, 1)])
-
-    async def have_been_handed_over(self, number: float) -> None:
-        deadline = time.monotonic() + IN_TIME_SECONDS
-        while (found := await self.handed_over()) < number and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        assert found == number
-
-    async def _metric(self, side: int, name: str) -> float:
-        client = self.clients[side]
-        text = (await client.http.get(f"{client.base_url}/metrics")).text
-        return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))
+        assert hand_overs(self.servers, number) == number
 
     @staticmethod
     async def until(condition: Callable[[], bool], otherwise: str) -> None:
@@ -198,7 +187,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_answers_are_right_whoever_has_the_kv(case: str, expected: dict[int, Answer], tmp_path: Path) -> None:
+def test_answers_are_right_from_either_connector(case: str, expected: dict[int, Answer], tmp_path: Path) -> None:
     """Both sides find prompts again when their prefix caches were cleared. A request that both connectors keep is freed
     once: the memory of both sides comes back."""
     mode, other, is_first = CASES[case]
@@ -231,21 +220,21 @@ async def _all_ways(
         clients = (Client(servers[0].base_url, http), Client(servers[1].base_url, http))
         route = Route(servers, clients, folders, mode, expected)
         assert not await route.differences(lambda length: route.hand_over(length, "computed"))
-        await route.have_been_handed_over(len(LENGTHS))
+        route.have_been_handed_over(len(LENGTHS))
         await route.are_kept()
 
         # Prefill loads what it hands over. Decode takes it from the first connector that has it.
         await route.forget()
-        before = await route.loaded_tokens(0)
+        before = route.loaded_tokens(0)
         assert not await route.differences(lambda length: route.hand_over(length, "loaded"))
-        assert await route.loaded_tokens(0) - before >= sum(length - BLOCK_SIZE for length in LENGTHS)
-        await route.have_been_handed_over(len(LENGTHS) * (1 if is_first else 2))
+        assert route.loaded_tokens(0) - before >= sum(length - BLOCK_SIZE for length in LENGTHS)
+        route.have_been_handed_over(len(LENGTHS) * (1 if is_first else 2))
 
         # Decode loads without a hand-over.
         await route.forget()
-        before = await route.loaded_tokens(1)
+        before = route.loaded_tokens(1)
         assert not await route.differences(lambda length: answer_of(clients[1], length))
-        assert await route.loaded_tokens(1) - before >= sum(length - BLOCK_SIZE for length in LENGTHS)
+        assert route.loaded_tokens(1) - before >= sum(length - BLOCK_SIZE for length in LENGTHS)
 
         # Planted: the kept bytes are others. That shows that they were used.
         for folder in folders:

@@ -120,7 +120,7 @@ async def answers(url: str, asks: Sequence[Ask], at_once: int = 1) -> dict[str, 
 
 
 async def refusal(url: str, ask: Ask) -> Refused:
-    """Return the error that the answer is; raises AssertionError if it is none."""
+    """Return the error that a request is answered with; raises AssertionError if the answer is no error."""
     async with httpx.AsyncClient(timeout=STEP_SECONDS, trust_env=False) as http:
         try:
             found = await answer(http, url, ask)

@@ -108,15 +108,7 @@ def _doubts(at: Situation, address: SideChannelAddress) -> Iterator[Finding]:
     try:
         leads_to = look_up(address.advertised.host)
     except (OSError, UnicodeError) as error:
-        yield Finding(
-            _NAME,
-            f"the side channel is advertised as {address.advertised} ({address.origin}), for which this host finds no "
-            f"address: {error}",
-            "a name that every server resolves",
-            "Hand-overs fail as unreachable, unless the other servers' name service knows it.",
-            f"Correct {ADVERTISE_HOST} or {HOST}, or use an address.",
-            is_wrong=False,
-        )
+        yield replace(of_refusal(_NAME, address.unresolved(error)), is_wrong=False)
         return
     is_chosen = HOST in at.environ or bool(at.environ.get(ADVERTISE_HOST, "").strip())
     is_only_here = all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in leads_to)
@@ -125,7 +117,7 @@ def _doubts(at: Situation, address: SideChannelAddress) -> Iterator[Finding]:
 
 
 def _http(at: Situation) -> tuple[Sequence[str], int] | None:
-    """The addresses and the port of the HTTP server; None if there is none, or if it is not known."""
+    """The HTTP server's addresses and port; None if it has none, or if they are not known."""
     if at.command is None or at.is_dynamo_worker or at.has("--headless") or at.value("--uds"):
         return None
     host = at.value("--host") or ""

@@ -60,7 +60,7 @@ class Host:
         return limits()
 
     def most_open_files(self) -> int:
-        """The hard limit; -1 if there is none."""
+        """The hard limit; -1 if it is unlimited."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
     def has(self, path: str) -> bool:
