@@ -296,7 +296,10 @@ def router(objects: Sequence[Object], found: Found) -> Iterator[str]:
     if words[:2] == ("kvcached-nixl", "proxy"):
         parser = argparse.ArgumentParser(exit_on_error=False)
         add_arguments(parser)
-        from_arguments(parser.parse_args(words[2:]), {})
+        arguments, unknown = parser.parse_known_args(words[2:])
+        if unknown:
+            yield f"the router knows no {' '.join(unknown)}"
+        from_arguments(arguments, {})
 
 
 CHECKS: tuple[Callable[[Sequence[Object], Found], Iterator[str]], ...] = (
