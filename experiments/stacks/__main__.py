@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
             for mode in modes:
                 if mode in stack.modes:
                     outcomes.append(measure(stack, mode, expected, logs, narrator.say, options.engines))
-                    if not options.quick and options.engines == 1:
+                    if mode in stack.stock_modes and not options.quick and options.engines == 1:
                         try:
                             overheads.append(measure_overhead(stack, mode, logs, narrator.say))
                         except (ServerError, openai.OpenAIError) as error:
@@ -129,7 +129,6 @@ def table_of(outcomes: list[Outcome]) -> Table:
         "prefill killed",
         "right again",
         "each restarted",
-        "first token",
     )
     for column in columns:
         table.add_column(column)
