@@ -56,8 +56,8 @@ A router for X prefill and Y decode servers: OpenAI's completions and chat compl
 neither vLLM nor a GPU. It learns from prefill's own responses where prefill is reached, and whether it pulls or pushes.
 
 Keys come from the environment: KVCACHED_NIXL_API_KEY (clients must send it), KVCACHED_NIXL_ADMIN_KEY (/instances
-requires it; without it /instances answers on loopback only), KVCACHED_NIXL_UPSTREAM_KEY (sent to servers in place of
-the client's key).
+requires it; without it /instances answers on --admin-socket only), KVCACHED_NIXL_UPSTREAM_KEY (sent to servers in
+place of the client's key).
 """
 _PROXY_EPILOG = """\
 example:

@@ -13,6 +13,7 @@ PIECE_BYTES = 256
 """About sixty tokens of text, or exactly 64 token ids (four bytes each): a few blocks of KV."""
 MOST_PIECES = 64
 """Of one prompt. What follows them rarely helps to tell prompts apart, so it is ignored."""
+PREFIX_BYTES = MOST_PIECES * PIECE_BYTES
 MOST_SERVERS = 4
 """Of one node: the servers that computed it most recently."""
 

@@ -3,83 +3,111 @@
 
 /v1/completions, /v1/chat/completions    routed (`request_flow`)
 /v1/models                               answered by a decode server
-/health, /metrics                        of the router itself
-/instances                               the servers: list, add, drain, remove
+/health, /readyz, /livez, /metrics       of the router itself
+/instances                               the servers: list, add, drain, remove (`administration`)
 /                                        a web page that shows /instances and /metrics
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route as Path
-from starlette.types import Receive, Scope, Send
+import msgspec
+from aiohttp import web
 
+from kvcached_nixl.proxy.account import Account, Share
+from kvcached_nixl.proxy.administration import administer
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure, error_body
+from kvcached_nixl.proxy.client import Outgoing, draw_id, passed_on, read_body, refuse_odd_head
+from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure
 from kvcached_nixl.proxy.fleet import Fleet
-from kvcached_nixl.proxy.incoming import BodyBudget, draw_id, passed_on, read_body, refuse_odd_head, until_left
+from kvcached_nixl.proxy.health import watch
 from kvcached_nixl.proxy.instance import Role
-from kvcached_nixl.proxy.instances import Administration
-from kvcached_nixl.proxy.models import models
 from kvcached_nixl.proxy.options import Options
-from kvcached_nixl.proxy.outgoing import Outgoing
+from kvcached_nixl.proxy.policy import Wanted
 from kvcached_nixl.proxy.record import Record, Recorder
+from kvcached_nixl.proxy.relay import require_success
 from kvcached_nixl.proxy.request_body import ApiRoute, read
 from kvcached_nixl.proxy.request_flow import Journey
 
-__all__ = ["Routed", "create_app"]
+__all__ = ["App"]
 
+MOST_MODELS_BYTES = 1 << 20
 RETRY_SECONDS = 1
-_PAGE_HEADERS = (
-    (
-        "content-security-policy",
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'",
-    ),
-    ("x-content-type-options", "nosniff"),
-    ("x-frame-options", "DENY"),
-    ("cache-control", "no-store"),
+_PAGE_HEADERS = MappingProxyType(
+    {
+        "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "connect-src 'self'",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Cache-Control": "no-store",
+    }
 )
+_GETS = ("/", "/health", "/livez", "/metrics", "/readyz", "/v1/models")
+_ROUTES = MappingProxyType({route.value: route for route in ApiRoute})
 
 
-class Routed:
-    """The two routes whose requests are handed over. A plain ASGI app, without Starlette's request and response.
+class App:
+    """Serves requests. Create it on the event loop.
 
     Attributes:
-        in_flight: number of requests that are being served.
+        in_flight: number of requests that are being served; while there are none, ``quiet`` is set.
+        is_ready: new requests should come here; said by ``/readyz`` and ``/health``.
         is_draining: new requests are refused, because the process is shutting down.
+
+    Raises:
+        SettingsError: an option has an unusable value.
     """
 
-    def __init__(self, options: Options, fleet: Fleet) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
-        self._fleet = fleet
+        self.account = Account(options.max_memory_bytes)
         self._guards: set[Guard] = set()
-        self._room = BodyBudget(options.max_total_body_bytes)
-        self.recorder = Recorder(fleet.metrics, as_json=options.log_json)
+        self._page = files("kvcached_nixl.proxy").joinpath("page.html").read_bytes()
+        self.fleet = Fleet(options, watch)
+        self.recorder = Recorder(self.fleet.metrics, as_json=options.log_json)
         self.in_flight = 0
+        self.quiet = asyncio.Event()
+        self.quiet.set()
+        self.is_ready = True
         self.is_draining = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        request_id, shown_id = draw_id(scope)
-        record = Record(request_id, shown_id.decode("ascii"), scope["path"])
-        state = scope.get("state", {})
-        out = Outgoing(send, shown_id, state.get("is_closing", bool))
+    async def close(self) -> None:
+        await self.fleet.close()
+
+    def end_all(self) -> None:
+        """End every request in flight. Called when the drain timeout has expired, or on the second signal."""
+        failure = LegFailed(
+            RouterFailure.DRAINING, "router", "the router is shutting down", status=503, is_retriable=False
+        )
+        for guard in tuple(self._guards):
+            guard.end(failure)
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request. Cancelled when its client closes the connection."""
+        request_id, shown_id = draw_id(request)
+        out = Outgoing(request, shown_id)
+        route = _ROUTES.get(request.path) if request.method == "POST" else None
+        if route is None:
+            await self._told(out, None, lambda share: self._say(request, out, share))
+        else:
+            await self._routed(request, out, Record(request_id, shown_id, route.value), route)
+        return out.response
+
+    async def _routed(self, request: web.BaseRequest, out: Outgoing, record: Record, route: ApiRoute) -> None:
         self.in_flight += 1
+        self.quiet.clear()
+        self.fleet.retry_budget.asked()
         try:
-            await self._answer(scope, receive, out, record)
-        except ClientLeft:
+            await self._told(out, record, lambda share: self._serve(request, out, record, route, share))
+        except (asyncio.CancelledError, ConnectionError):
             _note(record, RouterFailure.CLIENT_LEFT, "")
-            if (abort := state.get("abort")) is not None:
-                abort()
+            raise
         except BaseException:
             _note(record, RouterFailure.DEFECT, "")
             raise
@@ -87,141 +115,124 @@ class Routed:
             self.in_flight -= 1
             record.status, record.sent_bytes = out.status, out.sent_bytes
             self.recorder.ended(record)
+            if not self.in_flight:
+                self.quiet.set()
 
-    async def _answer(self, scope: Scope, receive: Receive, out: Outgoing, record: Record) -> None:
-        """Serve the request, and send every failure to the client."""
+    async def _told(self, out: Outgoing, record: Record | None, serve: Callable[[Share], Any]) -> None:
+        """Serve a request, and tell the client of every failure.
+
+        Raises:
+            ConnectionError: the client has left, which ends the connection.
+        """
         try:
-            with self._room.share() as take, Guard() as guard:
-                self._guards.add(guard)
-                try:
-                    await self._serve(scope, receive, out, guard, record, take)
-                finally:
-                    self._guards.discard(guard)
-        except Refusal as refusal:
-            _note(record, refusal.cause, refusal.message)
-            await self._refuse(out, refusal)
-        except LegFailed as failure:
-            _note(record, failure.cause, str(failure))
-            message = f"The request failed: {failure.reason}."
-            if out.has_begun:
-                await out.break_off(failure.status, message)
-            else:
-                retry = RETRY_SECONDS if failure.status == 503 else None
-                await out.refuse(Refusal(failure.status, failure.cause, message, retry_after_seconds=retry))
-        except Answered as answered:
-            _note(record, RouterFailure.SERVER_SAID_NO, "")
-            await out.whole(answered.status, answered.content_type, answered.body)
-
-    def end_all(self) -> None:
-        """End every request in flight. Called when the drain timeout has expired, or on the second signal."""
-        for guard in tuple(self._guards):
-            guard.end(
-                LegFailed(
-                    RouterFailure.DRAINING, "router", "the router is shutting down", status=503, is_retriable=False
-                )
-            )
-
-    async def _serve(
-        self,
-        scope: Scope,
-        receive: Receive,
-        out: Outgoing,
-        guard: Guard,
-        record: Record,
-        take: Callable[[int], None],
-    ) -> None:
-        options = self._options
-        require_key(scope, options.api_key)
-        if self.is_draining:
-            raise Refusal(
-                503,
-                RouterFailure.DRAINING,
-                "The router is shutting down. Use another one.",
-                retry_after_seconds=RETRY_SECONDS,
-            )
-        if self.in_flight > options.max_inflight:
-            raise Refusal(
-                429,
-                RouterFailure.BUSY,
-                f"{options.max_inflight} requests are in flight, which is the limit (--max-inflight). Try again.",
-                retry_after_seconds=RETRY_SECONDS,
-            )
-        refuse_odd_head(scope, options.max_body_bytes)
-        body = await read_body(receive, options.max_body_bytes, options.client_timeout_seconds, take)
-        asked = read(ApiRoute(scope["path"]), body, allows_params=options.client_params)
-        record.asked(asked)
-        watching = asyncio.create_task(until_left(receive, guard, out))
-        try:
-            headers = passed_on(scope, options.upstream_key)
-            await Journey(self._fleet, options, asked, headers, out, record).run()
-        finally:
-            watching.cancel()
+            try:
+                with self.account.share() as share, Guard() as guard:
+                    self._guards.add(guard)
+                    try:
+                        await serve(share)
+                    finally:
+                        self._guards.discard(guard)
+            except Refusal as refusal:
+                _note(record, refusal.cause, refusal.message)
+                await self._refuse(out, refusal)
+            except LegFailed as failure:
+                _note(record, failure.cause, str(failure))
+                retry = failure.retry_after_seconds or (RETRY_SECONDS if failure.status == 503 else None)
+                message = f"The request failed: {failure.reason}."
+                await self._refuse(out, Refusal(failure.status, failure.cause, message, retry_after_seconds=retry))
+            except Answered as answered:
+                _note(record, RouterFailure.SERVER_SAID_NO, "")
+                await out.whole(answered.status, answered.content_type, answered.body)
+        except ClientLeft:
+            out.abort()
+            raise ConnectionResetError("the client has left, or does not read") from None
 
     async def _refuse(self, out: Outgoing, refusal: Refusal) -> None:
-        if out.has_begun:
-            await out.break_off(refusal.status, refusal.message)
-        elif refusal.status in (408, 413, 429, 431, 503):
-            # The rest of the body is not read, so the connection cannot be used for another request.
-            await out.refuse(refusal, (b"connection", b"close"))
-        else:
-            await out.refuse(refusal)
+        with Guard() as guard:
+            guard.limit(self._options.client_timeout_seconds, ClientLeft())
+            if out.has_begun:
+                await out.break_off(refusal.status, refusal.message)
+            else:
+                await out.refuse(refusal)
+
+    async def _serve(
+        self, request: web.BaseRequest, out: Outgoing, record: Record, route: ApiRoute, share: Share
+    ) -> None:
+        options = self._options
+        require_key(request, options.api_key)
+        if self.is_draining:
+            message = "The router is shutting down. Use another one."
+            raise Refusal(503, RouterFailure.DRAINING, message, retry_after_seconds=RETRY_SECONDS)
+        if self.in_flight > options.max_inflight:
+            message = f"{options.max_inflight} requests are in flight, which is the limit (--max-inflight). Try again."
+            retry_seconds = self.recorder.seconds_until_one_ends(self.in_flight)
+            raise Refusal(429, RouterFailure.BUSY, message, retry_after_seconds=retry_seconds)
+        refuse_odd_head(request, options.max_body_bytes)
+        body = await read_body(request, options.max_body_bytes, options.client_timeout_seconds, share)
+        asked = read(route, body, allows_params=options.client_params)
+        record.asked(asked)
+        headers = passed_on(request, options.upstream_key)
+        await Journey(self.fleet, asked, headers, out, record, share).run()
+
+    # -------------------------------------------------------------------------------------------- of the router itself
+
+    async def _say(self, request: web.BaseRequest, out: Outgoing, share: Share) -> None:
+        path = request.path
+        if path == "/instances" or path.startswith("/instances/"):
+            status, content = await administer(request, self.fleet, self.recorder, share)
+            return await _json(out, status, content)
+        if path in _ROUTES or (path in _GETS and request.method not in ("GET", "HEAD")):
+            message = f"{request.method} {path}: this method is not allowed here."
+            raise Refusal(405, RouterFailure.BODY, message, allow="POST" if path in _ROUTES else "GET, HEAD")
+        if path == "/livez":
+            return await _json(out, 200, {})
+        if path in ("/health", "/readyz"):
+            up = {role.value: sum(one.role is role and one.is_usable for one in self.fleet) for role in Role}
+            is_able = up["decode"] > 0 and (up["prefill"] > 0 or self._options.decode_alone)
+            status = 200 if is_able and self.is_ready else 503
+            return await _json(out, status, {"up": up, "draining": not self.is_ready})
+        if path == "/metrics":
+            return await out.whole(200, "text/plain; version=0.0.4", self.fleet.metrics.text())
+        if path == "/v1/models":
+            return await self._models(request, out)
+        if path == "/":
+            return await out.whole(200, "text/html", self._page, _PAGE_HEADERS)
+        raise Refusal(404, RouterFailure.BODY, f"{request.method} {path[:200]}: no such path.")
+
+    async def _models(self, request: web.BaseRequest, out: Outgoing) -> None:
+        """Answer as a decode server does; if one fails, another is asked."""
+        options = self._options
+        require_key(request, options.api_key)
+        tried: list[str] = []
+        while True:
+            place = self.fleet.choose(Role.DECODE, Wanted(b"", b"", 0, 0), tried)
+            if place is None:
+                retry_seconds = self.fleet.retry_seconds(Role.DECODE)
+                message = "No decode server is up. Try again."
+                raise Refusal(503, RouterFailure.NO_SERVER, message, retry_after_seconds=retry_seconds)
+            server = place.server
+            try:
+                late = LegFailed(RouterFailure.TIME, server.name, "the server did not answer in time", status=504)
+                headers = passed_on(request, options.upstream_key)
+                with server.leg(0) as leg:
+                    leg.guard.limit(options.connect_timeout_seconds + options.health_interval_seconds, late)
+                    url = f"{server.url}/v1/models"
+                    async with self.fleet.upstream.ask("GET", url, server.name, headers) as reply:
+                        leg.heard()
+                        said = await reply.body(MOST_MODELS_BYTES)
+                    require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
+                return await out.whole(200, "application/json", said)
+            except LegFailed as failure:
+                server.failed(failure)
+                tried.append(server.name)
+                if len(tried) >= options.attempts:
+                    raise
 
 
-def create_app(options: Options) -> tuple[Starlette, Routed]:
-    """Returns the application, and the part of it that serves and drains requests.
-
-    Raises:
-        SettingsError: an option has an unusable value.
-    """
-    fleet = Fleet(options)
-    routed = Routed(options, fleet)
-    administration = Administration(options, fleet, routed.recorder)
-    page = files("kvcached_nixl.proxy").joinpath("page.html").read_bytes()
-
-    async def health(request: Request) -> Response:
-        up = {role.value: sum(one.role is role and one.is_usable for one in fleet) for role in Role}
-        is_able = up["decode"] > 0 and (up["prefill"] > 0 or options.decode_alone) and not routed.is_draining
-        return JSONResponse({"up": up, "draining": routed.is_draining}, 200 if is_able else 503)
-
-    async def metrics(request: Request) -> Response:
-        return Response(fleet.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    async def show(request: Request) -> Response:
-        return Response(page, media_type="text/html", headers=dict(_PAGE_HEADERS))
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        body = error_body(error.status_code, f"{request.method} {request.scope['path'][:200]}: {error.detail}.")
-        return Response(body, error.status_code, error.headers, media_type="application/json")
-
-    async def list_models(request: Request) -> Response:
-        return await models(request.scope, options, fleet)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        fleet.start()
-        try:
-            yield
-        finally:
-            await fleet.close()
-
-    app = Starlette(
-        routes=[
-            *(Path(route.value, routed, methods=["POST"]) for route in ApiRoute),
-            Path("/v1/models", list_models),
-            Path("/health", health),
-            Path("/metrics", metrics),
-            *administration.paths(),
-            Path("/", show),
-        ],
-        lifespan=lifespan,
-        # Raised by Starlette for an unknown path (404) or method (405).
-        exception_handlers={HTTPException: refuse},
-    )
-    # A path with another trailing slash is answered 404. A redirect would repeat the client's Host header.
-    app.router.redirect_slashes = False
-    return app, routed
+async def _json(out: Outgoing, status: int, content: object) -> None:
+    await out.whole(status, "application/json", b"" if content is None else msgspec.json.encode(content))
 
 
-def _note(record: Record, cause: RouterFailure, reason: str) -> None:
-    record.outcome, record.reason = cause.value, reason
+def _note(record: Record | None, cause: RouterFailure, reason: str) -> None:
+    if record is not None:
+        record.outcome, record.reason = cause.value, reason

@@ -5,76 +5,151 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import socket
 import sys
-from types import FrameType
+from pathlib import Path
 
-import uvicorn
+import anyio
+from aiohttp import web
 
-from kvcached_nixl.proxy.app import create_app
-from kvcached_nixl.proxy.http import BoundedHttp
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.proxy.account import fit_descriptors
+from kvcached_nixl.proxy.app import App
+from kvcached_nixl.proxy.listener import Listener
 from kvcached_nixl.proxy.options import Options
 
 __all__ = ["Router", "run"]
 
-KEEP_ALIVE_SECONDS = 65
-"""Longer than clients and load balancers usually keep a connection, so that they close it first."""
+logger = logging.getLogger("kvcached_nixl.proxy")
+
 LAST_SECONDS = 5.0
 """How long a client may take to read the error that ended its response."""
+BACKLOG = 1024
+ACCEPTED_AT_ONCE = 32
+"""asyncio accepts as many connections as its ``backlog`` says before it serves one, and each needs a descriptor."""
 
 
-class Router(uvicorn.Server):
-    """A uvicorn server that shuts down in three steps: refuse new requests, let the others finish, end what is left.
+class Router:
+    """A router that listens. Create it on the event loop.
 
-    SIGTERM or SIGINT starts the shutdown. A second signal ends all requests at once.
+    It shuts down in steps: say that it is not ready, refuse new requests, let the others finish, end what is left.
+
+    Attributes:
+        port: on which it listens, once `started` is set.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._deadline_seconds: float | None = None
-        self._is_hurried = False
-        app, self.routed = create_app(options)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=options.host,
-                port=options.port,
-                http=BoundedHttp,
-                ws="none",
-                # X-Forwarded-* headers of a client are not trusted. The router logs requests itself (`record`).
-                proxy_headers=False,
-                server_header=False,
-                access_log=False,
-                log_config=None,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=max(1, int(LAST_SECONDS)),
+        self._stopping = asyncio.Event()
+        self._forgotten = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self.app = App(options)
+        self.started = asyncio.Event()
+        self.port = 0
+
+    def stop(self, *, waits_for_balancers: bool = True) -> None:
+        """Begin to shut down. The second call ends the requests in flight at once."""
+        if self._stopping.is_set():
+            self._hurried.set()
+        if self._stopping.is_set() or not waits_for_balancers:
+            self._forgotten.set()
+        self._stopping.set()
+
+    async def serve(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            SettingsError: the address or the socket cannot be used.
+        """
+        runner = web.ServerRunner(Listener(self.app.answer, self.app.account, self._options.max_connections))
+        await runner.setup()
+        try:
+            await self._listen(runner)
+            self.started.set()
+            await self._stopping.wait()
+            await self._drain()
+        finally:
+            if self._server is not None:
+                self._server.close()
+            await runner.cleanup()
+            await self.app.close()
+
+    async def _listen(self, runner: web.ServerRunner) -> None:
+        options = self._options
+        loop = asyncio.get_running_loop()
+        assert runner.server is not None
+        try:
+            self._server = await loop.create_server(
+                runner.server, options.host, options.port, backlog=ACCEPTED_AT_ONCE, reuse_address=True
             )
-        )
+            for one in self._server.sockets:
+                with socket.socket(fileno=os.dup(one.fileno())) as same:
+                    same.listen(BACKLOG)
+            if options.admin_socket:
+                await _listen_for_own_user(runner, Path(options.admin_socket))
+        except OSError as error:
+            raise SettingsError(
+                found=f"{error}",
+                expected=f"that {options.host}:{options.port} and --admin-socket {options.admin_socket!r} are free",
+                consequence="The router cannot listen, and does not start.",
+                remedy="Give another --host, --port or --admin-socket, or stop who listens there.",
+            ) from error
+        names = [one.getsockname()[:2] for one in self._server.sockets]
+        self.port = names[0][1]
+        logger.info("listening on %s", ", ".join(f"{host}:{port}" for host, port in names))
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the signal handler. Only sets flags; `on_tick` acts on them in the event loop."""
-        self._is_hurried = self.routed.is_draining
-        self.routed.is_draining = True
+    async def _drain(self) -> None:
+        """Let the requests in flight finish, at first also new ones, then end what is left."""
+        app, options = self.app, self._options
+        app.is_ready = False
+        with anyio.move_on_after(options.drain_timeout_seconds):
+            with anyio.move_on_after(options.drain_delay_seconds):
+                await self._forgotten.wait()
+            app.is_draining = True
+            await _first(self._hurried, app.quiet)
+        app.is_draining = True
+        app.end_all()
+        with anyio.move_on_after(LAST_SECONDS):
+            await app.quiet.wait()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second. Stops the server once it is drained, or out of time."""
-        if self.routed.is_draining and not self.should_exit:
-            now = asyncio.get_running_loop().time()
-            if self._deadline_seconds is None:
-                self._deadline_seconds = now + self._options.drain_timeout_seconds
-            if self._is_hurried or now > self._deadline_seconds:
-                self.routed.end_all()
-                self.should_exit = True
-            self.should_exit = self.should_exit or not self.routed.in_flight
-        return await super().on_tick(counter)
+
+async def _listen_for_own_user(runner: web.ServerRunner, path: Path) -> None:
+    if path.is_socket():
+        path.unlink()
+    before = os.umask(0o177)
+    try:
+        await web.UnixSite(runner, str(path)).start()
+    finally:
+        os.umask(before)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
 
 
 def run(options: Options) -> int:
-    """Serve until a signal. Returns the exit status.
+    """Serve until a signal. SIGINT does not wait for load balancers; a second signal ends all requests at once.
 
     Raises:
         SettingsError: an option has an unusable value.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    router = Router(options)
-    router.run()
-    return 0 if router.started else 1
+    options = fit_descriptors(options)
+
+    async def serve() -> None:
+        router = Router(options)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, router.stop)
+        loop.add_signal_handler(signal.SIGINT, lambda: router.stop(waits_for_balancers=False))
+        await router.serve()
+
+    asyncio.run(serve())
+    return 0

@@ -42,12 +42,16 @@ class RouterFailure(str, Enum):
     DRAINING = "draining"
     NO_SERVER = "no_server"
     UNREACHABLE = "unreachable"
-    """No connection could be opened, so the request was not delivered."""
+    """No connection could be opened: refused, no such name. The request was not delivered."""
+    CONNECT = "connect"
+    """No connection within its limit. The request was not delivered, and the server may only be slow."""
+    LOCAL = "local"
+    """The router itself has no descriptor, port or memory left for a connection. Says nothing about the server."""
     BROKEN = "broken"
     """The connection ended before the response was complete."""
     TIME = "time"
     LOST = "lost"
-    """The server's health checks failed while the router waited for its response."""
+    """The server was removed, or has sent nothing for too long, while the router waited for its response."""
     SERVER = "server"
     """The server answered 5xx."""
     UPSTREAM_BUSY = "upstream_busy"
@@ -80,6 +84,7 @@ class Refusal(Exception):
         message: sent to the client: what was found, what was expected, what to do.
         param: the field of the body that is wrong.
         retry_after_seconds: value of the Retry-After header.
+        allow: value of the Allow header, for status 405.
     """
 
     def __init__(
@@ -90,13 +95,16 @@ class Refusal(Exception):
         *,
         param: str | None = None,
         retry_after_seconds: int | None = None,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
         self.cause = cause
         self.message = message
         self.param = param
-        self.retry_after_seconds = retry_after_seconds
+        self.headers = {} if retry_after_seconds is None else {"Retry-After": str(retry_after_seconds)}
+        if allow:
+            self.headers["Allow"] = allow
 
 
 class LegFailed(Exception):
@@ -107,10 +115,18 @@ class LegFailed(Exception):
         reason: what happened; must not contain any part of the prompt.
         status: HTTP status for the client, if no other attempt succeeds.
         is_retriable: whether another attempt, on this or another server, may succeed.
+        retry_after_seconds: what the server said of it.
     """
 
     def __init__(
-        self, cause: RouterFailure, server: str, reason: str, *, status: int = 502, is_retriable: bool = True
+        self,
+        cause: RouterFailure,
+        server: str,
+        reason: str,
+        *,
+        status: int = 502,
+        is_retriable: bool = True,
+        retry_after_seconds: int | None = None,
     ) -> None:
         super().__init__(f"{server}: {reason}")
         self.cause = cause
@@ -118,6 +134,12 @@ class LegFailed(Exception):
         self.reason = reason
         self.status = status
         self.is_retriable = is_retriable
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether the server may have got the request. If not, any server may be tried, also the same again."""
+        return self.cause not in (RouterFailure.UNREACHABLE, RouterFailure.CONNECT, RouterFailure.LOCAL)
 
 
 class Answered(Exception):
@@ -127,7 +149,7 @@ class Answered(Exception):
         body: unchanged; its size is limited.
     """
 
-    def __init__(self, status: int, content_type: bytes, body: bytes) -> None:
+    def __init__(self, status: int, content_type: str, body: bytes) -> None:
         super().__init__(f"answered {status}")
         self.status = status
         self.content_type = content_type

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator
+import math
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from typing import Any
 
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
-from kvcached_nixl.proxy.health import watch
 from kvcached_nixl.proxy.instance import Booking, Health, Instance, Role
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted, make
+from kvcached_nixl.proxy.retry_budget import RetryBudget
+from kvcached_nixl.proxy.upstream import Upstream
 
 __all__ = ["Fleet"]
 
@@ -21,30 +25,36 @@ logger = logging.getLogger("kvcached_nixl.proxy")
 
 MOST_INSTANCES = 1024
 """Limited because each server adds time series to the metrics."""
+PANIC_SHARE = 0.5
+"""If a smaller share of a role's servers is up, silent ones get requests, too: the checks are doubted."""
 
 
 class Fleet:
     """See the module. Create, use and close it on one event loop.
 
+    Args:
+        watch: runs the health checks of one server, until it is cancelled.
+
     Raises:
         SettingsError: the policy or a URL cannot be used.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, watch: Callable[[Instance, Fleet], Coroutine[Any, Any, None]]) -> None:
+        self.options = options
+        self._watch = watch
         self._instances: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._policies = {role: make(options.policy) for role in Role}
+        self._changed = asyncio.Event()
         self.metrics = Metrics(self._instances.values)
+        self.upstream = Upstream(options.connect_timeout_seconds)
+        self.retry_budget = RetryBudget()
+        for role, urls in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+            for url in urls:
+                self.add(role, url)
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
-
-    def start(self) -> None:
-        """Add the servers of the command line. Needs a running event loop."""
-        for role, urls in ((Role.PREFILL, self._options.prefill), (Role.DECODE, self._options.decode)):
-            for url in urls:
-                self.add(role, url)
 
     async def close(self) -> None:
         """Stop all health checks, and close the idle connections."""
@@ -52,8 +62,9 @@ class Fleet:
         for one in watchers:
             one.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
-        for instance in self._instances.values():
-            instance.connections.close()
+        await self.upstream.close()
+
+    # --------------------------------------------------------------------------------------------------- administration
 
     def add(self, role: Role, url: str) -> Instance:
         """Add a server. It gets requests as soon as a health check succeeds.
@@ -67,20 +78,22 @@ class Fleet:
             raise Refusal(409, RouterFailure.BODY, f"{name} is known already, as {self._instances[name].role.value}.")
         if len(self._instances) >= MOST_INSTANCES:
             raise Refusal(409, RouterFailure.BODY, f"{MOST_INSTANCES} servers are known already, which is the limit.")
-        instance = self._instances[name] = Instance(role, url, self._options.connect_timeout_seconds)
-        self._watchers[name] = asyncio.create_task(watch(instance, self._options, self.metrics))
+        instance = self._instances[name] = Instance(role, url)
+        self._watchers[name] = asyncio.create_task(self._watch(instance, self))
         logger.info("%s server %s: added", role.value, name)
         return instance
 
-    def drain(self, name: str) -> Instance:
-        """Send no new requests to a server. Those it works on continue.
+    def drain(self, name: str, *, is_draining: bool = True) -> Instance:
+        """Send no new requests to a server, or send some again. Those it works on continue.
 
         Raises:
             Refusal: the server is not known.
         """
         instance = self._known(name)
-        instance.is_draining = True
-        logger.info("%s server %s: draining, %d requests left", instance.role.value, name, instance.requests)
+        instance.is_draining = is_draining
+        what = "draining" if is_draining else "not draining any more"
+        logger.info("%s server %s: %s, %d requests in flight", instance.role.value, name, what, instance.requests)
+        self.notify()
         return instance
 
     async def remove(self, name: str, *, at_once: bool) -> None:
@@ -101,23 +114,41 @@ class Fleet:
         watcher = self._watchers.pop(name)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        if instance.requests:
-            instance.went_down("it was removed")
-            await instance.quiet.wait()
-        instance.connections.close()
+        instance.end_legs("it was removed")
+        await instance.quiet.wait()
         self.metrics.removed(instance)
         logger.info("%s server %s: removed", instance.role.value, name)
 
+    # ---------------------------------------------------------------------------------------------------------- choice
+
+    def notify(self) -> None:
+        """Wake the requests that wait for a server."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def change(self) -> None:
+        """Wait until a server has become usable, or has stopped to be."""
+        await self._changed.wait()
+
     def is_up(self, role: Role) -> bool:
         """Whether any server of this role can take requests."""
-        return any(one.role is role and one.is_usable for one in self)
+        return bool(self._usable(role))
 
     def is_known(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance
 
+    def has(self, role: Role) -> bool:
+        """Whether any server of this role is known."""
+        return any(one.role is role for one in self)
+
+    def retry_seconds(self, role: Role) -> int:
+        """Returns when a client should try again that found no server of this role: after their next checks."""
+        waits = [one.next_look_seconds - time.monotonic() for one in self if one.role is role and not one.is_draining]
+        return max(1, math.ceil(min(waits, default=self.options.health_interval_seconds)))
+
     def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Booking | None:
         """Returns where a request goes, preferably a server neither tried nor doubted; None if no server is up."""
-        usable = [one for one in self if one.role is role and one.is_usable]
+        usable = self._usable(role)
         fresh = [one for one in usable if one.name not in tried] or usable
         fresh = [one for one in fresh if not one.is_doubted] or fresh
         return self._choose(role, request, [place for one in fresh for place in one.places])
@@ -125,6 +156,13 @@ class Fleet:
     def choose_rank(self, instance: Instance, request: Wanted) -> Booking:
         """Returns where on this server a request goes."""
         return self._choose(instance.role, request, instance.places) or Booking(instance, None)
+
+    def _usable(self, role: Role) -> list[Instance]:
+        known = [one for one in self if one.role is role and not one.is_draining]
+        up = [one for one in known if one.state is Health.UP]
+        if len(up) >= PANIC_SHARE * len(known):
+            return up
+        return up + [one for one in known if one.state is Health.SILENT]
 
     def _choose(self, role: Role, request: Wanted, places: list[Booking]) -> Booking | None:
         if not places:
@@ -136,36 +174,3 @@ class Fleet:
         if instance is None:
             raise Refusal(404, RouterFailure.BODY, f"No server {name[:200]!r} is known.")
         return instance
-
-
-def as_dict(instance: Instance) -> dict[str, object]:
-    """Returns a server's entry in ``/instances``."""
-    ranks = instance.ranks
-    found = ranks.latest
-    return {
-        "name": instance.name,
-        "role": instance.role.value,
-        "url": instance.url,
-        "state": instance.state.value,
-        "draining": instance.is_draining,
-        "drained": instance.is_draining and not instance.is_busy,
-        "requests": instance.requests,
-        "keeping": instance.keeping,
-        "outstanding_tokens": instance.tokens,
-        "transfer_mode": None if found is None else found.mode.value,
-        "engine_id": None if found is None else found.where.engine_id,
-        "incarnation": None if found is None else found.incarnation,
-        "ranks": [_rank_as_dict(instance, rank) for rank in ranks.named] or None,
-        "last_failure": instance.last_failure if instance.state is not Health.UP else "",
-    }
-
-
-def _rank_as_dict(instance: Instance, rank: int) -> dict[str, object]:
-    load, found = instance.load(rank), instance.ranks.found(rank)
-    return {
-        "rank": rank,
-        "requests": load.requests,
-        "outstanding_tokens": load.tokens,
-        "engine_id": None if found is None else found.where.engine_id,
-        "incarnation": None if found is None else found.incarnation,
-    }

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health checks of one server: at intervals, and at once after a failed leg. One task per server."""
+"""Health checks of one server: at intervals, and at once after a failed leg. One task per server.
+
+Slow is not dead. A server is down where nobody listens, or where it says itself that it cannot serve, several times in
+a row. A check that goes unanswered says nothing by itself: only a server that has sent no byte at all for
+``unresponsive_timeout_seconds``, to no leg and to no check, counts as silent, and then only its silent legs end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
+import time
 
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
+from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.instance import Health, Instance, Role
-from kvcached_nixl.proxy.metrics import Metrics
-from kvcached_nixl.proxy.options import Options
 
 __all__ = ["pause_seconds", "watch"]
 
@@ -19,63 +24,85 @@ logger = logging.getLogger("kvcached_nixl.proxy")
 
 MOST_PAUSE_SECONDS = 30.0
 MOST_METRICS_BYTES = 8 << 20
+LOOK_SECONDS = 30.0
 LOOKS_PER_METRICS = 5
-_FAILURES = re.compile(rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? ([0-9.eE+]+)", re.MULTILINE)
+_FAILURES = re.compile(rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? ([0-9.]+(?:[eE][+-]?[0-9]+)?)$", re.M)
+_CERTAIN = (RouterFailure.UNREACHABLE, RouterFailure.BROKEN, RouterFailure.SERVER)
 
 
-async def watch(instance: Instance, options: Options, metrics: Metrics) -> None:
+async def watch(instance: Instance, fleet: Fleet) -> None:
     """Runs until cancelled: update the server's state, and count the hand-over failures that it reports."""
     failures, looks = 0, 0
     while True:
         instance.suspected.clear()
         try:
-            await _ask(instance, "/health", options)
+            await _ask(instance, "/health", fleet)
         except LegFailed as failure:
-            failures += 1
-            # A server that is new or down needs only one failed check; one that is up needs `health_failures` in a row.
-            if instance.state is not Health.UP or failures >= options.health_failures:
-                _eject(instance, failure, metrics)
+            failures += failure.cause in _CERTAIN
+            _judge(instance, failure, failures, fleet)
         else:
             failures = 0
-            instance.is_doubted = False
-            if instance.state is not Health.UP:
-                logger.info("%s server %s: up", instance.role.value, instance.name)
-                instance.came_up()
+            _set(instance, Health.UP, "", fleet)
+            instance.succeeded()
             if instance.role is Role.DECODE and looks % LOOKS_PER_METRICS == 0:
-                await _look_at_metrics(instance, options, metrics)
+                await _look_at_metrics(instance, fleet)
             looks += 1
-        await _pause(instance, options, failures)
+        await _pause(instance, fleet, failures)
 
 
-def _eject(instance: Instance, failure: LegFailed, metrics: Metrics) -> None:
-    if instance.state is Health.UP:
-        metrics.ejections.labels(instance.role.value, instance.name).inc()
-    if instance.state is not Health.DOWN:
+def _judge(instance: Instance, failure: LegFailed, failures: int, fleet: Fleet) -> None:
+    options = fleet.options
+    if failure.cause in _CERTAIN:
+        # A server that is new or down needs only one such check; one that is up needs `health_failures` in a row.
+        if instance.state is not Health.UP or failures >= options.health_failures:
+            _set(instance, Health.DOWN, failure.reason, fleet)
+        return
+    silent_seconds = time.monotonic() - instance.heard_seconds
+    if instance.state is Health.UP and silent_seconds >= options.unresponsive_timeout_seconds:
+        reason = f"it has sent nothing for {silent_seconds:.0f} s"
+        _set(instance, Health.SILENT, reason, fleet)
+        instance.end_legs(reason, options.unresponsive_timeout_seconds)
+
+
+def _set(instance: Instance, state: Health, reason: str, fleet: Fleet) -> None:
+    before, instance.state = instance.state, state
+    if reason:
+        instance.last_failure = reason
+    if before is state:
+        return
+    if state is Health.UP:
+        logger.info("%s server %s: up", instance.role.value, instance.name)
+        instance.is_warned = False
+    else:
+        instance.ranks.forget()
+        if before is Health.UP:
+            fleet.metrics.ejections.labels(instance.role.value, instance.name).inc()
         logger.warning(
             "%s server %s gets no requests: %s. Its health is checked again at growing intervals.",
             instance.role.value,
             instance.name,
-            failure.reason,
+            reason,
         )
-    instance.went_down(failure.reason)
+    fleet.notify()
 
 
-def pause_seconds(failures: int, is_up: bool, options: Options) -> float:
+def pause_seconds(failures: int, is_up: bool, interval_seconds: float, most_failures: int) -> float:
     """Returns the time until the next check. After a failure it is short, because requests may wait for the server.
 
     For a server that is down it doubles with each failed check, so that dead servers cost little.
     """
     if is_up:
-        return options.health_interval_seconds / 10 if failures else options.health_interval_seconds
-    more = max(0, failures - options.health_failures)
-    return min(
-        options.health_interval_seconds * 2.0 ** min(more, 16), max(MOST_PAUSE_SECONDS, options.health_interval_seconds)
-    )
+        return interval_seconds / 10 if failures else interval_seconds
+    more = max(0, failures - most_failures)
+    return min(interval_seconds * 2.0 ** min(more, 16), max(MOST_PAUSE_SECONDS, interval_seconds))
 
 
-async def _pause(instance: Instance, options: Options, failures: int) -> None:
-    seconds = pause_seconds(failures, instance.state is Health.UP, options)
-    if instance.state is Health.UP and failures:
+async def _pause(instance: Instance, fleet: Fleet, failures: int) -> None:
+    options = fleet.options
+    is_up = instance.state is Health.UP
+    seconds = pause_seconds(failures, is_up, options.health_interval_seconds, options.health_failures)
+    instance.next_look_seconds = time.monotonic() + seconds
+    if is_up and failures:
         await asyncio.sleep(seconds)
         return
     waiting = asyncio.ensure_future(instance.suspected.wait())
@@ -85,37 +112,37 @@ async def _pause(instance: Instance, options: Options, failures: int) -> None:
         waiting.cancel()
 
 
-async def _ask(instance: Instance, path: str, options: Options) -> bytes:
+async def _ask(instance: Instance, path: str, fleet: Fleet) -> bytes:
     late = LegFailed(RouterFailure.TIME, instance.name, f"{path} did not answer in time")
+    key = fleet.options.upstream_key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     with Guard() as guard:
-        guard.limit(max(options.health_interval_seconds, options.connect_timeout_seconds), late)
-        key = [(b"Authorization", b"Bearer " + options.upstream_key.encode())] if options.upstream_key else []
-        reply = await instance.connections.ask("GET", path, key)
-        try:
+        guard.limit(min(LOOK_SECONDS, fleet.options.unresponsive_timeout_seconds / 2), late)
+        async with fleet.upstream.ask("GET", instance.url + path, instance.name, headers) as reply:
+            instance.heard_seconds = time.monotonic()
             body = await reply.body(MOST_METRICS_BYTES)
-        finally:
-            reply.close()
-        if reply.status != 200:
-            raise LegFailed(RouterFailure.SERVER, instance.name, f"{path} answered {reply.status}")
-        return body
+            if reply.status != 200:
+                raise LegFailed(RouterFailure.SERVER, instance.name, f"{path} answered {reply.status}")
+            return body
+    raise AssertionError("unreachable")
 
 
-async def _look_at_metrics(instance: Instance, options: Options, metrics: Metrics) -> None:
+async def _look_at_metrics(instance: Instance, fleet: Fleet) -> None:
     """Count and log the hand-over failures that decode reports: a client cannot see one that was recomputed."""
     try:
-        said = await _ask(instance, "/metrics", options)
+        said = await _ask(instance, "/metrics", fleet)
     except LegFailed as failure:
         logger.debug("%s: %s", instance.name, failure.reason)
         return
-    total = sum(float(found) for found in _FAILURES.findall(said))
+    total = sum(float(found) for found in _FAILURES.findall(said) if found.count(b".") <= 1)
     before, instance.reported_failures = instance.reported_failures, total
     # A counter that went down was reset by a restart, so all of it is new.
     more = total - (before or 0.0) if before is not None and total >= before else (0.0 if before is None else total)
     if more > 0:
-        metrics.reported.labels(instance.name).inc(more)
+        fleet.metrics.reported.labels(instance.name).inc(more)
         logger.warning(
-            "decode server %s reports %d more hand-overs that brought no KV: they were recomputed or failed, as its "
+            "decode server %s reports %.0f more hand-overs that brought no KV: they were recomputed or failed, as its "
             "kv_load_failure_policy says. Its metric kvcached_nixl:handover_failures_total names the causes.",
             instance.name,
-            int(more),
+            more,
         )

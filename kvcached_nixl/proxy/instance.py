@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -11,11 +12,21 @@ from typing import NamedTuple
 
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.connections import Connections
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.ranks import Ranks
 
-__all__ = ["Instance", "InstanceLoad", "Booking", "Role", "Health"]
+__all__ = ["Instance", "InstanceLoad", "Booking", "Role", "Health", "Leg"]
+
+FIRST_DOUBT_SECONDS = 0.5
+MOST_DOUBT_SECONDS = 30.0
+_DOUBTFUL = (
+    RouterFailure.UNREACHABLE,
+    RouterFailure.CONNECT,
+    RouterFailure.BROKEN,
+    RouterFailure.TIME,
+    RouterFailure.RESTARTED,
+    RouterFailure.LOST,
+)
 
 
 class Role(str, Enum):
@@ -26,12 +37,15 @@ class Role(str, Enum):
 
 
 class Health(str, Enum):
-    """Health of a server, as its health checks report it."""
+    """Health of a server, by its health checks and its responses."""
 
     NEW = "new"
     """Not checked yet, so it gets no requests."""
     UP = "up"
+    SILENT = "silent"
+    """It has sent nothing for long. It gets requests only if most servers of its role are silent."""
     DOWN = "down"
+    """Nobody listens there, or it says itself that it cannot serve."""
 
 
 class InstanceLoad(NamedTuple):
@@ -56,6 +70,24 @@ class Booking(NamedTuple):
     rank: int | None
 
 
+class Leg:
+    """One request to a server that is in flight.
+
+    Attributes:
+        guard: ends it.
+        heard_seconds: ``time.monotonic`` of the last byte from the server, or of the leg's begin.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self.guard = Guard()
+        self.heard_seconds = time.monotonic()
+
+    def heard(self) -> None:
+        """The server has sent something."""
+        self.heard_seconds = self._instance.heard_seconds = time.monotonic()
+
+
 class Instance:
     """See the module. Call its methods on the event loop's thread only.
 
@@ -63,21 +95,21 @@ class Instance:
         ranks: of a prefill server: what its responses said about its data-parallel ranks.
         requests, tokens: number of legs in flight, and an estimate of their tokens.
         keeping: number of requests whose KV it keeps until decode begins to respond.
-        is_doubted: a connection could not be opened, and no health check has succeeded since.
+        heard_seconds: ``time.monotonic`` of its last byte, of a leg or a check; at first, of its creation.
         is_warned: a warning about responses without kv_transfer_params was logged.
         last_failure: text for the operator.
         reported_failures: hand-over failures that a decode server reported at the last check; None before the first.
         suspected: set when a leg failed in a way that calls for a health check at once.
         quiet: set while no leg is in flight.
+        next_look_seconds: ``time.monotonic`` of the next health check.
     """
 
-    def __init__(self, role: Role, url: str, connect_timeout_seconds: float) -> None:
+    def __init__(self, role: Role, url: str) -> None:
         self.role = role
-        self.url = url
+        self.url = url.rstrip("/")
         self.name = address_of(url)
         self.state = Health.NEW
         self.is_draining = False
-        self.is_doubted = False
         self.is_warned = False
         self.ranks = Ranks(self.name)
         self.last_failure = ""
@@ -85,17 +117,25 @@ class Instance:
         self.requests = 0
         self.keeping = 0
         self.tokens = 0
+        self.heard_seconds = time.monotonic()
+        self.next_look_seconds = self.heard_seconds
         self.suspected = asyncio.Event()
         self.quiet = asyncio.Event()
         self.quiet.set()
-        self.connections = Connections(self.name, url, connect_timeout_seconds)
-        self._guards: set[Guard] = set()
+        self._legs: set[Leg] = set()
         self._of_ranks: dict[int, InstanceLoad] = {}
+        self._failed_in_row = 0
+        self._doubted_until_seconds = 0.0
 
     @property
     def is_usable(self) -> bool:
         """Whether new requests may go to this server."""
         return self.state is Health.UP and not self.is_draining
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether its last legs failed, so that other servers are preferred for a while."""
+        return time.monotonic() < self._doubted_until_seconds
 
     @property
     def places(self) -> list[Booking]:
@@ -130,17 +170,17 @@ class Instance:
             taken()
 
     @contextmanager
-    def leg(self, tokens: int, rank: int | None = None) -> Iterator[Guard]:
-        """One leg of a request: counted as load, and ended with an error when the server is found dead."""
+    def leg(self, tokens: int, rank: int | None = None) -> Iterator[Leg]:
+        """One leg of a request, counted as load."""
         self._count(rank, 1, tokens)
         self.quiet.clear()
-        guard = Guard()
-        self._guards.add(guard)
+        leg = Leg(self)
+        self._legs.add(leg)
         try:
-            with guard:
-                yield guard
+            with leg.guard:
+                yield leg
         finally:
-            self._guards.discard(guard)
+            self._legs.discard(leg)
             self._count(rank, -1, -tokens)
             if not self.requests:
                 self.quiet.set()
@@ -148,32 +188,29 @@ class Instance:
     def failed(self, failure: LegFailed) -> None:
         """Record a failed leg, and start a health check at once if the failure may be the server's.
 
-        The other legs of the server go on until a health check fails: a busy server may refuse a connection, too.
+        The other legs go on: a busy server may refuse a connection, too. But other servers are preferred, for a time
+        that doubles with each failure in a row.
         """
         self.last_failure = failure.reason
-        if failure.cause in (
-            RouterFailure.UNREACHABLE,
-            RouterFailure.BROKEN,
-            RouterFailure.TIME,
-            RouterFailure.RESTARTED,
-            RouterFailure.LOST,
-        ):
-            self.ranks.forget()
-            self.suspected.set()
-        if failure.cause is RouterFailure.UNREACHABLE:
-            self.is_doubted = True
-
-    def went_down(self, reason: str) -> None:
-        """Mark the server as down, and end all its legs with an error."""
-        self.state = Health.DOWN
-        self.last_failure = reason
+        if failure.cause not in _DOUBTFUL:
+            return
+        doubt_seconds = min(FIRST_DOUBT_SECONDS * 2.0 ** min(self._failed_in_row, 16), MOST_DOUBT_SECONDS)
+        self._failed_in_row += 1
+        self._doubted_until_seconds = time.monotonic() + doubt_seconds
         self.ranks.forget()
-        for guard in tuple(self._guards):
-            guard.end(LegFailed(RouterFailure.LOST, self.name, "its health checks fail", status=502))
+        self.suspected.set()
 
-    def came_up(self) -> None:
-        self.state = Health.UP
-        self.is_doubted = self.is_warned = False
+    def succeeded(self) -> None:
+        """Record a response, or a health check that succeeded."""
+        self._failed_in_row = 0
+        self._doubted_until_seconds = 0.0
+
+    def end_legs(self, reason: str, silent_seconds: float = 0.0) -> None:
+        """End the legs that have heard nothing for ``silent_seconds``, with an error."""
+        now = time.monotonic()
+        for leg in tuple(self._legs):
+            if now - leg.heard_seconds >= silent_seconds:
+                leg.guard.end(LegFailed(RouterFailure.LOST, self.name, reason, status=502))
 
     def _count(self, rank: int | None, requests: int, tokens: int) -> None:
         self.requests += requests

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.client import Outgoing
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
-from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.ranks import Found
 from kvcached_nixl.wire.params import Malformed, parse
 

@@ -4,18 +4,17 @@
 Keys come from the environment, so that a list of processes does not show them:
 
     KVCACHED_NIXL_API_KEY         clients must send it as "Authorization: Bearer ..."; unset: no key is needed
-    KVCACHED_NIXL_ADMIN_KEY       the same for /instances; unset: /instances answers on loopback only
+    KVCACHED_NIXL_ADMIN_KEY       the same for /instances; unset: /instances answers on --admin-socket only
     KVCACHED_NIXL_UPSTREAM_KEY    sent to servers in place of the client's key; unset: the client's key is passed on
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -27,43 +26,50 @@ __all__ = ["Options", "add_arguments", "from_arguments"]
 MIB = 1 << 20
 
 
+def _number(default: Any, description: str) -> Any:
+    """A numeric setting whose flag has its name, without ``_seconds``."""
+    return field(default=default, metadata={"help": description})
+
+
 @dataclass(frozen=True)
 class Options:
-    """The settings; ``kvcached-nixl proxy --help`` describes all of them.
-
-    Attributes:
-        attempts: how often a request is tried at most. Nothing is tried again once the response has begun.
-        decode_alone: decode may compute prompts itself where no prefill is up, or nothing can be handed over.
-        prefill_timeout_seconds: for the whole response of a prefill leg.
-        first_token_timeout_seconds: until the first piece of a streamed response.
-        inter_token_timeout_seconds: between two pieces of a streamed response.
-        response_timeout_seconds: for the whole of a response that is not streamed.
-        client_timeout_seconds: how long a client may take for its body, or to read one piece.
-        drain_timeout_seconds: how long requests in flight may take after SIGTERM.
-    """
+    """The settings; ``kvcached-nixl proxy --help`` describes all of them."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
+    admin_socket: str | None = None
     policy: str = "least-tokens"
-    attempts: int = 2
     decode_alone: bool = False
     client_params: bool = False
-    max_inflight: int = 1024
-    max_body_bytes: int = 16 * MIB
-    max_total_body_bytes: int = 1024 * MIB
-    max_response_bytes: int = 64 * MIB
-    connect_timeout_seconds: float = 2.0
-    prefill_timeout_seconds: float = 300.0
-    first_token_timeout_seconds: float = 300.0
-    inter_token_timeout_seconds: float = 120.0
-    response_timeout_seconds: float = 3600.0
-    client_timeout_seconds: float = 60.0
-    drain_timeout_seconds: float = 60.0
-    health_interval_seconds: float = 2.0
-    health_failures: int = 3
     log_json: bool = False
+    attempts: int = _number(2, "how often a request is tried at most, before its response has begun")
+    max_inflight: int = _number(1024, "requests in flight at once; one more is answered 429")
+    max_connections: int = _number(4096, "connections of clients; above it the one that is idle longest is closed")
+    max_body_bytes: int = _number(16 * MIB, "body size of one request; a larger one is answered 413")
+    max_memory_bytes: int = _number(
+        1024 * MIB, "memory of all requests in flight together; a request beyond it is answered 429"
+    )
+    max_response_bytes: int = _number(64 * MIB, "size of a response that is not streamed")
+    connect_timeout_seconds: float = _number(5.0, "seconds to connect to a server")
+    queue_timeout_seconds: float = _number(30.0, "seconds that a request waits for a server that takes it, then 503")
+    prefill_timeout_seconds: float = _number(300.0, "seconds for the response of prefill")
+    first_token_timeout_seconds: float = _number(300.0, "seconds until the first piece of a streamed response")
+    inter_token_timeout_seconds: float = _number(120.0, "seconds between two pieces of a streamed response")
+    response_timeout_seconds: float = _number(3600.0, "seconds for a response that is not streamed")
+    client_timeout_seconds: float = _number(
+        60.0, "seconds for a client to send its body, or to read one piece of the response"
+    )
+    drain_delay_seconds: float = _number(
+        5.0, "seconds after SIGTERM in which new requests are still served: load balancers need time to notice"
+    )
+    drain_timeout_seconds: float = _number(25.0, "seconds after SIGTERM, in all, for the requests in flight to finish")
+    health_interval_seconds: float = _number(2.0, "seconds between two checks of a server's /health")
+    health_failures: int = _number(3, "checks in a row that find nobody listening, after which a server is down")
+    unresponsive_timeout_seconds: float = _number(
+        60.0, "seconds without a byte from a server whose checks go unanswered, after which it is down"
+    )
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
     upstream_key: str = field(default="", repr=False)
@@ -73,19 +79,13 @@ class Options:
         for name in names:
             if names.count(name) > 1:
                 raise _bad(f"the server {name} is given twice", "each server once, as prefill or as decode")
-        for key in (
-            "attempts",
-            "max_inflight",
-            "max_body_bytes",
-            "max_total_body_bytes",
-            "max_response_bytes",
-            "health_failures",
-        ):
-            if getattr(self, key) < 1:
-                raise _bad(f"{key}={getattr(self, key)}", "at least 1")
-        for key in self.__dataclass_fields__:
-            if key.endswith("_seconds") and not 0 < getattr(self, key) <= 86_400:
-                raise _bad(f"{key}={getattr(self, key)}", "a number of seconds above 0 and up to 86,400")
+        for one in _NUMBERS:
+            value = getattr(self, one.name)
+            if one.name.endswith("_seconds"):
+                if not 0 < value <= 86_400:
+                    raise _bad(f"{one.name}={value}", "a number of seconds above 0 and up to 86,400")
+            elif value < 1:
+                raise _bad(f"{one.name}={value}", "at least 1")
         if not 0 <= self.port <= 65_535:
             raise _bad(f"port={self.port}", "0 to 65535")
         for key in (self.api_key, self.admin_key, self.upstream_key):
@@ -93,115 +93,12 @@ class Options:
                 raise _bad("a key with characters that an HTTP header cannot carry", "printable ASCII")
 
 
+_NUMBERS: tuple[Field[Any], ...] = tuple(one for one in fields(Options) if "help" in one.metadata)
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     prefill: list[str] = []
     decode: list[str] = []
-
-
-class _Number(NamedTuple):
-    """A numeric flag: the field of `Options`, the flag's name, and its name in earlier releases."""
-
-    field: str
-    flag: str
-    old_flag: str
-    kind: type
-    description: str
-
-
-_NUMBERS = (
-    _Number("attempts", "--attempts", "", int, "how often a request is tried at most, before its response has begun"),
-    _Number(
-        "max_inflight", "--max-inflight", "--most-requests", int, "requests in flight at once; one more is answered 429"
-    ),
-    _Number(
-        "max_body_bytes",
-        "--max-body-bytes",
-        "--body-bytes",
-        int,
-        "body size of one request; a larger one is answered 413",
-    ),
-    _Number(
-        "max_total_body_bytes",
-        "--max-total-body-bytes",
-        "--bodies-bytes",
-        int,
-        "body size of all requests in flight together; a request beyond it is answered 429",
-    ),
-    _Number(
-        "max_response_bytes", "--max-response-bytes", "--answer-bytes", int, "size of a response that is not streamed"
-    ),
-    _Number(
-        "connect_timeout_seconds", "--connect-timeout", "--connect-seconds", float, "seconds to connect to a server"
-    ),
-    _Number(
-        "prefill_timeout_seconds",
-        "--prefill-timeout",
-        "--prefill-seconds",
-        float,
-        "seconds for the response of prefill",
-    ),
-    _Number(
-        "first_token_timeout_seconds",
-        "--first-token-timeout",
-        "--first-token-seconds",
-        float,
-        "seconds until the first piece of a streamed response",
-    ),
-    _Number(
-        "inter_token_timeout_seconds",
-        "--inter-token-timeout",
-        "--token-seconds",
-        float,
-        "seconds between two pieces of a streamed response",
-    ),
-    _Number(
-        "response_timeout_seconds",
-        "--response-timeout",
-        "--answer-seconds",
-        float,
-        "seconds for a response that is not streamed",
-    ),
-    _Number(
-        "client_timeout_seconds",
-        "--client-timeout",
-        "--client-seconds",
-        float,
-        "seconds for a client to send its body, or to read one piece of the response",
-    ),
-    _Number(
-        "drain_timeout_seconds",
-        "--drain-timeout",
-        "--drain-seconds",
-        float,
-        "seconds for the requests in flight to finish after SIGTERM",
-    ),
-    _Number(
-        "health_interval_seconds",
-        "--health-interval",
-        "--health-seconds",
-        float,
-        "seconds between two checks of a server's /health",
-    ),
-    _Number(
-        "health_failures", "--health-failures", "", int, "failed checks in a row, after which a server gets no requests"
-    ),
-)
-
-
-class _OldFlag(argparse.Action):
-    """A flag's earlier name, accepted for one release. Prints the new name, which is in ``const``."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        sys.stderr.write(
-            f"{parser.prog}: {option_string} is deprecated, use {self.const}; the next release removes the old name\n"
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default=default.host, help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=default.port, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--admin-socket",
+        metavar="PATH",
+        default=default.admin_socket,
+        help="Unix socket on which /instances answers this user without a key (default: %(default)s)",
+    )
     parser.add_argument(
         "--policy",
         default=default.policy,
@@ -236,23 +139,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-json", action="store_true", help="log one JSON object per request instead of key=value")
     for one in _NUMBERS:
         parser.add_argument(
-            one.flag,
-            dest=one.field,
-            type=one.kind,
-            default=getattr(default, one.field),
+            f"--{one.name.removesuffix('_seconds').replace('_', '-')}",
+            dest=one.name,
+            type=type(one.default),
+            default=one.default,
             metavar="N",
-            help=f"{one.description} (default: %(default)s)",
+            help=f"{one.metadata['help']} (default: %(default)s)",
         )
-        if one.old_flag:
-            parser.add_argument(
-                one.old_flag,
-                dest=one.field,
-                action=_OldFlag,
-                const=one.flag,
-                type=one.kind,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
 
 
 def from_arguments(found: argparse.Namespace, environ: Mapping[str, str]) -> Options:
@@ -262,14 +155,17 @@ def from_arguments(found: argparse.Namespace, environ: Mapping[str, str]) -> Opt
         SettingsError: an option has an unusable value, or the file of servers cannot be read.
     """
     servers = _read(found.servers) if found.servers is not None else _File()
-    plain = ("host", "port", "policy", "decode_alone", "client_params", "log_json", *(one.field for one in _NUMBERS))
+    given = vars(found)
+    plain = {one.name: given[one.name] for one in fields(Options) if one.name in given}
     return Options(
-        prefill=(*servers.prefill, *found.prefill),
-        decode=(*servers.decode, *found.decode),
-        api_key=environ.get("KVCACHED_NIXL_API_KEY", ""),
-        admin_key=environ.get("KVCACHED_NIXL_ADMIN_KEY", ""),
-        upstream_key=environ.get("KVCACHED_NIXL_UPSTREAM_KEY", ""),
-        **{name: getattr(found, name) for name in plain},
+        **{
+            **plain,
+            "prefill": (*servers.prefill, *found.prefill),
+            "decode": (*servers.decode, *found.decode),
+            "api_key": environ.get("KVCACHED_NIXL_API_KEY", ""),
+            "admin_key": environ.get("KVCACHED_NIXL_ADMIN_KEY", ""),
+            "upstream_key": environ.get("KVCACHED_NIXL_UPSTREAM_KEY", ""),
+        }
     )
 
 

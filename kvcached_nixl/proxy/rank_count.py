@@ -16,6 +16,7 @@ from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.ranks import RANK_HEADER, range_of
 from kvcached_nixl.proxy.request_body import ApiRoute, Asked
+from kvcached_nixl.proxy.upstream import Upstream
 
 __all__ = ["ask_rank_count"]
 
@@ -23,7 +24,9 @@ NOBODY = 2**31 - 1
 MOST_ANSWER_BYTES = 1 << 20
 
 
-async def ask_rank_count(server: Instance, asked: Asked, headers: list[tuple[bytes, bytes]], options: Options) -> None:
+async def ask_rank_count(
+    server: Instance, asked: Asked, headers: dict[str, str], upstream: Upstream, options: Options
+) -> None:
     """Ask the server, and store the result in ``server.ranks``. Without an answer, a later request asks again.
 
     Args:
@@ -36,14 +39,12 @@ async def ask_rank_count(server: Instance, asked: Asked, headers: list[tuple[byt
     ranks, count, has_answered = server.ranks, None, False
     ranks.asking()
     try:
-        with server.leg(0) as guard:
-            guard.limit(options.connect_timeout_seconds + options.health_interval_seconds, late)
-            headers = [*headers, (RANK_HEADER, b"%d" % NOBODY)]
-            reply = await server.connections.ask("POST", ApiRoute.COMPLETIONS.value, headers, body)
-            try:
+        with server.leg(0) as leg:
+            leg.guard.limit(options.connect_timeout_seconds + options.health_interval_seconds, late)
+            url, headers = server.url + ApiRoute.COMPLETIONS.value, {**headers, RANK_HEADER: str(NOBODY)}
+            async with upstream.ask("POST", url, server.name, headers, body) as reply:
                 said = await reply.body(MOST_ANSWER_BYTES)
-            finally:
-                reply.close()
+                leg.heard()
             has_answered = reply.status in (200, 400)
             count = range_of(said, NOBODY) if reply.status == 400 else None
     except LegFailed:

@@ -28,7 +28,7 @@ __all__ = ["MOST_RANKS", "RANK_HEADER", "Found", "Ranks", "range_of"]
 
 logger = logging.getLogger("kvcached_nixl.proxy")
 
-RANK_HEADER = b"X-data-parallel-rank"
+RANK_HEADER = "X-data-parallel-rank"
 MOST_RANKS = 1024
 PULL_SECONDS = 60.0
 """How long a server whose ranks cannot be told apart is used in pull only, before push is tried again."""

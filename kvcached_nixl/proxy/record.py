@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ __all__ = ["Record", "Recorder"]
 logger = logging.getLogger("kvcached_nixl.proxy.requests")
 
 SHOWN_ON_PAGE = 50
+MEAN_OF = 64
 
 
 @dataclass
@@ -69,12 +71,14 @@ class Recorder:
         self._metrics = metrics
         self._as_json = as_json
         self._latest: deque[dict[str, Any]] = deque(maxlen=SHOWN_ON_PAGE)
+        self._mean_seconds = 1.0
 
     def ended(self, record: Record) -> None:
         """Count and log a finished request, and keep it for the page."""
         seconds = time.perf_counter() - record.begun
         self._metrics.requests.labels(record.route, record.outcome).inc()
         if record.outcome == "ok":
+            self._mean_seconds += (seconds - self._mean_seconds) / MEAN_OF
             self._metrics.request_seconds.labels(record.route).observe(seconds)
             if record.first_seconds is not None:
                 self._metrics.first_seconds.labels(record.route).observe(record.first_seconds)
@@ -105,6 +109,10 @@ class Recorder:
                 logger.info(
                     "%s", " ".join(f"{key}={_plain(value)}" for key, value in line.items() if value not in ("", None))
                 )
+
+    def seconds_until_one_ends(self, in_flight: int) -> int:
+        """Returns when one of the requests in flight will have ended, judged by the latest ones; at least a second."""
+        return max(1, math.ceil(self._mean_seconds / max(1, in_flight)))
 
     def latest(self) -> list[dict[str, Any]]:
         """Returns the last requests, newest first."""

@@ -3,123 +3,137 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Annotated
 
 import msgspec
 
-from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.connections import Reply
+from kvcached_nixl.proxy.account import Share
+from kvcached_nixl.proxy.client import Outgoing
+from kvcached_nixl.proxy.events import GIVEN_UP, Events
 from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, RouterFailure, hand_over_tags
-from kvcached_nixl.proxy.instance import Instance
+from kvcached_nixl.proxy.instance import Instance, Leg
 from kvcached_nixl.proxy.options import Options
-from kvcached_nixl.proxy.outgoing import GIVEN_UP, Events, Outgoing
 from kvcached_nixl.proxy.record import Record
 from kvcached_nixl.proxy.request_body import ApiRoute, Asked
+from kvcached_nixl.proxy.upstream import Reply, Upstream
 
-__all__ = ["relay", "require_success"]
+__all__ = ["Relay", "require_success"]
 
 FIRST_EVENTS = 2
 """Events of a chat that are held back: vLLM sends the role first, and only after it an error."""
 
 
-async def relay(
-    server: Instance,
-    asked: Asked,
-    headers: list[tuple[bytes, bytes]],
-    body: bytes,
-    out: Outgoing,
-    guard: Guard,
-    options: Options,
-    record: Record,
-) -> None:
-    """Send the request to a server, and pass its response on to the client.
+class Relay:
+    """Passes one request's response on.
 
-    Raises:
-        LegFailed: the server did not answer, or not completely. ``out.has_begun`` tells whether the response had begun.
-        Answered: the server answered 4xx.
-        ClientLeft: the client did not read in time.
+    Args:
+        share: of the router's memory.
     """
-    streams = bytes(asked.fields["stream"]) == b"true" if "stream" in asked.fields else False
-    seconds = options.first_token_timeout_seconds if streams else options.response_timeout_seconds
-    late = LegFailed(RouterFailure.TIME, server.name, "the server did not answer in time", status=504)
-    guard.limit(seconds, late)
-    reply = await server.connections.ask("POST", asked.route.value, headers, body)
-    try:
-        if not reply.is_plain:
-            raise LegFailed(
-                RouterFailure.ANSWER, server.name, "the server's response is compressed", is_retriable=False
-            )
-        if reply.status == 200 and reply.is_stream:
-            async with aclosing(reply.pieces()) as pieces:
-                await _stream(server, asked.route, reply, pieces, out, guard, options, record)
-            return
-        said = await reply.body(options.max_response_bytes)
-    finally:
-        reply.close()
-    require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
-    _require_answer(said, server.name)
-    record.first()
-    guard.limit(options.client_timeout_seconds, ClientLeft())
-    await out.whole(200, reply.content_type, said)
 
+    def __init__(self, upstream: Upstream, asked: Asked, out: Outgoing, share: Share, options: Options) -> None:
+        self._upstream = upstream
+        self._asked = asked
+        self._out = out
+        self._share = share
+        self._options = options
 
-async def _stream(
-    server: Instance,
-    route: ApiRoute,
-    reply: Reply,
-    pieces: AsyncIterator[bytes],
-    out: Outgoing,
-    guard: Guard,
-    options: Options,
-    record: Record,
-) -> None:
-    events = Events()
-    pause = LegFailed(RouterFailure.TIME, server.name, "the server stopped in the middle of its response", status=504)
-    slow = ClientLeft()
-    try:
-        held = await _first(events, pieces, FIRST_EVENTS if route is ApiRoute.CHAT else 1)
-        if events.has_ended and not events.is_complete:
-            raise LegFailed(RouterFailure.BROKEN, server.name, "the server's response ended before its first token")
-        if events.has_error:
-            # Only the tags of the error: its text may contain parts of the prompt.
-            tags = hand_over_tags(held)
-            reason = f"the KV hand-over failed: {tags}" if tags else "the server's response begins with an error"
-            raise LegFailed(RouterFailure.HANDOVER, server.name, reason)
-        _require_reason(events, server.name)
-        guard.limit(options.client_timeout_seconds, slow)
+    async def run(self, server: Instance, leg: Leg, headers: dict[str, str], body: bytes, record: Record) -> None:
+        """Send the request to a server, and pass its response on to the client.
+
+        Raises:
+            LegFailed: the server did not answer, or not completely. ``out.has_begun`` tells whether the response had
+                begun.
+            Answered: the server answered 4xx.
+            ClientLeft: the client did not read in time.
+        """
+        options, asked = self._options, self._asked
+        streams = "stream" in asked.fields and bytes(asked.fields["stream"]) == b"true"
+        seconds = options.first_token_timeout_seconds if streams else options.response_timeout_seconds
+        leg.guard.limit(seconds, _late(server.name))
+        url = server.url + asked.route.value
+        async with self._upstream.ask("POST", url, server.name, headers, body) as reply:
+            leg.heard()
+            if not reply.is_plain:
+                reason = "the server's response is compressed"
+                raise LegFailed(RouterFailure.ANSWER, server.name, reason, is_retriable=False)
+            if reply.status == 200 and reply.is_stream:
+                await self._stream(server, leg, reply, record)
+                return
+            said = await self._whole(server, reply)
+        require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
+        _require_answer(said, server.name)
+        server.succeeded()
         record.first()
-        await out.begin(reply.content_type)
-        await out.piece(held)
-        guard.limit(options.inter_token_timeout_seconds, pause)
-        async for piece in pieces:
-            whole = events.cut(piece)
-            _require_reason(events, server.name)
+        leg.guard.limit(options.client_timeout_seconds, ClientLeft())
+        await self._out.whole(200, reply.content_type, said)
+
+    async def _whole(self, server: Instance, reply: Reply) -> bytes:
+        parts: list[bytes] = []
+        left_bytes = self._options.max_response_bytes
+        while piece := await reply.piece():
+            left_bytes -= len(piece)
+            if left_bytes < 0:
+                reason = f"its response is longer than {self._options.max_response_bytes} bytes"
+                raise LegFailed(RouterFailure.ANSWER, server.name, reason, is_retriable=False)
+            # Twice, because the pieces are joined.
+            self._share.take(2 * len(piece))
+            parts.append(piece)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _stream(self, server: Instance, leg: Leg, reply: Reply, record: Record) -> None:
+        events, out, guard = Events(), self._out, leg.guard
+        slow = ClientLeft()
+        pause = LegFailed(
+            RouterFailure.TIME, server.name, "the server stopped in the middle of its response", status=504
+        )
+        most_held = FIRST_EVENTS if self._asked.route is ApiRoute.CHAT else 1
+        held, held_bytes = b"", 0
+        while piece := await reply.piece():
+            leg.heard()
+            try:
+                whole = events.cut(piece)
+            except ValueError as error:
+                raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sent {error}") from error
+            if events.rest_bytes > held_bytes:
+                self._share.take(events.rest_bytes - held_bytes)
+                held_bytes = events.rest_bytes
+            if out.has_begun:
+                _require_reason(events, server.name)
+            else:
+                whole = held = held + whole
+                if not (events.count >= most_held or events.has_error or events.is_complete):
+                    continue
+                _require_begin(events, held, server.name)
+                server.succeeded()
+                record.first()
+                guard.limit(self._options.client_timeout_seconds, slow)
+                await out.begin(reply.content_type)
             if whole:
-                guard.limit(options.client_timeout_seconds, slow)
+                guard.limit(self._options.client_timeout_seconds, slow)
                 await out.piece(whole)
-                guard.limit(options.inter_token_timeout_seconds, pause)
-    except ValueError as error:
-        raise LegFailed(RouterFailure.ANSWER, server.name, f"the server sent {error}") from error
-    if not events.is_complete:
-        raise LegFailed(RouterFailure.BROKEN, server.name, "the server's response ended without [DONE]")
-    guard.limit(options.client_timeout_seconds, slow)
-    await out.end()
+            guard.limit(self._options.inter_token_timeout_seconds, pause)
+        if not events.is_complete:
+            before = "" if out.has_begun else " and its first token"
+            raise LegFailed(RouterFailure.BROKEN, server.name, f"the server's response ended before [DONE]{before}")
+        guard.limit(self._options.client_timeout_seconds, slow)
+        await out.end()
+        if events.has_error:
+            record.outcome = RouterFailure.SERVER.value
+            record.reason = "the server ended its response with an error"
+
+
+def _late(server: str) -> LegFailed:
+    return LegFailed(RouterFailure.TIME, server, "the server did not answer in time", status=504)
+
+
+def _require_begin(events: Events, held: bytes, server: str) -> None:
+    """Check that the first events are those of a response, not of an error."""
     if events.has_error:
-        record.outcome = RouterFailure.SERVER.value
-        record.reason = "the server ended its response with an error"
-
-
-async def _first(events: Events, pieces: AsyncIterator[bytes], count: int) -> bytes:
-    """Returns the first events, held back until they show whether this is a response or an error."""
-    held = b""
-    async for piece in pieces:
-        held += events.cut(piece)
-        if events.count >= count or events.has_error or events.is_complete:
-            return held
-    events.has_ended = True
-    return held
+        # Only the tags of the error: its text may contain parts of the prompt.
+        tags = hand_over_tags(held)
+        reason = f"the KV hand-over failed: {tags}" if tags else "the server's response begins with an error"
+        raise LegFailed(RouterFailure.HANDOVER, server, reason)
+    _require_reason(events, server)
 
 
 def _require_reason(events: Events, server: str) -> None:
@@ -174,7 +188,9 @@ def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool
             is_retriable=False,
         )
     if status in (408, 425, 429, 503):
-        raise LegFailed(RouterFailure.UPSTREAM_BUSY, server, f"the server answered {status}", status=503)
+        retry = int(reply.retry_after) if reply.retry_after.isdigit() and len(reply.retry_after) < 5 else None
+        reason = f"the server answered {status}"
+        raise LegFailed(RouterFailure.UPSTREAM_BUSY, server, reason, status=503, retry_after_seconds=retry)
     if 400 <= status < 500:
         raise Answered(status, reply.content_type, said)
     if status >= 500:

@@ -12,10 +12,11 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from kvcached_nixl.proxy.affinity import PREFIX_BYTES
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.wire.params import KvTransferParams, Malformed, TokenId, parse
 
@@ -81,6 +82,7 @@ class Asked:
 
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_token_ids = msgspec.json.Decoder(list[TokenId] | None)
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
 # A tuple of pairs, not a dict, so that it is immutable.
 _KNOWN = tuple(
@@ -98,7 +100,6 @@ _KNOWN = tuple(
         ("truncate_prompt_tokens", int | None),
         ("cache_salt", str | None),
         ("vllm_xargs", dict[str, msgspec.Raw] | None),
-        ("prefix_prompt_ids", list[TokenId] | None),
     )
 )
 # Removed for prefill, because they need more than one token or enlarge the response. None of them changes the KV.
@@ -111,6 +112,18 @@ _NOT_FOR_PREFILL = frozenset(
     )
 )
 _ODD_NUMBER = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}")
+# Fields that may be long. Whatever else a body has is short, so that parsing it takes bounded time and memory.
+_LONG = (
+    *("prompt", "messages", "input", "system", "instructions", "tools", "token_ids", "prompt_embeds", "documents"),
+    *("response_format", "structured_outputs", "features", "multi_modal_data", "prefix_prompt_ids", "text", "suffix"),
+)
+_Long = msgspec.defstruct("_Long", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in _LONG])
+_long = msgspec.json.Decoder(_Long)
+LARGE_BYTES = 256 << 10
+MOST_NAMES = 10_000
+MOST_SHORT_BYTES = 1 << 20
+MOST_CHECKED_BYTES = 64 << 10
+MOST_PROMPTS = 1024
 
 
 def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
@@ -126,11 +139,11 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
     known = {name: _known(fields, name, decoder) for name, decoder in _KNOWN if name in fields}
     _refuse_side_doors(fields, known, allows_params)
     params, raw_params = _own_params(fields, allows_params)
+    ids = _prefix_ids(fields)
     fields.pop("kv_transfer_params", None)
     fields.pop("prefix_prompt_ids", None)
-    ids = known.get("prefix_prompt_ids")
     if params is not None and params.prefix_prompt_ids is not None:
-        if ids is not None and ids != params.prefix_prompt_ids:
+        if ids is not None and ids != params.prefix_prompt_ids[: len(ids)]:
             raise _bad(
                 "prefix_prompt_ids",
                 "prefix_prompt_ids: found two that differ, in the body and in kv_transfer_params; expected one of them",
@@ -155,7 +168,7 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
         namespace=b"\0".join(
             bytes(fields[name]) for name in ("model", "cache_salt", "tools", "chat_template") if name in fields
         ),
-        prefix=text if ids is None else array("i", ids).tobytes(),
+        prefix=text[:PREFIX_BYTES] if ids is None else array("i", ids[: PREFIX_BYTES // 4]).tobytes(),
         prompt_tokens=1 + _about_tokens(text),
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else min(limit, 1 << 20),
     )
@@ -194,9 +207,10 @@ def _top_level(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         if not body.isascii():
             body.decode()
+        if len(body) > LARGE_BYTES:
+            _refuse_many_names(body)
         fields = _top.decode(body)
-        if _ODD_NUMBER.search(body):
-            _refuse_odd_numbers(msgspec.json.decode(body))
+        _refuse_odd_fields(fields)
     except UnicodeDecodeError as error:
         raise _bad(None, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
@@ -206,6 +220,27 @@ def _top_level(body: bytes) -> dict[str, msgspec.Raw]:
         reason = str(error).replace("Input data was truncated", "it is truncated, or has half of a surrogate pair")
         raise _bad(None, f"the body is not the expected JSON object: {reason[:300]}") from error
     return fields
+
+
+def _refuse_many_names(body: bytes) -> None:
+    """Refuse a large body with many names outside of the fields that may be long: each would become an object."""
+    found = _long.decode(body)
+    names = body.count(b":") - sum(bytes(getattr(found, name)).count(b":") for name in _LONG)
+    if names > MOST_NAMES:
+        raise _bad(None, f"found about {names} names of fields, expected at most {MOST_NAMES}")
+
+
+def _refuse_odd_fields(fields: Mapping[str, msgspec.Raw]) -> None:
+    left_bytes = MOST_CHECKED_BYTES
+    for name, value in fields.items():
+        if name in _LONG:
+            continue
+        short = bytes(value)
+        if len(short) > MOST_SHORT_BYTES:
+            raise _bad(name[:100], f"{name[:100]}: found {len(short)} bytes, expected at most 1 MiB")
+        if len(short) <= left_bytes and _ODD_NUMBER.search(short):
+            left_bytes -= len(short)
+            _refuse_odd_numbers(msgspec.json.decode(short))
 
 
 def _refuse_odd_numbers(found: Any) -> None:
@@ -226,6 +261,14 @@ def _known(fields: Mapping[str, msgspec.Raw], name: str, decoder: msgspec.json.D
         return decoder.decode(fields[name])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad(name, f"{name}: {str(error)[:300]}") from error
+
+
+def _prefix_ids(fields: Mapping[str, msgspec.Raw]) -> list[int] | None:
+    """Returns the beginning of ``prefix_prompt_ids``, as long as it is compared."""
+    raw = bytes(fields.get("prefix_prompt_ids", msgspec.Raw(b"null")))
+    if len(raw) > MOST_CHECKED_BYTES:
+        raw = raw[: raw.rfind(b",", 0, MOST_CHECKED_BYTES)] + b"]"
+    return cast("list[int] | None", _known({"prefix_prompt_ids": msgspec.Raw(raw)}, "prefix_prompt_ids", _token_ids))
 
 
 def _refuse_side_doors(fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], allows_params: bool) -> None:
@@ -306,11 +349,16 @@ def _prompts(fields: Mapping[str, msgspec.Raw]) -> int:
 
 
 def _length(value: bytes) -> int:
+    """Returns the number of prompts in a value; of very many, that there are more than `MOST_PROMPTS`."""
     if value == b"null":
         return 0
+    first = value[1:64].lstrip()[:1]
     # Anything else counts as one prompt, a list of token ids too. The server reports an invalid prompt.
-    is_list = value.startswith(b"[") and value[1:64].lstrip()[:1] in (b'"', b"[")
-    return len(_raw_list.decode(value)) if is_list else 1
+    if not value.startswith(b"[") or first not in (b'"', b"["):
+        return 1
+    # Between the number of prompts and twice that number, whatever the strings contain.
+    about = value.count(b"[") - 1 if first == b"[" else value.count(b'"') - value.count(b'\\"')
+    return MOST_PROMPTS + 1 if about > 2 * MOST_PROMPTS else len(_raw_list.decode(value))
 
 
 def _about_tokens(text: bytes) -> int:

@@ -18,20 +18,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import anyio
 import msgspec
 
-from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.failure import Answered, LegFailed, Refusal, RouterFailure
+from kvcached_nixl.proxy.account import Share
+from kvcached_nixl.proxy.client import Outgoing
+from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure
 from kvcached_nixl.proxy.fleet import Fleet
-from kvcached_nixl.proxy.instance import Booking, Instance, Role
+from kvcached_nixl.proxy.instance import Booking, Instance, Leg, Role
 from kvcached_nixl.proxy.offer import Beside, NoParameters, RemoteOffer, read_offer
-from kvcached_nixl.proxy.options import Options
-from kvcached_nixl.proxy.outgoing import Outgoing
 from kvcached_nixl.proxy.policy import Wanted
 from kvcached_nixl.proxy.rank_count import ask_rank_count
 from kvcached_nixl.proxy.ranks import RANK_HEADER, Found, range_of
 from kvcached_nixl.proxy.record import Record
-from kvcached_nixl.proxy.relay import relay, require_success
+from kvcached_nixl.proxy.relay import Relay, require_success
 from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, prefill_body
 from kvcached_nixl.wire.params import KvTransferParams
 
@@ -40,7 +40,7 @@ __all__ = ["Journey"]
 logger = logging.getLogger("kvcached_nixl.proxy")
 
 MOST_PREFILL_ANSWER_BYTES = 8 << 20
-PAUSE_SECONDS = 0.05
+FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.05, 1.0
 LATE_PREFILL_SECONDS = 1.0
 """How long a finished request waits for the end of prefill's leg, so that its connection can be reused."""
 
@@ -50,27 +50,30 @@ class Journey:
 
     Args:
         headers: for each leg, without its X-Request-Id.
+        share: of the router's memory.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        options: Options,
         asked: Asked,
-        headers: list[tuple[bytes, bytes]],
+        headers: dict[str, str],
         out: Outgoing,
         record: Record,
+        share: Share,
     ) -> None:
         self._fleet = fleet
-        self._options = options
+        self._options = fleet.options
         self._asked = asked
         self._headers = headers
         self._out = out
         self._record = record
+        self._relay = Relay(fleet.upstream, asked, out, share, fleet.options)
         self._tried: set[str] = set()
         self._legs = 0
         self._may_push = True
         self._wanted = Wanted(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens)
+        self._queue_deadline_seconds = time.monotonic() + fleet.options.queue_timeout_seconds
 
     async def run(self) -> None:
         """Serve the request until the client has the whole response.
@@ -83,44 +86,54 @@ class Journey:
         asked, options = self._asked, self._options
         if asked.needs_leave and not options.decode_alone:
             raise Refusal(400, RouterFailure.SEVERAL, f"{asked.reason}.", param=asked.param)
-        attempt = 0
+        delivered, pause_seconds = 0, FIRST_PAUSE_SECONDS
         while True:
-            attempt += 1
-            self._record.attempts = attempt
+            self._record.attempts += 1
             try:
                 return await self._attempt()
             except LegFailed as failure:
                 if self._out.has_begun or not failure.is_retriable:
                     raise
-                if attempt >= options.attempts:
+                delivered += failure.is_delivered
+                if delivered >= options.attempts or not self._may_retry(failure):
                     if not self._may_go_alone(failure):
                         raise
                     return await self._alone(Alone.NO_PREFILL)
-                self._fleet.metrics.retries.labels(failure.cause.value).inc()
-                self._tried.add(failure.server)
-                if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER):
-                    # Decode may have failed because of prefill, so another prefill is preferred, too.
-                    self._tried.add(self._record.prefill)
-                if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER, RouterFailure.RESTARTED):
-                    # Decode may have been sent to a dead incarnation of prefill. In pull, prefill reports where it is.
-                    self._may_push = False
-                self._record.reason = failure.reason
-            await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+                self._note_failed(failure)
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, MOST_PAUSE_SECONDS)
+            # Of a cancellation in the same tick as a failure only one is delivered, before Python 3.11.
+            if not self._out.is_client_there:
+                raise ClientLeft
+
+    def _may_retry(self, failure: LegFailed) -> bool:
+        """Whether another attempt may follow: of what was delivered by the budget, of the rest by the queue's time."""
+        if failure.is_delivered:
+            return self._fleet.retry_budget.take()
+        return time.monotonic() < self._queue_deadline_seconds
+
+    def _note_failed(self, failure: LegFailed) -> None:
+        self._fleet.metrics.retries.labels(failure.cause.value).inc()
+        self._tried.add(failure.server)
+        if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER):
+            # Decode may have failed because of prefill, so another prefill is preferred, too.
+            self._tried.add(self._record.prefill)
+        if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER, RouterFailure.RESTARTED):
+            # Decode may have been sent to a dead incarnation of prefill. In pull, prefill reports where it is.
+            self._may_push = False
+        self._record.reason = failure.reason
 
     async def _attempt(self) -> None:
         if self._asked.alone is not None:
             return await self._alone(self._asked.alone)
-        place = self._fleet.choose(Role.PREFILL, self._wanted, self._tried)
-        if place is None:
-            if self._options.decode_alone:
-                return await self._alone(Alone.NO_PREFILL)
-            raise _nobody(Role.PREFILL)
-        if not self._fleet.is_up(Role.DECODE):
-            raise _nobody(Role.DECODE)
+        if self._options.decode_alone and not self._fleet.is_up(Role.PREFILL):
+            return await self._alone(Alone.NO_PREFILL)
+        place = await self._choose(Role.PREFILL, beside=Role.DECODE)
         prefill = place.server
         self._record.prefill = prefill.name
         if prefill.ranks.wants_count:
-            await ask_rank_count(prefill, self._asked, self._headers_of(self._leg_id()), self._options)
+            headers = self._headers_of(self._leg_id())
+            await ask_rank_count(prefill, self._asked, headers, self._fleet.upstream, self._options)
             place = self._fleet.choose_rank(prefill, self._wanted)
         with prefill.kept() as taken:
             self._record.on_first = taken
@@ -135,9 +148,7 @@ class Journey:
         asked, role = self._asked, Role.DECODE
         if asked.params is not None and asked.params.do_remote_decode:
             role = Role.PREFILL
-        place = self._fleet.choose(role, self._wanted, self._tried)
-        if place is None:
-            raise _nobody(role)
+        place = await self._choose(role)
         self._fleet.metrics.alone.labels(reason.value).inc()
         self._record.direction, self._record.alone = "alone", reason.value
         if reason is not Alone.NO_PARAMETERS:
@@ -149,23 +160,21 @@ class Journey:
         offer = await self._prefill_leg(prefill, None)
         if offer.raw is None:
             return await self._alone(Alone.NO_PARAMETERS)
-        # Chosen only now, by the present load: prefill may have taken long.
-        decode = self._choose_decode()
         while True:
+            # Chosen only now, by the present load: prefill may have taken long.
+            decode = (await self._choose(Role.DECODE)).server
             try:
                 return await self._answer_leg(decode, offer.raw)
             except LegFailed as failure:
-                self._tried.add(decode.name)
-                other = self._fleet.choose(Role.DECODE, self._wanted, self._tried)
                 # If the request was delivered, decode may have fetched the KV, and prefill may have released it.
-                if failure.cause is not RouterFailure.UNREACHABLE or other is None or other.server.name in self._tried:
+                if failure.is_delivered or not self._may_retry(failure):
                     raise
-                self._fleet.metrics.retries.labels(failure.cause.value).inc()
-                decode = other.server
+                self._note_failed(failure)
+            await asyncio.sleep(FIRST_PAUSE_SECONDS)
 
     async def _push(self, prefill: Booking, found: Found) -> None:
         self._record.direction = "push"
-        decode = self._choose_decode()
+        decode = (await self._choose(Role.DECODE)).server
         transfer_id = secrets.token_hex(16)
         prefilling = asyncio.create_task(self._prefill_leg(prefill, transfer_id))
         try:
@@ -185,20 +194,19 @@ class Journey:
         asked, options, prefill = self._asked, self._options, place.server
         leg_id = self._leg_id()
         late = LegFailed(RouterFailure.TIME, prefill.name, "prefill did not answer in time", status=504)
-        with self._leg(prefill, asked.prompt_tokens, place.rank) as guard:
-            guard.limit(options.prefill_timeout_seconds, late)
+        with self._leg(prefill, asked.prompt_tokens, place.rank) as leg:
+            leg.guard.limit(options.prefill_timeout_seconds, late)
+            url, headers = prefill.url + asked.route.value, self._headers_of(leg_id, place.rank)
             body = prefill_body(asked, transfer_id, leg_id)
-            headers = self._headers_of(leg_id, place.rank)
-            reply = await prefill.connections.ask("POST", asked.route.value, headers, body)
-            try:
+            async with self._fleet.upstream.ask("POST", url, prefill.name, headers, body) as reply:
+                leg.heard()
                 said = await reply.body(MOST_PREFILL_ANSWER_BYTES)
-            finally:
-                reply.close()
             if place.rank is not None and reply.status == 400 and range_of(said, place.rank) is not None:
                 reason = f"prefill was restarted, and no longer has data-parallel rank {place.rank}"
                 raise LegFailed(RouterFailure.RESTARTED, prefill.name, reason)
             require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
             offer = read_offer(prefill.name, said)
+        prefill.succeeded()
         self._learn(place, offer)
         return offer
 
@@ -210,18 +218,18 @@ class Journey:
         if server.role is Role.DECODE:
             self._record.decode = server.name
         leg_id = self._leg_id()
-        with self._leg(server, asked.prompt_tokens + asked.max_tokens) as guard:
+        with self._leg(server, asked.prompt_tokens + asked.max_tokens) as leg:
             if beside is not None:
-                beside.watch(guard, self._out)
+                beside.watch(leg.guard, self._out)
             body = decode_body(asked, params, leg_id)
-            await relay(server, asked, self._headers_of(leg_id), body, self._out, guard, self._options, self._record)
+            await self._relay.run(server, leg, self._headers_of(leg_id), body, self._record)
 
     @contextmanager
-    def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Guard]:
+    def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Leg]:
         metrics, outcome, begun = self._fleet.metrics, "ok", time.perf_counter()
         try:
-            with server.leg(tokens, rank) as guard:
-                yield guard
+            with server.leg(tokens, rank) as leg:
+                yield leg
         except LegFailed as failure:
             outcome = failure.cause.value
             # In push, decode's leg may be ended by a failure of prefill, which must not count against decode.
@@ -259,24 +267,33 @@ class Journey:
                 prefill.name,
             )
 
-    def _headers_of(self, leg_id: str, rank: int | None = None) -> list[tuple[bytes, bytes]]:
-        headers = [(b"X-Request-Id", leg_id.encode()), *self._headers]
-        return headers if rank is None else [*headers, (RANK_HEADER, b"%d" % rank)]
+    def _headers_of(self, leg_id: str, rank: int | None = None) -> dict[str, str]:
+        headers = {"X-Request-Id": leg_id, **self._headers}
+        return headers if rank is None else {**headers, RANK_HEADER: str(rank)}
 
     def _leg_id(self) -> str:
         """Returns a new id for a leg. No two legs share one, so a server never confuses two legs."""
         self._legs += 1
         return f"{self._record.request_id}-leg{self._legs}"
 
-    def _choose_decode(self) -> Instance:
-        decode = self._fleet.choose(Role.DECODE, self._wanted, self._tried)
-        if decode is None:
-            raise _nobody(Role.DECODE)
-        return decode.server
+    async def _choose(self, role: Role, beside: Role | None = None) -> Booking:
+        """Returns where the request goes. Waits in the queue while no server of this role, or of ``beside``, is up.
+
+        Raises:
+            Refusal: none came up in time.
+        """
+        while True:
+            missing = next((one for one in (role, beside) if one is not None and not self._fleet.is_up(one)), None)
+            if missing is None and (place := self._fleet.choose(role, self._wanted, self._tried)) is not None:
+                return place
+            left_seconds = self._queue_deadline_seconds - time.monotonic()
+            missing = missing or role
+            if left_seconds <= 0 or not self._fleet.has(missing):
+                message = f"No {missing.value} server is up. Try again."
+                retry_seconds = self._fleet.retry_seconds(missing)
+                raise Refusal(503, RouterFailure.NO_SERVER, message, retry_after_seconds=retry_seconds)
+            with anyio.move_on_after(left_seconds):
+                await self._fleet.change()
 
     def _may_go_alone(self, failure: LegFailed) -> bool:
         return self._options.decode_alone and self._asked.alone is None and failure.server == self._record.prefill
-
-
-def _nobody(role: Role) -> Refusal:
-    return Refusal(503, RouterFailure.NO_SERVER, f"No {role.value} server is up. Try again.", retry_after_seconds=2)

@@ -244,21 +244,21 @@ def test_instances_are_added_drained_and_removed_while_requests_run() -> None:
             while not leaving.asked:
                 await asyncio.sleep(0.01)
             before = len(leaving.asked)
-            drained = (await at.http.post(f"{at.url}/instances/{leaving.name}/drain")).json()
+            drained = (await at.administer("POST", f"/{leaving.name}/drain")).json()
             assert drained["draining"] and not drained["drained"]
-            refused = await at.http.delete(f"{at.url}/instances/{leaving.name}")
+            refused = await at.administer("DELETE", f"/{leaving.name}")
             assert refused.status_code == 409 and "drain it first" in refused.text
             assert [(await one).status_code for one in running] == [200] * 6
             seen = len(leaving.asked)
             assert (await at.complete("more")).status_code == 200
             assert len(leaving.asked) == seen >= before
             assert (await at.instances())[leaving.name]["drained"]
-            assert (await at.http.delete(f"{at.url}/instances/{leaving.name}")).status_code == 204
+            assert (await at.administer("DELETE", f"/{leaving.name}")).status_code == 204
             assert leaving.name not in await at.instances()
             assert leaving.name not in "".join(await at.metrics())
-            added = await at.http.post(f"{at.url}/instances", json={"role": "decode", "url": leaving.url})
+            added = await at.administer("POST", json={"role": "decode", "url": leaving.url})
             assert added.status_code == 201 and added.json()["state"] == "new"
-            again = await at.http.post(f"{at.url}/instances", json={"role": "prefill", "url": leaving.url})
+            again = await at.administer("POST", json={"role": "prefill", "url": leaving.url})
             assert again.status_code == 409
             while (await at.instances())[leaving.name]["state"] != "up":
                 await asyncio.sleep(0.01)

@@ -53,7 +53,7 @@ def test_servers_load_and_requests_are_shown_as_they_come(tmp_path: Path) -> Non
             asking = asyncio.create_task(at.complete("y" * 4000, max_tokens=30))
             await page.until(row("servers", "decode", "1,0"), "the load is not shown")
             assert right(await asking, "y" * 4000, 30)
-            await at.http.post(f"{at.url}/instances/{at.decodes[0].name}/drain")
+            await at.administer("POST", f"/{at.decodes[0].name}/drain")
             await page.until(row("servers", at.decodes[0].name, "drained"), "it does not drain")
             await at.prefills[1].stop()
             await page.until(row("servers", at.prefills[1].name, "down"), "it is not down")

@@ -54,7 +54,7 @@ async def ask(at: UnderTest, count: int, first: int = 0) -> None:
 
 def instance(at: UnderTest, name: str) -> Instance:
     """Returns what the router knows of a server."""
-    return next(one for one in at.router.routed._fleet if one.name == name)
+    return next(one for one in at.router.app.fleet if one.name == name)
 
 
 async def known(at: UnderTest, server: Stub) -> list[Any]:

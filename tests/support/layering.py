@@ -66,10 +66,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
-    "starlette": ("proxy",),
-    "httpx": ("proxy",),
-    "httptools": ("proxy",),
-    "uvicorn": ("proxy",),
+    "aiohttp": ("proxy",),
+    "anyio": ("proxy",),
     "prometheus_client": ("proxy",),
 }
 """Foreign package -> folders or files below the package that may import it."""

@@ -17,7 +17,15 @@ from kvcached_nixl.proxy.options import Options
 from support.stub_servers import HOST, Fabric, Stub, stubs, tokens_of
 
 WAIT_SECONDS = 20.0
-QUICK: dict[str, Any] = {"health_interval_seconds": 0.1, "connect_timeout_seconds": 1.0, "drain_timeout_seconds": 2.0}
+ADMIN_KEY = "the-administrator"
+QUICK: dict[str, Any] = {
+    "health_interval_seconds": 0.1,
+    "connect_timeout_seconds": 1.0,
+    "queue_timeout_seconds": 1.0,
+    "drain_delay_seconds": 0.01,
+    "drain_timeout_seconds": 2.0,
+    "admin_key": ADMIN_KEY,
+}
 
 
 class UnderTest:
@@ -28,7 +36,7 @@ class UnderTest:
         self.prefills = prefills
         self.decodes = decodes
         self.http = http
-        self.port: int = router.servers[0].sockets[0].getsockname()[1]
+        self.port = router.port
 
     @property
     def url(self) -> str:
@@ -42,8 +50,13 @@ class UnderTest:
             f"{self.url}/v1/completions", json={"model": "model", "prompt": prompt, **more}, headers=headers
         )
 
+    async def administer(self, method: str, path: str = "", **more: Any) -> httpx.Response:
+        """Sends a request to ``/instances`` with the administrator's key."""
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        return await self.http.request(method, f"{self.url}/instances{path}", headers=headers, **more)
+
     async def instances(self) -> dict[str, dict[str, Any]]:
-        found = (await self.http.get(f"{self.url}/instances")).json()["instances"]
+        found = (await self.administer("GET")).json()["instances"]
         return {one["name"]: one for one in found}
 
     async def metrics(self) -> dict[str, float]:
@@ -96,14 +109,14 @@ async def serving_before(
     )
     running = asyncio.create_task(router.serve())
     try:
-        await until(lambda: router.started, "the router does not start")
+        await asyncio.wait_for(router.started.wait(), WAIT_SECONDS)
         async with httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as http:
             under_test = UnderTest(router, ps, ds, http)
             while all_up and any(one["state"] != "up" for one in (await under_test.instances()).values()):
                 await asyncio.sleep(0.01)
             yield under_test
     finally:
-        router.routed.is_draining = True
+        router.stop()
         await asyncio.wait_for(running, WAIT_SECONDS)
 
 
@@ -139,7 +152,7 @@ async def quiet(at: UnderTest) -> None:
     """Waits until the router has no request in flight, and checks that it counts none at any server."""
 
     def is_quiet() -> bool:
-        return not at.router.routed.in_flight
+        return not at.router.app.in_flight
 
     await until(is_quiet, "a request is left in the router")
     for one in (await at.instances()).values():

@@ -77,9 +77,11 @@ class Fabric:
 class Stub:
     """One server. Each POST takes one of ``faults`` (see `_misbehave`); ``token_seconds`` pass between tokens.
 
+        Each request is answered only after up to ``most_delay_seconds``.
+
     With ``ranks`` 0 it is one engine without data parallelism. Otherwise engine ids end in ``_dp`` and a number that
-    starts at ``first_rank``, and the header that names a rank counts from 0, as with vLLM's hybrid load balancing.
-    Without the header, or with ``heeds_ranks`` False, a rank is drawn at random.
+        starts at ``first_rank``, and the header that names a rank counts from 0, as with vLLM's hybrid load balancing.
+        Without the header, or with ``heeds_ranks`` False, a rank is drawn at random.
     """
 
     def __init__(self, fabric: Fabric, *, pushes: bool = False, engine_id: str | None = None) -> None:
@@ -98,6 +100,9 @@ class Stub:
         self.prefill_seconds = 0.0
         self.is_healthy = True
         self.stands_still = False
+        self.answers_no_checks = False
+        self.most_delay_seconds = 0.0
+        self.metrics_text = ""
         self.failures = 0
         self.pad_bytes = 0
         self.port = 0
@@ -150,8 +155,10 @@ class Stub:
                 pairs = [line.partition(":") for line in head[1:] if line]
                 headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if self.stands_still:
+                if self.stands_still or (self.answers_no_checks and path == "/health"):
                     await asyncio.sleep(3600)
+                if self.most_delay_seconds:
+                    await asyncio.sleep(self._draw.uniform(0, self.most_delay_seconds))
                 if method == "GET":
                     await self._get(path, writer)
                 else:
@@ -168,7 +175,7 @@ class Stub:
             await self._whole(writer, 200 if self.is_healthy else 503, b"")
         elif path == "/metrics":
             line = f'kvcached_nixl:handover_failures_total{{cause="lost"}} {self.failures}\n'
-            await self._whole(writer, 200, line.encode(), "text/plain")
+            await self._whole(writer, 200, (self.metrics_text or line).encode(), "text/plain")
         elif path == "/v1/models":
             await self._json(writer, 200, {"object": "list", "data": [{"id": "model", "object": "model"}]})
         else:
@@ -319,6 +326,7 @@ class Stub:
             text = "".join(tokens)
             said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
             answer = {"id": asked.headers["x-request-id"], "object": "x", "model": "model", "created": 1}
+            said["pad"] = "x" * self.pad_bytes
             choices = [{"index": 0, "finish_reason": reason_of(fault), **said}] if fault != "no tokens" else []
             if fault == "half body":
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{")

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's side of a request: its head, its body, and the response to it. Once per request.
+
+Writing to a client that has disconnected raises `ClientLeft`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Mapping
+
+from aiohttp import web
+
+from kvcached_nixl.proxy.account import Share
+from kvcached_nixl.proxy.cancel_scope import Guard
+from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body
+
+__all__ = ["Outgoing", "draw_id", "header", "passed_on", "read_body", "refuse_odd_head"]
+
+SERVER = "kvcached-nixl"
+COPIES = 4
+"""Of a body: the client's own, those for prefill and decode, and the prompt while it is read."""
+_USABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_TRACES = ("traceparent", "tracestate")
+
+
+def header(request: web.BaseRequest, name: str) -> str | None:
+    """Returns the value of a header that occurs exactly once, and is printable ASCII; otherwise None."""
+    found = request.headers.getall(name, ())
+    return found[0] if len(found) == 1 and found[0].isascii() and found[0].isprintable() else None
+
+
+def draw_id(request: web.BaseRequest) -> tuple[str, str]:
+    """Returns the router's id for this request, and the response's ``X-Request-Id``: the client's, or the router's.
+
+    The router's id is unique. It begins with the client's id, if that is usable: a search of a server's log for the
+    client's id finds it, too.
+    """
+    theirs, drawn = header(request, "x-request-id"), secrets.token_hex(8)
+    if theirs is None or not _USABLE_ID.fullmatch(theirs):
+        return f"router-{drawn}", f"router-{drawn}"
+    return f"{theirs}-{drawn}", theirs
+
+
+def refuse_odd_head(request: web.BaseRequest, max_body_bytes: int) -> None:
+    """Check the head, before the body is read.
+
+    Raises:
+        Refusal: the head declares a body that is too large, compressed, or not JSON.
+    """
+    if any(value.strip().lower() != "identity" for value in request.headers.getall("content-encoding", ())):
+        raise Refusal(415, RouterFailure.BODY, "The body is compressed; expected an uncompressed body.")
+    if (request.content_length or 0) > max_body_bytes:
+        raise _too_large(max_body_bytes)
+    if request.content_type != "application/json" or "content-type" not in request.headers:
+        raise Refusal(415, RouterFailure.BODY, "The Content-Type is not JSON; expected Content-Type: application/json.")
+
+
+async def read_body(request: web.BaseRequest, limit_bytes: int, seconds: float, share: Share) -> bytes:
+    """Returns the whole body. The time limit is for all of it, not for each piece.
+
+    Raises:
+        Refusal: the body is too large, or takes too long; or no memory is left for it.
+        ClientLeft: the client disconnected before the end of the body.
+    """
+    parts: list[bytes] = []
+    size = 0
+    late = Refusal(408, RouterFailure.TIME, f"The body did not arrive within {seconds:g} s.")
+    with Guard() as guard:
+        guard.limit(seconds, late)
+        if request.headers.get("expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        try:
+            while part := await request.content.readany():
+                size += len(part)
+                if size > limit_bytes:
+                    raise _too_large(limit_bytes)
+                share.take(COPIES * len(part))
+                parts.append(part)
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise ClientLeft from error
+        except RuntimeError as error:
+            # aiohttp's reader raises this for a connection that was lost before it waits.
+            if request.transport is not None:
+                raise
+            raise ClientLeft from error
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def passed_on(request: web.BaseRequest, upstream_key: str) -> dict[str, str]:
+    """Returns the headers for each leg. All others are dropped: vLLM reads ranks, sessions and priorities from some."""
+    headers = {"Content-Type": "application/json"}
+    if upstream_key:
+        headers["Authorization"] = f"Bearer {upstream_key}"
+    for name in ("Authorization", *_TRACES) if not upstream_key else _TRACES:
+        if (value := header(request, name)) is not None:
+            headers[name] = value
+    return headers
+
+
+class Outgoing:
+    """The response: a whole one, a stream of whole events, or an error.
+
+    Args:
+        shown_id: value of ``X-Request-Id``: the client's own, or the router's.
+
+    Attributes:
+        sent_bytes: bytes of the body sent so far.
+    """
+
+    def __init__(self, request: web.BaseRequest, shown_id: str) -> None:
+        self._request = request
+        self._headers = {"Server": SERVER, "X-Request-Id": shown_id}
+        self._response: web.StreamResponse | None = None
+        self.sent_bytes = 0
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """What was sent, for aiohttp."""
+        assert self._response is not None, "no response was sent"
+        return self._response
+
+    @property
+    def status(self) -> int:
+        """HTTP status of the response; 0 before it has begun. A request whose response has begun is not retried."""
+        return 0 if self._response is None else self._response.status
+
+    @property
+    def has_begun(self) -> bool:
+        return self._response is not None
+
+    @property
+    def is_client_there(self) -> bool:
+        """Whether the client's connection is open, as far as is known."""
+        return self._request.transport is not None and not self._request.transport.is_closing()
+
+    async def whole(
+        self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a complete response."""
+        named = {**self._headers, "Content-Type": content_type or "application/octet-stream", **(headers or {})}
+        self.sent_bytes = len(body)
+        await self._prepare(web.Response(status=status, body=body, headers=named))
+        await self.end()
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Send an error response; only before the response has begun."""
+        body = error_body(refusal.status, refusal.message, refusal.param)
+        await self.whole(refusal.status, "application/json", body, refusal.headers)
+
+    async def begin(self, content_type: str) -> None:
+        """Begin a stream of events."""
+        headers = {**self._headers, "Content-Type": content_type, "Cache-Control": "no-cache"}
+        await self._prepare(web.StreamResponse(headers=headers))
+
+    async def piece(self, events: bytes) -> None:
+        """Send whole events. Waits while the client does not read."""
+        self.sent_bytes += len(events)
+        await _told(self.response.write(events))
+
+    async def end(self) -> None:
+        """End the stream."""
+        await _told(self.response.write_eof())
+
+    async def break_off(self, status: int, message: str) -> None:
+        """End a stream that failed: an error event in vLLM's format, without ``[DONE]``, which would mean success."""
+        await self.piece(b"data: " + error_body(status, message) + b"\n\n")
+        await self.end()
+
+    async def _prepare(self, response: web.StreamResponse) -> None:
+        self._response = response
+        # Not reusable: a connection whose request body was not read, and one that offered another protocol, as Java's
+        # client does. aiohttp 3.14 drops what has come in the same read behind such an offer.
+        if not self._request.content.is_eof() or "upgrade" in self._request.headers:
+            response.force_close()
+        await _told(response.prepare(self._request))
+
+    def abort(self) -> None:
+        """Close the connection at once, as a client sees it that has not read in time."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+async def _told(telling: Awaitable[object]) -> None:
+    try:
+        await telling
+    except ConnectionError as error:
+        raise ClientLeft from error
+
+
+def _too_large(limit_bytes: int) -> Refusal:
+    return Refusal(
+        413,
+        RouterFailure.SIZE,
+        f"The body has more than {limit_bytes} bytes. Send a smaller one, or raise --max-body-bytes.",
+    )
