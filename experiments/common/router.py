@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 
@@ -18,6 +19,9 @@ from experiments.common.servers import HOST, Server, ServerError, free_ports
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 60.0
+ADMIN_KEY = "of-this-run"
+ADMINISTRATOR = MappingProxyType({"Authorization": f"Bearer {ADMIN_KEY}"})
+"""Headers of a request to ``/instances`` of a router that `routed` has started."""
 _TAIL_CHARACTERS = 4000
 
 
@@ -32,7 +36,8 @@ def routed(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *op
     servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]
     command = [sys.executable, "-m", "kvcached_nixl", "proxy", "--port", str(port), *servers, *options]
     url = f"http://{HOST}:{port}"
-    with running_router(command, log, lambda: _is_up(url, len(servers)), f"its {len(servers)} servers up") as process:
+    expected, environ = f"its {len(servers)} servers up", {**os.environ, "KVCACHED_NIXL_ADMIN_KEY": ADMIN_KEY}
+    with running_router(command, log, lambda: _is_up(url, len(servers)), expected, environ) as process:
         yield url
         process.terminate()
         if (status := process.wait(STOP_SECONDS)) != 0:
@@ -77,7 +82,7 @@ def running_router(
 
 def _is_up(url: str, count: int) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        found = httpx.get(f"{url}/instances", trust_env=False).json()["instances"]
+        found = httpx.get(f"{url}/instances", headers=ADMINISTRATOR, trust_env=False).json()["instances"]
         return sum(one["state"] == "up" for one in found) == count
     return False
 

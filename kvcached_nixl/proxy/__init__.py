@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router for X prefill and Y decode servers, ``kvcached-nixl proxy``. A separate process, without vLLM and torch.
 
-    app            the HTTP endpoints                         once per process
-    fleet          the known servers                          once per process
-    instance       one server, with its health and connections: once per server
-    request_body   reads a client's body, and makes the bodies for prefill and decode
-    request_flow   one request: its attempts, legs and result
-    outgoing       the response to the client
+    command, listener    the process, and its HTTP server         once per process
+    app                  the HTTP endpoints                       once per process
+    account              what may be used: memory, descriptors    once per process
+    fleet, health        the known servers, and their checks      once per process
+    upstream             the HTTP client for the servers          once per process
+    instance             one server, with its health and load     once per server
+    api                  what differs between the endpoints
+    request_body         reads a client's body, and makes the bodies for prefill and decode
+    request_flow         one request: its attempts, legs and result
+    relay, events        the leg whose response goes to the client
+    client               the client's request, and the response to it
 
 One event loop, one thread. Every wait has a time limit (`cancel_scope`), every failure has a cause (`failure`).
 """

@@ -70,14 +70,14 @@ class Account:
         return self.taken_bytes > self._limit_bytes
 
     @contextmanager
-    def share(self) -> Iterator[Share]:
-        """One request's share; leaving the block gives all of it back.
+    def share(self, least_bytes: int) -> Iterator[Share]:
+        """One request's share, at first ``least_bytes``; leaving the block gives all of it back.
 
         Raises:
-            Refusal: not even buffers are left.
+            Refusal: not even that is left.
         """
         share = Share(self)
-        share.take(REQUEST_BYTES)
+        share.take(least_bytes)
         try:
             yield share
         finally:

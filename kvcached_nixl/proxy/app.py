@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's HTTP endpoints. Once per process.
 
-/v1/completions, /v1/chat/completions    routed (`request_flow`)
+/v1/completions and others (`api`)       routed (`request_flow`)
 /v1/models                               answered by a decode server
 /health, /readyz, /livez, /metrics       of the router itself
 /instances                               the servers: list, add, drain, remove (`administration`)
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +20,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvcached_nixl.proxy.account import Account, Share
+from kvcached_nixl.proxy.account import REQUEST_BYTES, Account, Share
 from kvcached_nixl.proxy.administration import administer
+from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.client import Outgoing, draw_id, passed_on, read_body, refuse_odd_head
+from kvcached_nixl.proxy.client import COPIES, Outgoing, draw_id, passed_on, read_body, refuse_odd_head
 from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure
+from kvcached_nixl.proxy.fan_out import Child, FanOut
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.health import watch
 from kvcached_nixl.proxy.instance import Role
@@ -32,7 +35,7 @@ from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted
 from kvcached_nixl.proxy.record import Record, Recorder
 from kvcached_nixl.proxy.relay import require_success
-from kvcached_nixl.proxy.request_body import ApiRoute, read
+from kvcached_nixl.proxy.request_body import Asked, read
 from kvcached_nixl.proxy.request_flow import Journey
 
 __all__ = ["App"]
@@ -91,17 +94,16 @@ class App:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. Cancelled when its client closes the connection."""
         request_id, shown_id = draw_id(request)
-        out = Outgoing(request, shown_id)
+        out = Outgoing(request, shown_id, self._options.client_timeout_seconds)
         route = _ROUTES.get(request.path) if request.method == "POST" else None
         if route is None:
-            await self._told(out, None, lambda share: self._say(request, out, share))
+            await self._told(out, None, lambda share: self._say(request, out, share), 0)
         else:
             await self._routed(request, out, Record(request_id, shown_id, route.value), route)
         return out.response
 
     async def _routed(self, request: web.BaseRequest, out: Outgoing, record: Record, route: ApiRoute) -> None:
-        self.in_flight += 1
-        self.quiet.clear()
+        self._begin()
         self.fleet.retry_budget.asked()
         try:
             await self._told(out, record, lambda share: self._serve(request, out, record, route, share))
@@ -112,21 +114,33 @@ class App:
             _note(record, RouterFailure.DEFECT, "")
             raise
         finally:
-            self.in_flight -= 1
             record.status, record.sent_bytes = out.status, out.sent_bytes
             self.recorder.ended(record)
-            if not self.in_flight:
-                self.quiet.set()
+            self._end()
 
-    async def _told(self, out: Outgoing, record: Record | None, serve: Callable[[Share], Any]) -> None:
+    def _begin(self) -> None:
+        self.in_flight += 1
+        self.quiet.clear()
+
+    def _end(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.quiet.set()
+
+    async def _told(
+        self, out: Outgoing, record: Record | None, serve: Callable[[Share], Any], held_bytes: int = REQUEST_BYTES
+    ) -> None:
         """Serve a request, and tell the client of every failure.
+
+        Args:
+            held_bytes: memory that the request needs at least.
 
         Raises:
             ConnectionError: the client has left, which ends the connection.
         """
         try:
             try:
-                with self.account.share() as share, Guard() as guard:
+                with self.account.share(held_bytes) as share, Guard() as guard:
                     self._guards.add(guard)
                     try:
                         await serve(share)
@@ -142,24 +156,44 @@ class App:
                 await self._refuse(out, Refusal(failure.status, failure.cause, message, retry_after_seconds=retry))
             except Answered as answered:
                 _note(record, RouterFailure.SERVER_SAID_NO, "")
-                await out.whole(answered.status, answered.content_type, answered.body)
+                if out.has_begun:
+                    await out.break_off(answered.status, "The request failed: a server refused it.")
+                else:
+                    await out.whole(answered.status, answered.content_type, answered.body)
         except ClientLeft:
             out.abort()
             raise ConnectionResetError("the client has left, or does not read") from None
 
     async def _refuse(self, out: Outgoing, refusal: Refusal) -> None:
-        with Guard() as guard:
-            guard.limit(self._options.client_timeout_seconds, ClientLeft())
-            if out.has_begun:
-                await out.break_off(refusal.status, refusal.message)
-            else:
-                await out.refuse(refusal)
+        if out.has_begun:
+            await out.break_off(refusal.status, refusal.message)
+        else:
+            await out.refuse(refusal)
 
     async def _serve(
         self, request: web.BaseRequest, out: Outgoing, record: Record, route: ApiRoute, share: Share
     ) -> None:
         options = self._options
         require_key(request, options.api_key)
+        self._require_room()
+        refuse_odd_head(request, options.max_body_bytes)
+        body = await read_body(request, options.max_body_bytes, options.client_timeout_seconds, share)
+        asked = read(route, body, allows_params=options.client_params)
+        record.asked(asked)
+        headers = passed_on(request, options.upstream_key)
+        if asked.sequences == 1:
+            return await Journey(self.fleet, asked, headers, out, record, share).run()
+        if self.in_flight + asked.sequences - 1 > options.max_inflight:
+            message = f"{asked.sequences} sequences are more than --max-inflight allows now. Try again."
+            raise Refusal(429, RouterFailure.BUSY, message, retry_after_seconds=RETRY_SECONDS)
+        self.in_flight += asked.sequences - 1
+        try:
+            await self._several(asked, headers, out, record, share)
+        finally:
+            self.in_flight -= asked.sequences - 1
+
+    def _require_room(self) -> None:
+        options = self._options
         if self.is_draining:
             message = "The router is shutting down. Use another one."
             raise Refusal(503, RouterFailure.DRAINING, message, retry_after_seconds=RETRY_SECONDS)
@@ -167,12 +201,29 @@ class App:
             message = f"{options.max_inflight} requests are in flight, which is the limit (--max-inflight). Try again."
             retry_seconds = self.recorder.seconds_until_one_ends(self.in_flight)
             raise Refusal(429, RouterFailure.BUSY, message, retry_after_seconds=retry_seconds)
-        refuse_odd_head(request, options.max_body_bytes)
-        body = await read_body(request, options.max_body_bytes, options.client_timeout_seconds, share)
-        asked = read(route, body, allows_params=options.client_params)
-        record.asked(asked)
-        headers = passed_on(request, options.upstream_key)
-        await Journey(self.fleet, asked, headers, out, record, share).run()
+
+    async def _several(
+        self, asked: Asked, headers: dict[str, str], out: Outgoing, record: Record, share: Share
+    ) -> None:
+        prefills: dict[int, str] = {}
+
+        async def one(child: Asked, to: Child) -> None:
+            part = replace(record, request_id=f"{record.request_id}-seq{to.place}")
+            # The prompt is in the prefix cache of the prefill that has computed it for the first child.
+            preferred = prefills.get(to.place // asked.n, "")
+            try:
+                await Journey(self.fleet, child, headers, to, part, share, preferred).run()
+            finally:
+                prefills[to.place // asked.n] = part.prefill
+                record.attempts += part.attempts
+                record.direction, record.alone, record.prefill, record.decode = (
+                    *(part.direction, part.alone),
+                    *(part.prefill, part.decode),
+                )
+
+        share.take(COPIES * (asked.n - 1) * sum(len(memoryview(value)) for value in asked.fields.values()))
+        await FanOut(asked, out).run(one)
+        record.first()
 
     # -------------------------------------------------------------------------------------------- of the router itself
 
@@ -194,7 +245,12 @@ class App:
         if path == "/metrics":
             return await out.whole(200, "text/plain; version=0.0.4", self.fleet.metrics.text())
         if path == "/v1/models":
-            return await self._models(request, out)
+            share.take(REQUEST_BYTES)
+            self._begin()
+            try:
+                return await self._models(request, out)
+            finally:
+                self._end()
         if path == "/":
             return await out.whole(200, "text/html", self._page, _PAGE_HEADERS)
         raise Refusal(404, RouterFailure.BODY, f"{request.method} {path[:200]}: no such path.")
@@ -203,6 +259,7 @@ class App:
         """Answer as a decode server does; if one fails, another is asked."""
         options = self._options
         require_key(request, options.api_key)
+        self._require_room()
         tried: list[str] = []
         while True:
             place = self.fleet.choose(Role.DECODE, Wanted(b"", b"", 0, 0), tried)

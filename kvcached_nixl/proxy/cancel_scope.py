@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 
 import anyio
@@ -30,6 +31,15 @@ class Guard:
         """End the block with ``late``, unless it is left or `limit` is called again within ``seconds``."""
         self._late = late
         self._scope.deadline = anyio.current_time() + seconds
+
+    def unlimited(self) -> None:
+        """Take the time limit back."""
+        self._scope.deadline = math.inf
+
+    def check(self) -> None:
+        """Raise what the block was ended with, if it was. For what must not follow, although it needs not wait."""
+        if self._scope.cancel_called and (failure := self._failure or self._late) is not None:
+            raise failure
 
     def end(self, failure: Exception) -> None:
         """End the block with ``failure``, if it is still open. Of several calls the first one counts."""

@@ -105,13 +105,16 @@ class Outgoing:
 
     Args:
         shown_id: value of ``X-Request-Id``: the client's own, or the router's.
+        client_timeout_seconds: how long the client may take to read a piece; then it counts as having left.
 
     Attributes:
         sent_bytes: bytes of the body sent so far.
     """
 
-    def __init__(self, request: web.BaseRequest, shown_id: str) -> None:
+    def __init__(self, request: web.BaseRequest, shown_id: str, client_timeout_seconds: float) -> None:
         self._request = request
+        self._transport = request.transport
+        self._seconds = client_timeout_seconds
         self._headers = {"Server": SERVER, "X-Request-Id": shown_id}
         self._response: web.StreamResponse | None = None
         self.sent_bytes = 0
@@ -158,36 +161,41 @@ class Outgoing:
     async def piece(self, events: bytes) -> None:
         """Send whole events. Waits while the client does not read."""
         self.sent_bytes += len(events)
-        await _told(self.response.write(events))
+        await self._told(self.response.write(events))
 
     async def end(self) -> None:
         """End the stream."""
-        await _told(self.response.write_eof())
+        await self._told(self.response.write_eof())
 
     async def break_off(self, status: int, message: str) -> None:
         """End a stream that failed: an error event in vLLM's format, without ``[DONE]``, which would mean success."""
+        if isinstance(self._response, web.Response):
+            # A whole response with its length: nothing can follow it.
+            raise ClientLeft
         await self.piece(b"data: " + error_body(status, message) + b"\n\n")
         await self.end()
 
     async def _prepare(self, response: web.StreamResponse) -> None:
+        assert self._response is None, "a response was begun already"
         self._response = response
         # Not reusable: a connection whose request body was not read, and one that offered another protocol, as Java's
         # client does. aiohttp 3.14 drops what has come in the same read behind such an offer.
         if not self._request.content.is_eof() or "upgrade" in self._request.headers:
             response.force_close()
-        await _told(response.prepare(self._request))
+        await self._told(response.prepare(self._request))
 
     def abort(self) -> None:
         """Close the connection at once, as a client sees it that has not read in time."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
-
-async def _told(telling: Awaitable[object]) -> None:
-    try:
-        await telling
-    except ConnectionError as error:
-        raise ClientLeft from error
+    async def _told(self, telling: Awaitable[object]) -> None:
+        with Guard() as guard:
+            guard.limit(self._seconds, ClientLeft())
+            try:
+                await telling
+            except ConnectionError as error:
+                raise ClientLeft from error
 
 
 def _too_large(limit_bytes: int) -> Refusal:

@@ -64,7 +64,9 @@ class Router:
         Raises:
             SettingsError: the address or the socket cannot be used.
         """
-        runner = web.ServerRunner(Listener(self.app.answer, self.app.account, self._options.max_connections))
+        runner = web.ServerRunner(
+            Listener(self.app.answer, self.app.account, self._options), shutdown_timeout=LAST_SECONDS
+        )
         await runner.setup()
         try:
             await self._listen(runner)

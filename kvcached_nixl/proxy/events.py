@@ -3,33 +3,28 @@
 
 from __future__ import annotations
 
-import re
+from kvcached_nixl.proxy.api import Api
 
 __all__ = ["GIVEN_UP", "MOST_EVENT_BYTES", "Events"]
 
-END = b"data: [DONE]\n\n"
-GIVEN_UP = ("abort", "error")
-"""vLLM's finish_reasons of a response that is incomplete."""
+GIVEN_UP = ("abort", "error", "failed", "cancelled")
+"""Reasons for an end that vLLM gives to an answer that is incomplete."""
 MOST_EVENT_BYTES = 16 << 20
-# Quotes are escaped inside a JSON string, so generated text cannot match any of these.
-_ERROR = b'data: {"error"'
-_CHOICE = re.compile(rb'"choices":\s*\[\s*\{')
-_REASON = re.compile(rb'"finish_reason":\s*"')
-_GIVEN_UP = re.compile(rb'"finish_reason":\s*"(?:%s)"' % "|".join(GIVEN_UP).encode())
 
 
 class Events:
     """See the module.
 
     Attributes:
-        is_complete: the last event was ``[DONE]``.
+        is_complete: the last event was that with which a stream ends.
         has_error: an event was an error of the server.
-        has_reason: an event had a finish_reason.
-        is_given_up: a finish_reason was one of `GIVEN_UP`.
-        count: number of events so far with a choice.
+        has_reason: an event said why the answer ended.
+        is_given_up: such a reason was one of `GIVEN_UP`.
+        count: number of events so far that show that the request is computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, api: Api) -> None:
+        self._api = api
         self._rest = b""
         self.is_complete = False
         self.has_error = False
@@ -44,7 +39,7 @@ class Events:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the response has a finish_reason, and none of `GIVEN_UP`."""
+        """Whether the response says why it ended, and no reason is one of `GIVEN_UP`."""
         return self.has_reason and not self.is_given_up
 
     def cut(self, piece: bytes) -> bytes:
@@ -62,10 +57,10 @@ class Events:
             if len(self._rest) > MOST_EVENT_BYTES:
                 raise ValueError(f"an event of more than {MOST_EVENT_BYTES} bytes")
         if piece:
-            self.count += len(_CHOICE.findall(piece))
-            self.is_complete = piece.endswith(END)
-            self.has_error = self.has_error or _ERROR in piece
-            if _REASON.search(piece) is not None:
+            self.count += sum(1 for _ in self._api.counts.finditer(piece))
+            self.is_complete = self._api.end.search(piece) is not None
+            self.has_error = self.has_error or self._api.error.search(piece) is not None
+            for reason in self._api.reason.findall(piece):
                 self.has_reason = True
-                self.is_given_up = self.is_given_up or _GIVEN_UP.search(piece) is not None
+                self.is_given_up = self.is_given_up or reason.decode() in GIVEN_UP
         return piece

@@ -47,7 +47,7 @@ class Fleet:
         self._policies = {role: make(options.policy) for role in Role}
         self._changed = asyncio.Event()
         self.metrics = Metrics(self._instances.values)
-        self.upstream = Upstream(options.connect_timeout_seconds)
+        self.upstream = Upstream(options.connect_timeout_seconds, options.unresponsive_timeout_seconds)
         self.retry_budget = RetryBudget()
         for role, urls in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
             for url in urls:
@@ -59,6 +59,7 @@ class Fleet:
     async def close(self) -> None:
         """Stop all health checks, and close the idle connections."""
         watchers = list(self._watchers.values())
+        self._instances.clear()
         for one in watchers:
             one.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
@@ -113,11 +114,13 @@ class Fleet:
         del self._instances[name]
         watcher = self._watchers.pop(name)
         watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
         instance.end_legs("it was removed")
-        await instance.quiet.wait()
-        self.metrics.removed(instance)
         logger.info("%s server %s: removed", instance.role.value, name)
+        try:
+            await asyncio.gather(watcher, return_exceptions=True)
+            await instance.quiet.wait()
+        finally:
+            self.metrics.removed(instance)
 
     # ---------------------------------------------------------------------------------------------------------- choice
 
@@ -146,11 +149,16 @@ class Fleet:
         waits = [one.next_look_seconds - time.monotonic() for one in self if one.role is role and not one.is_draining]
         return max(1, math.ceil(min(waits, default=self.options.health_interval_seconds)))
 
-    def choose(self, role: Role, request: Wanted, tried: Collection[str] = ()) -> Booking | None:
-        """Returns where a request goes, preferably a server neither tried nor doubted; None if no server is up."""
+    def choose(self, role: Role, request: Wanted, tried: Collection[str] = (), preferred: str = "") -> Booking | None:
+        """Returns where a request goes, preferably a server neither tried nor doubted; None if no server is up.
+
+        Args:
+            preferred: name of the server that is chosen if it is among those.
+        """
         usable = self._usable(role)
         fresh = [one for one in usable if one.name not in tried] or usable
         fresh = [one for one in fresh if not one.is_doubted] or fresh
+        fresh = [one for one in fresh if one.name == preferred] or fresh
         return self._choose(role, request, [place for one in fresh for place in one.places])
 
     def choose_rank(self, instance: Instance, request: Wanted) -> Booking:

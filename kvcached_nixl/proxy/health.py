@@ -26,26 +26,35 @@ MOST_PAUSE_SECONDS = 30.0
 MOST_METRICS_BYTES = 8 << 20
 LOOK_SECONDS = 30.0
 LOOKS_PER_METRICS = 5
-_FAILURES = re.compile(rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? ([0-9.]+(?:[eE][+-]?[0-9]+)?)$", re.M)
+_FAILURES = re.compile(
+    rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? ([0-9]{1,300}(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,4})?)$",
+    re.M,
+)
 _CERTAIN = (RouterFailure.UNREACHABLE, RouterFailure.BROKEN, RouterFailure.SERVER)
 
 
 async def watch(instance: Instance, fleet: Fleet) -> None:
     """Runs until cancelled: update the server's state, and count the hand-over failures that it reports."""
     failures, looks = 0, 0
-    while True:
+    # Asked each time, since a cancellation can be lost before Python 3.11.
+    while fleet.is_known(instance):
         instance.suspected.clear()
         try:
             await _ask(instance, "/health", fleet)
+            if instance.role is Role.DECODE and looks % LOOKS_PER_METRICS == 0:
+                await _look_at_metrics(instance, fleet)
         except LegFailed as failure:
             failures += failure.cause in _CERTAIN
             _judge(instance, failure, failures, fleet)
+        except Exception:
+            # A watcher that ended would leave the server as it is for good.
+            logger.exception("%s server %s: the check of its health failed", instance.role.value, instance.name)
         else:
             failures = 0
+            if instance.state is not Health.UP:
+                # Of a server that is up, only its answers to requests end the doubt.
+                instance.succeeded()
             _set(instance, Health.UP, "", fleet)
-            instance.succeeded()
-            if instance.role is Role.DECODE and looks % LOOKS_PER_METRICS == 0:
-                await _look_at_metrics(instance, fleet)
             looks += 1
         await _pause(instance, fleet, failures)
 
@@ -134,7 +143,7 @@ async def _look_at_metrics(instance: Instance, fleet: Fleet) -> None:
     except LegFailed as failure:
         logger.debug("%s: %s", instance.name, failure.reason)
         return
-    total = sum(float(found) for found in _FAILURES.findall(said) if found.count(b".") <= 1)
+    total = sum(float(found) for found in _FAILURES.findall(said))
     before, instance.reported_failures = instance.reported_failures, total
     # A counter that went down was reset by a restart, so all of it is new.
     more = total - (before or 0.0) if before is not None and total >= before else (0.0 if before is None else total)

@@ -9,15 +9,17 @@ requests.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from kvcached_nixl.proxy.account import Account
 from kvcached_nixl.proxy.failure import error_body
+from kvcached_nixl.proxy.options import Options
 
 __all__ = ["Listener"]
 
@@ -44,7 +46,7 @@ class Listener(web.Server):
         account: of the router's memory.
     """
 
-    def __init__(self, handler: Handler, account: Account, max_connections: int) -> None:
+    def __init__(self, handler: Handler, account: Account, options: Options) -> None:
         super().__init__(
             self._handle,
             handler_cancellation=True,
@@ -58,7 +60,9 @@ class Listener(web.Server):
         )
         self._handler = handler
         self._account = account
-        self._most = max_connections
+        self._most = options.max_connections
+        self._closing_seconds = options.client_timeout_seconds
+        self._transports: dict[Any, asyncio.Transport] = {}
         self._idle: OrderedDict[web.RequestHandler, None] = OrderedDict()
         self.connected = 0
 
@@ -67,9 +71,11 @@ class Listener(web.Server):
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
+        self._transports[handler] = transport
         self.connected += 1
         self._account.hold(MOST_HEAD_BYTES)
-        if self.connected > self._most or self._account.is_overdrawn:
+        is_local = transport.get_extra_info("socket").family == socket.AF_UNIX
+        if not is_local and (self.connected > self._most or self._account.is_overdrawn):
             if not self._idle:
                 transport.write(_NO_ROOM)
                 handler.force_close()
@@ -79,17 +85,31 @@ class Listener(web.Server):
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
+        self._transports.pop(handler, None)
         self.connected -= 1
         self._account.hold(-MOST_HEAD_BYTES)
         self._idle.pop(handler, None)
 
+    def closing(self, handler: Any) -> None:
+        """Give a client some time to read what is sent, then close its connection in any case."""
+        transport = self._transports.get(handler)
+        if transport is not None and transport.get_write_buffer_size():
+            self._loop.call_later(self._closing_seconds, transport.abort)
+
+    def busy(self, handler: Any) -> None:
+        """Count a connection as one that works."""
+        self._idle.pop(handler, None)
+
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        self._idle.pop(connection, None)
+        connection = cast(_Connection, request.protocol)
+        self.busy(connection)
         try:
-            return await self._handler(request)
+            response = await self._handler(request)
+            if not response.keep_alive:
+                self.closing(connection)
+            return response
         finally:
-            if request.transport is not None:
+            if request.transport is not None and not connection.has_more:
                 self._idle[connection] = None
 
 
@@ -100,10 +120,35 @@ class _Connection(web.RequestHandler):
         is_waiting = self._waiter is not None and not self._waiter.done()
         self._head_bytes = getattr(self, "_head_bytes", 0) + len(data) if is_waiting else 0
         super().data_received(data)
-        # Else reading would pause, and nothing would say that the client has left.
-        has_too_many = len(self._messages) > MOST_PIPELINED
-        if has_too_many or (self._head_bytes > MOST_HEAD_BYTES and not self._messages):
+        if self._messages and self._manager is not None:
+            self._listener.busy(self)
+        # Where reading pauses behind a request that is worked on, nothing would say that the client has left.
+        pipelined = len(self._messages) - (not self._request_in_progress)
+        is_blind = pipelined > 0 and (self._reading_paused or self._buffer_paused)
+        if is_blind or pipelined > MOST_PIPELINED or (self._head_bytes > MOST_HEAD_BYTES and not self._messages):
             self.force_close()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another request waits behind the one that is worked on."""
+        return bool(self._messages)
+
+    @property
+    def _listener(self) -> Listener:
+        assert isinstance(self._manager, Listener)
+        return self._manager
+
+    def force_close(self) -> None:
+        """Close the connection. What is not sent yet may keep it open for a while, but not for ever."""
+        if self._manager is not None:
+            self._listener.closing(self)
+        super().force_close()
+
+    async def _drain_helper(self) -> None:
+        # aiohttp 3.14 keeps the future of a drain that was cancelled, and the next drain would end with it.
+        if self._drain_waiter is not None and self._drain_waiter.done():
+            self._drain_waiter = None
+        await super()._drain_helper()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None

@@ -11,6 +11,7 @@ import msgspec
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.client import Outgoing
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
+from kvcached_nixl.proxy.fan_out import Child
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.ranks import Found
 from kvcached_nixl.wire.params import Malformed, parse
@@ -72,7 +73,7 @@ class Beside:
         self._prefill = prefill
         self._found = found
 
-    def watch(self, guard: Guard, out: Outgoing) -> None:
+    def watch(self, guard: Guard, out: Outgoing | Child) -> None:
         """End ``guard`` when prefill's leg fails, unless the response to the client has begun."""
 
         def judge(prefilling: asyncio.Task[RemoteOffer]) -> None:

@@ -128,8 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decode-alone",
         action="store_true",
-        help="let decode compute prompts where no prefill server is up. It also computes n > 1 and prompt lists, "
-        "which are otherwise answered 400",
+        help="let decode compute prompts where no prefill server is up. It also computes beam searches, which are "
+        "otherwise answered 400",
     )
     parser.add_argument(
         "--client-params",

@@ -8,19 +8,18 @@ from typing import Annotated
 import msgspec
 
 from kvcached_nixl.proxy.account import Share
+from kvcached_nixl.proxy.api import Api, api_of
 from kvcached_nixl.proxy.client import Outgoing
-from kvcached_nixl.proxy.events import GIVEN_UP, Events
-from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, RouterFailure, hand_over_tags
+from kvcached_nixl.proxy.events import GIVEN_UP, MOST_EVENT_BYTES, Events
+from kvcached_nixl.proxy.failure import Answered, LegFailed, RouterFailure, hand_over_tags
+from kvcached_nixl.proxy.fan_out import Child
 from kvcached_nixl.proxy.instance import Instance, Leg
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.record import Record
-from kvcached_nixl.proxy.request_body import ApiRoute, Asked
+from kvcached_nixl.proxy.request_body import Asked
 from kvcached_nixl.proxy.upstream import Reply, Upstream
 
 __all__ = ["Relay", "require_success"]
-
-FIRST_EVENTS = 2
-"""Events of a chat that are held back: vLLM sends the role first, and only after it an error."""
 
 
 class Relay:
@@ -30,7 +29,7 @@ class Relay:
         share: of the router's memory.
     """
 
-    def __init__(self, upstream: Upstream, asked: Asked, out: Outgoing, share: Share, options: Options) -> None:
+    def __init__(self, upstream: Upstream, asked: Asked, out: Outgoing | Child, share: Share, options: Options) -> None:
         self._upstream = upstream
         self._asked = asked
         self._out = out
@@ -61,10 +60,12 @@ class Relay:
                 return
             said = await self._whole(server, reply)
         require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
-        _require_answer(said, server.name)
+        _require_answer(api_of(asked.route), said, server.name)
         server.succeeded()
         record.first()
-        leg.guard.limit(options.client_timeout_seconds, ClientLeft())
+        leg.guard.unlimited()
+        # Else a leg that was ended in this moment would still answer, and its successor once more.
+        leg.guard.check()
         await self._out.whole(200, reply.content_type, said)
 
     async def _whole(self, server: Instance, reply: Reply) -> bytes:
@@ -81,12 +82,11 @@ class Relay:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _stream(self, server: Instance, leg: Leg, reply: Reply, record: Record) -> None:
-        events, out, guard = Events(), self._out, leg.guard
-        slow = ClientLeft()
+        api, out, guard = api_of(self._asked.route), self._out, leg.guard
+        events = Events(api)
         pause = LegFailed(
             RouterFailure.TIME, server.name, "the server stopped in the middle of its response", status=504
         )
-        most_held = FIRST_EVENTS if self._asked.route is ApiRoute.CHAT else 1
         held, held_bytes = b"", 0
         while piece := await reply.piece():
             leg.heard()
@@ -100,22 +100,29 @@ class Relay:
             if out.has_begun:
                 _require_reason(events, server.name)
             else:
+                self._share.take(len(whole))
                 whole = held = held + whole
-                if not (events.count >= most_held or events.has_error or events.is_complete):
+                if len(held) > MOST_EVENT_BYTES:
+                    reason = f"the server sent {len(held)} bytes without a token"
+                    raise LegFailed(RouterFailure.ANSWER, server.name, reason, is_retriable=False)
+                if not (events.count >= api.first or events.has_error or events.is_complete):
                     continue
                 _require_begin(events, held, server.name)
                 server.succeeded()
                 record.first()
-                guard.limit(self._options.client_timeout_seconds, slow)
+                guard.unlimited()
+                guard.check()
                 await out.begin(reply.content_type)
             if whole:
-                guard.limit(self._options.client_timeout_seconds, slow)
+                guard.unlimited()
                 await out.piece(whole)
             guard.limit(self._options.inter_token_timeout_seconds, pause)
         if not events.is_complete:
             before = "" if out.has_begun else " and its first token"
-            raise LegFailed(RouterFailure.BROKEN, server.name, f"the server's response ended before [DONE]{before}")
-        guard.limit(self._options.client_timeout_seconds, slow)
+            raise LegFailed(
+                RouterFailure.BROKEN, server.name, f"the server's response ended before its last event{before}"
+            )
+        guard.unlimited()
         await out.end()
         if events.has_error:
             record.outcome = RouterFailure.SERVER.value
@@ -143,30 +150,26 @@ def _require_reason(events: Events, server: str) -> None:
     """
     if events.is_complete and not (events.is_whole or events.has_error):
         raise LegFailed(
-            RouterFailure.HANDOVER, server, "the server sent [DONE], but no finish_reason of a complete response"
+            RouterFailure.HANDOVER, server, "the server ended the stream without the reason of a complete response"
         )
 
 
-class _Choice(msgspec.Struct):
-    finish_reason: str
+_answer = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_list = msgspec.json.Decoder(Annotated[list[dict[str, msgspec.Raw]], msgspec.Meta(min_length=1)])
+_reason = msgspec.json.Decoder(str)
 
 
-class _Answer(msgspec.Struct):
-    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
-
-
-_answer = msgspec.json.Decoder(_Answer)
-
-
-def _require_answer(said: bytes, server: str) -> None:
-    """Check that a 200 response has choices that finished. The generated text is not checked."""
+def _require_answer(api: Api, said: bytes, server: str) -> None:
+    """Check that a 200 response says why it ended. The generated text is not checked."""
     try:
-        choices = _answer.decode(said).choices
-    except (msgspec.MsgspecError, RecursionError) as error:
+        answer = _answer.decode(said)
+        items = _list.decode(answer[api.reasons_in]) if api.reasons_in else [answer]
+        reasons = [_reason.decode(one[api.reason_field]) for one in items]
+    except (KeyError, msgspec.MsgspecError, RecursionError) as error:
         raise LegFailed(
-            RouterFailure.ANSWER, server, "the server answered 200 without JSON that has finished choices"
+            RouterFailure.ANSWER, server, "the server answered 200 without JSON that says why the answer ended"
         ) from error
-    if any(one.finish_reason in GIVEN_UP for one in choices):
+    if any(one in GIVEN_UP for one in reasons):
         raise LegFailed(RouterFailure.SERVER, server, "the server aborted the request")
 
 

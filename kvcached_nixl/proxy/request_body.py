@@ -17,22 +17,16 @@ from typing import Any, cast
 import msgspec
 
 from kvcached_nixl.proxy.affinity import PREFIX_BYTES
+from kvcached_nixl.proxy.api import Api, ApiRoute, api_of
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.wire.params import KvTransferParams, Malformed, TokenId, parse
 
-__all__ = ["Alone", "Asked", "ApiRoute", "decode_body", "prefill_body", "read"]
+__all__ = ["Alone", "Asked", "decode_body", "prefill_body", "read"]
 
 DEFAULT_MAX_TOKENS = 256
 """Assumed for a request without a limit, when servers' outstanding tokens are compared."""
 BYTES_PER_TOKEN = 4
 _INT64 = 2**63
-
-
-class ApiRoute(str, Enum):
-    """The routed endpoints: path of a client's request, and of each leg."""
-
-    COMPLETIONS = "/v1/completions"
-    CHAT = "/v1/chat/completions"
 
 
 class Alone(str, Enum):
@@ -58,6 +52,8 @@ class Asked:
         fields: the body's top level, values unparsed; without ``kv_transfer_params`` and ``prefix_prompt_ids``.
         params: the client's own kv_transfer_params, allowed and validated; None if there are none that name a role.
         raw_params: the same, unparsed.
+        prompts: if the body has a list of several prompts: each, unparsed; otherwise empty.
+        n: sequences of each prompt.
         alone: why there is no hand-over, or None.
         needs_leave: the request is served only with ``--decode-alone``. Otherwise the client gets ``reason``.
         reason: error text that says what to send instead; "" if ``needs_leave`` is false.
@@ -71,6 +67,8 @@ class Asked:
     fields: dict[str, msgspec.Raw]
     params: KvTransferParams | None
     raw_params: msgspec.Raw | None
+    prompts: tuple[msgspec.Raw, ...]
+    n: int
     alone: Alone | None
     needs_leave: bool
     reason: str
@@ -79,6 +77,11 @@ class Asked:
     prefix: bytes
     prompt_tokens: int
     max_tokens: int
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences the answer has; each is a hand-over of its own."""
+        return self.n * max(1, len(self.prompts))
 
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -93,20 +96,23 @@ _KNOWN = tuple(
         ("n", int | None),
         ("max_tokens", int | None),
         ("max_completion_tokens", int | None),
+        ("max_output_tokens", int | None),
         ("prompt_logprobs", int | None),
         ("logprobs", int | bool | None),
         ("echo", bool | None),
         ("use_beam_search", bool | None),
         ("truncate_prompt_tokens", int | None),
+        ("truncation", str | None),
         ("cache_salt", str | None),
         ("vllm_xargs", dict[str, msgspec.Raw] | None),
+        ("extra_args", dict[str, msgspec.Raw] | None),
     )
 )
 # Removed for prefill, because they need more than one token or enlarge the response. None of them changes the KV.
 _NOT_FOR_PREFILL = frozenset(
     (
         *("stream", "stream_options", "stream_interval", "n", "best_of"),
-        *("max_tokens", "max_completion_tokens", "min_tokens"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "include"),
         *("logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "echo"),
         *("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text"),
     )
@@ -123,7 +129,7 @@ LARGE_BYTES = 256 << 10
 MOST_NAMES = 10_000
 MOST_SHORT_BYTES = 1 << 20
 MOST_CHECKED_BYTES = 64 << 10
-MOST_PROMPTS = 1024
+MOST_SEQUENCES = 128
 
 
 def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
@@ -135,8 +141,12 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
     Raises:
         Refusal: 400, with what was found and expected, and the name of the field.
     """
-    fields = _top_level(body)
-    known = {name: _known(fields, name, decoder) for name, decoder in _KNOWN if name in fields}
+    fields, api = _top_level(body), api_of(route)
+    sampling = _nested(fields, api.sampling) if api.sampling else fields
+    known = {
+        name: _known(where, name, decoder) for name, decoder in _KNOWN for where in (sampling, fields) if name in where
+    }
+    _refuse_state(fields, api)
     _refuse_side_doors(fields, known, allows_params)
     params, raw_params = _own_params(fields, allows_params)
     ids = _prefix_ids(fields)
@@ -149,18 +159,21 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
                 "prefix_prompt_ids: found two that differ, in the body and in kv_transfer_params; expected one of them",
             )
         ids = params.prefix_prompt_ids
-    text = bytes(fields.get("prompt" if route is ApiRoute.COMPLETIONS else "messages", msgspec.Raw(b"")))
-    alone, reason, param = _alone(route, fields, known, text)
+    text = bytes(fields.get(api.prompt, msgspec.Raw(b"")))
+    prompts = _prompts(fields) if api.prompt == "prompt" else ()
+    alone, reason, param = _alone(api, fields, known, len(prompts))
     if params is None or params.is_hint:
         params = raw_params = None
     else:
         alone, reason = Alone.CLIENT, ""
-    limit = known.get("max_completion_tokens") or known.get("max_tokens")
+    limit = next((found for name in reversed(api.limits) if (found := known.get(name))), None)
     return Asked(
         route=route,
         fields=fields,
         params=params,
         raw_params=raw_params,
+        prompts=() if alone is Alone.CLIENT else prompts,
+        n=1 if alone is Alone.CLIENT else known.get("n") or 1,
         alone=alone,
         needs_leave=bool(reason),
         reason=reason,
@@ -176,30 +189,35 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
 
 def prefill_body(asked: Asked, transfer_id: str | None, leg_id: str) -> bytes:
     """Returns the body for prefill: one token, not streamed, with the kv_transfer_params that ask for a hand-over."""
+    api = api_of(asked.route)
     fields: dict[str, Any] = {key: value for key, value in asked.fields.items() if key not in _NOT_FOR_PREFILL}
-    fields |= {
-        "max_tokens": 1,
-        "n": 1,
-        "stream": False,
-        "kv_transfer_params": KvTransferParams.for_prefill(transfer_id),
-    }
-    if asked.route is ApiRoute.CHAT:
-        fields["max_completion_tokens"] = 1
-    return _encode(fields, leg_id)
+    one_token: dict[str, Any] = dict.fromkeys(api.limits, 1)
+    if api.sampling:
+        sampling = _nested(asked.fields, api.sampling)
+        kept = {key: value for key, value in sampling.items() if key not in _NOT_FOR_PREFILL}
+        one_token = {api.sampling: {**kept, **one_token, "n": 1}}
+    fields |= {**one_token, **dict(api.prefill)}
+    return _encode(api, fields, KvTransferParams.for_prefill(transfer_id), leg_id)
 
 
 def decode_body(asked: Asked, params: KvTransferParams | msgspec.Raw | None, leg_id: str) -> bytes:
     """Returns the body for decode: the client's body, with the kv_transfer_params that locate its KV."""
-    fields: dict[str, Any] = dict(asked.fields)
-    if params is not None:
-        fields["kv_transfer_params"] = params
-    return _encode(fields, leg_id)
+    return _encode(api_of(asked.route), dict(asked.fields), params, leg_id)
 
 
-def _encode(fields: dict[str, Any], leg_id: str) -> bytes:
+def _encode(api: Api, fields: dict[str, Any], params: KvTransferParams | msgspec.Raw | None, leg_id: str) -> bytes:
     # The client's own request_id must not reach a server: both legs and other clients could share it.
     if "request_id" in fields:
         fields["request_id"] = leg_id
+    if params is not None and api.sampling:
+        # Where vLLM's own endpoints put them. 0.28 ignores what is beside them on its generate endpoint.
+        sampling = fields.get(api.sampling, {})
+        sampling = dict(sampling) if isinstance(sampling, dict) else _top.decode(sampling)
+        extra = sampling.get("extra_args", msgspec.Raw(b"null"))
+        kept = {} if bytes(extra) == b"null" else _top.decode(extra)
+        fields[api.sampling] = {**sampling, "extra_args": {**kept, "kv_transfer_params": params}}
+    elif params is not None:
+        fields["kv_transfer_params"] = params
     return msgspec.json.encode(fields)
 
 
@@ -271,12 +289,22 @@ def _prefix_ids(fields: Mapping[str, msgspec.Raw]) -> list[int] | None:
     return cast("list[int] | None", _known({"prefix_prompt_ids": msgspec.Raw(raw)}, "prefix_prompt_ids", _token_ids))
 
 
+def _nested(fields: Mapping[str, msgspec.Raw], name: str) -> dict[str, msgspec.Raw]:
+    found = _known(fields, name, _top) if name in fields else {}
+    return cast("dict[str, msgspec.Raw]", found)
+
+
+def _refuse_state(fields: Mapping[str, msgspec.Raw], api: Api) -> None:
+    for name in api.state:
+        if bytes(fields.get(name, msgspec.Raw(b"null"))) not in (b"null", b"false"):
+            raise _bad(name, f"{name}: one server would have to keep the response, and the router knows of none")
+
+
 def _refuse_side_doors(fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], allows_params: bool) -> None:
-    for name in known.get("vllm_xargs") or ():
-        if name in ("kv_transfer_params", "ec_transfer_params"):
-            raise _bad(
-                "vllm_xargs", f"vllm_xargs has {name!r}, which only the router may set", RouterFailure.PARAMETERS
-            )
+    for door in ("vllm_xargs", "extra_args"):
+        for name in known.get(door) or ():
+            if name in ("kv_transfer_params", "ec_transfer_params"):
+                raise _bad(door, f"{door} has {name!r}, which only the router may set", RouterFailure.PARAMETERS)
     if not allows_params and bytes(fields.get("ec_transfer_params", msgspec.Raw(b"null"))) != b"null":
         raise _bad("ec_transfer_params", "ec_transfer_params may be set by the router only", RouterFailure.PARAMETERS)
 
@@ -311,29 +339,38 @@ def _own_params(
     return params, raw
 
 
-def _alone(
-    route: ApiRoute, fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], text: bytes
-) -> tuple[Alone | None, str, str]:
-    """Returns why there is no hand-over, the error text without ``--decode-alone``, and the field it is about."""
-    n, several = known.get("n"), ""
+def _not_one_by_one(api: Api, fields: Mapping[str, msgspec.Raw], n: int | None, prompts: int) -> tuple[str, str]:
+    """Returns what asks for several sequences that cannot be handed over one by one, and its field; else ""."""
     if n is not None and n < 1:
         raise _bad("n", f"n: found {n}, expected at least 1")
-    if n is not None and n > 1:
-        several, name = f"n: found {n}", "n"
-    elif known.get("use_beam_search"):
+    if (n or 1) * max(1, prompts) > MOST_SEQUENCES:
+        raise _bad("n", f"found {(n or 1) * max(1, prompts)} sequences, expected at most {MOST_SEQUENCES} in all")
+    embeds = _length(bytes(fields.get("prompt_embeds", msgspec.Raw(b"null"))))
+    has_prompt = bytes(fields.get("prompt", msgspec.Raw(b"null"))) != b"null"
+    if embeds + has_prompt > 1:
+        return f"prompt_embeds: found {embeds}, and {'a' if has_prompt else 'no'} prompt", "prompt"
+    if api.sampling and (n or 1) > 1:
+        return f"n: found {n}", "n"
+    return "", ""
+
+
+def _alone(
+    api: Api, fields: Mapping[str, msgspec.Raw], known: Mapping[str, Any], prompts: int
+) -> tuple[Alone | None, str, str]:
+    """Returns why there is no hand-over, the error text without ``--decode-alone``, and the field it is about."""
+    several, name = _not_one_by_one(api, fields, known.get("n"), prompts)
+    if known.get("use_beam_search"):
         several, name = "use_beam_search: found true", "use_beam_search"
-    elif route is ApiRoute.COMPLETIONS and (count := _prompts(fields)) > 1:
-        several, name = f"prompt: found a list of {count}", "prompt"
     if several:
         reason = f"{several}; expected one sequence, because each needs its own hand-over. Send them one by one"
         return Alone.SEVERAL, reason, name
     if known.get("prompt_logprobs") is not None or (
-        route is ApiRoute.COMPLETIONS and known.get("echo") and known.get("logprobs") is not None
+        api.prompt == "prompt" and known.get("echo") and known.get("logprobs") is not None
     ):
         return Alone.LOGPROBS, "", ""
-    if any((limit := known.get(name)) is not None and limit < 1 for name in ("max_tokens", "max_completion_tokens")):
+    if any((limit := known.get(name)) is not None and limit < 1 for name in api.limits):
         return Alone.NOTHING_TO_DECODE, "", ""
-    truncated = known.get("truncate_prompt_tokens")
+    truncated = -1 if known.get("truncation") == "auto" else known.get("truncate_prompt_tokens")
     if truncated is not None and truncated < 0:
         reason = (
             f"truncate_prompt_tokens: found {truncated}; expected a number of tokens. A negative value makes the "
@@ -343,13 +380,17 @@ def _alone(
     return None, "", ""
 
 
-def _prompts(fields: Mapping[str, msgspec.Raw]) -> int:
-    """Returns the number of prompts of a completion, as text, token ids and embeddings."""
-    return sum(_length(bytes(fields[name])) for name in ("prompt", "prompt_embeds") if name in fields)
+def _prompts(fields: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:
+    """Returns the prompts of a list of several; empty if there is one."""
+    value = bytes(fields.get("prompt", msgspec.Raw(b"null")))
+    count = _length(value)
+    if count > MOST_SEQUENCES:
+        raise _bad("prompt", f"prompt: found a list of more, expected at most {MOST_SEQUENCES}")
+    return tuple(_raw_list.decode(value)) if count > 1 else ()
 
 
 def _length(value: bytes) -> int:
-    """Returns the number of prompts in a value; of very many, that there are more than `MOST_PROMPTS`."""
+    """Returns the number of prompts in a value; of very many, that there are more than `MOST_SEQUENCES`."""
     if value == b"null":
         return 0
     first = value[1:64].lstrip()[:1]
@@ -358,7 +399,7 @@ def _length(value: bytes) -> int:
         return 1
     # Between the number of prompts and twice that number, whatever the strings contain.
     about = value.count(b"[") - 1 if first == b"[" else value.count(b'"') - value.count(b'\\"')
-    return MOST_PROMPTS + 1 if about > 2 * MOST_PROMPTS else len(_raw_list.decode(value))
+    return MOST_SEQUENCES + 1 if about > 2 * MOST_SEQUENCES else len(_raw_list.decode(value))
 
 
 def _about_tokens(text: bytes) -> int:

@@ -24,6 +24,7 @@ import msgspec
 from kvcached_nixl.proxy.account import Share
 from kvcached_nixl.proxy.client import Outgoing
 from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure
+from kvcached_nixl.proxy.fan_out import Child
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.instance import Booking, Instance, Leg, Role
 from kvcached_nixl.proxy.offer import Beside, NoParameters, RemoteOffer, read_offer
@@ -51,6 +52,7 @@ class Journey:
     Args:
         headers: for each leg, without its X-Request-Id.
         share: of the router's memory.
+        preferred: a prefill server that is to be preferred, by name.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class Journey:
         fleet: Fleet,
         asked: Asked,
         headers: dict[str, str],
-        out: Outgoing,
+        out: Outgoing | Child,
         record: Record,
         share: Share,
+        preferred: str = "",
     ) -> None:
+        self._preferred = preferred
         self._fleet = fleet
         self._options = fleet.options
         self._asked = asked
@@ -102,9 +106,6 @@ class Journey:
                 self._note_failed(failure)
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, MOST_PAUSE_SECONDS)
-            # Of a cancellation in the same tick as a failure only one is delivered, before Python 3.11.
-            if not self._out.is_client_there:
-                raise ClientLeft
 
     def _may_retry(self, failure: LegFailed) -> bool:
         """Whether another attempt may follow: of what was delivered by the budget, of the rest by the queue's time."""
@@ -158,6 +159,8 @@ class Journey:
     async def _pull(self, prefill: Booking) -> None:
         self._record.direction = "pull"
         offer = await self._prefill_leg(prefill, None)
+        # What prefill took is no waiting for a server.
+        self._queue_deadline_seconds = time.monotonic() + self._options.queue_timeout_seconds
         if offer.raw is None:
             return await self._alone(Alone.NO_PARAMETERS)
         while True:
@@ -182,6 +185,8 @@ class Journey:
             await self._answer_leg(decode, params, Beside(prefilling, prefill.server, found))
             await asyncio.wait({prefilling}, timeout=LATE_PREFILL_SECONDS)
         except NoParameters:
+            if self._out.has_begun:
+                raise
             await self._alone(Alone.NO_PARAMETERS)
         finally:
             # Cancelling closes the connection, which makes prefill abort the request.
@@ -226,6 +231,9 @@ class Journey:
 
     @contextmanager
     def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Leg]:
+        # Of a cancellation in the same tick as a failure only one is delivered, before Python 3.11.
+        if not self._out.is_client_there:
+            raise ClientLeft
         metrics, outcome, begun = self._fleet.metrics, "ok", time.perf_counter()
         try:
             with server.leg(tokens, rank) as leg:
@@ -284,7 +292,10 @@ class Journey:
         """
         while True:
             missing = next((one for one in (role, beside) if one is not None and not self._fleet.is_up(one)), None)
-            if missing is None and (place := self._fleet.choose(role, self._wanted, self._tried)) is not None:
+            if (
+                missing is None
+                and (place := self._fleet.choose(role, self._wanted, self._tried, self._preferred)) is not None
+            ):
                 return place
             left_seconds = self._queue_deadline_seconds - time.monotonic()
             missing = missing or role

@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -27,7 +28,7 @@ MOST_HEADER_BYTES = 16 << 10
 LOOKUP_SECONDS = 2.0
 _NO_HOST_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 # A host that is gone without a word is found by the kernel, so that no leg waits for its own limit.
-_KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000))
+_KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 class Reply:
@@ -62,7 +63,8 @@ class Reply:
         """
         try:
             return await self._content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            # RuntimeError: the connection was lost before the reader waits.
             raise broken(self._server, error) from error
 
     async def body(self, limit_bytes: int) -> bytes:
@@ -87,16 +89,18 @@ class Upstream:
 
     Args:
         connect_timeout_seconds: to look a name up and to open a connection.
+        unresponsive_timeout_seconds: how long a server may leave sent data without an acknowledgement.
     """
 
-    def __init__(self, connect_timeout_seconds: float) -> None:
+    def __init__(self, connect_timeout_seconds: float, unresponsive_timeout_seconds: float) -> None:
         self._connect_seconds = connect_timeout_seconds
+        self._resolver = RememberingResolver(ThreadedResolver())
         connector = aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=KEPT_SECONDS,
-            resolver=RememberingResolver(ThreadedResolver()),
+            resolver=self._resolver,
             use_dns_cache=False,
-            socket_factory=_socket,
+            socket_factory=partial(_socket, unresponsive_timeout_seconds),
             ssl=ssl.create_default_context(),
         )
         self._session = aiohttp.ClientSession(
@@ -118,6 +122,7 @@ class Upstream:
 
     async def close(self) -> None:
         await self._session.close()
+        await self._resolver.close()
 
     @asynccontextmanager
     async def ask(
@@ -180,12 +185,34 @@ class _Response(aiohttp.ClientResponse):
     async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:
         protocol = connection.protocol
         await super().start(connection)
+        if protocol is not None:
+            _end_with(protocol, self.content)
         if self.status >= 400 and protocol is not None:
             protocol.force_close()
             if self.connection is None:
                 # It is in the pool already, because head and body came at once.
                 protocol.close()
         return self
+
+
+def _end_with(protocol: aiohttp.client_proto.ResponseHandler, content: aiohttp.StreamReader) -> None:
+    """End a body with its connection: aiohttp 3.14 does not wake the reader of one whose chunks are malformed."""
+    closed = protocol.closed
+    if closed is None or content.is_eof():
+        return
+
+    def end(done: asyncio.Future[None]) -> None:
+        if not done.cancelled():
+            done.exception()
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError("the connection was closed in the middle of the response"))
+
+    closed.add_done_callback(end)
+
+    def has_ended() -> None:
+        closed.remove_done_callback(end)
+
+    content.on_eof(has_ended)
 
 
 def _end(response: aiohttp.ClientResponse) -> None:
@@ -210,11 +237,11 @@ def _unreachable(server: str, error: OSError) -> LegFailed:
     return LegFailed(RouterFailure.UNREACHABLE, server, reason)
 
 
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def _socket(unresponsive_timeout_seconds: float, address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE:
+    for name, value in (*_KEEP_ALIVE, ("TCP_USER_TIMEOUT", int(1000 * unresponsive_timeout_seconds))):
         if (option := getattr(socket, name, None)) is not None:
             made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
@@ -242,13 +269,19 @@ class RememberingResolver(AbstractResolver):
         key = (host, port, int(family))
         lookup = self._lookups.get(key)
         if lookup is None:
-            lookup = self._lookups[key] = asyncio.ensure_future(self._resolver.resolve(host, port, family))
+            lookup = self._lookups[key] = asyncio.ensure_future(self._lookup(host, port, family))
             lookup.add_done_callback(lambda done: self._ended(key, done))
         known = self._known.get(key)
         await asyncio.wait({lookup}, timeout=LOOKUP_SECONDS if known else None)
         if lookup.done() and (known is None or lookup.exception() is None):
             return lookup.result()
         return known or []
+
+    async def _lookup(self, host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
+        try:
+            return await self._resolver.resolve(host, port, family)
+        except UnicodeError as error:
+            raise OSError(f"{host!r} is no name: {error}") from error
 
     def _ended(self, key: tuple[str, int, int], lookup: asyncio.Task[list[ResolveResult]]) -> None:
         del self._lookups[key]

@@ -13,9 +13,21 @@ from typing import Any
 
 import httpx
 import pytest
-from support.routed_answers import STEP_SECONDS, TOKENS, Said, client_of, close, complete, openai, spec
+from support.routed_answers import (
+    ENDPOINTS,
+    STEP_SECONDS,
+    TOKENS,
+    Said,
+    client_of,
+    close,
+    complete,
+    of_endpoint,
+    openai,
+    several,
+    spec,
+)
 
-from experiments.common.router import routed
+from experiments.common.router import ADMINISTRATOR, routed
 from experiments.common.servers import Running, Server
 
 PROMPTS = [[3 + (7 * place + number) % 500 for place in range(100 + 40 * number)] for number in range(6)]
@@ -38,14 +50,21 @@ async def chat(client: Any, prompt: list[int], *, stream: bool) -> Said:
 
 
 async def answers(url: str) -> list[Said]:
-    """Of every prompt, in all four ways."""
+    """Of every prompt: completions and chats. Of two: several sequences, and the other endpoints. Streamed and not."""
     async with client_of(url) as client:
-        return [
+        found = [
             await ask(client, prompt, stream=stream)
             for ask in (complete, chat)
             for stream in (False, True)
             for prompt in PROMPTS
         ]
+        found += [await several(client, PROMPTS[:2], stream=stream) for stream in (False, True)]
+    return found + [
+        await of_endpoint(url, path, prompt, stream=stream)
+        for path in ENDPOINTS
+        for stream in (False, True)
+        for prompt in PROMPTS[:2]
+    ]
 
 
 async def under_load(url: str, expected: list[Said], trouble: Any) -> tuple[int, int]:
@@ -79,7 +98,9 @@ async def under_load(url: str, expected: list[Said], trouble: Any) -> tuple[int,
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
     """What one stock instance says."""
     with Running([spec("alone", None)], tmp_path_factory.mktemp("alone")) as launched:
-        return asyncio.run(answers(launched.ready()[0].base_url))
+        found = asyncio.run(answers(launched.ready()[0].base_url))
+    assert all(text for text, _ in found) and not any(text.startswith("status") for text, _ in found), found[-12:]
+    return found
 
 
 @pytest.mark.timeout(1200)
@@ -101,7 +122,9 @@ def test_two_of_each(mode: str, extra: dict[str, object], expected: list[Said], 
             for _ in range(2):
                 found = asyncio.run(answers(url))
                 assert all(map(close, found, expected))
-            admin = httpx.Client(base_url=url, trust_env=False, timeout=STEP_SECONDS)
+            metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+            assert "decode_alone_total{" not in metrics and "prefills_without_parameters_total{" not in metrics
+            admin = httpx.Client(base_url=url, headers=ADMINISTRATOR, trust_env=False, timeout=STEP_SECONDS)
 
             def state(server: Server) -> Any:
                 listed = admin.get("/instances").json()["instances"]

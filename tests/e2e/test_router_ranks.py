@@ -15,7 +15,7 @@ import httpx
 import pytest
 from support.routed_answers import Said, client_of, close, complete, openai, spec
 
-from experiments.common.router import routed
+from experiments.common.router import ADMINISTRATOR, routed
 from experiments.common.servers import Running, Server, ServerSpec
 
 REQUESTS, AT_ONCE = 48, 6
@@ -68,7 +68,7 @@ def test_two_ranks_behind_one_url(
         with routed([prefill], [decode], tmp_path / "router.log") as url:
             found = asyncio.run(all_of(url))
             metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-            instances = httpx.get(f"{url}/instances", trust_env=False).json()["instances"]
+            instances = httpx.get(f"{url}/instances", headers=ADMINISTRATOR, trust_env=False).json()["instances"]
         wrong: list[Any] = [
             (number, one)
             for number, one in enumerate(found)

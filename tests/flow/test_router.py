@@ -146,9 +146,6 @@ def test_only_some_headers_go_on() -> None:
 @pytest.mark.parametrize(
     ("said", "param"),
     [
-        ({"n": 2}, "n"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1, 2], [3]]}, "prompt"),
         ({"prompt_embeds": "AA=="}, "prompt"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),

@@ -185,6 +185,8 @@ def test_limits_fit_the_descriptors_that_the_process_may_have(caplog: pytest.Log
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+# The oldest supported httpx leaves a socket open where its connection is refused.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_with_256_descriptors_nobody_is_lost(tmp_path: Path) -> None:
     """As a process: idle connections up to the limit, and as many requests as there is room for, all at once."""
 

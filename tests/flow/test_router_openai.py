@@ -73,7 +73,7 @@ def test_errors_are_those_that_the_client_knows() -> None:
                 while (await at.http.get(f"{at.url}/health")).status_code != 200:
                     await asyncio.sleep(0.01)
                 with pytest.raises(openai.BadRequestError, match="one by one"):
-                    await client.completions.create(model="m", prompt=["a", "b"])
+                    await client.completions.create(model="m", prompt="a", extra_body={"use_beam_search": True})
                 with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
                     extra = {"kv_transfer_params": {"do_remote_prefill": True}}
                     await client.completions.create(model="m", prompt="a", extra_body=extra)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 
 from experiments.common import model as models
@@ -47,6 +49,58 @@ def spec(name: str, mode: str | None, **extra: object) -> ServerSpec:
         arguments=("--chat-template", TEMPLATE),
         forks=True,
     )
+
+
+async def several(client: Any, prompts: list[list[int]], *, stream: bool) -> Said:
+    """Returns the texts of two sequences of each prompt, in their order: of each token the most probable one."""
+    asked = {"model": "model", "prompt": prompts, "n": 2, "max_tokens": TOKENS, "temperature": 1}
+    more = {"ignore_eos": True, "top_k": 1}
+    answer = await client.completions.create(**asked, stream=stream, extra_body=more)
+    texts = [""] * (2 * len(prompts))
+    for choice in [choice async for part in answer for choice in part.choices] if stream else answer.choices:
+        texts[choice.index] += choice.text
+    return "|".join(texts), []
+
+
+ENDPOINTS = ("/v1/responses", "/v1/messages", "/inference/v1/generate")
+
+
+async def of_endpoint(url: str, path: str, prompt: list[int], *, stream: bool) -> Said:
+    """Returns what one of `ENDPOINTS` generates, as text. Without it, the status of the refusal."""
+    words = " ".join(map(str, prompt[:60]))
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": words, "max_output_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+        "/v1/messages": {"messages": [{"role": "user", "content": words}], "max_tokens": TOKENS, "temperature": 0},
+        "/inference/v1/generate": {
+            "token_ids": prompt,
+            "sampling_params": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+        },
+    }
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=STEP_SECONDS) as http:
+        answer = await http.post(path, json={"model": "model", "stream": stream, **bodies[path]})
+    if answer.status_code != 200:
+        return f"status {answer.status_code}", []
+    if not stream:
+        return "".join(map(str, _texts(answer.json()))), []
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert events and not any("error" in event for event in events if event.get("error")), answer.text
+    pieces = [event for event in events if "delta" in event.get("type", "delta")]
+    return "".join(str(found) for event in pieces for found in _texts(event)), []
+
+
+def _texts(said: Any) -> list[Any]:
+    """Returns the generated pieces of an answer or an event, in order: texts, or token ids."""
+    if isinstance(said, list):
+        return [found for one in said for found in _texts(one)]
+    if not isinstance(said, dict):
+        return []
+    if isinstance(said.get("delta"), str):
+        return [said["delta"]]
+    if isinstance(said.get("token_ids"), list):
+        return list(said["token_ids"])
+    if isinstance(said.get("text"), str):
+        return [said["text"]]
+    return [found for name in ("output", "content", "choices", "delta") for found in _texts(said.get(name))]
 
 
 async def complete(client: Any, prompt: list[int], *, stream: bool) -> Said:

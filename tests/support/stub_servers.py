@@ -103,6 +103,7 @@ class Stub:
         self.answers_no_checks = False
         self.most_delay_seconds = 0.0
         self.metrics_text = ""
+        self.usage: dict[str, int] | None = None
         self.failures = 0
         self.pad_bytes = 0
         self.port = 0
@@ -238,7 +239,7 @@ class Stub:
             await asyncio.sleep(3600)
         status, _, message = fault.partition(" ")
         if status.isdigit():
-            await self._error(writer, int(status), message or f"said {fault}")
+            await self._error(writer, int(status), (message or f"said {fault}") + "x" * self.pad_bytes)
         if fault == "garbage":
             await self._whole(writer, 200, b'{"kv_transfer_params": {"remote_port": "x"', "application/json")
             return True
@@ -251,12 +252,20 @@ class Stub:
         if fault == "no http":
             writer.write(b"\x00\x01\x02 what is this\r\n\r\n")
             raise ConnectionResetError
-        if fault == "endless":
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
-            while True:
-                writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-                await writer.drain()
+        if fault in ("endless", "comments", "bad chunk"):
+            await self._send_without_end(fault, asked, writer)
         return False
+
+    async def _send_without_end(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        kind = b"text/event-stream" if fault == "comments" or asked.body.get("stream") else b"application/json"
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ntransfer-encoding: chunked\r\n\r\n" % kind)
+        if fault == "bad chunk":
+            writer.write(b"5\r\ndata:\r\nzzz\r\n")
+            await asyncio.sleep(3600)
+        piece = b"x" * 65536 if fault == "endless" else b": nothing\n\n" * 6000
+        while True:
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            await writer.drain()
 
     # ----------------------------------------------------------------------------------------------------------- roles
 
@@ -332,7 +341,8 @@ class Stub:
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{")
                 await writer.drain()
                 raise ConnectionResetError
-            await self._json(writer, 200, answer | {"choices": choices, "kv_transfer_params": None})
+            usage = {} if self.usage is None else {"usage": self.usage}
+            await self._json(writer, 200, answer | usage | {"choices": choices, "kv_transfer_params": None})
 
     async def _stream(self, fault: str, asked: Asked, writer: asyncio.StreamWriter, is_chat: bool) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n")
@@ -366,7 +376,11 @@ class Stub:
                 whole = whole[17:]
             await send(whole)
         if asked.body.get("stream_options", {}).get("include_usage"):
-            await send(b'data: {"id": "x", "choices": [], "usage": {"total_tokens": 1}}\n\n')
+            await send(
+                b"data: "
+                + json.dumps({"id": "x", "choices": [], "usage": self.usage or {"total_tokens": 1}}).encode()
+                + b"\n\n"
+            )
         if not is_whole:
             await send(error + END)
         elif fault not in ("no done", "no events"):

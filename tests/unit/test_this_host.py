@@ -114,8 +114,9 @@ def test_a_connection_is_told_from_a_listener(listener: Callable[..., tuple[int,
     """A connection's own port is as much in the way, and comes from the system's range of them."""
     _, port = listener()
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        (found,) = port_holders(connection.getsockname()[1], ["127.0.0.1"])
-    assert "for a connection of its own (ESTABLISHED)" in found.process
+        found = port_holders(connection.getsockname()[1], ["127.0.0.1"])
+    # Another process may have a connection to elsewhere from the same port.
+    assert any("for a connection of its own (ESTABLISHED)" in one.process for one in found)
 
 
 @pytest.mark.parametrize(

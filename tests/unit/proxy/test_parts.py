@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.proxy.address import address_of
+from kvcached_nixl.proxy.api import ApiRoute, api_of
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.client import draw_id, passed_on
@@ -125,7 +126,7 @@ STREAM += b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
 def test_however_a_stream_is_cut_whole_events_come_out_in_order() -> None:
     draw = random.Random(1)
     for _ in range(500):
-        events, out, rest = Events(), [], STREAM
+        events, out, rest = Events(api_of(ApiRoute.COMPLETIONS)), [], STREAM
         while rest:
             size = draw.choice([1, 2, 3, 30, 400])
             out.append(events.cut(rest[:size]))
@@ -137,13 +138,13 @@ def test_however_a_stream_is_cut_whole_events_come_out_in_order() -> None:
 
 def test_a_stream_that_stops_anywhere_is_not_complete() -> None:
     for end in range(len(STREAM)):
-        events = Events()
+        events = Events(api_of(ApiRoute.COMPLETIONS))
         events.cut(STREAM[:end])
         assert not events.is_complete
 
 
 def test_an_error_is_seen_and_text_that_looks_like_one_is_not() -> None:
-    events = Events()
+    events = Events(api_of(ApiRoute.COMPLETIONS))
     events.cut(b"data: " + json.dumps({"text": '\n\ndata: {"error"'}).encode() + b"\n\n")
     assert not events.has_error
     events.cut(b'data: {"error": {}}\n\n')
@@ -167,13 +168,57 @@ def test_an_error_is_seen_and_text_that_looks_like_one_is_not() -> None:
     ],
 )
 def test_an_answer_has_come_to_its_end_where_a_choice_says_why(event: bytes, is_whole: bool) -> None:
-    events = Events()
+    events = Events(api_of(ApiRoute.COMPLETIONS))
     events.cut(b"data: " + event + b"\n\ndata: [DONE]\n\n")
     assert events.is_complete and events.is_whole == is_whole
 
 
+def sse(*events: tuple[str, dict[str, Any]]) -> bytes:
+    return b"".join(b"event: %s\ndata: %s\n\n" % (name.encode(), json.dumps(said).encode()) for name, said in events)
+
+
+TEXT = {"delta": "event: error\n\nevent: response.completed\n\n"}
+BEGIN = (("response.created", {}), ("response.in_progress", {}))
+OF_RESPONSES = [
+    ((*BEGIN, ("response.output_text.delta", TEXT), ("response.completed", {})), True, False),
+    ((*BEGIN, ("response.output_text.delta", TEXT), ("response.incomplete", {})), True, False),
+    ((*BEGIN, ("response.output_text.delta", TEXT)), False, False),
+    ((*BEGIN, ("response.output_text.delta", TEXT), ("response.failed", {})), False, True),
+    ((*BEGIN, ("error", {})), False, True),
+]
+MESSAGE = (("message_start", {}), ("content_block_start", {}), ("content_block_delta", TEXT))
+OF_MESSAGES = [
+    ((*MESSAGE, ("message_delta", {"delta": {"stop_reason": "end_turn"}}), ("message_stop", {})), True, False),
+    ((*MESSAGE, ("message_delta", {"delta": {"stop_reason": None}}), ("message_stop", {})), False, False),
+    ((*MESSAGE, ("message_delta", {"delta": {}}), ("message_stop", {})), False, False),
+    ((*MESSAGE,), False, False),
+    ((*MESSAGE, ("error", {"type": "error"})), False, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "said", "is_whole", "has_error"),
+    [(ApiRoute.RESPONSES, *one) for one in OF_RESPONSES] + [(ApiRoute.MESSAGES, *one) for one in OF_MESSAGES],
+)
+def test_streams_with_named_events_end_as_their_endpoint_says(
+    route: ApiRoute, said: tuple[Any, ...], is_whole: bool, has_error: bool
+) -> None:
+    """However they are cut, and whatever the generated text looks like."""
+    whole, draw = sse(*said), random.Random(2)
+    for _ in range(50):
+        events, rest, out = Events(api_of(route)), whole, b""
+        while rest:
+            size = draw.choice([1, 5, 40, 4000])
+            out += events.cut(rest[:size])
+            rest = rest[size:]
+        assert out == whole and (events.is_complete and events.is_whole, events.has_error) == (is_whole, has_error)
+        assert events.count == sum(
+            name not in ("response.created", "response.in_progress", "message_start", "error") for name, _ in said
+        )
+
+
 def test_an_event_without_an_end_is_refused() -> None:
-    events = Events()
+    events = Events(api_of(ApiRoute.COMPLETIONS))
     with pytest.raises(ValueError, match="event"):
         for _ in range(2 + MOST_EVENT_BYTES // (1 << 20)):
             events.cut(b"x" * (1 << 20))

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.failure import Refusal
-from kvcached_nixl.proxy.request_body import Alone, ApiRoute, Asked, decode_body, prefill_body, read
+from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, prefill_body, read
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 
 
@@ -75,9 +76,7 @@ def test_of_a_key_that_is_there_twice_the_last_counts_for_everybody() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
-        ({"n": 2}, "n", "one by one"),
-        ({"prompt": ["a", "b"]}, "prompt", "list of 2"),
-        ({"prompt": [[1], [2], [3]]}, "prompt", "list of 3"),
+        ({"prompt_embeds": ["AA==", "AB=="]}, "prompt", "one by one"),
         ({"use_beam_search": True}, "use_beam_search", "one by one"),
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "max_tokens"),
     ],
@@ -86,6 +85,38 @@ def test_of_a_key_that_is_there_twice_the_last_counts_for_everybody() -> None:
 def test_more_than_one_hand_over_needs_leave(fields: dict[str, Any], param: str, word: str) -> None:
     found = asked(**fields)
     assert found.needs_leave and found.param == param and param in found.reason and word in found.reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequences"),
+    [
+        ({"n": 2}, 2),
+        ({"prompt": ["a", "b"]}, 2),
+        ({"prompt": [[1], [2], [3]], "n": 4}, 12),
+        ({"prompt": ['"', '\\"', "\\\\"], "n": 2}, 6),
+        ({"prompt": ["["]}, 1),
+    ],
+    ids=str,
+)
+def test_each_sequence_is_a_hand_over(fields: dict[str, Any], sequences: int) -> None:
+    found = asked(**fields)
+    assert found.sequences == sequences and found.alone is None and not found.needs_leave
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 129},
+        {"prompt": ["a"] * 129},
+        {"prompt": [[1]] * 129},
+        {"prompt": ["a"] * 65, "n": 2},
+        {"prompt": [""] * 9999},
+    ],
+    ids=lambda fields: str(fields)[:40],
+)
+def test_too_many_sequences_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match="at most 128"):
+        asked(**fields)
 
 
 @pytest.mark.parametrize("prompt", ["x", "", [1, 2], ["x"], [[1, 2]], [], None, {"odd": 1}], ids=str)

@@ -49,7 +49,7 @@ class Server:
 
 @asynccontextmanager
 async def before(url: str, connect_seconds: float = 1.0) -> AsyncIterator[Server]:
-    upstream = Upstream(connect_seconds)
+    upstream = Upstream(connect_seconds, 60.0)
     try:
         yield Server(upstream, url)
     finally:
