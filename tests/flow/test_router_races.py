@@ -42,9 +42,9 @@ class Prefill(Stub):
         super().__init__(fabric, pushes=True)
         self._meeting = meeting
 
-    async def _prefill(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def answer_prefill(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
         if not self._meeting.is_on:
-            return await super()._prefill(fault, asked, writer)
+            return await super().answer_prefill(fault, asked, writer)
         await self._meeting.decode_waits.wait()
         choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
         await self._json(writer, self._meeting.status, {"choices": choices, "kv_transfer_params": None})
@@ -57,9 +57,9 @@ class Decode(Stub):
         super().__init__(fabric, pushes=True)
         self._meeting = meeting
 
-    async def _decode(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def answer_decode(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
         if not self._meeting.is_on or not asked.params.get("do_remote_prefill"):
-            return await super()._decode(fault, asked, writer)
+            return await super().answer_decode(fault, asked, writer)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         await asyncio.sleep(0.05)
         self._meeting.decode_waits.set()

@@ -206,9 +206,9 @@ class Stub:
             await self._error(writer, 400, f"data_parallel_rank {named} is out of range [0, {max(1, self.ranks)}).")
         if asked.params.get("do_remote_decode"):
             await asyncio.sleep(self.prefill_seconds)
-            await self._prefill(fault, asked, writer)
+            await self.answer_prefill(fault, asked, writer)
         else:
-            await self._decode(fault, asked, writer)
+            await self.answer_decode(fault, asked, writer)
 
     def _assign(self, asked: Asked) -> bool:
         """Chooses the rank that computes. Returns False if the header names a rank that does not exist."""
@@ -269,7 +269,7 @@ class Stub:
 
     # ----------------------------------------------------------------------------------------------------------- roles
 
-    async def _prefill(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def answer_prefill(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
         params = None if fault == "no params" else self.offer(asked)
         choices = [{"index": 0, "text": "".join(tokens_of(asked.body)), "finish_reason": "length"}]
         await self._json(writer, 200, {"id": "cmpl", "choices": choices, "kv_transfer_params": params})
@@ -310,7 +310,7 @@ class Stub:
             },
         }
 
-    async def _decode(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def answer_decode(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
         digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
         params, given = asked.params, None
         if params.get("do_remote_prefill"):
