@@ -24,8 +24,6 @@ from support.router_under_test import (
 )
 from support.stub_servers import HOST, Asked, Fabric, Stub, stubs, tokens_of
 
-pytestmark = pytest.mark.long
-
 
 class Meeting:
     """Prefill's refusal to hand over, and decode's answer, in one moment."""

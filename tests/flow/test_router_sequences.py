@@ -11,8 +11,6 @@ import pytest
 from support.router_under_test import UnderTest, learn, quiet, right, serving, until
 from support.stub_servers import tokens_of
 
-pytestmark = pytest.mark.long
-
 ASKED: list[dict[str, Any]] = [
     {"prompt": "a", "n": 3},
     {"prompt": ["a", "b", "c"]},
