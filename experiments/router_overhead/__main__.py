@@ -24,8 +24,8 @@ What does the router add to a request, and how many does it serve on one core?
 
 Stub servers answer at once: prefill with its parameters, decode with 16 events in one write. Arms: the client calls
 both servers itself (direct); the router; a simple proxy like the usual demo, with FastAPI and httpx, which also calls
-both servers (pass-through); and, if it is installed, nginx as a plain reverse proxy in front of decode alone. The
-measured process has a core for itself; servers and clients use the others.
+both servers (pass-through); vllm-router, which is written in Rust; and, if it is installed, nginx as a plain reverse
+proxy in front of decode alone. The measured process has a core for itself; servers and clients use the others.
 Two kinds of load. As fast as possible: each stream sends its next request when it has the answer, which gives the
 requests a second; times then are mostly queueing. Paced: all streams together send 100 requests a second, so times are
 the cost of a request. All arms are measured in one run."""
@@ -69,7 +69,7 @@ def measure(quick: bool, say: Any) -> tuple[list[dict[str, Any]], dict[str, floa
 
     measured, rest = arms.cores()
     os.sched_setaffinity(0, rest)
-    prefill, decode, *own = arms.ports(5)
+    prefill, decode, *own = arms.ports(7)
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     memory = None
@@ -80,6 +80,7 @@ def measure(quick: bool, say: Any) -> tuple[list[dict[str, Any]], dict[str, floa
         commands = {
             "router": (arms.router_command(own[0], prefill, decode), [own[0]]),
             "pass-through": (arms.passthrough_command(own[1], prefill, decode), [own[1]]),
+            "vllm-router": (arms.vllm_router_command(own[3], prefill, decode, own[4], say), [own[3]]),
             "nginx, decode only": (arms.nginx_command(own[2], decode, Path(folder)), [own[2]]),
             "direct": ((), [prefill, decode]),
         }

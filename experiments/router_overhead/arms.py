@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments.stacks.environments import Say, environment
+
 HOST = "127.0.0.1"
 START_SECONDS = 60.0
 NGINX = """\
@@ -79,6 +81,19 @@ def router_command(port: int, prefill: int, decode: int) -> list[str]:
 
 def passthrough_command(port: int, prefill: int, decode: int) -> list[str]:
     return module("experiments.router_overhead.passthrough", port, prefill, decode)
+
+
+def vllm_router_command(port: int, prefill: int, decode: int, metrics: int, say: Say) -> list[str]:
+    """Return the command of vllm-router; its environment is made on first use."""
+    where = ["--prefill", f"http://{HOST}:{prefill}", "--decode", f"http://{HOST}:{decode}"]
+    command = [
+        str(environment("vllm-router", say) / "vllm-router"),
+        "--vllm-pd-disaggregation",
+        "--kv-connector",
+        "nixl",
+    ]
+    command += ["--host", HOST, "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(metrics)]
+    return [*command, "--worker-startup-check-interval", "1", "--max-concurrent-requests", "4096", *where]
 
 
 def nginx_command(port: int, decode: int, folder: Path) -> list[str] | None:
