@@ -116,9 +116,13 @@ class Listener(web.Server):
 class _Connection(web.RequestHandler):
     __slots__ = ("_head_bytes",)
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._head_bytes = 0
+        super().connection_made(transport)
+
     def data_received(self, data: bytes) -> None:
         is_waiting = self._waiter is not None and not self._waiter.done()
-        self._head_bytes = getattr(self, "_head_bytes", 0) + len(data) if is_waiting else 0
+        self._head_bytes = self._head_bytes + len(data) if is_waiting else 0
         super().data_received(data)
         if self._messages and self._manager is not None:
             self._listener.busy(self)
