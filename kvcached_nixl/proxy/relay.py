@@ -58,7 +58,7 @@ class Relay:
             if reply.status == 200 and reply.is_stream:
                 await self._stream(server, leg, reply, record)
                 return
-            said = await self._whole(server, reply)
+            said = await reply.body(options.max_response_bytes, self._share.take)
         require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
         _require_answer(api_of(asked.route), said, server.name)
         server.succeeded()
@@ -67,19 +67,6 @@ class Relay:
         # Else a leg that was ended in this moment would still answer, and its successor once more.
         leg.guard.check()
         await self._out.whole(200, reply.content_type, said)
-
-    async def _whole(self, server: Instance, reply: Reply) -> bytes:
-        parts: list[bytes] = []
-        left_bytes = self._options.max_response_bytes
-        while piece := await reply.piece():
-            left_bytes -= len(piece)
-            if left_bytes < 0:
-                reason = f"its response is longer than {self._options.max_response_bytes} bytes"
-                raise LegFailed(RouterFailure.ANSWER, server.name, reason, is_retriable=False)
-            # Twice, because the pieces are joined.
-            self._share.take(2 * len(piece))
-            parts.append(piece)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _stream(self, server: Instance, leg: Leg, reply: Reply, record: Record) -> None:
         api, out, guard = api_of(self._asked.route), self._out, leg.guard

@@ -142,12 +142,14 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
         Refusal: 400, with what was found and expected, and the name of the field.
     """
     fields, api = _top_level(body), api_of(route)
-    sampling = _nested(fields, api.sampling) if api.sampling else fields
-    known = {
-        name: _known(where, name, decoder) for name, decoder in _KNOWN for where in (sampling, fields) if name in where
-    }
+    known = _known_of(fields)
     _refuse_state(fields, api)
     _refuse_side_doors(fields, known, allows_params)
+    if api.sampling:
+        sampling = _known_of(_nested(fields, api.sampling))
+        # By itself: of two fields of one name, on both levels, neither may hide the other.
+        _refuse_side_doors(fields, sampling, allows_params)
+        known |= sampling
     params, raw_params = _own_params(fields, allows_params)
     ids = _prefix_ids(fields)
     fields.pop("kv_transfer_params", None)
@@ -279,6 +281,10 @@ def _known(fields: Mapping[str, msgspec.Raw], name: str, decoder: msgspec.json.D
         return decoder.decode(fields[name])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad(name, f"{name}: {str(error)[:300]}") from error
+
+
+def _known_of(fields: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    return {name: _known(fields, name, decoder) for name, decoder in _KNOWN if name in fields}
 
 
 def _prefix_ids(fields: Mapping[str, msgspec.Raw]) -> list[int] | None:

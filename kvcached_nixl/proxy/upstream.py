@@ -8,7 +8,7 @@ import errno
 import io
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -67,8 +67,11 @@ class Reply:
             # RuntimeError: the connection was lost before the reader waits.
             raise broken(self._server, error) from error
 
-    async def body(self, limit_bytes: int) -> bytes:
+    async def body(self, limit_bytes: int, take: Callable[[int], None] = lambda size_bytes: None) -> bytes:
         """Returns the whole body.
+
+        Args:
+            take: reserves memory for each piece and its copy, and may refuse it (`Share.take`).
 
         Raises:
             LegFailed: the body is longer than the limit, or the connection ended before its end.
@@ -80,6 +83,8 @@ class Reply:
             if size > limit_bytes:
                 reason = f"its response is longer than {limit_bytes} bytes"
                 raise LegFailed(RouterFailure.ANSWER, self._server, reason, is_retriable=False)
+            # Twice, because the pieces are joined.
+            take(2 * len(piece))
             parts.append(piece)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -255,3 +255,15 @@ def test_prefill_s_parameters_are_put_in_byte_for_byte() -> None:
     raw = b'{ "a" :1.50, "b": "\\u00e9", "kvcached_nixl":{"x" : 18446744073709551615}}'
     body = decode_body(asked(), msgspec.Raw(raw), "leg")
     assert body == b'{"prompt":"x","kv_transfer_params":' + raw + b"}"
+
+
+@pytest.mark.parametrize("door", ["vllm_xargs", "extra_args"])
+@pytest.mark.parametrize("hides", ["neither", "above", "below"])
+def test_no_level_of_a_body_hides_a_side_door_on_the_other(door: str, hides: str) -> None:
+    """On the generate endpoint both levels have fields of these names; either would choose decode's server."""
+    bad: dict[str, Any] = {door: {"kv_transfer_params": {"remote_host": "evil"}}}
+    above: dict[str, Any] = {door: {}} if hides == "above" else bad if hides == "below" else {}
+    below: dict[str, Any] = {door: {}} if hides == "below" else bad
+    body = json.dumps({"token_ids": [1], **above, "sampling_params": {"max_tokens": 2, **below}}).encode()
+    with pytest.raises(Refusal, match="only the router may set"):
+        read(ApiRoute.GENERATE, body, allows_params=False)
