@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.proxy.failure import Refusal, RouterFailure
+from kvcached_nixl.proxy.failure import RETRY_SECONDS, Refusal, RouterFailure
 from kvcached_nixl.proxy.options import Options
 
 __all__ = ["Account", "Share", "fit_descriptors"]
@@ -21,7 +21,6 @@ REQUEST_BYTES = 512 << 10
 """Of buffers that a request may fill beside its bodies: read ahead from two servers, not yet written to three peers."""
 OTHER_DESCRIPTORS = 96
 """Of the interpreter, log, listening sockets, health checks, and connections that are accepted to be refused."""
-RETRY_SECONDS = 1
 PER_REQUEST = 2
 """Connections to servers that a request has at once."""
 

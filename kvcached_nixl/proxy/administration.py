@@ -2,15 +2,16 @@
 """``/instances``: manages the servers, for the operator and the web page.
 
 GET    /instances                   the servers, their load, the last requests
-POST   /instances                   add one: {"role": "prefill" or "decode", "url": "http://HOST:PORT"}
+POST   /instances                   add one: {"role": "prefill" or "decode", "url": "http://HOST:PORT", "weight": 1}
 POST   /instances/{name}/drain      send no new requests to it
 POST   /instances/{name}/undrain    send requests to it again
+POST   /instances/{name}/weight     its share of the requests: {"weight": 0.05}
 DELETE /instances/{name}            remove it; ?now=true ends the requests that it works on
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -22,16 +23,24 @@ from kvcached_nixl.proxy.client import read_body, refuse_odd_head
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.instance import Health, Instance, Role
+from kvcached_nixl.proxy.options import MOST_WEIGHT
 from kvcached_nixl.proxy.record import Recorder
 
 __all__ = ["administer"]
 
 MOST_BODY_BYTES = 64 << 10
+_Weight: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=MOST_WEIGHT)]
+_Said = TypeVar("_Said", "_Added", "_Weighed")
 
 
 class _Added(msgspec.Struct, forbid_unknown_fields=True):
     role: Role
     url: str
+    weight: _Weight = 1.0
+
+
+class _Weighed(msgspec.Struct, forbid_unknown_fields=True):
+    weight: _Weight
 
 
 async def administer(request: web.BaseRequest, fleet: Fleet, recorder: Recorder, share: Share) -> tuple[int, Any]:
@@ -48,7 +57,16 @@ async def administer(request: web.BaseRequest, fleet: Fleet, recorder: Recorder,
     if what == ("GET", "", ""):
         return 200, {"instances": [_as_dict(one) for one in fleet], "recent": recorder.latest()}
     if what == ("POST", "", ""):
-        return 201, _as_dict(await _add(request, fleet, share))
+        added = await _read(request, fleet, share, _Added)
+        try:
+            return 201, _as_dict(fleet.add(added.role, added.url, added.weight))
+        except SettingsError as error:
+            reason = f"Found {error.found}; expected {error.expected}."
+            raise Refusal(400, RouterFailure.BODY, reason, param="url") from error
+    if what == ("POST", "NAME", "weight"):
+        instance = fleet.known(name)
+        instance.weight = (await _read(request, fleet, share, _Weighed)).weight
+        return 200, _as_dict(instance)
     if what in (("POST", "NAME", "drain"), ("POST", "NAME", "undrain")):
         return 200, _as_dict(fleet.drain(name, is_draining=action == "drain"))
     if what == ("DELETE", "NAME", ""):
@@ -57,19 +75,15 @@ async def administer(request: web.BaseRequest, fleet: Fleet, recorder: Recorder,
     raise Refusal(405, RouterFailure.BODY, f"{request.method} {request.path[:200]}: no such action; see the docs.")
 
 
-async def _add(request: web.BaseRequest, fleet: Fleet, share: Share) -> Instance:
+async def _read(request: web.BaseRequest, fleet: Fleet, share: Share, kind: type[_Said]) -> _Said:
     refuse_odd_head(request, MOST_BODY_BYTES)
     body = await read_body(request, MOST_BODY_BYTES, fleet.options.client_timeout_seconds, share)
     try:
-        added = msgspec.json.decode(body, type=_Added)
-        return fleet.add(added.role, added.url)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        reason = f'{str(error)[:200]}; expected {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}'
-        raise Refusal(400, RouterFailure.BODY, reason) from error
-    except SettingsError as error:
-        raise Refusal(
-            400, RouterFailure.BODY, f"Found {error.found}; expected {error.expected}.", param="url"
-        ) from error
+        example = '{"role": "prefill" or "decode", "url": "http://HOST:PORT", "weight": 1}'
+        expected = example if kind is _Added else '{"weight": 0.05}'
+        raise Refusal(400, RouterFailure.BODY, f"{str(error)[:200]}; expected {expected}") from error
 
 
 def _as_dict(instance: Instance) -> dict[str, object]:
@@ -80,6 +94,8 @@ def _as_dict(instance: Instance) -> dict[str, object]:
         "role": instance.role.value,
         "url": instance.url,
         "state": instance.state.value,
+        "weight": instance.weight,
+        "kind": None if instance.kind is None else "-".join(f"{int(one):013x}" for one in instance.kind),
         "draining": instance.is_draining,
         "drained": instance.is_draining and not instance.is_busy,
         "requests": instance.requests,

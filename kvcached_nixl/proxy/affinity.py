@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 __all__ = ["PrefixTree"]
 
 PIECE_BYTES = 256
 """About sixty tokens of text, or exactly 64 token ids (four bytes each): a few blocks of KV."""
+PIECE_TOKENS = 64
 MOST_PIECES = 64
 """Of one prompt. What follows them rarely helps to tell prompts apart, so it is ignored."""
 PREFIX_BYTES = MOST_PIECES * PIECE_BYTES
@@ -36,13 +37,22 @@ class PrefixTree:
 
     def servers(self, namespace: bytes, prefix: bytes) -> tuple[str, ...]:
         """Returns the servers that computed the longest known prefix, latest first; empty if no prefix is known."""
-        found: tuple[str, ...] = ()
+        longest = deque(self._found(namespace, prefix), maxlen=1)
+        return longest[0] if longest else ()
+
+    def lengths(self, namespace: bytes, prefix: bytes) -> dict[str, int]:
+        """Returns server -> about how many tokens of the prompt it has computed before."""
+        longest: dict[str, int] = {}
+        for number, servers in enumerate(self._found(namespace, prefix), 1):
+            longest |= dict.fromkeys(servers, number * PIECE_TOKENS)
+        return longest
+
+    def _found(self, namespace: bytes, prefix: bytes) -> Iterator[tuple[str, ...]]:
         for node in _path(namespace, prefix):
             here = self._nodes.get(node)
             if here is None:
-                break
-            found = here
-        return found
+                return
+            yield here
 
     def add(self, namespace: bytes, prefix: bytes, server: str) -> None:
         """Record that ``server`` computes this prompt."""

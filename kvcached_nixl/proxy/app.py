@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.resources import files
 from types import MappingProxyType
@@ -26,7 +27,15 @@ from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.client import COPIES, Outgoing, draw_id, passed_on, read_body, refuse_odd_head
-from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure
+from kvcached_nixl.proxy.failure import (
+    RETRY_SECONDS,
+    Answered,
+    ClientLeft,
+    LegFailed,
+    Refusal,
+    RouterFailure,
+    error_body,
+)
 from kvcached_nixl.proxy.fan_out import Child, FanOut
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.health import watch
@@ -41,7 +50,6 @@ from kvcached_nixl.proxy.request_flow import Journey
 __all__ = ["App"]
 
 MOST_MODELS_BYTES = 1 << 20
-RETRY_SECONDS = 1
 _PAGE_HEADERS = MappingProxyType(
     {
         "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -146,29 +154,17 @@ class App:
                         await serve(share)
                     finally:
                         self._guards.discard(guard)
-            except Refusal as refusal:
-                _note(record, refusal.cause, refusal.message)
-                await self._refuse(out, refusal)
-            except LegFailed as failure:
+            except (Refusal, LegFailed) as failure:
                 _note(record, failure.cause, str(failure))
-                retry = failure.retry_after_seconds or (RETRY_SECONDS if failure.status == 503 else None)
-                message = f"The request failed: {failure.reason}."
-                await self._refuse(out, Refusal(failure.status, failure.cause, message, retry_after_seconds=retry))
+                refusal = failure if isinstance(failure, Refusal) else failure.refusal
+                body = error_body(refusal.status, refusal.message, refusal.param)
+                await out.fail(refusal.status, "application/json", body, refusal.headers)
             except Answered as answered:
                 _note(record, RouterFailure.SERVER_SAID_NO, "")
-                if out.has_begun:
-                    await out.break_off(answered.status, "The request failed: a server refused it.")
-                else:
-                    await out.whole(answered.status, answered.content_type, answered.body)
+                await out.fail(answered.status, answered.content_type, answered.body)
         except ClientLeft:
             out.abort()
             raise ConnectionResetError("the client has left, or does not read") from None
-
-    async def _refuse(self, out: Outgoing, refusal: Refusal) -> None:
-        if out.has_begun:
-            await out.break_off(refusal.status, refusal.message)
-        else:
-            await out.refuse(refusal)
 
     async def _serve(
         self, request: web.BaseRequest, out: Outgoing, record: Record, route: ApiRoute, share: Share
@@ -181,6 +177,11 @@ class App:
         asked = read(route, body, allows_params=options.client_params)
         record.asked(asked)
         headers = passed_on(request, options.upstream_key)
+        with out.kept_alive(options.keep_alive_seconds) if asked.keeps_alive else nullcontext():
+            await self._run(asked, headers, out, record, share)
+
+    async def _run(self, asked: Asked, headers: dict[str, str], out: Outgoing, record: Record, share: Share) -> None:
+        options = self._options
         if asked.sequences == 1:
             return await Journey(self.fleet, asked, headers, out, record, share).run()
         if self.in_flight + asked.sequences - 1 > options.max_inflight:

@@ -6,9 +6,12 @@ Writing to a client that has disconnected raises `ClientLeft`.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
 
 from aiohttp import web
 
@@ -16,7 +19,7 @@ from kvcached_nixl.proxy.account import Share
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body
 
-__all__ = ["Outgoing", "draw_id", "header", "passed_on", "read_body", "refuse_odd_head"]
+__all__ = ["Outgoing", "Response", "draw_id", "header", "passed_on", "read_body", "refuse_odd_head"]
 
 SERVER = "kvcached-nixl"
 COPIES = 4
@@ -100,8 +103,27 @@ def passed_on(request: web.BaseRequest, upstream_key: str) -> dict[str, str]:
     return headers
 
 
+class Response(Protocol):
+    """What a journey sends its response to: the client, or what merges the responses of several sequences."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of the response was sent, so that no other server can be tried any more."""
+        ...
+
+    @property
+    def is_client_there(self) -> bool: ...
+    async def whole(self, status: int, content_type: str, body: bytes) -> None: ...
+    async def begin(self, content_type: str) -> None: ...
+    async def piece(self, events: bytes) -> None: ...
+    async def end(self) -> None: ...
+
+
 class Outgoing:
     """The response: a whole one, a stream of whole events, or an error.
+
+    A stream may be kept alive by comments before it begins (`kept_alive`). Its status is 200 then, whatever follows,
+    and an error becomes an event.
 
     Args:
         shown_id: value of ``X-Request-Id``: the client's own, or the router's.
@@ -117,6 +139,8 @@ class Outgoing:
         self._seconds = client_timeout_seconds
         self._headers = {"Server": SERVER, "X-Request-Id": shown_id}
         self._response: web.StreamResponse | None = None
+        self._sending = asyncio.Lock()
+        self.has_begun = False
         self.sent_bytes = 0
 
     @property
@@ -127,12 +151,8 @@ class Outgoing:
 
     @property
     def status(self) -> int:
-        """HTTP status of the response; 0 before it has begun. A request whose response has begun is not retried."""
+        """HTTP status of the response; 0 if nothing was sent."""
         return 0 if self._response is None else self._response.status
-
-    @property
-    def has_begun(self) -> bool:
-        return self._response is not None
 
     @property
     def is_client_there(self) -> bool:
@@ -143,20 +163,62 @@ class Outgoing:
         self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
         """Send a complete response."""
-        named = {**self._headers, "Content-Type": content_type or "application/octet-stream", **(headers or {})}
-        self.sent_bytes = len(body)
-        await self._prepare(web.Response(status=status, body=body, headers=named))
+        async with self._sending:
+            self.has_begun = True
+            assert self._response is None, "a stream has begun already"
+            named = {**self._headers, "Content-Type": content_type or "application/octet-stream", **(headers or {})}
+            self.sent_bytes = len(body)
+            await self._prepare(web.Response(status=status, body=body, headers=named))
         await self.end()
 
-    async def refuse(self, refusal: Refusal) -> None:
-        """Send an error response; only before the response has begun."""
-        body = error_body(refusal.status, refusal.message, refusal.param)
-        await self.whole(refusal.status, "application/json", body, refusal.headers)
+    async def fail(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Send an error: as a response, or, if a stream was sent already, as an event of it.
+
+        The event is in vLLM's format, without ``[DONE]``, which would mean success.
+
+        Raises:
+            ClientLeft: a whole response was sent already, and nothing can follow it.
+        """
+        async with self._sending:
+            self.has_begun = True
+        if self._response is None:
+            await self.whole(status, content_type, body, headers)
+            return
+        if isinstance(self._response, web.Response):
+            raise ClientLeft
+        event = body if body.startswith(b"{") and b"\n" not in body else error_body(status, "a server refused it")
+        await self.piece(b"data: " + event + b"\n\n")
+        await self.end()
 
     async def begin(self, content_type: str) -> None:
         """Begin a stream of events."""
-        headers = {**self._headers, "Content-Type": content_type, "Cache-Control": "no-cache"}
-        await self._prepare(web.StreamResponse(headers=headers))
+        async with self._sending:
+            self.has_begun = True
+            if self._response is None:
+                await self._prepare_stream(content_type)
+
+    @contextmanager
+    def kept_alive(self, interval_seconds: float) -> Iterator[None]:
+        """Until the stream begins, send a comment at intervals, so that nobody takes a queue for a dead connection."""
+        sending = asyncio.ensure_future(self._keep_alive(interval_seconds))
+        try:
+            yield
+        finally:
+            sending.cancel()
+
+    async def _keep_alive(self, interval_seconds: float) -> None:
+        while not self.has_begun:
+            await asyncio.sleep(interval_seconds)
+            async with self._sending:
+                if self.has_begun or not self.is_client_there:
+                    return
+                try:
+                    if self._response is None:
+                        await self._prepare_stream("text/event-stream; charset=utf-8")
+                    await self.piece(b": waiting for a token\n\n")
+                except ClientLeft:
+                    self.abort()
+                    return
 
     async def piece(self, events: bytes) -> None:
         """Send whole events. Waits while the client does not read."""
@@ -167,16 +229,11 @@ class Outgoing:
         """End the stream."""
         await self._told(self.response.write_eof())
 
-    async def break_off(self, status: int, message: str) -> None:
-        """End a stream that failed: an error event in vLLM's format, without ``[DONE]``, which would mean success."""
-        if isinstance(self._response, web.Response):
-            # A whole response with its length: nothing can follow it.
-            raise ClientLeft
-        await self.piece(b"data: " + error_body(status, message) + b"\n\n")
-        await self.end()
+    async def _prepare_stream(self, content_type: str) -> None:
+        headers = {**self._headers, "Content-Type": content_type, "Cache-Control": "no-cache"}
+        await self._prepare(web.StreamResponse(headers=headers))
 
     async def _prepare(self, response: web.StreamResponse) -> None:
-        assert self._response is None, "a response was begun already"
         self._response = response
         # Not reusable: a connection whose request body was not read, and one that offered another protocol, as Java's
         # client does. aiohttp 3.14 drops what has come in the same read behind such an offer.

@@ -17,6 +17,7 @@ import msgspec
 __all__ = [
     "Answered",
     "ClientLeft",
+    "RETRY_SECONDS",
     "LegFailed",
     "Refusal",
     "RouterFailure",
@@ -24,6 +25,10 @@ __all__ = [
     "hand_over_tags",
     "type_of",
 ]
+
+
+RETRY_SECONDS = 1
+"""When a client should try again, if nothing better is known."""
 
 
 class RouterFailure(str, Enum):
@@ -135,6 +140,13 @@ class LegFailed(Exception):
         self.status = status
         self.is_retriable = is_retriable
         self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def refusal(self) -> Refusal:
+        """What the client is told if no other attempt follows."""
+        retry_seconds = self.retry_after_seconds or (RETRY_SECONDS if self.status == 503 else None)
+        message = f"The request failed: {self.reason}."
+        return Refusal(self.status, self.cause, message, retry_after_seconds=retry_seconds)
 
     @property
     def is_delivered(self) -> bool:

@@ -9,13 +9,14 @@ token: the others find its prompt in prefill's prefix cache. A child that fails 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from kvcached_nixl.proxy.client import Outgoing
+from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.request_body import Asked
 
@@ -30,14 +31,14 @@ Run = Callable[[Asked, "Child"], Awaitable[None]]
 
 
 class Child:
-    """What a child's journey takes for the response to the client, with the methods of `client.Outgoing` that it uses.
+    """The response of one child.
 
     Attributes:
         place: index of its choice.
         first: set when the child has its first token, or its whole answer.
     """
 
-    def __init__(self, place: int, out: Outgoing, merged: FanOut) -> None:
+    def __init__(self, place: int, out: Response, merged: FanOut) -> None:
         self.place = place
         self._out = out
         self._merged = merged
@@ -48,12 +49,11 @@ class Child:
     def is_client_there(self) -> bool:
         return self._out.is_client_there
 
-    async def whole(
-        self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None
-    ) -> None:
+    async def whole(self, status: int, content_type: str, body: bytes) -> None:
         self.has_begun = True
         self.first.set()
-        self._merged.answers[self.place] = _object.decode(body)
+        with _odd_is_failure():
+            self._merged.answers[self.place] = _object.decode(body)
 
     async def begin(self, content_type: str) -> None:
         self.has_begun = True
@@ -80,7 +80,7 @@ class FanOut:
         answers: of the children that have ended, not streamed.
     """
 
-    def __init__(self, asked: Asked, out: Outgoing) -> None:
+    def __init__(self, asked: Asked, out: Response) -> None:
         self._asked = asked
         self._prompts: tuple[msgspec.Raw | None, ...] = asked.prompts or (None,)
         self._n = asked.n
@@ -156,12 +156,13 @@ class FanOut:
         data = event.removeprefix(b"data: ")
         if data == b"[DONE]" or not event.startswith(b"data: {"):
             return b""
-        said = _object.decode(data)
+        with _odd_is_failure():
+            said = _object.decode(data)
+            choices = _choices.decode(said.get("choices", b"[]"))
         if "error" in said:
             raise LegFailed(RouterFailure.SERVER, "decode", "the server ended its response with an error")
         if not self._common:
             self._common = {key: said[key] for key in (*_SAME_FOR_ALL, "object", "model") if key in said}
-        choices = _choices.decode(said.get("choices", b"[]"))
         if not choices and "usage" in said:
             self._usages[place] = said
             return b""
@@ -174,11 +175,12 @@ class FanOut:
         return [{**one, "index": msgspec.Raw(b"%d" % place)} for one in choices]
 
     def _merged_answer(self) -> bytes:
-        choices = [
-            choice
-            for place, answer in sorted(self.answers.items())
-            for choice in self._numbered(place, _choices.decode(answer["choices"]))
-        ]
+        with _odd_is_failure():
+            choices = [
+                choice
+                for place, answer in sorted(self.answers.items())
+                for choice in self._numbered(place, _choices.decode(answer["choices"]))
+            ]
         merged: dict[str, Any] = {**self.answers[0], "choices": choices, "kv_transfer_params": None}
         if usage := self._usage(self.answers):
             merged["usage"] = usage
@@ -186,19 +188,29 @@ class FanOut:
 
     def _usage(self, said: Mapping[int, Mapping[str, msgspec.Raw]]) -> dict[str, Any]:
         """Returns the usage of the whole: each prompt once, each completion; {} if a child did not say its own."""
-        found = {
-            place: _object.decode(one["usage"]) for place, one in said.items() if bytes(one.get("usage", b"")) > b"{"
-        }
-        if len(found) < len(self._prompts) * self._n:
+        if any(bytes(one.get("usage", b"null")) == b"null" for one in said.values()):
             return {}
-        prompt = sum(_number.decode(found[place]["prompt_tokens"]) for place in range(0, len(found), self._n))
-        completion = sum(_number.decode(one["completion_tokens"]) for one in found.values())
+        with _odd_is_failure():
+            found = {place: _object.decode(one["usage"]) for place, one in said.items()}
+            if len(found) < len(self._prompts) * self._n:
+                return {}
+            prompt = sum(_number.decode(found[place]["prompt_tokens"]) for place in range(0, len(found), self._n))
+            completion = sum(_number.decode(one["completion_tokens"]) for one in found.values())
         return {
             **found[0],
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
+
+
+@contextmanager
+def _odd_is_failure() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, msgspec.MsgspecError, RecursionError) as error:
+        reason = f"a server's answer cannot be merged with the others: {type(error).__name__} {str(error)[:100]}"
+        raise LegFailed(RouterFailure.ANSWER, "decode", reason, is_retriable=False) from error
 
 
 def _event(said: Mapping[str, Any]) -> bytes:

@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
 from kvcached_nixl.proxy.address import address_of
+from kvcached_nixl.proxy.affinity import PrefixTree
+from kvcached_nixl.proxy.cost import Costs
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.proxy.instance import Booking, Health, Instance, Role
+from kvcached_nixl.proxy.kind import Kind
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted, make
@@ -46,28 +50,38 @@ class Fleet:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._policies = {role: make(options.policy) for role in Role}
         self._changed = asyncio.Event()
+        self._draw = random.Random()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._decoded = PrefixTree()
+        self.costs = Costs()
         self.metrics = Metrics(self._instances.values)
         self.upstream = Upstream(options.connect_timeout_seconds, options.unresponsive_timeout_seconds)
         self.retry_budget = RetryBudget()
         for role, urls in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
             for url in urls:
-                self.add(role, url)
+                self.add(role, url, dict(options.weights).get(address_of(url), 1.0))
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
 
     async def close(self) -> None:
         """Stop all health checks, and close the idle connections."""
-        watchers = list(self._watchers.values())
+        watchers = [*self._watchers.values(), *self._tasks]
         self._instances.clear()
         for one in watchers:
             one.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         await self.upstream.close()
 
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what no client waits for; it is cancelled by `close`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     # --------------------------------------------------------------------------------------------------- administration
 
-    def add(self, role: Role, url: str) -> Instance:
+    def add(self, role: Role, url: str, weight: float = 1.0) -> Instance:
         """Add a server. It gets requests as soon as a health check succeeds.
 
         Raises:
@@ -79,7 +93,7 @@ class Fleet:
             raise Refusal(409, RouterFailure.BODY, f"{name} is known already, as {self._instances[name].role.value}.")
         if len(self._instances) >= MOST_INSTANCES:
             raise Refusal(409, RouterFailure.BODY, f"{MOST_INSTANCES} servers are known already, which is the limit.")
-        instance = self._instances[name] = Instance(role, url)
+        instance = self._instances[name] = Instance(role, url, weight)
         self._watchers[name] = asyncio.create_task(self._watch(instance, self))
         logger.info("%s server %s: added", role.value, name)
         return instance
@@ -90,7 +104,7 @@ class Fleet:
         Raises:
             Refusal: the server is not known.
         """
-        instance = self._known(name)
+        instance = self.known(name)
         instance.is_draining = is_draining
         what = "draining" if is_draining else "not draining any more"
         logger.info("%s server %s: %s, %d requests in flight", instance.role.value, name, what, instance.requests)
@@ -106,7 +120,7 @@ class Fleet:
         Raises:
             Refusal: the server is not known, or is busy and ``at_once`` is false.
         """
-        instance = self._known(name)
+        instance = self.known(name)
         if instance.is_busy and not at_once:
             number = instance.requests + instance.keeping
             raise Refusal(409, RouterFailure.BODY, f"{name} works on {number} requests: drain it first.")
@@ -133,9 +147,14 @@ class Fleet:
         """Wait until a server has become usable, or has stopped to be."""
         await self._changed.wait()
 
-    def is_up(self, role: Role) -> bool:
-        """Whether any server of this role can take requests."""
-        return bool(self._usable(role))
+    def is_up(self, role: Role, beside: Role | None = None) -> bool:
+        """Whether any server of this role can take requests, and one of ``beside`` that fits it."""
+        return bool(self._usable(role, beside))
+
+    def suspect(self, name: str) -> None:
+        """Look at a server at once, if it is known: a hand-over from it has failed."""
+        if (one := self._instances.get(name)) is not None:
+            one.suspected.set()
 
     def is_known(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance
@@ -149,36 +168,91 @@ class Fleet:
         waits = [one.next_look_seconds - time.monotonic() for one in self if one.role is role and not one.is_draining]
         return max(1, math.ceil(min(waits, default=self.options.health_interval_seconds)))
 
-    def choose(self, role: Role, request: Wanted, tried: Collection[str] = (), preferred: str = "") -> Booking | None:
-        """Returns where a request goes, preferably a server neither tried nor doubted; None if no server is up.
+    def choose(
+        self,
+        role: Role,
+        request: Wanted,
+        tried: Collection[str] = (),
+        preferred: str = "",
+        beside: Role | None = None,
+        fits: Kind | None = None,
+    ) -> Booking | None:
+        """Returns where a request goes, preferably a server neither tried nor doubted; None if none is up that fits.
 
         Args:
             preferred: name of the server that is chosen if it is among those.
+            beside: only a server that fits one of this role.
+            fits: only a server that fits this kind.
         """
-        usable = self._usable(role)
+        usable = _fitting(self._usable(role, beside), {fits})
         fresh = [one for one in usable if one.name not in tried] or usable
         fresh = [one for one in fresh if not one.is_doubted] or fresh
         fresh = [one for one in fresh if one.name == preferred] or fresh
+        fresh = self._by_weight(fresh)
         return self._choose(role, request, [place for one in fresh for place in one.places])
+
+    def alone(self, request: Wanted) -> tuple[Booking, int] | None:
+        """Returns the decode server that should compute a prompt itself, and how many tokens it would compute.
+
+        None: prefill should. See `cost`.
+        """
+        prefills, decodes = self._usable(Role.PREFILL, Role.DECODE), self._usable(Role.DECODE)
+        if not self.options.alone_most_tokens or not prefills or not decodes:
+            return None
+        handing_over = self.costs.of_handing_over(min(one.tokens for one in prefills) + request.prompt_tokens)
+        known = self._decoded.lengths(request.namespace, request.prefix)
+        found = [(max(1, request.prompt_tokens - known.get(one.name, 0)), one) for one in decodes]
+        costs = [
+            (self.costs.of_computing_alone(tokens, one.computing_tokens, one.requests), tokens, one)
+            for tokens, one in found
+            if tokens <= self.options.alone_most_tokens and not one.is_doubted
+        ]
+        if handing_over is None or not costs:
+            return None
+        cost, tokens, server = min(costs, key=lambda one: one[0])
+        return (Booking(server, None), tokens) if cost < handing_over else None
+
+    def decoded(self, server: Instance, request: Wanted) -> None:
+        """A decode server has this prompt in its prefix cache from now on."""
+        if self.options.alone_most_tokens:
+            self._decoded.add(request.namespace, request.prefix, server.name)
+
+    def _by_weight(self, usable: list[Instance]) -> list[Instance]:
+        """Returns the servers of one kind and weight, drawn with the sum of their weights as probability."""
+        classes: dict[object, list[Instance]] = {}
+        for one in usable:
+            classes.setdefault((one.kind and one.kind.group, one.weight), []).append(one)
+        if len(classes) < 2:
+            return usable
+        shares = [sum(one.weight for one in some) for some in classes.values()]
+        return self._draw.choices(list(classes.values()), shares)[0]
 
     def choose_rank(self, instance: Instance, request: Wanted) -> Booking:
         """Returns where on this server a request goes."""
         return self._choose(instance.role, request, instance.places) or Booking(instance, None)
 
-    def _usable(self, role: Role) -> list[Instance]:
+    def _usable(self, role: Role, beside: Role | None = None) -> list[Instance]:
         known = [one for one in self if one.role is role and not one.is_draining]
-        up = [one for one in known if one.state is Health.UP]
-        if len(up) >= PANIC_SHARE * len(known):
-            return up
-        return up + [one for one in known if one.state is Health.SILENT]
+        usable = [one for one in known if one.state is Health.UP]
+        if len(usable) < PANIC_SHARE * len(known):
+            usable += [one for one in known if one.state is Health.SILENT]
+        return usable if beside is None else _fitting(usable, {one.kind for one in self._usable(beside)})
 
     def _choose(self, role: Role, request: Wanted, places: list[Booking]) -> Booking | None:
         if not places:
             return None
         return places[self._policies[role].choose([one.server.load(one.rank) for one in places], request)]
 
-    def _known(self, name: str) -> Instance:
+    def known(self, name: str) -> Instance:
+        """Raises `Refusal`: the server is not known."""
         instance = self._instances.get(name)
         if instance is None:
             raise Refusal(404, RouterFailure.BODY, f"No server {name[:200]!r} is known.")
         return instance
+
+
+def _fitting(servers: list[Instance], kinds: Collection[Kind | None]) -> list[Instance]:
+    """Returns the servers that fit at least one of the kinds. What is not known may fit."""
+    if None in kinds:
+        return servers
+    return [one for one in servers if one.kind is None or any(one.kind.fits(kind) for kind in kinds if kind)]

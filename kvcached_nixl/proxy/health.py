@@ -17,6 +17,7 @@ from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.instance import Health, Instance, Role
+from kvcached_nixl.proxy.kind import kind_of
 
 __all__ = ["pause_seconds", "watch"]
 
@@ -26,6 +27,7 @@ MOST_PAUSE_SECONDS = 30.0
 MOST_METRICS_BYTES = 8 << 20
 LOOK_SECONDS = 30.0
 LOOKS_PER_METRICS = 5
+LEAST_METRICS_SECONDS = 1.0
 _FAILURES = re.compile(
     rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? ([0-9]{1,300}(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,4})?)$",
     re.M,
@@ -34,14 +36,16 @@ _CERTAIN = (RouterFailure.UNREACHABLE, RouterFailure.BROKEN, RouterFailure.SERVE
 
 
 async def watch(instance: Instance, fleet: Fleet) -> None:
-    """Runs until cancelled: update the server's state, and count the hand-over failures that it reports."""
-    failures, looks = 0, 0
+    """Runs until cancelled: update the server's state and kind, and count the hand-over failures that it reports."""
+    failures, looks, read_at_seconds = 0, 0, 0.0
     # Asked each time, since a cancellation can be lost before Python 3.11.
     while fleet.is_known(instance):
+        is_suspected = instance.suspected.is_set() and time.monotonic() - read_at_seconds > LEAST_METRICS_SECONDS
         instance.suspected.clear()
         try:
             await _ask(instance, "/health", fleet)
-            if instance.role is Role.DECODE and looks % LOOKS_PER_METRICS == 0:
+            if is_suspected or instance.state is not Health.UP or looks % LOOKS_PER_METRICS == 0:
+                read_at_seconds = time.monotonic()
                 await _look_at_metrics(instance, fleet)
         except LegFailed as failure:
             failures += failure.cause in _CERTAIN
@@ -84,6 +88,7 @@ def _set(instance: Instance, state: Health, reason: str, fleet: Fleet) -> None:
         instance.is_warned = False
     else:
         instance.ranks.forget()
+        instance.kind = None
         if before is Health.UP:
             fleet.metrics.ejections.labels(instance.role.value, instance.name).inc()
         logger.warning(
@@ -137,11 +142,19 @@ async def _ask(instance: Instance, path: str, fleet: Fleet) -> bytes:
 
 
 async def _look_at_metrics(instance: Instance, fleet: Fleet) -> None:
-    """Count and log the hand-over failures that decode reports: a client cannot see one that was recomputed."""
+    """Learn which servers this one fits, and count the hand-over failures that decode reports.
+
+    A client cannot see a failure that was recomputed.
+    """
     try:
         said = await _ask(instance, "/metrics", fleet)
     except LegFailed as failure:
         logger.debug("%s: %s", instance.name, failure.reason)
+        return
+    before_kind, instance.kind = instance.kind, kind_of(said)
+    if before_kind != instance.kind:
+        fleet.notify()
+    if instance.role is not Role.DECODE:
         return
     total = sum(float(found) for found in _FAILURES.findall(said))
     before, instance.reported_failures = instance.reported_failures, total

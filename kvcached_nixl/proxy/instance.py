@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
+from kvcached_nixl.proxy.kind import Kind
 from kvcached_nixl.proxy.ranks import Ranks
 
 __all__ = ["Instance", "InstanceLoad", "Booking", "Role", "Health", "Leg"]
@@ -93,19 +94,24 @@ class Instance:
 
     Attributes:
         ranks: of a prefill server: what its responses said about its data-parallel ranks.
+        kind: which servers it can hand over to; None if that is not known, and tried.
+        weight: its share of the requests, relative to the others of its role.
         requests, tokens: number of legs in flight, and an estimate of their tokens.
+        computing_tokens: of a decode server: of prompts that it computes itself now.
         keeping: number of requests whose KV it keeps until decode begins to respond.
         heard_seconds: ``time.monotonic`` of its last byte, of a leg or a check; at first, of its creation.
         is_warned: a warning about responses without kv_transfer_params was logged.
         last_failure: text for the operator.
         reported_failures: hand-over failures that a decode server reported at the last check; None before the first.
-        suspected: set when a leg failed in a way that calls for a health check at once.
+        suspected: set when a leg failed in a way that calls for a health check and a look at its metrics at once.
         quiet: set while no leg is in flight.
         next_look_seconds: ``time.monotonic`` of the next health check.
     """
 
-    def __init__(self, role: Role, url: str) -> None:
+    def __init__(self, role: Role, url: str, weight: float = 1.0) -> None:
         self.role = role
+        self.weight = weight
+        self.kind: Kind | None = None
         self.url = url.rstrip("/")
         self.name = address_of(url)
         self.state = Health.NEW
@@ -117,6 +123,7 @@ class Instance:
         self.requests = 0
         self.keeping = 0
         self.tokens = 0
+        self.computing_tokens = 0
         self.heard_seconds = time.monotonic()
         self.next_look_seconds = self.heard_seconds
         self.suspected = asyncio.Event()
@@ -154,20 +161,23 @@ class Instance:
         return self.requests > 0 or self.keeping > 0
 
     @contextmanager
-    def kept(self) -> Iterator[Callable[[], None]]:
-        """Count a request whose KV prefill keeps: until the yielded function is called, or the block is left."""
-        is_kept = True
+    def counted(self, *, keeping: int = 0, computing_tokens: int = 0) -> Iterator[Callable[[], None]]:
+        """Count a request by these attributes: until the yielded function is called, or the block is left."""
+        left = [(keeping, computing_tokens)]
 
-        def taken() -> None:
-            nonlocal is_kept
-            self.keeping -= is_kept
-            is_kept = False
+        def add(sign: int, counts: tuple[int, int]) -> None:
+            self.keeping += sign * counts[0]
+            self.computing_tokens += sign * counts[1]
 
-        self.keeping += 1
+        def done() -> None:
+            if left:
+                add(-1, left.pop())
+
+        add(1, left[0])
         try:
-            yield taken
+            yield done
         finally:
-            taken()
+            done()
 
     @contextmanager
     def leg(self, tokens: int, rank: int | None = None) -> Iterator[Leg]:
@@ -192,6 +202,9 @@ class Instance:
         that doubles with each failure in a row.
         """
         self.last_failure = failure.reason
+        if failure.cause is RouterFailure.HANDOVER:
+            # Its weights may have been changed, or those of the other side.
+            self.suspected.set()
         if failure.cause not in _DOUBTFUL:
             return
         doubt_seconds = min(FIRST_DOUBT_SECONDS * 2.0 ** min(self._failed_in_row, 16), MOST_DOUBT_SECONDS)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
 
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.client import Outgoing
+from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
-from kvcached_nixl.proxy.fan_out import Child
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.ranks import Found
-from kvcached_nixl.wire.params import Malformed, parse
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, Malformed, parse
 
 __all__ = ["Beside", "NoParameters", "RemoteOffer", "read_offer"]
 
@@ -23,7 +23,12 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Usage(msgspec.Struct):
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = msgspec.field(default=None, name=CACHED_TOKENS_KEY)
+
+
 _prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
+_usage = msgspec.json.Decoder(_Usage)
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,12 @@ class RemoteOffer:
     Attributes:
         raw: its kv_transfer_params, unchanged, for decode; None if there are none.
         found: where prefill is; None without kv_transfer_params.
+        cached_tokens: of the prompt, in prefill's prefix cache; None if prefill does not say it.
     """
 
     raw: msgspec.Raw | None
     found: Found | None
+    cached_tokens: int | None = None
 
 
 def read_offer(name: str, said: bytes) -> RemoteOffer:
@@ -55,7 +62,7 @@ def read_offer(name: str, said: bytes) -> RemoteOffer:
         params = parse(raw)
         if not params.do_remote_prefill:
             return RemoteOffer(None, None)
-        return RemoteOffer(raw, Found.of(params))
+        return RemoteOffer(raw, Found.of(params), _usage.decode(raw).cached_tokens)
     except (msgspec.MsgspecError, Malformed, RecursionError) as error:
         reason = f"prefill's response cannot be used: {str(error)[:200]}"
         raise LegFailed(RouterFailure.ANSWER, name, reason) from error
@@ -73,7 +80,13 @@ class Beside:
         self._prefill = prefill
         self._found = found
 
-    def watch(self, guard: Guard, out: Outgoing | Child) -> None:
+    @property
+    def offer(self) -> RemoteOffer | None:
+        """What prefill has answered; None if it has not yet, or has failed."""
+        is_there = self._prefilling.done() and not self._prefilling.cancelled() and not self._prefilling.exception()
+        return self._prefilling.result() if is_there else None
+
+    def watch(self, guard: Guard, out: Response) -> None:
         """End ``guard`` when prefill's leg fails, unless the response to the client has begun."""
 
         def judge(prefilling: asyncio.Task[RemoteOffer]) -> None:

@@ -24,6 +24,7 @@ from kvcached_nixl.proxy.address import address_of
 __all__ = ["Options", "add_arguments", "from_arguments"]
 
 MIB = 1 << 20
+MOST_WEIGHT = 1000.0
 
 
 def _number(default: Any, description: str) -> Any:
@@ -41,9 +42,13 @@ class Options:
     port: int = 8000
     admin_socket: str | None = None
     policy: str = "least-tokens"
+    weights: tuple[tuple[str, float], ...] = ()
     decode_alone: bool = False
     client_params: bool = False
     log_json: bool = False
+    alone_most_tokens: int = _number(
+        0, "tokens of a prompt that decode may compute itself, where it costs less than a hand-over; 0: never"
+    )
     attempts: int = _number(2, "how often a request is tried at most, before its response has begun")
     max_inflight: int = _number(1024, "requests in flight at once; one more is answered 429")
     max_connections: int = _number(4096, "connections of clients; above it the one that is idle longest is closed")
@@ -58,6 +63,9 @@ class Options:
     first_token_timeout_seconds: float = _number(300.0, "seconds until the first piece of a streamed response")
     inter_token_timeout_seconds: float = _number(120.0, "seconds between two pieces of a streamed response")
     response_timeout_seconds: float = _number(3600.0, "seconds for a response that is not streamed")
+    keep_alive_seconds: float = _number(
+        1.0, "seconds between comments in a stream that waits for its first token; its status is 200 from then on"
+    )
     client_timeout_seconds: float = _number(
         60.0, "seconds for a client to send its body, or to read one piece of the response"
     )
@@ -80,12 +88,10 @@ class Options:
             if names.count(name) > 1:
                 raise _bad(f"the server {name} is given twice", "each server once, as prefill or as decode")
         for one in _NUMBERS:
-            value = getattr(self, one.name)
-            if one.name.endswith("_seconds"):
-                if not 0 < value <= 86_400:
-                    raise _bad(f"{one.name}={value}", "a number of seconds above 0 and up to 86,400")
-            elif value < 1:
-                raise _bad(f"{one.name}={value}", "at least 1")
+            _check_number(one, getattr(self, one.name))
+        for name, weight in self.weights:
+            if name not in names or not 0 < weight <= MOST_WEIGHT:
+                raise _bad(f"--weight {name}={weight}", f"a server that is given, and above 0 up to {MOST_WEIGHT:g}")
         if not 0 <= self.port <= 65_535:
             raise _bad(f"port={self.port}", "0 to 65535")
         for key in (self.api_key, self.admin_key, self.upstream_key):
@@ -96,9 +102,18 @@ class Options:
 _NUMBERS: tuple[Field[Any], ...] = tuple(one for one in fields(Options) if "help" in one.metadata)
 
 
+def _check_number(one: Field[Any], value: float) -> None:
+    if one.name.endswith("_seconds"):
+        if not 0 < value <= 86_400:
+            raise _bad(f"{one.name}={value}", "a number of seconds above 0 and up to 86,400")
+    elif value < (least := 1 if one.default else 0):
+        raise _bad(f"{one.name}={value}", f"at least {least}")
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     prefill: list[str] = []
     decode: list[str] = []
+    weights: dict[str, float] = {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +125,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--servers",
         type=Path,
         metavar="FILE",
-        help='file with more servers, as JSON: {"prefill": [URL, ...], "decode": [...]}',
+        help='file with more servers, as JSON: {"prefill": [URL, ...], "decode": [...], "weights": {"HOST:PORT": W}}',
+    )
+    parser.add_argument(
+        "--weight",
+        action="append",
+        default=[],
+        metavar="HOST:PORT=W",
+        help="share of the requests of one server, relative to the others of its role, which have 1; repeatable",
     )
     parser.add_argument("--host", default=default.host, help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=default.port, help="port to listen on (default: %(default)s)")
@@ -162,11 +184,20 @@ def from_arguments(found: argparse.Namespace, environ: Mapping[str, str]) -> Opt
             **plain,
             "prefill": (*servers.prefill, *found.prefill),
             "decode": (*servers.decode, *found.decode),
+            "weights": (*servers.weights.items(), *map(_weight, found.weight)),
             "api_key": environ.get("KVCACHED_NIXL_API_KEY", ""),
             "admin_key": environ.get("KVCACHED_NIXL_ADMIN_KEY", ""),
             "upstream_key": environ.get("KVCACHED_NIXL_UPSTREAM_KEY", ""),
         }
     )
+
+
+def _weight(said: str) -> tuple[str, float]:
+    name, _, weight = said.rpartition("=")
+    try:
+        return name, float(weight)
+    except ValueError as error:
+        raise _bad(f"--weight {said}", "HOST:PORT=W, such as 127.0.0.1:8101=0.05") from error
 
 
 def _read(path: Path) -> _File:
@@ -175,7 +206,7 @@ def _read(path: Path) -> _File:
     except (OSError, msgspec.MsgspecError) as error:
         raise SettingsError(
             found=f"--servers {path}: {error}",
-            expected='JSON: {"prefill": ["http://HOST:PORT", ...], "decode": [...]}',
+            expected='JSON: {"prefill": ["http://HOST:PORT", ...], "decode": [...], "weights": {"HOST:PORT": 0.05}}',
             consequence="The router does not know its servers, and does not start.",
             remedy="Correct the file, or the path.",
         ) from error

@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 
 from kvcached_nixl.proxy.account import Share
 from kvcached_nixl.proxy.api import Api, api_of
-from kvcached_nixl.proxy.client import Outgoing
+from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.events import GIVEN_UP, MOST_EVENT_BYTES, Events
 from kvcached_nixl.proxy.failure import Answered, LegFailed, RouterFailure, hand_over_tags
-from kvcached_nixl.proxy.fan_out import Child
 from kvcached_nixl.proxy.instance import Instance, Leg
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.record import Record
 from kvcached_nixl.proxy.request_body import Asked
 from kvcached_nixl.proxy.upstream import Reply, Upstream
 
-__all__ = ["Relay", "require_success"]
+__all__ = ["Relay", "require_success", "with_cached_tokens"]
+
+_CACHED_TOKENS = re.compile(rb'"(cached_tokens|cache_read_input_tokens)":(\s*)[0-9]+')
 
 
 class Relay:
@@ -29,15 +32,27 @@ class Relay:
         share: of the router's memory.
     """
 
-    def __init__(self, upstream: Upstream, asked: Asked, out: Outgoing | Child, share: Share, options: Options) -> None:
+    def __init__(self, upstream: Upstream, asked: Asked, out: Response, share: Share, options: Options) -> None:
         self._upstream = upstream
         self._asked = asked
         self._out = out
         self._share = share
         self._options = options
 
-    async def run(self, server: Instance, leg: Leg, headers: dict[str, str], body: bytes, record: Record) -> None:
+    async def run(
+        self,
+        server: Instance,
+        leg: Leg,
+        headers: dict[str, str],
+        body: bytes,
+        record: Record,
+        cached_tokens: Callable[[], int | None],
+    ) -> None:
         """Send the request to a server, and pass its response on to the client.
+
+        Args:
+            cached_tokens: how many tokens of the prompt prefill had cached, as far as it has said so by then. The
+                ``usage`` of the response says them: all tokens look cached to a decode that they were handed over to.
 
         Raises:
             LegFailed: the server did not answer, or not completely. ``out.has_begun`` tells whether the response had
@@ -46,8 +61,7 @@ class Relay:
             ClientLeft: the client did not read in time.
         """
         options, asked = self._options, self._asked
-        streams = "stream" in asked.fields and bytes(asked.fields["stream"]) == b"true"
-        seconds = options.first_token_timeout_seconds if streams else options.response_timeout_seconds
+        seconds = options.first_token_timeout_seconds if asked.streams else options.response_timeout_seconds
         leg.guard.limit(seconds, _late(server.name))
         url = server.url + asked.route.value
         async with self._upstream.ask("POST", url, server.name, headers, body) as reply:
@@ -56,7 +70,7 @@ class Relay:
                 reason = "the server's response is compressed"
                 raise LegFailed(RouterFailure.ANSWER, server.name, reason, is_retriable=False)
             if reply.status == 200 and reply.is_stream:
-                await self._stream(server, leg, reply, record)
+                await self._stream(server, leg, reply, record, cached_tokens)
                 return
             said = await reply.body(options.max_response_bytes, self._share.take)
         require_success(reply, said, server.name, has_own_key=bool(options.upstream_key))
@@ -66,9 +80,11 @@ class Relay:
         leg.guard.unlimited()
         # Else a leg that was ended in this moment would still answer, and its successor once more.
         leg.guard.check()
-        await self._out.whole(200, reply.content_type, said)
+        await self._out.whole(200, reply.content_type, with_cached_tokens(said, cached_tokens()))
 
-    async def _stream(self, server: Instance, leg: Leg, reply: Reply, record: Record) -> None:
+    async def _stream(
+        self, server: Instance, leg: Leg, reply: Reply, record: Record, cached_tokens: Callable[[], int | None]
+    ) -> None:
         api, out, guard = api_of(self._asked.route), self._out, leg.guard
         events = Events(api)
         pause = LegFailed(
@@ -102,7 +118,7 @@ class Relay:
                 await out.begin(reply.content_type)
             if whole:
                 guard.unlimited()
-                await out.piece(whole)
+                await out.piece(with_cached_tokens(whole, cached_tokens()))
             guard.limit(self._options.inter_token_timeout_seconds, pause)
         if not events.is_complete:
             before = "" if out.has_begun else " and its first token"
@@ -114,6 +130,29 @@ class Relay:
         if events.has_error:
             record.outcome = RouterFailure.SERVER.value
             record.reason = "the server ended its response with an error"
+
+
+def with_cached_tokens(said: bytes, cached_tokens: int | None) -> bytes:
+    """Returns an answer, or events of one, in whose usage so many tokens of the prompt were cached."""
+    if cached_tokens is None or not _CACHED_TOKENS.search(said):
+        return said
+    lines = said.split(b"\n")
+    return b"\n".join(_in_usage(line, cached_tokens) if _CACHED_TOKENS.search(line) else line for line in lines)
+
+
+def _in_usage(line: bytes, cached_tokens: int) -> bytes:
+    """Changes the usage only: the input of a tool that was called is JSON, too, and may have any names."""
+    begin = b"data: " if line.startswith(b"data: ") else b""
+    try:
+        fields = _answer.decode(line.removeprefix(begin))
+    except (msgspec.MsgspecError, RecursionError):
+        return line
+    for name in ("response", "message"):
+        if name in fields and bytes(fields[name]).startswith(b"{"):
+            fields[name] = msgspec.Raw(_in_usage(bytes(fields[name]), cached_tokens))
+    if "usage" in fields:
+        fields["usage"] = msgspec.Raw(_CACHED_TOKENS.sub(rb'"\1":\g<2>%d' % cached_tokens, bytes(fields["usage"])))
+    return begin + msgspec.json.encode(fields)
 
 
 def _late(server: str) -> LegFailed:

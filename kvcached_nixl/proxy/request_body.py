@@ -21,7 +21,7 @@ from kvcached_nixl.proxy.api import Api, ApiRoute, api_of
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.wire.params import KvTransferParams, Malformed, TokenId, parse
 
-__all__ = ["Alone", "Asked", "decode_body", "prefill_body", "read"]
+__all__ = ["Alone", "Asked", "decode_body", "one_token_body", "read"]
 
 DEFAULT_MAX_TOKENS = 256
 """Assumed for a request without a limit, when servers' outstanding tokens are compared."""
@@ -38,6 +38,8 @@ class Alone(str, Enum):
     SEVERAL = "several"
     TRUNCATION = "truncation"
     NO_PREFILL = "no_prefill"
+    CHEAPER = "cheaper"
+    """Decode computes it for less than a hand-over costs (`cost`)."""
     NO_PARAMETERS = "no_parameters"
     """Prefill answered without kv_transfer_params."""
     CLIENT = "client"
@@ -77,6 +79,15 @@ class Asked:
     prefix: bytes
     prompt_tokens: int
     max_tokens: int
+
+    @property
+    def streams(self) -> bool:
+        return "stream" in self.fields and bytes(self.fields["stream"]) == b"true"
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether a comment may come before the first token. Old servers answer the generate endpoint in one piece."""
+        return self.streams and self.route is not ApiRoute.GENERATE
 
     @property
     def sequences(self) -> int:
@@ -189,8 +200,8 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
     )
 
 
-def prefill_body(asked: Asked, transfer_id: str | None, leg_id: str) -> bytes:
-    """Returns the body for prefill: one token, not streamed, with the kv_transfer_params that ask for a hand-over."""
+def one_token_body(asked: Asked, params: KvTransferParams | msgspec.Raw, leg_id: str) -> bytes:
+    """Returns the body for a leg of one token, not streamed, as prefill gets it."""
     api = api_of(asked.route)
     fields: dict[str, Any] = {key: value for key, value in asked.fields.items() if key not in _NOT_FOR_PREFILL}
     one_token: dict[str, Any] = dict.fromkeys(api.limits, 1)
@@ -199,7 +210,7 @@ def prefill_body(asked: Asked, transfer_id: str | None, leg_id: str) -> bytes:
         kept = {key: value for key, value in sampling.items() if key not in _NOT_FOR_PREFILL}
         one_token = {api.sampling: {**kept, **one_token, "n": 1}}
     fields |= {**one_token, **dict(api.prefill)}
-    return _encode(api, fields, KvTransferParams.for_prefill(transfer_id), leg_id)
+    return _encode(api, fields, params, leg_id)
 
 
 def decode_body(asked: Asked, params: KvTransferParams | msgspec.Raw | None, leg_id: str) -> bytes:

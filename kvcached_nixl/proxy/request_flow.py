@@ -15,25 +15,25 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
 import msgspec
 
 from kvcached_nixl.proxy.account import Share
-from kvcached_nixl.proxy.client import Outgoing
+from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure
-from kvcached_nixl.proxy.fan_out import Child
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.instance import Booking, Instance, Leg, Role
+from kvcached_nixl.proxy.kind import Kind
 from kvcached_nixl.proxy.offer import Beside, NoParameters, RemoteOffer, read_offer
 from kvcached_nixl.proxy.policy import Wanted
 from kvcached_nixl.proxy.rank_count import ask_rank_count
 from kvcached_nixl.proxy.ranks import RANK_HEADER, Found, range_of
 from kvcached_nixl.proxy.record import Record
 from kvcached_nixl.proxy.relay import Relay, require_success
-from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, prefill_body
+from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, one_token_body
 from kvcached_nixl.wire.params import KvTransferParams
 
 __all__ = ["Journey"]
@@ -42,6 +42,8 @@ logger = logging.getLogger("kvcached_nixl.proxy")
 
 MOST_PREFILL_ANSWER_BYTES = 8 << 20
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.05, 1.0
+NO_PAIR = "No prefill and no decode server that are up have the same model, version and direction. Try again."
+GIVE_BACK_SECONDS = 30.0
 LATE_PREFILL_SECONDS = 1.0
 """How long a finished request waits for the end of prefill's leg, so that its connection can be reused."""
 
@@ -60,7 +62,7 @@ class Journey:
         fleet: Fleet,
         asked: Asked,
         headers: dict[str, str],
-        out: Outgoing | Child,
+        out: Response,
         record: Record,
         share: Share,
         preferred: str = "",
@@ -76,6 +78,10 @@ class Journey:
         self._tried: set[str] = set()
         self._legs = 0
         self._may_push = True
+        self._on_first: Callable[[], None] = lambda: None
+        self._first_at_seconds: float | None = None
+        self._prefill_seconds: float | None = None
+        record.on_first = self._first
         self._wanted = Wanted(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens)
         self._queue_deadline_seconds = time.monotonic() + fleet.options.queue_timeout_seconds
 
@@ -113,12 +119,17 @@ class Journey:
             return self._fleet.retry_budget.take()
         return time.monotonic() < self._queue_deadline_seconds
 
+    def _first(self) -> None:
+        self._first_at_seconds = time.monotonic()
+        self._on_first()
+
     def _note_failed(self, failure: LegFailed) -> None:
         self._fleet.metrics.retries.labels(failure.cause.value).inc()
         self._tried.add(failure.server)
         if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER):
             # Decode may have failed because of prefill, so another prefill is preferred, too.
             self._tried.add(self._record.prefill)
+            self._fleet.suspect(self._record.prefill)
         if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER, RouterFailure.RESTARTED):
             # Decode may have been sent to a dead incarnation of prefill. In pull, prefill reports where it is.
             self._may_push = False
@@ -127,8 +138,19 @@ class Journey:
     async def _attempt(self) -> None:
         if self._asked.alone is not None:
             return await self._alone(self._asked.alone)
-        if self._options.decode_alone and not self._fleet.is_up(Role.PREFILL):
+        if self._options.decode_alone and not self._fleet.is_up(Role.PREFILL, beside=Role.DECODE):
             return await self._alone(Alone.NO_PREFILL)
+        if self._record.attempts == 1 and (cheaper := self._fleet.alone(self._wanted)) is not None:
+            return await self._alone(Alone.CHEAPER, *cheaper)
+        self._prefill_seconds = None
+        begun_seconds = time.monotonic()
+        try:
+            return await self._handed_over()
+        finally:
+            if self._first_at_seconds is not None and self._prefill_seconds is not None and self._asked.streams:
+                self._fleet.costs.handed_over(self._first_at_seconds - begun_seconds - self._prefill_seconds)
+
+    async def _handed_over(self) -> None:
         place = await self._choose(Role.PREFILL, beside=Role.DECODE)
         prefill = place.server
         self._record.prefill = prefill.name
@@ -136,8 +158,8 @@ class Journey:
             headers = self._headers_of(self._leg_id())
             await ask_rank_count(prefill, self._asked, headers, self._fleet.upstream, self._options)
             place = self._fleet.choose_rank(prefill, self._wanted)
-        with prefill.kept() as taken:
-            self._record.on_first = taken
+        with prefill.counted(keeping=1) as taken:
+            self._on_first = taken
             found = prefill.ranks.found(place.rank)
             if found is not None and found.mode.is_push and self._may_push:
                 return await self._push(place, found)
@@ -145,29 +167,39 @@ class Journey:
 
     # ------------------------------------------------------------------------------------------------------ directions
 
-    async def _alone(self, reason: Alone) -> None:
+    async def _alone(self, reason: Alone, place: Booking | None = None, tokens: int | None = None) -> None:
         asked, role = self._asked, Role.DECODE
         if asked.params is not None and asked.params.do_remote_decode:
             role = Role.PREFILL
-        place = await self._choose(role)
+        if place is None:
+            place = await self._choose(role)
         self._fleet.metrics.alone.labels(reason.value).inc()
         self._record.direction, self._record.alone = "alone", reason.value
         if reason is not Alone.NO_PARAMETERS:
             self._record.prefill = ""
-        await self._answer_leg(place.server, asked.raw_params)
+        tokens = asked.prompt_tokens if tokens is None else tokens
+        ahead, begun_seconds = place.server.computing_tokens + tokens, time.monotonic()
+        with place.server.counted(computing_tokens=tokens) as self._on_first:
+            await self._answer_leg(place.server, asked.raw_params)
+        if asked.streams and self._first_at_seconds is not None:
+            self._fleet.costs.computed_alone(self._first_at_seconds - begun_seconds, ahead)
 
     async def _pull(self, prefill: Booking) -> None:
         self._record.direction = "pull"
         offer = await self._prefill_leg(prefill, None)
+        kind = prefill.server.kind
         # What prefill took is no waiting for a server.
         self._queue_deadline_seconds = time.monotonic() + self._options.queue_timeout_seconds
         if offer.raw is None:
             return await self._alone(Alone.NO_PARAMETERS)
         while True:
             # Chosen only now, by the present load: prefill may have taken long.
-            decode = (await self._choose(Role.DECODE)).server
+            decode = (await self._choose(Role.DECODE, fits=kind)).server
             try:
-                return await self._answer_leg(decode, offer.raw)
+                return await self._answer_leg(decode, offer.raw, cached_tokens=offer.cached_tokens)
+            except Answered:
+                self._fleet.later(self._give_back(decode, offer.raw))
+                raise
             except LegFailed as failure:
                 # If the request was delivered, decode may have fetched the KV, and prefill may have released it.
                 if failure.is_delivered or not self._may_retry(failure):
@@ -177,17 +209,22 @@ class Journey:
 
     async def _push(self, prefill: Booking, found: Found) -> None:
         self._record.direction = "push"
-        decode = (await self._choose(Role.DECODE)).server
+        decode = (await self._choose(Role.DECODE, fits=prefill.server.kind)).server
         transfer_id = secrets.token_hex(16)
+        params = KvTransferParams.for_decode(found.where, transfer_id)
         prefilling = asyncio.create_task(self._prefill_leg(prefill, transfer_id))
+        beside = Beside(prefilling, prefill.server, found)
         try:
-            params = KvTransferParams.for_decode(found.where, transfer_id)
-            await self._answer_leg(decode, params, Beside(prefilling, prefill.server, found))
+            await self._answer_leg(decode, params, beside)
             await asyncio.wait({prefilling}, timeout=LATE_PREFILL_SECONDS)
         except NoParameters:
             if self._out.has_begun:
                 raise
             await self._alone(Alone.NO_PARAMETERS)
+        except Answered:
+            if (offer := beside.offer) is not None and offer.raw is not None:
+                self._fleet.later(self._give_back(decode, params))
+            raise
         finally:
             # Cancelling closes the connection, which makes prefill abort the request.
             prefilling.cancel()
@@ -202,7 +239,8 @@ class Journey:
         with self._leg(prefill, asked.prompt_tokens, place.rank) as leg:
             leg.guard.limit(options.prefill_timeout_seconds, late)
             url, headers = prefill.url + asked.route.value, self._headers_of(leg_id, place.rank)
-            body = prefill_body(asked, transfer_id, leg_id)
+            body = one_token_body(asked, KvTransferParams.for_prefill(transfer_id), leg_id)
+            ahead, begun_seconds = prefill.tokens, time.monotonic()
             async with self._fleet.upstream.ask("POST", url, prefill.name, headers, body) as reply:
                 leg.heard()
                 said = await reply.body(MOST_PREFILL_ANSWER_BYTES)
@@ -212,22 +250,51 @@ class Journey:
             require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
             offer = read_offer(prefill.name, said)
         prefill.succeeded()
+        self._prefill_seconds = time.monotonic() - begun_seconds
+        self._fleet.costs.prefilled(self._prefill_seconds, ahead)
         self._learn(place, offer)
         return offer
 
+    async def _give_back(self, decode: Instance, params: KvTransferParams | msgspec.Raw) -> None:
+        """Let decode take what it has refused to use, so that prefill need not keep it until its lease ends.
+
+        The same prompt with a limit of one token: decode mostly refuses a limit that prefill did not get.
+        """
+        late = LegFailed(RouterFailure.TIME, decode.name, "decode did not answer in time")
+        leg_id = self._leg_id()
+        body = one_token_body(self._asked, params, leg_id)
+        try:
+            with decode.leg(self._asked.prompt_tokens) as leg:
+                leg.guard.limit(GIVE_BACK_SECONDS, late)
+                url = decode.url + self._asked.route.value
+                async with self._fleet.upstream.ask("POST", url, decode.name, self._headers_of(leg_id), body) as reply:
+                    await reply.body(MOST_PREFILL_ANSWER_BYTES)
+        except LegFailed as failure:
+            logger.debug("%s: prefill keeps what decode has refused until its lease ends: %s", decode.name, failure)
+
     async def _answer_leg(
-        self, server: Instance, params: KvTransferParams | msgspec.Raw | None, beside: Beside | None = None
+        self,
+        server: Instance,
+        params: KvTransferParams | msgspec.Raw | None,
+        beside: Beside | None = None,
+        cached_tokens: int | None = None,
     ) -> None:
         """Run the leg whose response goes to the client."""
         asked = self._asked
         if server.role is Role.DECODE:
             self._record.decode = server.name
+            self._fleet.decoded(server, self._wanted)
+
+        def cached() -> int | None:
+            offer = None if beside is None else beside.offer
+            return cached_tokens if offer is None else offer.cached_tokens
+
         leg_id = self._leg_id()
         with self._leg(server, asked.prompt_tokens + asked.max_tokens) as leg:
             if beside is not None:
                 beside.watch(leg.guard, self._out)
             body = decode_body(asked, params, leg_id)
-            await self._relay.run(server, leg, self._headers_of(leg_id), body, self._record)
+            await self._relay.run(server, leg, self._headers_of(leg_id), body, self._record, cached)
 
     @contextmanager
     def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Leg]:
@@ -284,23 +351,21 @@ class Journey:
         self._legs += 1
         return f"{self._record.request_id}-leg{self._legs}"
 
-    async def _choose(self, role: Role, beside: Role | None = None) -> Booking:
-        """Returns where the request goes. Waits in the queue while no server of this role, or of ``beside``, is up.
+    async def _choose(self, role: Role, beside: Role | None = None, fits: Kind | None = None) -> Booking:
+        """Returns where the request goes. Waits in the queue while none is up that `Fleet.choose` would take.
 
         Raises:
             Refusal: none came up in time.
         """
         while True:
-            missing = next((one for one in (role, beside) if one is not None and not self._fleet.is_up(one)), None)
-            if (
-                missing is None
-                and (place := self._fleet.choose(role, self._wanted, self._tried, self._preferred)) is not None
-            ):
+            place = self._fleet.choose(role, self._wanted, self._tried, self._preferred, beside, fits)
+            if place is not None:
                 return place
             left_seconds = self._queue_deadline_seconds - time.monotonic()
+            missing = next((one for one in (role, beside) if one is not None and not self._fleet.is_up(one)), None)
+            message = f"No {missing.value} server is up. Try again." if missing else NO_PAIR
             missing = missing or role
             if left_seconds <= 0 or not self._fleet.has(missing):
-                message = f"No {missing.value} server is up. Try again."
                 retry_seconds = self._fleet.retry_seconds(missing)
                 raise Refusal(503, RouterFailure.NO_SERVER, message, retry_after_seconds=retry_seconds)
             with anyio.move_on_after(left_seconds):

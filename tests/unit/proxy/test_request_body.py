@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.failure import Refusal
-from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, prefill_body, read
+from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, one_token_body, read
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 
 
 def asked(route: ApiRoute = ApiRoute.COMPLETIONS, *, allows_params: bool = False, **fields: Any) -> Asked:
     prompt: dict[str, Any] = {"prompt": "x"} if route is ApiRoute.COMPLETIONS else {"messages": []}
     return read(route, json.dumps({**prompt, **fields}).encode(), allows_params=allows_params)
+
+
+def prefill_body(found: Asked, transfer_id: str | None, leg_id: str) -> bytes:
+    return one_token_body(found, KvTransferParams.for_prefill(transfer_id), leg_id)
 
 
 def refused(**fields: Any) -> Refusal:

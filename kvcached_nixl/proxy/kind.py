@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers can hand over to each other, from what their metrics say of the handshake (`compat.metrics`)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = ["Kind", "kind_of"]
+
+_GAUGE = re.compile(
+    rb"^kvcached_nixl:(compatibility|checkpoint|weights)_id(?:\{[^\n]*\})? "
+    rb"([0-9]{1,17}(?:\.[0-9]{1,17})?(?:e\+?[0-9]{1,2})?)$",
+    re.M,
+)
+
+
+class Kind(NamedTuple):
+    """What a handshake compares, as numbers of 52 bits; 0 is not known.
+
+    Attributes:
+        compatibility: of everything but the weights: protocol, direction, versions, configuration, layout.
+        checkpoint: of the content of the files that the weights were loaded from.
+        weights: of the content of the weights, and of how they lie in memory.
+    """
+
+    compatibility: float
+    checkpoint: float
+    weights: float
+
+    def fits(self, other: Kind) -> bool:
+        """Whether the handshake of such servers would succeed."""
+        if self.compatibility != other.compatibility:
+            return False
+        return 0 < self.weights == other.weights or 0 < self.checkpoint == other.checkpoint
+
+    @property
+    def group(self) -> tuple[float, float]:
+        """Equal for servers that differ only in how they lay the same model out."""
+        return self.compatibility, self.checkpoint or self.weights
+
+
+def kind_of(metrics: bytes) -> Kind | None:
+    """Returns the kind of a server; None if its metrics do not say it, or if its engines differ.
+
+    Args:
+        metrics: its ``/metrics``.
+    """
+    found: dict[bytes, set[float]] = {}
+    for name, value in _GAUGE.findall(metrics):
+        found.setdefault(name, set()).add(float(value))
+    said = [found.get(name, set()) for name in (b"compatibility", b"checkpoint", b"weights")]
+    if any(len(one) != 1 for one in said) or said[0] == {0.0}:
+        return None
+    return Kind(*(one.pop() for one in said))
