@@ -151,10 +151,11 @@ class Fleet:
         """Whether any server of this role can take requests, and one of ``beside`` that fits it."""
         return bool(self._usable(role, beside))
 
-    def suspect(self, name: str) -> None:
-        """Look at a server at once, if it is known: a hand-over from it has failed."""
-        if (one := self._instances.get(name)) is not None:
-            one.suspected.set()
+    def suspect(self, name: str = "") -> None:
+        """Look at once at the server of this name if it is known, or at all: what is known of it may be outdated."""
+        for one in self:
+            if one.name == name or not name:
+                one.suspected.set()
 
     def is_known(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance

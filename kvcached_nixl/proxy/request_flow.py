@@ -364,6 +364,8 @@ class Journey:
             left_seconds = self._queue_deadline_seconds - time.monotonic()
             missing = next((one for one in (role, beside) if one is not None and not self._fleet.is_up(one)), None)
             message = f"No {missing.value} server is up. Try again." if missing else NO_PAIR
+            if missing is None:
+                self._fleet.suspect()
             missing = missing or role
             if left_seconds <= 0 or not self._fleet.has(missing):
                 retry_seconds = self._fleet.retry_seconds(missing)

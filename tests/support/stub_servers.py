@@ -77,7 +77,8 @@ class Fabric:
 class Stub:
     """One server. Each POST takes one of ``faults`` (see `_misbehave`); ``token_seconds`` pass between tokens.
 
-        Each request is answered only after up to ``most_delay_seconds``.
+        Each request is answered only after up to ``most_delay_seconds``. A server with a ``model_id`` says it in its
+        metrics, and takes no KV of another model.
 
     With ``ranks`` 0 it is one engine without data parallelism. Otherwise engine ids end in ``_dp`` and a number that
         starts at ``first_rank``, and the header that names a rank counts from 0, as with vLLM's hybrid load balancing.
@@ -98,11 +99,14 @@ class Stub:
         self.asked: list[Asked] = []
         self.token_seconds = 0.0
         self.prefill_seconds = 0.0
+        self.refusal_seconds = 0.0
         self.is_healthy = True
         self.stands_still = False
         self.answers_no_checks = False
         self.most_delay_seconds = 0.0
         self.metrics_text = ""
+        self.model_id = 0
+        self.cached_tokens: int | None = None
         self.usage: dict[str, int] | None = None
         self.failures = 0
         self.pad_bytes = 0
@@ -176,11 +180,20 @@ class Stub:
             await self._whole(writer, 200 if self.is_healthy else 503, b"")
         elif path == "/metrics":
             line = f'kvcached_nixl:handover_failures_total{{cause="lost"}} {self.failures}\n'
-            await self._whole(writer, 200, (self.metrics_text or line).encode(), "text/plain")
+            await self._whole(writer, 200, (self.metrics_text or line + self._kind()).encode(), "text/plain")
         elif path == "/v1/models":
             await self._json(writer, 200, {"object": "list", "data": [{"id": "model", "object": "model"}]})
         else:
             await self._json(writer, 404, {"detail": "Not Found"})
+
+    def _kind(self) -> str:
+        if not self.model_id:
+            return ""
+        values = {"compatibility": 1.0, "checkpoint": 2.0**51 + self.model_id, "weights": float(self.port)}
+        return "".join(f'kvcached_nixl:{name}_id{{engine="0"}} {value}\n' for name, value in values.items())
+
+    def _digest(self, asked: Asked) -> str:
+        return hashlib.blake2b(f"{self.model_id} {prompt_of(asked.body)}".encode(), digest_size=16).hexdigest()
 
     async def _post(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.asked.append(asked)
@@ -239,6 +252,7 @@ class Stub:
             await asyncio.sleep(3600)
         status, _, message = fault.partition(" ")
         if status.isdigit():
+            await asyncio.sleep(self.refusal_seconds)
             await self._error(writer, int(status), (message or f"said {fault}") + "x" * self.pad_bytes)
         if fault == "garbage":
             await self._whole(writer, 200, b'{"kv_transfer_params": {"remote_port": "x"', "application/json")
@@ -276,7 +290,7 @@ class Stub:
 
     def offer(self, asked: Asked) -> dict[str, Any]:
         request_id = f"cmpl-{asked.headers['x-request-id']}-0-{secrets.token_hex(4)}"
-        digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
+        digest = self._digest(asked)
         self.fabric.offers[request_id] = digest
         transfer_id = asked.params.get("transfer_id")
         engine_id = self.engine_of(asked.rank)
@@ -291,6 +305,7 @@ class Stub:
             "remote_host": HOST,
             "remote_port": 5600 + self.first_rank + asked.rank,
             "tp_size": 1,
+            **({} if self.cached_tokens is None else {"remote_prefill_cached_tokens": self.cached_tokens}),
             "something_new": {"kept": [1, 2.50]},
             "kvcached_nixl": {
                 **{
@@ -311,7 +326,7 @@ class Stub:
         }
 
     async def answer_decode(self, fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
-        digest = hashlib.blake2b(prompt_of(asked.body).encode(), digest_size=16).hexdigest()
+        digest = self._digest(asked)
         params, given = asked.params, None
         if params.get("do_remote_prefill"):
             if fault == "unmet":
