@@ -3,6 +3,8 @@
 
     kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
     kvcached_nixl:quarantined_blocks               blocks held for transfers that may still be in flight
+    kvcached_nixl:compatibility_id, checkpoint_id, weights_id
+                                                   what this engine's handshake compares (`wire.kind`)
 
 Both classes are subclasses of vLLM's (``NixlKVConnectorStats``, ``NixlPromMetrics``). They are created once per
 process, when vLLM can be imported.
@@ -17,12 +19,19 @@ from typing import Any
 from kvcached_nixl.compat.locate import STATS_MODULES
 from kvcached_nixl.compat.private import first_module, optional, private
 from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.kind import Kind
 
 __all__ = ["prom_metrics", "record", "stats", "take_reasons"]
 
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
 _REASONS = "kvcached_nixl_failure_reasons"
 MAX_REASON = 1000
+_KINDS = (  # in the order of `Kind`
+    ("kvcached_nixl:compatibility_id", "versions, configuration and layout"),
+    ("kvcached_nixl:checkpoint_id", "files that the weights were loaded from; 0 if not known"),
+    ("kvcached_nixl:weights_id", "weights in memory; 0 if not known"),
+)
 
 
 def stats(data: dict[str, Any] | None = None) -> Any:
@@ -116,6 +125,26 @@ def _prom_class() -> Any:
             )
             for values in per_engine_labelvalues.values():
                 self._quarantined.labels(*values).set(0)
+            self._kinds = [
+                self._gauge_cls(
+                    name=name,
+                    documentation=f"Identifies the {what}. Engines hand over to each other if compatibility_id is "
+                    "equal, and checkpoint_id or weights_id is equal and not 0.",
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
+                for name, what in _KINDS
+            ]
+
+        def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
+            """An engine's side channel gives other answers than before. Called on a thread of its own."""
+            try:
+                kind = Kind.of(answers)
+            except Malformed:
+                # Another program answers there; the engine has refused to start then.
+                return
+            for gauge, value in zip(self._kinds, kind, strict=True):
+                gauge.labels(*self._labelvalues[engine_idx]).set(value)
 
         def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
             super().observe(transfer_stats_data, engine_idx)

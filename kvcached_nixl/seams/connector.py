@@ -20,6 +20,7 @@ from kvcached_nixl.compat.actions.zeroing import zero_first
 from kvcached_nixl.compat.attached_state import address_of, attach, attach_step, begin_step, side_of, step_of
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
 from kvcached_nixl.compat.nixl_worker import WorkerView, transfer_results
+from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.series import (
     ASKS_FOR_RESULTS,
     ASKS_FOR_STAGES,
@@ -28,6 +29,7 @@ from kvcached_nixl.compat.series import (
     LOADS_BEHIND,
     TELLS_NEW_REQUESTS,
 )
+from kvcached_nixl.compat.side_channel import side_channel_address
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
@@ -36,6 +38,7 @@ from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.side_channel_listener import Answers, HandshakeListener
 from kvcached_nixl.scheduler.side_channel_start import start
 from kvcached_nixl.settings import MemoryPath, Settings
+from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.build import build_worker
@@ -331,7 +334,11 @@ def build_kv_connector_stats(call: Call) -> Any:
 )
 def build_prom_metrics(call: Call) -> Any:
     names = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
-    return metrics.prom_metrics(*map(call.argument, names))
+    made = metrics.prom_metrics(*map(call.argument, names))
+    parallel = call.argument("vllm_config").parallel_config
+    engines = {index: side_channel_address(index).local for index in call.argument("per_engine_labelvalues")}
+    HandshakeWatch(_channel(), engines, int(private(parallel, "tensor_parallel_size")), made.say_kind)
+    return made
 
 
 SEAMS = tuple(one for one in list(vars().values()) if isinstance(one, Seam))

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches what the side channels of a server's own engines answer. One thread in its API server.
+
+An engine's identity exists in its own process only, and reaches the API server with no other message before the first
+request. The side channel has it from the start, and again whenever the weights change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+
+from kvcached_nixl.side_channel_address import Endpoint
+from kvcached_nixl.transport.side_channel import SideChannel
+
+__all__ = ["HandshakeWatch"]
+
+INTERVAL_SECONDS = 2.0
+
+Told = Callable[[int, list[tuple[str, bytes]]], None]
+
+
+class HandshakeWatch:
+    """Runs until `close`, or with the process.
+
+    Args:
+        channel: is closed by `close`.
+        engines: index of each engine -> its side channel. Those on other hosts do not answer, and stay unknown.
+        ranks: of one engine.
+        told: called on the watch's thread with an engine's index and the answers of all its ranks, if they are new.
+    """
+
+    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, told: Told) -> None:
+        self._channel = channel
+        self._engines = dict(engines)
+        self._ranks = ranks
+        self._told = told
+        self._known: dict[int, tuple[str, bytes]] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-handshake-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+        self._thread.join()
+        self._channel.close()
+
+    def _run(self) -> None:
+        while True:
+            for index, where in self._engines.items():
+                self._look(index, where)
+            if self._closing.wait(INTERVAL_SECONDS):
+                return
+
+    def _look(self, index: int, where: Endpoint) -> None:
+        try:
+            first = self._channel.ask(*where, 0).result()
+            # Each rank's answer has the engine's incarnation, which is new whenever the weights are.
+            if not first[1] or self._known.get(index) == first:
+                return
+            others = [self._channel.ask(*where, rank) for rank in range(1, self._ranks)]
+            answers = [first, *(one.result() for one in others)]
+        except (OSError, ValueError, CancelledError):
+            return
+        if all(metadata for _, metadata in answers):
+            self._told(index, answers)
+            self._known[index] = first
