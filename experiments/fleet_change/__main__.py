@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/fleet_change/run.sh``: measure, compare with the targets, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+from pathlib import Path
+
+from experiments.common.command_line import add_quick, make_parser, run_main
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BEFORE = "0.26.0"
+MODES = ("pull", "push")
+
+DESCRIPTION = f"""\
+What does it cost clients to restart, update or lose the servers behind the router?
+
+Runs two prefill and two decode servers with vLLM {BEFORE} over kvcached, behind `kvcached-nixl proxy`, with pull and
+with push. Clients ask through OpenAI's client, streamed and not, and `vllm bench serve` beside them, while
+  every server is restarted, one after the other: drained, stopped, started, added;
+  every server is replaced by one with the other vLLM, in the same way;
+  one server of each role is killed, and brought back.
+Each answer is compared with one stock instance's."""
+
+EPILOG = """\
+targets: no wrong answer; none without an end; errors only where a stream had begun, and none but for the kills; no
+hand-over between two versions is tried.
+
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
+Results: a table; results/last-VERSION.json with every count, versions and hardware."""
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_quick(parser, "pull only")
+    return parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Imported here, not at the top: --help has to work without an environment.
+    from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name
+    from experiments.fleet_change.measure import expected_of, measure
+    from experiments.fleet_change.report import judge, table_of
+
+    began, stamp = begin(options.vllm)
+    logs = RESULTS / stamp
+    made = subprocess.run(["bash", "experiments/env.sh", BEFORE], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    if made.returncode:
+        return 2
+    before = Path(made.stdout.splitlines()[-1]) / "bin" / "vllm"
+    with Narrator(f"changes of a fleet, vLLM {BEFORE} to {options.vllm}") as narrator:
+        expected = expected_of(before, logs, narrator.say)
+        found = [
+            measure(mode, before, expected, logs / mode, narrator.say) for mode in MODES[: 1 if options.quick else 2]
+        ]
+    phases = [phase for one in found for phase in one]
+    content = {"began": began, "before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}
+    path = RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
+    return conclude([table_of(phases)], judge(phases), path, content)
+
+
+if __name__ == "__main__":
+    run_main(main, parse())
