@@ -26,8 +26,13 @@ _TAIL_CHARACTERS = 4000
 
 
 @contextlib.contextmanager
-def routed(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *options: str) -> Iterator[str]:
+def routed(
+    prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *options: str, files: int | None = None
+) -> Iterator[str]:
     """Start ``kvcached-nixl proxy``; yields its URL, without a path, when it reports all servers as up.
+
+    Args:
+        files: how many files it may open; None for as many as this process.
 
     Raises:
         ServerError: the router did not start, or ended with a status other than 0.
@@ -35,6 +40,8 @@ def routed(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *op
     (port,) = free_ports(1)
     servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]
     command = [sys.executable, "-m", "kvcached_nixl", "proxy", "--port", str(port), *servers, *options]
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     url = f"http://{HOST}:{port}"
     expected, environ = f"its {len(servers)} servers up", {**os.environ, "KVCACHED_NIXL_ADMIN_KEY": ADMIN_KEY}
     with running_router(command, log, lambda: _is_up(url, len(servers)), expected, environ) as process:

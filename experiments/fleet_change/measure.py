@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -32,6 +34,7 @@ TOKENS = 24
 AT_ONCE = 4
 STEP_SECONDS = 150.0
 SETTLE_SECONDS = 2.0
+BUSY_LOOPS, BUSY_SECONDS = 10, 60.0
 BENCH_PROMPTS, BENCH_AT_ONCE = 16, 2
 NAMES = ("prefill-1", "decode-1", "prefill-2", "decode-2")
 """In the order in which they are changed: of two prefills and two decodes, there is always a pair that fits."""
@@ -114,11 +117,24 @@ def measure(mode: str, before: Path, expected: Mapping[int, str], logs: Path, sa
             changes: list[tuple[str, Callable[[], None]]] = [
                 ("restart", lambda: fleet.change_each(mode, before)),
                 ("version", lambda: fleet.change_each(mode, None)),
+                ("busy", starve),
                 ("kill", lambda: fleet.kill_and_replace(0, 1)),
             ]
             # So that the router knows where to push to.
             asyncio.run(_ask_once(url, expected))
             return [_phase(mode, change, act, fleet, expected, logs, say) for change, act in changes]
+
+
+def starve() -> None:
+    """Run ten processes beside the servers that do nothing but compute."""
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(BUSY_LOOPS)]
+    try:
+        time.sleep(BUSY_SECONDS)
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
 
 
 class Fleet:

@@ -41,11 +41,11 @@ def judge(phases: Sequence[Phase]) -> list[Verdict]:
     return [
         Verdict("wrong answers, and answers without an end (0)", f"{bad}, beside {right} right", bad == 0 < right),
         Verdict("errors before the first token (0)", f"{early}", early == 0),
-        Verdict("errors during restarts and updates (0)", f"{errors}", errors == 0),
+        Verdict("errors during restarts and updates, and on a busy machine (0)", f"{errors}", errors == 0),
         Verdict(
-            "vllm bench serve: failed during restarts and updates (0)",
+            "vllm bench serve: failed during these (0)",
             f"{benched}, and {completed} completed in all",
             benched == 0 < completed,
         ),
-        Verdict("hand-overs that failed during restarts and updates (0)", f"{handed}", handed == 0),
+        Verdict("hand-overs that failed during these (0)", f"{handed}", handed == 0),
     ]

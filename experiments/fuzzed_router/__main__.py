@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from experiments.fuzzed_router.traffic import Found, Fuzz
 
 RESULTS = Path(__file__).resolve().parent / "results"
+FILES = 256
 # The experiments' model has no chat template.
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
@@ -30,7 +31,9 @@ with default options, one with --client-params --decode-alone. Sixteen connectio
 drawn from a seed. A fifth are valid requests, whose answer was taken from decode alone before. The others are bodies
 with fields of a wrong type or out of range, unknown, repeated or nested too deep; bodies whose bytes were changed, cut
 off or encoded differently; valid bodies with kv_transfer_params from the client, as experiments/fuzzed_parameters draws
-them; and odd methods, paths, headers, lengths and chunks, bodies that do not end, several requests on one connection.
+them; and odd methods, paths, headers, lengths, chunks and trailers, bodies that do not end, several requests on one
+connection, answers that are read a few bytes at a time. Each router may open 256 files, and a hundred connections to it
+send nothing, or half a head, all the time.
 
 A 200 is compared with the answer of decode alone to the same body if sampling is greedy. A 5xx counts as the server's
 own if decode fails in the same way when asked directly; the router answers 502 for a server's 500, and names it."""
@@ -121,12 +124,13 @@ def fuzz_mode(
         fuzz: Fuzz | None = None
         try:
             with (
-                routed([prefill], [decode], logs / f"{mode}-router.log", *limits) as plain,
+                routed([prefill], [decode], logs / f"{mode}-router.log", *limits, files=FILES) as plain,
                 routed(
                     [prefill],
                     [decode],
                     logs / f"{mode}-router-trusting.log",
                     *(*limits, "--client-params", "--decode-alone"),
+                    files=FILES,
                 ) as trusting,
             ):
                 fuzz = make_fuzz(prefill, decode, plain, trusting, mode, options.seed, progress)

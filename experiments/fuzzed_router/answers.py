@@ -10,7 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-__all__ = ["Reply", "Said", "Unreadable", "agrees", "is_determined", "is_same_failure", "read", "replies", "says_error"]
+__all__ = [
+    "Reply",
+    "Said",
+    "Unreadable",
+    "agrees",
+    "is_determined",
+    "is_same_failure",
+    "read",
+    "replies",
+    "says_error",
+    "without_comments",
+]
 
 
 class Unreadable(ValueError):
@@ -78,6 +89,18 @@ def replies(heard: bytes, methods: Sequence[str]) -> list[Reply]:
             raise Unreadable(f"{type(cause).__name__}: {cause}"[:200]) from cause
         found.append(Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body))
     return found
+
+
+def without_comments(reply: Reply) -> Reply:
+    """Return a stream without the comments that kept it alive; of an error that followed them, the error's response."""
+    if not reply.body.startswith(b":"):
+        return reply
+    rest = b"".join(one + b"\n\n" for one in reply.body.split(b"\n\n") if one and not one.startswith(b":"))
+    bare = Reply(reply.status, reply.headers, rest)
+    if rest.count(b"\n\n") != 1:
+        return bare
+    failed = Reply(reply.status, reply.headers, rest.strip().removeprefix(b"data: "))
+    return Reply(_object(failed.body)["error"]["code"], reply.headers, failed.body) if says_error(failed) else bare
 
 
 def says_error(reply: Reply) -> bool:

@@ -48,12 +48,14 @@ class Case:
     Attributes:
         pieces: byte strings, sent one after the other.
         half_closes: whether the client then closes its sending side.
+        reads_slowly: whether it reads a few bytes at a time, from a small buffer.
     """
 
     change: str
     messages: tuple[Message, ...]
     pieces: tuple[bytes, ...]
     half_closes: bool = False
+    reads_slowly: bool = False
 
 
 HOSTS = (b"x", b"x", b"", b"[::1", b"a b", b"\xff", b"x:99999999", b"x/y?z#", b"user@x")
@@ -156,12 +158,12 @@ _RIGHT_HEADERS = (
     *(b"Authorization: Bearer " + b"k" * 8000, b"Authorization: \xff", b"Authorization:", b"Authorization: a\tb"),
     *(b"traceparent: nothing", b"tracestate: \x80=\t", b"X-data-parallel-rank: 999", b"X-Upstream: http://127.0.0.1:1"),
     *(b"Expect: 100-continue", b"Expect: wonders", b"Cookie: " + b"c" * 8000, b"TE: trailers", b"Range: bytes=0-1"),
-    *(b"Upgrade: h2c", b"Host: y", b"Accept-Encoding: gzip", b"Content-Encoding: identity", b"Keep-Alive: timeout=1"),
+    *(b"Upgrade: h2c", b"Accept-Encoding: gzip", b"Content-Encoding: identity", b"Keep-Alive: timeout=1"),
     *(b"X-Forwarded-For: 10.0.0.1", b"Upgrade: websocket"),
 )
 _REFUSED_HEADERS = (
     *(b"\r\n".join(b"X-%d: y" % number for number in range(300)), b"X-Request-Id: " + b"i" * 9000),
-    *(b"Content-Encoding: gzip", b"X: " + b"y" * 40_000, b"Content-Encoding: br, gzip"),
+    *(b"Content-Encoding: gzip", b"Host: y", b"X: " + b"y" * 40_000, b"Content-Encoding: br, gzip"),
 )
 _NO_HTTP_HEADERS = (
     *(b"X: a\x00b", b"no colon", b": no name", b"X y: z", b"X: " + b"y" * 120_000, b"Content-Length: 3"),
@@ -263,6 +265,14 @@ def _pieces(random_: random.Random, bodies: Sequence[Body]) -> Case:
     return Case("in pieces", (Message("POST", bodies[0], Expects.RIGHT),), pieces)
 
 
+def _slow(random_: random.Random, bodies: Sequence[Body]) -> Case:
+    """Read the answers a few bytes at a time, those of pipelined requests, too."""
+    if random_.random() < 0.5:
+        return Case("read slowly", (Message("POST", bodies[0], Expects.RIGHT),), (_request(bodies[0]),), False, True)
+    case = _several(random_, bodies)
+    return Case(f"{case.change}, read slowly", case.messages, case.pieces, False, True)
+
+
 def _several(random_: random.Random, bodies: Sequence[Body]) -> Case:
     """Send several requests over one connection, an odd one first: each later one must get its own answer."""
     first = bodies[0]
@@ -301,4 +311,5 @@ def _one(
 _MAKES: tuple[Make, ...] = (
     *(_method, _target, _target_no_http, _elsewhere, _header, _header, _header, _kind, _version, _chunked, _chunked),
     *(_chunked_no_http, _chunked_long, _length, _length, _too_long, _leaves, _pieces, _pieces, _several, _several),
+    *(_slow, _slow),
 )

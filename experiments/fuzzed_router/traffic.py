@@ -22,12 +22,14 @@ from experiments.fuzzed_parameters.traffic import silent_listener
 from experiments.fuzzed_router import answers, bodies, messages
 from experiments.fuzzed_router.answers import Reply, Said, Unreadable
 from experiments.fuzzed_router.bodies import Body
-from experiments.fuzzed_router.connection import exchange
+from experiments.fuzzed_router.connection import exchange, idling
 from experiments.fuzzed_router.messages import Case, Expects, Message
 
 __all__ = ["FINE", "Found", "Fuzz"]
 
 AT_A_TIME = 16
+IDLE_CONNECTIONS = 100
+"""Of clients that send nothing, or half a head, to each router all the time."""
 HANG_SECONDS = 60.0
 RENEWED_EVERY = 50
 """Requests between two checks that the servers are alive, and between two requests for new parameters of prefill."""
@@ -111,31 +113,35 @@ class Fuzz:
                 reply = await self._direct(http, path, self._for_alone(content))
                 assert reply.status == httpx.codes.OK, f"decode alone answers {fields}: {reply.body[:500]!r}"
                 self.known.append(answers.read(reply))
-            with silent_listener() as silent:
-                ports = [*free_ports(1), silent]
-                places = asyncio.Semaphore(AT_A_TIME)
-                asked: set[asyncio.Task[None]] = set()
-                try:
-                    for number in range(count):
-                        if number % RENEWED_EVERY == 0:
-                            self.check_alive()
-                            await self._renew_offers(http)
-                            self.progress(f"{number} of {count}: {dict(self.found.verdicts)}")
-                        await places.acquire()
-                        # Drawn here, not in the task: the order in which requests end must not change what is drawn.
-                        task = asyncio.create_task(self._one(http, *self._draw(ports), places))
-                        asked.add(task)
-                        task.add_done_callback(asked.discard)
-                    await asyncio.gather(*asked)
-                finally:
-                    for task in asked:
-                        task.cancel()
-                    await asyncio.gather(*asked, return_exceptions=True)
+            async with idling((self.plain, self.trusting), IDLE_CONNECTIONS):
+                await self._ask_all(http, count)
             self.check_alive()
             for place, port in itertools.product(range(len(self.valid)), (self.plain, self.trusting)):
                 verdict, detail = await self._ask(http, port, messages.plain(self._body(place), Expects.RIGHT))
                 assert verdict == "right", f"{self.valid[place]} at the end: {verdict} {detail}"
         return self.found
+
+    async def _ask_all(self, http: httpx.AsyncClient, count: int) -> None:
+        with silent_listener() as silent:
+            ports = [*free_ports(1), silent]
+            places = asyncio.Semaphore(AT_A_TIME)
+            asked: set[asyncio.Task[None]] = set()
+            try:
+                for number in range(count):
+                    if number % RENEWED_EVERY == 0:
+                        self.check_alive()
+                        await self._renew_offers(http)
+                        self.progress(f"{number} of {count}: {dict(self.found.verdicts)}")
+                    await places.acquire()
+                    # Drawn here, not in the task: the order in which requests end must not change what is drawn.
+                    task = asyncio.create_task(self._one(http, *self._draw(ports), places))
+                    asked.add(task)
+                    task.add_done_callback(asked.discard)
+                await asyncio.gather(*asked)
+            finally:
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
 
     # ----------------------------------------------------------------------------------------------------------- draw
 
@@ -215,7 +221,8 @@ class Fuzz:
         """Return the verdict on a connection's requests: of the first that is not in `FINE`, else of the last."""
         try:
             heard = await exchange(port, case, HANG_SECONDS)
-            found = answers.replies(heard, [one.method for one in case.messages])
+            said = answers.replies(heard, [one.method for one in case.messages])
+            found = [answers.without_comments(one) for one in said]
         except asyncio.TimeoutError:
             return "no end", ""
         except OSError as error:

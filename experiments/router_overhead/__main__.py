@@ -34,7 +34,7 @@ EPILOG = """\
 targets:
   paced, 64 streams: the router adds less than 3 ms to the time to first token (p50)
   as fast as possible: at least 1.5 times the pass-through's requests a second, with every number of streams
-  memory after 100,000 requests at most 1.1 times the memory after 10,000; no request fails
+  memory and open files after 100,000 requests at most 1.1 times those after 10,000; no request fails
 
 exit status: 0 all targets reached; 1 a target was missed
 Results: a table; results/last-VERSION.json with versions and hardware; results/last-VERSION.png."""
@@ -104,16 +104,17 @@ def measure(quick: bool, say: Any) -> tuple[list[dict[str, Any]], dict[str, floa
 
 
 def _memory(ports: list[int], pid: int, say: Any) -> dict[str, float]:
-    from experiments.router_overhead.arms import resident_bytes
+    from experiments.router_overhead.arms import open_files, resident_bytes
     from experiments.router_overhead.load import load
 
-    done, begin = 0, 0
+    done, begin, begin_files = 0, 0, 0
     while done < MEMORY_REQUESTS:
         say(f"router's memory: {done:,} of {MEMORY_REQUESTS:,} requests")
         done += len(asyncio.run(load(ports, MEMORY_STREAMS, 5.0)).whole)
         if not begin and done >= MEMORY_REQUESTS / 10:
-            begin = resident_bytes(pid)
-    return {"requests": done, "begin_bytes": begin, "end_bytes": resident_bytes(pid)}
+            begin, begin_files = resident_bytes(pid), open_files(pid)
+    files = {"begin_files": begin_files, "end_files": open_files(pid)}
+    return {"requests": done, "begin_bytes": begin, "end_bytes": resident_bytes(pid), **files}
 
 
 async def _warm(ports: list[int]) -> None:

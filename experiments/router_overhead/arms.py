@@ -112,6 +112,11 @@ def resident_bytes(pid: int) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def open_files(pid: int) -> int:
+    """Return how many files and connections a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process, over all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

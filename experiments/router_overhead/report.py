@@ -46,6 +46,9 @@ def judge(rows: Rows, memory: Mapping[str, float] | None) -> list[Verdict]:
         growth = memory["end_bytes"] / memory["begin_bytes"]
         words = f"memory after {memory['requests']:,.0f} requests / after a tenth of them (<= {MEMORY_GROWTH:g})"
         verdicts.append(Verdict(words, f"{growth:.3f}", growth <= MEMORY_GROWTH))
+        begin, end = memory["begin_files"], memory["end_files"]
+        words = f"open files, at the same times (<= {MEMORY_GROWTH:g})"
+        verdicts.append(Verdict(words, f"{begin:.0f} and {end:.0f}", end <= MEMORY_GROWTH * begin))
     return verdicts
 
 
