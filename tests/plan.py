@@ -66,6 +66,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_push.py": (None, 7.0),
     "e2e/test_refusals.py": (None, 2.5),
     "e2e/test_router.py": (None, 13.0),
+    "e2e/test_router_kinds.py": (None, 4.5),
     "e2e/test_router_ranks.py": (None, 6.5),
     "stacks/test_containerfile.py": (None, 1.6),
     "stacks/test_dynamo.py": (None, 3.0),

@@ -247,7 +247,7 @@ def _client_of(url: str) -> Any:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=STEP_SECONDS)
 
 
-async def _ask(client: Any, request: Request, begun: list[str]) -> tuple[str, str | None]:
+async def ask(client: Any, request: Request, begun: list[str]) -> tuple[str, str | None]:
     """Return the text and why it ended. ``begun`` gets each piece of a stream as it comes."""
     asked = {"model": "model", "prompt": _prompt(request.number), "max_tokens": TOKENS, "temperature": 0}
     answer = await client.completions.create(**asked, stream=request.streams, extra_body={"ignore_eos": True})
@@ -263,13 +263,13 @@ async def _ask(client: Any, request: Request, begun: list[str]) -> tuple[str, st
 
 async def _answers(url: str) -> dict[int, str]:
     async with _client_of(url) as client:
-        return {number: (await _ask(client, Request(number, False), []))[0] for number in range(PROMPTS)}
+        return {number: (await ask(client, Request(number, False), []))[0] for number in range(PROMPTS)}
 
 
 async def _ask_once(url: str, expected: Mapping[int, str]) -> None:
     async with _client_of(url) as client:
         for number in expected:
-            await _ask(client, Request(number, True), [])
+            await ask(client, Request(number, True), [])
 
 
 async def _ask_until(url: str, expected: Mapping[int, str], has_ended: Callable[[], bool]) -> Counter[Outcome]:
@@ -281,7 +281,7 @@ async def _ask_until(url: str, expected: Mapping[int, str], has_ended: Callable[
         while not has_ended():
             place += 1
             request = Request(numbers[place % len(numbers)], streams=place % 3 > 0)
-            outcome = await _judged(client, request, expected[request.number])
+            outcome = await judged(client, request, expected[request.number])
             found[outcome] += 1
 
     async with _client_of(url) as client:
@@ -289,10 +289,10 @@ async def _ask_until(url: str, expected: Mapping[int, str], has_ended: Callable[
     return found
 
 
-async def _judged(client: Any, request: Request, expected: str) -> Outcome:
+async def judged(client: Any, request: Request, expected: str) -> Outcome:
     begun: list[str] = []
     try:
-        text, reason = await asyncio.wait_for(_ask(client, request, begun), STEP_SECONDS)
+        text, reason = await asyncio.wait_for(ask(client, request, begun), STEP_SECONDS)
     except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
         return Outcome.NO_END
     except openai.OpenAIError:

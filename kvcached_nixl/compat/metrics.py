@@ -82,6 +82,15 @@ def _data_of(account: Any) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def _unregister() -> None:
+    """Remove our metrics of before: vLLM makes its logger anew when it scales, and removes its own metrics only."""
+    from prometheus_client import REGISTRY
+
+    for collector in list(REGISTRY._collector_to_names):
+        if any(name.startswith("kvcached_nixl:") for name in REGISTRY._collector_to_names[collector]):
+            REGISTRY.unregister(collector)
+
+
 @functools.cache
 def _stats_class() -> Any:
     stock = private(first_module(STATS_MODULES), "NixlKVConnectorStats")
@@ -110,6 +119,7 @@ def _prom_class() -> Any:
 
     class HandOverPromMetrics(stock):  # type: ignore[misc, valid-type]
         def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+            _unregister()
             super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             self._labelvalues = per_engine_labelvalues
             self._failures = self._counter_cls(

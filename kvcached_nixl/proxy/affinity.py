@@ -7,11 +7,10 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-__all__ = ["PrefixTree"]
+__all__ = ["PIECE_BYTES", "PREFIX_BYTES", "PrefixTree"]
 
 PIECE_BYTES = 256
 """About sixty tokens of text, or exactly 64 token ids (four bytes each): a few blocks of KV."""
-PIECE_TOKENS = 64
 MOST_PIECES = 64
 """Of one prompt. What follows them rarely helps to tell prompts apart, so it is ignored."""
 PREFIX_BYTES = MOST_PIECES * PIECE_BYTES
@@ -40,11 +39,11 @@ class PrefixTree:
         longest = deque(self._found(namespace, prefix), maxlen=1)
         return longest[0] if longest else ()
 
-    def lengths(self, namespace: bytes, prefix: bytes) -> dict[str, int]:
-        """Returns server -> about how many tokens of the prompt it has computed before."""
+    def pieces(self, namespace: bytes, prefix: bytes) -> dict[str, int]:
+        """Returns server -> how many pieces of `PIECE_BYTES` of the prefix it has computed before."""
         longest: dict[str, int] = {}
         for number, servers in enumerate(self._found(namespace, prefix), 1):
-            longest |= dict.fromkeys(servers, number * PIECE_TOKENS)
+            longest |= dict.fromkeys(servers, number)
         return longest
 
     def _found(self, namespace: bytes, prefix: bytes) -> Iterator[tuple[str, ...]]:

@@ -102,8 +102,8 @@ class App:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. Cancelled when its client closes the connection."""
         request_id, shown_id = draw_id(request)
-        out = Outgoing(request, shown_id, self._options.client_timeout_seconds)
         route = _ROUTES.get(request.path) if request.method == "POST" else None
+        out = Outgoing(request, route, shown_id, self._options.client_timeout_seconds)
         if route is None:
             await self._told(out, None, lambda share: self._say(request, out, share), 0)
         else:
@@ -240,7 +240,8 @@ class App:
             return await _json(out, 200, {})
         if path in ("/health", "/readyz"):
             up = {role.value: sum(one.role is role and one.is_usable for one in self.fleet) for role in Role}
-            is_able = up["decode"] > 0 and (up["prefill"] > 0 or self._options.decode_alone)
+            has_pair = up["prefill"] > 0 and self.fleet.is_up(Role.PREFILL, beside=Role.DECODE)
+            is_able = up["decode"] > 0 and (has_pair or self._options.decode_alone)
             status = 200 if is_able and self.is_ready else 503
             return await _json(out, status, {"up": up, "draining": not self.is_ready})
         if path == "/metrics":

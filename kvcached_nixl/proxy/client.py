@@ -13,13 +13,15 @@ from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+import msgspec
 from aiohttp import web
 
 from kvcached_nixl.proxy.account import Share
+from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.failure import ClientLeft, Refusal, RouterFailure, error_body
+from kvcached_nixl.proxy.failure import ClientLeft, LegFailed, Refusal, RouterFailure, error_body
 
-__all__ = ["Outgoing", "Response", "draw_id", "header", "passed_on", "read_body", "refuse_odd_head"]
+__all__ = ["Outgoing", "Response", "draw_id", "error_event", "header", "passed_on", "read_body", "refuse_odd_head"]
 
 SERVER = "kvcached-nixl"
 COPIES = 4
@@ -126,6 +128,7 @@ class Outgoing:
     and an error becomes an event.
 
     Args:
+        route: of a request that is routed; else None.
         shown_id: value of ``X-Request-Id``: the client's own, or the router's.
         client_timeout_seconds: how long the client may take to read a piece; then it counts as having left.
 
@@ -133,8 +136,11 @@ class Outgoing:
         sent_bytes: bytes of the body sent so far.
     """
 
-    def __init__(self, request: web.BaseRequest, shown_id: str, client_timeout_seconds: float) -> None:
+    def __init__(
+        self, request: web.BaseRequest, route: ApiRoute | None, shown_id: str, client_timeout_seconds: float
+    ) -> None:
         self._request = request
+        self._route = route
         self._transport = request.transport
         self._seconds = client_timeout_seconds
         self._headers = {"Server": SERVER, "X-Request-Id": shown_id}
@@ -162,10 +168,16 @@ class Outgoing:
     async def whole(
         self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Send a complete response."""
+        """Send a complete response.
+
+        Raises:
+            LegFailed: it was to be streamed, and comments were sent.
+        """
         async with self._sending:
             self.has_begun = True
-            assert self._response is None, "a stream has begun already"
+            if self._response is not None:
+                reason = "the server answered in one piece what was to be streamed"
+                raise LegFailed(RouterFailure.ANSWER, "decode", reason, is_retriable=False)
             named = {**self._headers, "Content-Type": content_type or "application/octet-stream", **(headers or {})}
             self.sent_bytes = len(body)
             await self._prepare(web.Response(status=status, body=body, headers=named))
@@ -174,7 +186,7 @@ class Outgoing:
     async def fail(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send an error: as a response, or, if a stream was sent already, as an event of it.
 
-        The event is in vLLM's format, without ``[DONE]``, which would mean success.
+        The event is in the endpoint's format, without ``[DONE]``, which would mean success.
 
         Raises:
             ClientLeft: a whole response was sent already, and nothing can follow it.
@@ -186,8 +198,7 @@ class Outgoing:
             return
         if isinstance(self._response, web.Response):
             raise ClientLeft
-        event = body if body.startswith(b"{") and b"\n" not in body else error_body(status, "a server refused it")
-        await self.piece(b"data: " + event + b"\n\n")
+        await self.piece(error_event(self._route, status, body))
         await self.end()
 
     async def begin(self, content_type: str) -> None:
@@ -253,6 +264,31 @@ class Outgoing:
                 await telling
             except ConnectionError as error:
                 raise ClientLeft from error
+
+
+class _Failed(msgspec.Struct):
+    error: dict[str, msgspec.Raw]
+
+
+_failed = msgspec.json.Decoder(_Failed)
+
+
+def error_event(route: ApiRoute | None, status: int, body: bytes) -> bytes:
+    """Returns an error as the last event of a stream.
+
+    Anthropic's client ignores an event without a name, and OpenAI's one without an ``error``: both would take what came
+    before for the whole answer.
+    """
+    try:
+        error = _failed.decode(body).error
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        error = _failed.decode(error_body(status, "The request failed: a server refused it.")).error
+    if route is ApiRoute.MESSAGES:
+        begin, event = b"event: error\n", msgspec.json.encode({"type": "error", "error": error})
+    else:
+        begin, event = b"", msgspec.json.encode({"error": error})
+    # A line end would end the event. In JSON it stands between values only, where it may be a space.
+    return begin + b"data: " + event.replace(b"\r", b" ").replace(b"\n", b" ") + b"\n\n"
 
 
 def _too_large(limit_bytes: int) -> Refusal:

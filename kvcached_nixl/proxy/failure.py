@@ -151,7 +151,8 @@ class LegFailed(Exception):
     @property
     def is_delivered(self) -> bool:
         """Whether the server may have got the request. If not, any server may be tried, also the same again."""
-        return self.cause not in (RouterFailure.UNREACHABLE, RouterFailure.CONNECT, RouterFailure.LOCAL)
+        undelivered = (RouterFailure.UNREACHABLE, RouterFailure.CONNECT, RouterFailure.LOCAL, RouterFailure.NO_SERVER)
+        return self.cause not in undelivered
 
 
 class Answered(Exception):

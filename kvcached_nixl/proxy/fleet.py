@@ -51,7 +51,6 @@ class Fleet:
         self._policies = {role: make(options.policy) for role in Role}
         self._changed = asyncio.Event()
         self._draw = random.Random()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._decoded = PrefixTree()
         self.costs = Costs()
         self.metrics = Metrics(self._instances.values)
@@ -66,18 +65,12 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop all health checks, and close the idle connections."""
-        watchers = [*self._watchers.values(), *self._tasks]
+        watchers = list(self._watchers.values())
         self._instances.clear()
         for one in watchers:
             one.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         await self.upstream.close()
-
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what no client waits for; it is cancelled by `close`."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # --------------------------------------------------------------------------------------------------- administration
 
@@ -152,9 +145,9 @@ class Fleet:
         return bool(self._usable(role, beside))
 
     def suspect(self, name: str = "") -> None:
-        """Look at once at the server of this name if it is known, or at all: what is known of it may be outdated."""
+        """Look soon at the server of this name, or at all, if they are up: what is known of them may be outdated."""
         for one in self:
-            if one.name == name or not name:
+            if one.state is Health.UP and name in (one.name, ""):
                 one.suspected.set()
 
     def is_known(self, instance: Instance) -> bool:
@@ -200,23 +193,28 @@ class Fleet:
         prefills, decodes = self._usable(Role.PREFILL, Role.DECODE), self._usable(Role.DECODE)
         if not self.options.alone_most_tokens or not prefills or not decodes:
             return None
-        handing_over = self.costs.of_handing_over(min(one.tokens for one in prefills) + request.prompt_tokens)
-        known = self._decoded.lengths(request.namespace, request.prefix)
-        found = [(max(1, request.prompt_tokens - known.get(one.name, 0)), one) for one in decodes]
-        costs = [
-            (self.costs.of_computing_alone(tokens, one.computing_tokens, one.requests), tokens, one)
-            for tokens, one in found
-            if tokens <= self.options.alone_most_tokens and not one.is_doubted
+        pieces = self._decoded.pieces(request.namespace, request.prefix)
+        known = {name: count * request.piece_tokens for name, count in pieces.items()}
+        found = [
+            (max(1, request.prompt_tokens - known.get(_epoch_of(one), 0)), one)
+            for one in self._by_weight(decodes)
+            if not one.is_doubted
         ]
-        if handing_over is None or not costs:
+        found = [(tokens, one) for tokens, one in found if tokens <= self.options.alone_most_tokens]
+        if not found:
             return None
-        cost, tokens, server = min(costs, key=lambda one: one[0])
-        return (Booking(server, None), tokens) if cost < handing_over else None
+        costs = self.costs
+        tokens, server = min(
+            found, key=lambda one: costs.of_computing_alone(one[0], one[1].computing_tokens, one[1].requests)
+        )
+        alone = costs.of_computing_alone(tokens, server.computing_tokens, server.requests)
+        ahead = min(one.tokens for one in prefills) + request.prompt_tokens
+        return (Booking(server, None), tokens) if costs.is_alone_better(alone, ahead) else None
 
     def decoded(self, server: Instance, request: Wanted) -> None:
         """A decode server has this prompt in its prefix cache from now on."""
         if self.options.alone_most_tokens:
-            self._decoded.add(request.namespace, request.prefix, server.name)
+            self._decoded.add(request.namespace, request.prefix, _epoch_of(server))
 
     def _by_weight(self, usable: list[Instance]) -> list[Instance]:
         """Returns the servers of one kind and weight, drawn with the sum of their weights as probability."""
@@ -250,6 +248,11 @@ class Fleet:
         if instance is None:
             raise Refusal(404, RouterFailure.BODY, f"No server {name[:200]!r} is known.")
         return instance
+
+
+def _epoch_of(server: Instance) -> str:
+    """Names a server until it goes down, and takes its prefix cache with it."""
+    return f"{server.name} {server.epoch}"
 
 
 def _fitting(servers: list[Instance], kinds: Collection[Kind | None]) -> list[Instance]:

@@ -26,6 +26,8 @@ logger = logging.getLogger("kvcached_nixl.proxy")
 MOST_PAUSE_SECONDS = 30.0
 MOST_METRICS_BYTES = 8 << 20
 LOOK_SECONDS = 30.0
+METRICS_SECONDS = 2.0
+"""A server that answers /health and not /metrics is up, and its kind is not known."""
 LOOKS_PER_METRICS = 5
 LEAST_METRICS_SECONDS = 1.0
 _FAILURES = re.compile(
@@ -37,16 +39,19 @@ _CERTAIN = (RouterFailure.UNREACHABLE, RouterFailure.BROKEN, RouterFailure.SERVE
 
 async def watch(instance: Instance, fleet: Fleet) -> None:
     """Runs until cancelled: update the server's state and kind, and count the hand-over failures that it reports."""
-    failures, looks, read_at_seconds = 0, 0, 0.0
+    failures, read_at_seconds, due_seconds = 0, -LEAST_METRICS_SECONDS, 0.0
     # Asked each time, since a cancellation can be lost before Python 3.11.
     while fleet.is_known(instance):
-        is_suspected = instance.suspected.is_set() and time.monotonic() - read_at_seconds > LEAST_METRICS_SECONDS
+        if instance.suspected.is_set():
+            due_seconds = min(due_seconds, read_at_seconds + LEAST_METRICS_SECONDS)
         instance.suspected.clear()
         try:
-            await _ask(instance, "/health", fleet)
-            if is_suspected or instance.state is not Health.UP or looks % LOOKS_PER_METRICS == 0:
+            await _ask(instance, "/health", fleet, LOOK_SECONDS)
+            if instance.state is not Health.UP or time.monotonic() >= due_seconds:
                 read_at_seconds = time.monotonic()
-                await _look_at_metrics(instance, fleet)
+                is_read = await _look_at_metrics(instance, fleet)
+                pause_looks = LOOKS_PER_METRICS if is_read else 1
+                due_seconds = time.monotonic() + pause_looks * fleet.options.health_interval_seconds
         except LegFailed as failure:
             failures += failure.cause in _CERTAIN
             _judge(instance, failure, failures, fleet)
@@ -59,8 +64,7 @@ async def watch(instance: Instance, fleet: Fleet) -> None:
                 # Of a server that is up, only its answers to requests end the doubt.
                 instance.succeeded()
             _set(instance, Health.UP, "", fleet)
-            looks += 1
-        await _pause(instance, fleet, failures)
+        await _pause(instance, fleet, failures, due_seconds)
 
 
 def _judge(instance: Instance, failure: LegFailed, failures: int, fleet: Fleet) -> None:
@@ -89,6 +93,7 @@ def _set(instance: Instance, state: Health, reason: str, fleet: Fleet) -> None:
     else:
         instance.ranks.forget()
         instance.kind = None
+        instance.epoch += 1
         if before is Health.UP:
             fleet.metrics.ejections.labels(instance.role.value, instance.name).inc()
         logger.warning(
@@ -111,10 +116,12 @@ def pause_seconds(failures: int, is_up: bool, interval_seconds: float, most_fail
     return min(interval_seconds * 2.0 ** min(more, 16), max(MOST_PAUSE_SECONDS, interval_seconds))
 
 
-async def _pause(instance: Instance, fleet: Fleet, failures: int) -> None:
+async def _pause(instance: Instance, fleet: Fleet, failures: int, due_seconds: float) -> None:
     options = fleet.options
     is_up = instance.state is Health.UP
     seconds = pause_seconds(failures, is_up, options.health_interval_seconds, options.health_failures)
+    if is_up and not failures:
+        seconds = min(seconds, max(0.0, due_seconds - time.monotonic()))
     instance.next_look_seconds = time.monotonic() + seconds
     if is_up and failures:
         await asyncio.sleep(seconds)
@@ -126,12 +133,12 @@ async def _pause(instance: Instance, fleet: Fleet, failures: int) -> None:
         waiting.cancel()
 
 
-async def _ask(instance: Instance, path: str, fleet: Fleet) -> bytes:
+async def _ask(instance: Instance, path: str, fleet: Fleet, limit_seconds: float) -> bytes:
     late = LegFailed(RouterFailure.TIME, instance.name, f"{path} did not answer in time")
     key = fleet.options.upstream_key
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with Guard() as guard:
-        guard.limit(min(LOOK_SECONDS, fleet.options.unresponsive_timeout_seconds / 2), late)
+        guard.limit(min(limit_seconds, fleet.options.unresponsive_timeout_seconds / 2), late)
         async with fleet.upstream.ask("GET", instance.url + path, instance.name, headers) as reply:
             instance.heard_seconds = time.monotonic()
             body = await reply.body(MOST_METRICS_BYTES)
@@ -141,21 +148,23 @@ async def _ask(instance: Instance, path: str, fleet: Fleet) -> bytes:
     raise AssertionError("unreachable")
 
 
-async def _look_at_metrics(instance: Instance, fleet: Fleet) -> None:
+async def _look_at_metrics(instance: Instance, fleet: Fleet) -> bool:
     """Learn which servers this one fits, and count the hand-over failures that decode reports.
 
     A client cannot see a failure that was recomputed.
+
+    Returns: whether they could be read.
     """
     try:
-        said = await _ask(instance, "/metrics", fleet)
+        said = await _ask(instance, "/metrics", fleet, METRICS_SECONDS)
     except LegFailed as failure:
         logger.debug("%s: %s", instance.name, failure.reason)
-        return
+        return False
     before_kind, instance.kind = instance.kind, kind_of(said)
     if before_kind != instance.kind:
         fleet.notify()
     if instance.role is not Role.DECODE:
-        return
+        return True
     total = sum(float(found) for found in _FAILURES.findall(said))
     before, instance.reported_failures = instance.reported_failures, total
     # A counter that went down was reset by a restart, so all of it is new.
@@ -168,3 +177,4 @@ async def _look_at_metrics(instance: Instance, fleet: Fleet) -> None:
             instance.name,
             more,
         )
+    return True

@@ -10,7 +10,7 @@ __all__ = ["Kind", "kind_of"]
 
 _GAUGE = re.compile(
     rb"^kvcached_nixl:(compatibility|checkpoint|weights)_id(?:\{[^\n]*\})? "
-    rb"([0-9]{1,17}(?:\.[0-9]{1,17})?(?:e\+?[0-9]{1,2})?)$",
+    rb"([0-9]{1,17}(?:\.[0-9]{1,17})?(?:e\+?[0-9]{1,3})?)$",
     re.M,
 )
 
@@ -43,6 +43,8 @@ class Kind(NamedTuple):
 def kind_of(metrics: bytes) -> Kind | None:
     """Returns the kind of a server; None if its metrics do not say it, or if its engines differ.
 
+    Engines with expert parallelism have other weights each, of one checkpoint.
+
     Args:
         metrics: its ``/metrics``.
     """
@@ -50,6 +52,8 @@ def kind_of(metrics: bytes) -> Kind | None:
     for name, value in _GAUGE.findall(metrics):
         found.setdefault(name, set()).add(float(value))
     said = [found.get(name, set()) for name in (b"compatibility", b"checkpoint", b"weights")]
+    if len(said[2]) > 1:
+        said[2] = {0.0}
     if any(len(one) != 1 for one in said) or said[0] == {0.0}:
         return None
     return Kind(*(one.pop() for one in said))

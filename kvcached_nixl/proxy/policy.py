@@ -28,12 +28,14 @@ class Wanted(NamedTuple):
         namespace: requests of two namespaces share no computed blocks.
         prefix: the prompt, as text or as token ids of four bytes each; compared from its beginning.
         prompt_tokens, max_tokens: estimates.
+        piece_tokens: tokens of 256 bytes of ``prefix``, estimated.
     """
 
     namespace: bytes
     prefix: bytes
     prompt_tokens: int
     max_tokens: int
+    piece_tokens: int = 64
 
 
 class Policy(Protocol):

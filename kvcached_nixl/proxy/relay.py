@@ -22,6 +22,7 @@ from kvcached_nixl.proxy.upstream import Reply, Upstream
 
 __all__ = ["Relay", "require_success", "with_cached_tokens"]
 
+_CACHE_READ = re.compile(rb'"cache_read_input_tokens":\s*([0-9]{1,18})')
 _CACHED_TOKENS = re.compile(rb'"(cached_tokens|cache_read_input_tokens)":(\s*)[0-9]+')
 
 
@@ -150,8 +151,13 @@ def _in_usage(line: bytes, cached_tokens: int) -> bytes:
     for name in ("response", "message"):
         if name in fields and bytes(fields[name]).startswith(b"{"):
             fields[name] = msgspec.Raw(_in_usage(bytes(fields[name]), cached_tokens))
-    if "usage" in fields:
-        fields["usage"] = msgspec.Raw(_CACHED_TOKENS.sub(rb'"\1":\g<2>%d' % cached_tokens, bytes(fields["usage"])))
+    if bytes(fields.get("usage", b"")).startswith(b"{"):
+        usage = _answer.decode(_CACHED_TOKENS.sub(rb'"\1":\g<2>%d' % cached_tokens, bytes(fields["usage"])))
+        before = _CACHE_READ.search(fields["usage"])
+        if before and (fresh := bytes(usage.get("input_tokens", b""))).isdigit():
+            # Anthropic counts cached tokens apart from the others.
+            usage["input_tokens"] = msgspec.Raw(b"%d" % max(0, int(fresh) + int(before[1]) - cached_tokens))
+        fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
     return begin + msgspec.json.encode(fields)
 
 

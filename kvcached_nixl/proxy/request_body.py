@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kvcached_nixl.proxy.affinity import PREFIX_BYTES
+from kvcached_nixl.proxy.affinity import PIECE_BYTES, PREFIX_BYTES
 from kvcached_nixl.proxy.api import Api, ApiRoute, api_of
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.wire.params import KvTransferParams, Malformed, TokenId, parse
@@ -62,7 +62,8 @@ class Asked:
         param: the field that ``reason`` is about.
         namespace: of the prefix; requests of two namespaces share no computed blocks.
         prefix: the prompt, for prefix affinity: its bytes, or those of the token ids that the client sent.
-        prompt_tokens, max_tokens: estimates of the work, for load balancing only.
+        prompt_tokens, max_tokens: estimates of the work, for the choice of servers only.
+        piece_tokens: tokens of `PIECE_BYTES` of ``prefix``, estimated.
     """
 
     route: ApiRoute
@@ -79,6 +80,7 @@ class Asked:
     prefix: bytes
     prompt_tokens: int
     max_tokens: int
+    piece_tokens: int
 
     @property
     def streams(self) -> bool:
@@ -128,6 +130,8 @@ _NOT_FOR_PREFILL = frozenset(
         *("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text"),
     )
 )
+_NAMESPACE = ("model", "cache_salt", "tools", "chat_template", "system", "instructions")
+"""Fields before a prompt's text, or which decide how it becomes tokens."""
 _ODD_NUMBER = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}")
 # Fields that may be long. Whatever else a body has is short, so that parsing it takes bounded time and memory.
 _LONG = (
@@ -191,12 +195,11 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
         needs_leave=bool(reason),
         reason=reason,
         param=param,
-        namespace=b"\0".join(
-            bytes(fields[name]) for name in ("model", "cache_salt", "tools", "chat_template") if name in fields
-        ),
+        namespace=b"\0".join(bytes(fields[name]) for name in _NAMESPACE if name in fields),
         prefix=text[:PREFIX_BYTES] if ids is None else array("i", ids[: PREFIX_BYTES // 4]).tobytes(),
-        prompt_tokens=1 + _about_tokens(text),
+        prompt_tokens=1 + sum(_about_tokens(one) for one in (text, *_beside(fields))),
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else min(limit, 1 << 20),
+        piece_tokens=PIECE_BYTES // 4 if ids is not None else PIECE_BYTES * _about_tokens(text) // max(1, len(text)),
     )
 
 
@@ -417,6 +420,11 @@ def _length(value: bytes) -> int:
     # Between the number of prompts and twice that number, whatever the strings contain.
     about = value.count(b"[") - 1 if first == b"[" else value.count(b'"') - value.count(b'\\"')
     return MOST_SEQUENCES + 1 if about > 2 * MOST_SEQUENCES else len(_raw_list.decode(value))
+
+
+def _beside(fields: Mapping[str, msgspec.Raw]) -> list[bytes]:
+    """Returns what else becomes tokens of the prompt."""
+    return [bytes(fields[name]) for name in ("tools", "system", "instructions") if name in fields]
 
 
 def _about_tokens(text: bytes) -> int:

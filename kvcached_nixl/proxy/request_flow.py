@@ -41,9 +41,11 @@ __all__ = ["Journey"]
 logger = logging.getLogger("kvcached_nixl.proxy")
 
 MOST_PREFILL_ANSWER_BYTES = 8 << 20
+LOOK_AGAIN_SECONDS = 1.0
+"""How long a request for which no pair fits waits before the servers are looked at again."""
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.05, 1.0
 NO_PAIR = "No prefill and no decode server that are up have the same model, version and direction. Try again."
-GIVE_BACK_SECONDS = 30.0
+GIVE_BACK_SECONDS = 2.0
 LATE_PREFILL_SECONDS = 1.0
 """How long a finished request waits for the end of prefill's leg, so that its connection can be reused."""
 
@@ -80,9 +82,11 @@ class Journey:
         self._may_push = True
         self._on_first: Callable[[], None] = lambda: None
         self._first_at_seconds: float | None = None
-        self._prefill_seconds: float | None = None
+        self._prefilled_at_seconds: float | None = None
         record.on_first = self._first
-        self._wanted = Wanted(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens)
+        self._wanted = Wanted(
+            *(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens), piece_tokens=asked.piece_tokens
+        )
         self._queue_deadline_seconds = time.monotonic() + fleet.options.queue_timeout_seconds
 
     async def run(self) -> None:
@@ -129,7 +133,8 @@ class Journey:
         if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER):
             # Decode may have failed because of prefill, so another prefill is preferred, too.
             self._tried.add(self._record.prefill)
-            self._fleet.suspect(self._record.prefill)
+            if self._record.prefill:
+                self._fleet.suspect(self._record.prefill)
         if failure.cause in (RouterFailure.HANDOVER, RouterFailure.SERVER, RouterFailure.RESTARTED):
             # Decode may have been sent to a dead incarnation of prefill. In pull, prefill reports where it is.
             self._may_push = False
@@ -142,15 +147,6 @@ class Journey:
             return await self._alone(Alone.NO_PREFILL)
         if self._record.attempts == 1 and (cheaper := self._fleet.alone(self._wanted)) is not None:
             return await self._alone(Alone.CHEAPER, *cheaper)
-        self._prefill_seconds = None
-        begun_seconds = time.monotonic()
-        try:
-            return await self._handed_over()
-        finally:
-            if self._first_at_seconds is not None and self._prefill_seconds is not None and self._asked.streams:
-                self._fleet.costs.handed_over(self._first_at_seconds - begun_seconds - self._prefill_seconds)
-
-    async def _handed_over(self) -> None:
         place = await self._choose(Role.PREFILL, beside=Role.DECODE)
         prefill = place.server
         self._record.prefill = prefill.name
@@ -177,28 +173,33 @@ class Journey:
         self._record.direction, self._record.alone = "alone", reason.value
         if reason is not Alone.NO_PARAMETERS:
             self._record.prefill = ""
+        # Prefill keeps nothing for a request that decode computes.
+        self._on_first()
         tokens = asked.prompt_tokens if tokens is None else tokens
         ahead, begun_seconds = place.server.computing_tokens + tokens, time.monotonic()
         with place.server.counted(computing_tokens=tokens) as self._on_first:
             await self._answer_leg(place.server, asked.raw_params)
-        if asked.streams and self._first_at_seconds is not None:
+        if reason in (Alone.CHEAPER, Alone.NO_PREFILL) and asked.streams and self._first_at_seconds is not None:
             self._fleet.costs.computed_alone(self._first_at_seconds - begun_seconds, ahead)
 
     async def _pull(self, prefill: Booking) -> None:
         self._record.direction = "pull"
+        begun_seconds = time.monotonic()
         offer = await self._prefill_leg(prefill, None)
         kind = prefill.server.kind
         # What prefill took is no waiting for a server.
-        self._queue_deadline_seconds = time.monotonic() + self._options.queue_timeout_seconds
+        self._queue_deadline_seconds += time.monotonic() - begun_seconds
         if offer.raw is None:
             return await self._alone(Alone.NO_PARAMETERS)
         while True:
             # Chosen only now, by the present load: prefill may have taken long.
-            decode = (await self._choose(Role.DECODE, fits=kind)).server
+            decode = (await self._choose(Role.DECODE, prefill=prefill.server.name, fits=kind)).server
+            begun_seconds = time.monotonic()
             try:
-                return await self._answer_leg(decode, offer.raw, cached_tokens=offer.cached_tokens)
-            except Answered:
-                self._fleet.later(self._give_back(decode, offer.raw))
+                await self._answer_leg(decode, offer.raw, cached_tokens=offer.cached_tokens)
+                return self._note_added(begun_seconds)
+            except Answered as answered:
+                await self._give_back(decode, offer.raw, answered)
                 raise
             except LegFailed as failure:
                 # If the request was delivered, decode may have fetched the KV, and prefill may have released it.
@@ -209,21 +210,23 @@ class Journey:
 
     async def _push(self, prefill: Booking, found: Found) -> None:
         self._record.direction = "push"
-        decode = (await self._choose(Role.DECODE, fits=prefill.server.kind)).server
+        place = await self._choose(Role.DECODE, prefill=prefill.server.name, fits=prefill.server.kind)
+        decode = place.server
         transfer_id = secrets.token_hex(16)
         params = KvTransferParams.for_decode(found.where, transfer_id)
         prefilling = asyncio.create_task(self._prefill_leg(prefill, transfer_id))
         beside = Beside(prefilling, prefill.server, found)
         try:
             await self._answer_leg(decode, params, beside)
+            self._note_added(self._prefilled_at_seconds)
             await asyncio.wait({prefilling}, timeout=LATE_PREFILL_SECONDS)
         except NoParameters:
             if self._out.has_begun:
                 raise
             await self._alone(Alone.NO_PARAMETERS)
-        except Answered:
+        except Answered as answered:
             if (offer := beside.offer) is not None and offer.raw is not None:
-                self._fleet.later(self._give_back(decode, params))
+                await self._give_back(decode, params, answered)
             raise
         finally:
             # Cancelling closes the connection, which makes prefill abort the request.
@@ -250,16 +253,24 @@ class Journey:
             require_success(reply, said, prefill.name, has_own_key=bool(options.upstream_key))
             offer = read_offer(prefill.name, said)
         prefill.succeeded()
-        self._prefill_seconds = time.monotonic() - begun_seconds
-        self._fleet.costs.prefilled(self._prefill_seconds, ahead)
+        self._prefilled_at_seconds = time.monotonic()
+        self._fleet.costs.prefilled(self._prefilled_at_seconds - begun_seconds, ahead)
         self._learn(place, offer)
         return offer
 
-    async def _give_back(self, decode: Instance, params: KvTransferParams | msgspec.Raw) -> None:
+    def _note_added(self, begun_seconds: float | None) -> None:
+        """Measure what a hand-over has added to prefill's time, from ``begun_seconds`` on."""
+        if self._asked.streams and self._first_at_seconds is not None and begun_seconds is not None:
+            self._fleet.costs.handed_over(max(0.0, self._first_at_seconds - begun_seconds))
+
+    async def _give_back(self, decode: Instance, params: KvTransferParams | msgspec.Raw, answered: Answered) -> None:
         """Let decode take what it has refused to use, so that prefill need not keep it until its lease ends.
 
-        The same prompt with a limit of one token: decode mostly refuses a limit that prefill did not get.
+        The same prompt with a limit of one token: decode mostly refuses a limit that prefill did not get. The client
+        waits for it, so that it counts as this request's.
         """
+        if answered.status not in (400, 422):
+            return
         late = LegFailed(RouterFailure.TIME, decode.name, "decode did not answer in time")
         leg_id = self._leg_id()
         body = one_token_body(self._asked, params, leg_id)
@@ -283,7 +294,6 @@ class Journey:
         asked = self._asked
         if server.role is Role.DECODE:
             self._record.decode = server.name
-            self._fleet.decoded(server, self._wanted)
 
         def cached() -> int | None:
             offer = None if beside is None else beside.offer
@@ -295,6 +305,7 @@ class Journey:
                 beside.watch(leg.guard, self._out)
             body = decode_body(asked, params, leg_id)
             await self._relay.run(server, leg, self._headers_of(leg_id), body, self._record, cached)
+        self._fleet.decoded(server, self._wanted)
 
     @contextmanager
     def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Leg]:
@@ -351,11 +362,17 @@ class Journey:
         self._legs += 1
         return f"{self._record.request_id}-leg{self._legs}"
 
-    async def _choose(self, role: Role, beside: Role | None = None, fits: Kind | None = None) -> Booking:
+    async def _choose(
+        self, role: Role, beside: Role | None = None, prefill: str = "", fits: Kind | None = None
+    ) -> Booking:
         """Returns where the request goes. Waits in the queue while none is up that `Fleet.choose` would take.
+
+        Args:
+            prefill: name of the server that ``fits`` is the kind of.
 
         Raises:
             Refusal: none came up in time.
+            LegFailed: decode servers are up, but none fits this prefill server any more.
         """
         while True:
             place = self._fleet.choose(role, self._wanted, self._tried, self._preferred, beside, fits)
@@ -366,6 +383,10 @@ class Journey:
             message = f"No {missing.value} server is up. Try again." if missing else NO_PAIR
             if missing is None:
                 self._fleet.suspect()
+                left_seconds = min(left_seconds, LOOK_AGAIN_SECONDS)
+                if prefill:
+                    reason = "no decode server that fits it is up any more"
+                    raise LegFailed(RouterFailure.NO_SERVER, prefill, reason, status=503)
             missing = missing or role
             if left_seconds <= 0 or not self._fleet.has(missing):
                 retry_seconds = self._fleet.retry_seconds(missing)

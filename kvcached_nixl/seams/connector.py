@@ -9,6 +9,7 @@ Runs in: every process (configuration); the engine core (scheduler methods) or t
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,19 +32,22 @@ from kvcached_nixl.compat.series import (
 )
 from kvcached_nixl.compat.side_channel import side_channel_address
 from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.side_channel_listener import Answers, HandshakeListener
 from kvcached_nixl.scheduler.side_channel_start import start
-from kvcached_nixl.settings import MemoryPath, Settings
+from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.build import build_worker
 from kvcached_nixl.worker.geometry.memory_order import required_memory_order
 from kvcached_nixl.worker.staging.memory_path import choose
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 REQUIRED_LAYOUT = Patch(
     target=FACADE,
@@ -335,8 +339,13 @@ def build_kv_connector_stats(call: Call) -> Any:
 def build_prom_metrics(call: Call) -> Any:
     names = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
     made = metrics.prom_metrics(*map(call.argument, names))
+    try:
+        engines = {index: side_channel_address(index).local for index in call.argument("per_engine_labelvalues")}
+    except SettingsError as error:
+        # The engine refuses to start where it is wrong. Here it may be a name that cannot be looked up now.
+        logger.warning("No metric says what this server's handshake compares: %s", error.line)
+        return made
     parallel = call.argument("vllm_config").parallel_config
-    engines = {index: side_channel_address(index).local for index in call.argument("per_engine_labelvalues")}
     HandshakeWatch(_channel(), engines, int(private(parallel, "tensor_parallel_size")), made.say_kind)
     return made
 

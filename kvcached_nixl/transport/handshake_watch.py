@@ -7,14 +7,18 @@ request. The side channel has it from the start, and again whenever the weights 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
+from weakref import WeakMethod
 
 from kvcached_nixl.side_channel_address import Endpoint
 from kvcached_nixl.transport.side_channel import SideChannel
 
 __all__ = ["HandshakeWatch"]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
 
 INTERVAL_SECONDS = 2.0
 
@@ -22,20 +26,21 @@ Told = Callable[[int, list[tuple[str, bytes]]], None]
 
 
 class HandshakeWatch:
-    """Runs until `close`, or with the process.
+    """Runs until `close`, until the listener is gone, or with the process.
 
     Args:
-        channel: is closed by `close`.
+        channel: is closed at the end.
         engines: index of each engine -> its side channel. Those on other hosts do not answer, and stay unknown.
         ranks: of one engine.
-        told: called on the watch's thread with an engine's index and the answers of all its ranks, if they are new.
+        told: the listener's method, called on the watch's thread with an engine's index and the answers of all its
+            ranks, if they are new. The watch does not keep the listener alive.
     """
 
     def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, told: Told) -> None:
         self._channel = channel
         self._engines = dict(engines)
         self._ranks = ranks
-        self._told = told
+        self._told = WeakMethod(told)
         self._known: dict[int, tuple[str, bytes]] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-handshake-watch", daemon=True)
@@ -45,25 +50,31 @@ class HandshakeWatch:
         """Stop watching."""
         self._closing.set()
         self._thread.join()
-        self._channel.close()
 
     def _run(self) -> None:
-        while True:
-            for index, where in self._engines.items():
-                self._look(index, where)
-            if self._closing.wait(INTERVAL_SECONDS):
-                return
-
-    def _look(self, index: int, where: Endpoint) -> None:
         try:
-            first = self._channel.ask(*where, 0).result()
-            # Each rank's answer has the engine's incarnation, which is new whenever the weights are.
-            if not first[1] or self._known.get(index) == first:
-                return
-            others = [self._channel.ask(*where, rank) for rank in range(1, self._ranks)]
-            answers = [first, *(one.result() for one in others)]
-        except (OSError, ValueError, CancelledError):
+            while self._told() is not None:
+                asked = {index: self._channel.ask(*where, 0) for index, where in self._engines.items()}
+                for index, first in asked.items():
+                    try:
+                        self._look(index, first.result())
+                    except (OSError, ValueError, CancelledError) as error:
+                        logger.debug("The side channel of engine %d is not read: %s", index, error)
+                    except Exception:
+                        # A watch that ended would leave the metrics as they are for good.
+                        logger.exception("What engine %d's handshake compares is not in the metrics", index)
+                if self._closing.wait(INTERVAL_SECONDS):
+                    return
+        finally:
+            self._channel.close()
+
+    def _look(self, index: int, first: tuple[str, bytes]) -> None:
+        # Each rank's answer has the engine's incarnation, which is new whenever the weights are.
+        if not first[1] or self._known.get(index) == first:
             return
-        if all(metadata for _, metadata in answers):
-            self._told(index, answers)
+        others = [self._channel.ask(*self._engines[index], rank) for rank in range(1, self._ranks)]
+        answers = [first, *(one.result() for one in others)]
+        told = self._told()
+        if told is not None and all(metadata for _, metadata in answers):
+            told(index, answers)
             self._known[index] = first

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -153,6 +154,101 @@ def test_a_model_that_was_changed_in_place_is_seen_at_the_first_failure() -> Non
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_killed", [False, True], ids=["drained", "killed"])
+def test_requests_whose_last_decode_that_fits_goes_away_go_to_another_pair(is_killed: bool) -> None:
+    async def run() -> None:
+        async with serving(2, 2, queue_timeout_seconds=5.0) as at:
+            of_models(at)
+            await kinds_known(at)
+            for one in at.prefills:
+                one.prefill_seconds = 0.5
+            asking = [asyncio.create_task(at.complete(f"p{number}", max_tokens=4)) for number in range(8)]
+            await until(lambda: len(at.prefills[0].asked) + len(at.prefills[1].asked) == 8, "prefill is not asked")
+            assert at.prefills[0].asked
+            if is_killed:
+                await at.decodes[0].stop()
+            else:
+                await at.administer("POST", f"/{at.decodes[0].name}/drain")
+            answers = await asyncio.gather(*asking)
+            assert all(right(one, f"p{number}") for number, one in enumerate(answers))
+
+    asyncio.run(run())
+
+
+def test_a_server_whose_metrics_do_not_come_is_up_all_the_same() -> None:
+    async def run() -> None:
+        async with serving(1, 1, all_up=False) as at:
+            for one in (*at.prefills, *at.decodes):
+                one.metrics_seconds = 3600.0
+            begun = time.monotonic()
+            while any(one["state"] != "up" for one in (await at.instances()).values()):
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - begun < 4.0
+            assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_what_is_outdated_is_looked_at_again_while_a_request_waits() -> None:
+    """The look that has just found no pair that fits does not stand for the next ten."""
+
+    async def run() -> None:
+        async with serving(1, 1, health_interval_seconds=0.2, queue_timeout_seconds=4.0) as at:
+            at.prefills[0].model_id, at.decodes[0].model_id = 1, 2
+            await kinds_known(at)
+            at.router.app.fleet.options = replace(at.router.app.fleet.options, health_interval_seconds=60.0)
+            for one in at.router.app.fleet:
+                one.suspected.set()
+            await asyncio.sleep(1.2)
+            at.decodes[0].model_id = 1
+            assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_a_dead_server_is_found_in_time_when_it_comes_back_although_requests_wait() -> None:
+    """What waits for a pair asks the servers that are up, and does not make the pauses between checks longer."""
+
+    async def run() -> None:
+        async with serving(2, 1, queue_timeout_seconds=8.0) as at:
+            at.prefills[0].model_id, at.prefills[1].model_id, at.decodes[0].model_id = 1, 2, 2
+            await kinds_known(at)
+            await at.prefills[1].stop()
+            while (await at.instances())[at.prefills[1].name]["state"] == "up":
+                await asyncio.sleep(0.01)
+            asking = [asyncio.create_task(at.complete(max_tokens=4)) for _ in range(40)]
+            await asyncio.sleep(0.8)
+            await at.prefills[1].start()
+            begun = time.monotonic()
+            assert all(map(right, await asyncio.gather(*asking)))
+            assert time.monotonic() - begun < 3.0
+
+    asyncio.run(run())
+
+
+def test_readiness_needs_a_pair_that_fits() -> None:
+    async def run() -> None:
+        async with serving(1, 1) as at:
+            for paths, status in ((("/livez",), 200), (("/health", "/readyz"), 503)):
+                at.prefills[0].model_id, at.decodes[0].model_id = 1, 2
+                await kinds_known(at)
+                assert {(await at.http.get(f"{at.url}{path}")).status_code for path in paths} == {status}
+
+    asyncio.run(run())
+
+
+def test_what_fails_alone_makes_nobody_look_at_the_whole_fleet() -> None:
+    async def run() -> None:
+        async with serving(2, 2, attempts=1) as at:
+            for one in at.decodes:
+                one.faults.append("500")
+            watched = [one for one in at.router.app.fleet if one.name in {server.name for server in at.prefills}]
+            assert (await at.complete(max_tokens=4, echo=True, logprobs=1)).status_code == 502
+            assert not any(one.suspected.is_set() for one in watched)
+
+    asyncio.run(run())
+
+
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
@@ -170,6 +266,20 @@ def test_a_canary_gets_its_share() -> None:
             # Of 400 at one in eleven, with more than five standard deviations to both sides.
             assert 6 < len(at.prefills[1].asked) < 70
             assert len(at.decodes[1].asked) == len(at.prefills[1].asked)
+
+    asyncio.run(run())
+
+
+def test_a_canary_gets_no_more_where_decode_computes_alone() -> None:
+    async def run() -> None:
+        async with serving(1, 2, alone_most_tokens=1000) as at:
+            await measured(at)
+            await at.administer("POST", f"/{at.decodes[1].name}/weight", json={"weight": 0.01})
+            before = len(at.decodes[1].asked)
+            for _ in range(10):
+                assert all(map(right, await asyncio.gather(*(at.complete(max_tokens=4) for _ in range(20)))))
+            assert computed(at) > 150
+            assert len(at.decodes[1].asked) - before < 15
 
     asyncio.run(run())
 
@@ -241,14 +351,46 @@ def test_a_decode_with_streams_leaves_the_prompt_to_prefill() -> None:
 
     async def run() -> None:
         async with serving(alone_most_tokens=1000) as at:
-            await measured(at)
-            at.decodes[0].token_seconds = 0.1
-            streams = [asyncio.create_task(at.complete(LONG, max_tokens=20, stream=True)) for _ in range(20)]
-            await until(lambda: len(at.decodes[0].asked) == 21, "the streams have not begun")
+            for tokens in (100, 1000, 4000) * 8:
+                at.router.app.fleet.costs.prefilled(tokens / 1000, tokens)
+                at.router.app.fleet.costs.handed_over(0.1)
             prompt = "p" * 3600
             assert right(await at.complete(prompt, max_tokens=4), prompt)
-            assert computed(at) == 0
+            assert computed(at) == 1
+            at.decodes[0].token_seconds = 0.1
+            more = {"max_tokens": 20, "stream": True, "prompt_logprobs": 1}
+            streams = [asyncio.create_task(at.complete(**more)) for _ in range(20)]
+            await until(lambda: len(at.decodes[0].asked) == 21, "the streams have not begun")
+            prompt = "q" * 3600
+            assert right(await at.complete(prompt, max_tokens=4), prompt)
+            assert computed(at) == 21
             await asyncio.gather(*streams)
+
+    asyncio.run(run())
+
+
+def test_prefill_keeps_nothing_for_a_request_that_decode_computes_after_all() -> None:
+    async def run() -> None:
+        async with serving() as at:
+            at.prefills[0].faults.append("no params")
+            at.decodes[0].token_seconds = 0.2
+            asking = asyncio.create_task(at.complete(max_tokens=8, stream=True))
+            await until(lambda: bool(at.decodes[0].asked), "decode is not asked")
+            assert (await at.instances())[at.prefills[0].name]["keeping"] == 0
+            await asking
+
+    asyncio.run(run())
+
+
+def test_a_tool_or_system_prompt_counts_as_what_decode_would_compute() -> None:
+    async def run() -> None:
+        async with serving(alone_most_tokens=1000) as at:
+            await measured(at)
+            at.decodes[0].asked.clear()
+            long = [{"type": "function", "function": {"name": "x" * 40_000}}]
+            body = {"model": "model", "messages": [{"role": "user", "content": "x"}], "tools": long, "max_tokens": 4}
+            assert (await at.http.post(f"{at.url}/v1/chat/completions", json=body)).status_code == 200
+            assert computed(at) == 0
 
     asyncio.run(run())
 
@@ -341,6 +483,37 @@ def test_a_stream_that_waits_in_vain_ends_with_an_error(fault: str) -> None:
             assert (error["error"]["code"], is_whole) == (503, False)
             # What is not streamed keeps its status.
             assert (await at.complete(max_tokens=4)).status_code == 503
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+def test_an_error_after_comments_is_one_to_anthropic_s_client_too() -> None:
+    """It ignores events without a name, and would take the stream for an empty answer."""
+
+    async def run() -> None:
+        async with serving(keep_alive_seconds=0.05, attempts=1) as at:
+            at.prefills[0].prefill_seconds = 0.2
+            at.decodes[0].faults.append("500")
+            body = {"model": "model", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
+            text = (await at.http.post(f"{at.url}/v1/messages", json=body)).text
+            name, _, data = text.split("\n\n")[-2].partition("\n")
+            assert name == "event: error"
+            said = json.loads(data.removeprefix("data: "))
+            assert (said["type"], "answered 500" in said["error"]["message"]) == ("error", True)
+
+    asyncio.run(run())
+
+
+def test_a_whole_answer_after_comments_ends_with_an_error() -> None:
+    async def run() -> None:
+        async with serving(keep_alive_seconds=0.05) as at:
+            at.prefills[0].prefill_seconds = 0.2
+            at.decodes[0].faults.append("whole")
+            answer = await at.complete(max_tokens=4, stream=True)
+            _, (error,), is_whole = events_of(answer.text)
+            assert ("in one piece" in error["error"]["message"], is_whole) == (True, False)
+            assert await at.count("requests_total", outcome="defect") == 0
             await quiet(at)
 
     asyncio.run(run())

@@ -68,7 +68,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "psutil": ("this_host.py",),
     "aiohttp": ("proxy",),
     "anyio": ("proxy",),
-    "prometheus_client": ("proxy",),
+    "prometheus_client": ("proxy", "compat/metrics.py"),
 }
 """Foreign package -> folders or files below the package that may import it."""
 

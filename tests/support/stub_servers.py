@@ -105,6 +105,7 @@ class Stub:
         self.answers_no_checks = False
         self.most_delay_seconds = 0.0
         self.metrics_text = ""
+        self.metrics_seconds = 0.0
         self.model_id = 0
         self.cached_tokens: int | None = None
         self.usage: dict[str, int] | None = None
@@ -179,6 +180,7 @@ class Stub:
         if path == "/health":
             await self._whole(writer, 200 if self.is_healthy else 503, b"")
         elif path == "/metrics":
+            await asyncio.sleep(self.metrics_seconds)
             line = f'kvcached_nixl:handover_failures_total{{cause="lost"}} {self.failures}\n'
             await self._whole(writer, 200, (self.metrics_text or line + self._kind()).encode(), "text/plain")
         elif path == "/v1/models":
@@ -260,6 +262,9 @@ class Stub:
         if fault == "garbage params":
             await self._json(writer, 200, {"kv_transfer_params": {"do_remote_prefill": True, "remote_port": "x"}})
             return True
+        if fault == "whole":
+            # In one piece, whatever was asked for.
+            asked.body["stream"] = False
         if fault == "half head":
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-le")
             raise ConnectionResetError

@@ -34,21 +34,23 @@ GOOD = {"per_second": 151.0, "first_p50_ms": 3.9}
 
 
 @pytest.mark.parametrize(
-    ("changed", "memory", "missed"),
+    ("changed", "memory", "files", "missed"),
     [
-        ({}, 1.05, ""),
-        ({"first_p50_ms": 4.1}, 1.05, "first token"),
-        ({"per_second": 149.0}, 1.05, "requests a second"),
-        ({"failed": 1}, 1.05, "failed"),
-        ({}, 1.2, "memory"),
+        ({}, 1.05, 1.05, ""),
+        ({"first_p50_ms": 4.1}, 1.05, 1, "first token"),
+        ({"per_second": 149.0}, 1.05, 1, "requests a second"),
+        ({"failed": 1}, 1.05, 1, "failed"),
+        ({}, 1.2, 1, "memory"),
+        ({}, 1, 1.2, "open files"),
     ],
     ids=str,
 )
-def test_each_target_can_be_missed(changed: dict[str, Any], memory: float, missed: str) -> None:
+def test_each_target_can_be_missed(changed: dict[str, Any], memory: float, files: float, missed: str) -> None:
     rows = [row(arm, paced=paced) for arm in ("direct", "pass-through") for paced in (False, True)]
     rows += [row("router", paced=paced, **{**GOOD, **changed}) for paced in (False, True)]
-    verdicts = judge(rows, {"requests": 100_000, "begin_bytes": 100, "end_bytes": 100 * memory})
-    assert len(verdicts) == 4
+    found = {"begin_bytes": 100, "end_bytes": 100 * memory, "begin_files": 100, "end_files": 100 * files}
+    verdicts = judge(rows, {"requests": 100_000, **found})
+    assert len(verdicts) == 5
     assert [verdict.target for verdict in verdicts if not verdict.reached] == [
         verdict.target for verdict in verdicts if missed and missed in verdict.target
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Iterator
+import threading
 
 import pytest
 
@@ -23,36 +23,77 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[tuple[int, list[tuple[str, bytes]]]]]:
+class Told:
+    def __init__(self) -> None:
+        self.queue: queue.Queue[tuple[int, list[tuple[str, bytes]]]] = queue.Queue()
+        self.failures = 0
+
+    def tell(self, index: int, said: list[tuple[str, bytes]]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("no room for a metric")
+        self.queue.put((index, said))
+
+    def get(self) -> tuple[int, list[tuple[str, bytes]]]:
+        return self.queue.get(timeout=10)
+
+    def is_silent(self) -> bool:
+        with pytest.raises(queue.Empty):
+            self.queue.get(timeout=0.3)
+        return True
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_watch, "INTERVAL_SECONDS", 0.02)
-    yield queue.Queue()
 
 
 def answers(letter: bytes, ranks: int = 2) -> Answers:
     return {rank: ("tag", letter + b"%d" % rank) for rank in range(ranks)}
 
 
-def test_each_change_is_told_once(told: queue.Queue[tuple[int, list[tuple[str, bytes]]]]) -> None:
-    ports = free_port(), free_port()
+def listener(port: int, said: Answers) -> Listener:
+    return Listener(["127.0.0.1"], port, said, lambda: None, "key")
+
+
+def test_each_change_is_told_once() -> None:
+    told, ports = Told(), (free_port(), free_port())
     engines = {index: Endpoint("127.0.0.1", port) for index, port in enumerate(ports)}
-    watch = HandshakeWatch(SideChannel(names_stage=True), engines, 2, lambda index, said: told.put((index, said)))
+    watch = HandshakeWatch(SideChannel(names_stage=True), engines, 2, told.tell)
     try:
-        listeners = [
-            Listener(["127.0.0.1"], port, answers(letter), lambda: None, "key")
-            for port, letter in zip(ports, (b"a", b"b"), strict=True)
-        ]
-        first = sorted(told.get(timeout=10) for _ in range(2))
+        listeners = [listener(port, answers(letter)) for port, letter in zip(ports, (b"a", b"b"), strict=True)]
+        first = sorted(told.get() for _ in range(2))
         assert first == [(0, [*answers(b"a").values()]), (1, [*answers(b"b").values()])]
         # Hidden while weights are changed, then with other weights.
         listeners[1].answer({})
-        with pytest.raises(queue.Empty):
-            told.get(timeout=0.3)
+        assert told.is_silent()
         listeners[1].answer(answers(b"c"))
-        assert told.get(timeout=10) == (1, [*answers(b"c").values()])
+        assert told.get() == (1, [*answers(b"c").values()])
         for one in listeners:
             one.close()
-        with pytest.raises(queue.Empty):
-            told.get(timeout=0.3)
+        assert told.is_silent()
     finally:
         watch.close()
+
+
+def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    told, port = Told(), free_port()
+    told.failures = 2
+    watch = HandshakeWatch(SideChannel(names_stage=True), {0: Endpoint("127.0.0.1", port)}, 1, told.tell)
+    one = listener(port, answers(b"a", 1))
+    try:
+        assert told.get() == (0, [("tag", b"a0")])
+        assert sum("not in the metrics" in message for message in caplog.messages) == 2
+    finally:
+        watch.close()
+        one.close()
+
+
+def test_it_ends_with_whom_it_tells() -> None:
+    told = Told()
+    watch = HandshakeWatch(SideChannel(names_stage=True), {}, 1, told.tell)
+    (thread,) = (one for one in threading.enumerate() if one.name == "kvcached-nixl-handshake-watch")
+    del told
+    thread.join(10)
+    assert not thread.is_alive()
+    watch.close()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of an engine, in vLLM's own classes: what the router reads, and that vLLM may make its logger anew."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+import msgspec
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from kvcached_nixl.compat import metrics
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.proxy import kind as router
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
+from kvcached_nixl.wire.kind import Kind
+from kvcached_nixl.wire.planes import GroupMemory, Planes
+
+LETTERS = ("a" * 32, "b" * 32, "c" * 32)
+
+
+def made() -> Any:
+    unregister_vllm_metrics()
+    types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    config = SimpleNamespace(kv_transfer_config=None)
+    return metrics.prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+
+
+def answer() -> tuple[str, bytes]:
+    groups = (GroupMemory((Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2),), 2),)
+    rank = RankHandshake(EngineId("e"), 1, 0, b"", 0, groups, 0, "DRAM", False, Weights(*LETTERS), Process())
+    return "tag", msgspec.msgpack.encode(Answer("0" * 16, msgspec.msgpack.encode(rank)))
+
+
+def test_the_router_reads_what_an_engine_says() -> None:
+    one = made()
+    assert router.kind_of(generate_latest(REGISTRY)) is None
+    one.say_kind(0, [answer()])
+    assert router.kind_of(generate_latest(REGISTRY)) == tuple(map(float, Kind.of([answer()])))
+    one.say_kind(0, [("tag", b"\xc1")])
+    assert router.kind_of(generate_latest(REGISTRY)) == tuple(map(float, Kind.of([answer()])))
+
+
+def test_the_logger_may_be_made_anew() -> None:
+    """As vLLM does it when data parallelism is scaled; it removes its own metrics only."""
+    made().say_kind(0, [answer()])
+    made()
+    assert router.kind_of(generate_latest(REGISTRY)) is None
