@@ -7,8 +7,10 @@
     fleet, health        the known servers, and their checks      once per process
     upstream             the HTTP client for the servers          once per process
     instance             one server, with its health and load     once per server
+    kind, policy, cost   which servers fit, which one is chosen, and when decode computes alone
     api                  what differs between the endpoints
-    request_body         reads a client's body, and makes the bodies for prefill and decode
+    request_body         reads a client's body
+    leg_body             makes the bodies for prefill and decode
     request_flow         one request: its attempts, legs and result
     relay, events        the leg whose response goes to the client
     client               the client's request, and the response to it

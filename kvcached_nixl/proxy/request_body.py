@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a client's body, and makes the bodies for prefill and decode. Once per request; without side effects.
+"""Reads a client's body. Once per request; without side effects.
 
 The body is parsed once, at its top level only. Values that the router does not need stay the client's bytes, and both
 servers get them unchanged. Only fields are read that decide whether and how the prompt's KV can be handed over.
@@ -21,7 +21,7 @@ from kvcached_nixl.proxy.api import Api, ApiRoute, api_of
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.wire.params import KvTransferParams, Malformed, TokenId, parse
 
-__all__ = ["Alone", "Asked", "decode_body", "one_token_body", "read"]
+__all__ = ["Alone", "Asked", "nested", "read", "top_level"]
 
 DEFAULT_MAX_TOKENS = 256
 """Assumed for a request without a limit, when servers' outstanding tokens are compared."""
@@ -97,7 +97,7 @@ class Asked:
         return self.n * max(1, len(self.prompts))
 
 
-_top = msgspec.json.Decoder(dict[str, msgspec.Raw])
+top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _token_ids = msgspec.json.Decoder(list[TokenId] | None)
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
 # A tuple of pairs, not a dict, so that it is immutable.
@@ -119,15 +119,6 @@ _KNOWN = tuple(
         ("cache_salt", str | None),
         ("vllm_xargs", dict[str, msgspec.Raw] | None),
         ("extra_args", dict[str, msgspec.Raw] | None),
-    )
-)
-# Removed for prefill, because they need more than one token or enlarge the response. None of them changes the KV.
-_NOT_FOR_PREFILL = frozenset(
-    (
-        *("stream", "stream_options", "stream_interval", "n", "best_of"),
-        *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "include"),
-        *("logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "echo"),
-        *("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text"),
     )
 )
 _NAMESPACE = ("model", "cache_salt", "tools", "chat_template", "system", "instructions")
@@ -161,7 +152,7 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
     _refuse_state(fields, api)
     _refuse_side_doors(fields, known, allows_params)
     if api.sampling:
-        sampling = _known_of(_nested(fields, api.sampling))
+        sampling = _known_of(nested(fields, api.sampling))
         # By itself: of two fields of one name, on both levels, neither may hide the other.
         _refuse_side_doors(fields, sampling, allows_params)
         known |= sampling
@@ -203,47 +194,13 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
     )
 
 
-def one_token_body(asked: Asked, params: KvTransferParams | msgspec.Raw, leg_id: str) -> bytes:
-    """Returns the body for a leg of one token, not streamed, as prefill gets it."""
-    api = api_of(asked.route)
-    fields: dict[str, Any] = {key: value for key, value in asked.fields.items() if key not in _NOT_FOR_PREFILL}
-    one_token: dict[str, Any] = dict.fromkeys(api.limits, 1)
-    if api.sampling:
-        sampling = _nested(asked.fields, api.sampling)
-        kept = {key: value for key, value in sampling.items() if key not in _NOT_FOR_PREFILL}
-        one_token = {api.sampling: {**kept, **one_token, "n": 1}}
-    fields |= {**one_token, **dict(api.prefill)}
-    return _encode(api, fields, params, leg_id)
-
-
-def decode_body(asked: Asked, params: KvTransferParams | msgspec.Raw | None, leg_id: str) -> bytes:
-    """Returns the body for decode: the client's body, with the kv_transfer_params that locate its KV."""
-    return _encode(api_of(asked.route), dict(asked.fields), params, leg_id)
-
-
-def _encode(api: Api, fields: dict[str, Any], params: KvTransferParams | msgspec.Raw | None, leg_id: str) -> bytes:
-    # The client's own request_id must not reach a server: both legs and other clients could share it.
-    if "request_id" in fields:
-        fields["request_id"] = leg_id
-    if params is not None and api.sampling:
-        # Where vLLM's own endpoints put them. 0.28 ignores what is beside them on its generate endpoint.
-        sampling = fields.get(api.sampling, {})
-        sampling = dict(sampling) if isinstance(sampling, dict) else _top.decode(sampling)
-        extra = sampling.get("extra_args", msgspec.Raw(b"null"))
-        kept = {} if bytes(extra) == b"null" else _top.decode(extra)
-        fields[api.sampling] = {**sampling, "extra_args": {**kept, "kv_transfer_params": params}}
-    elif params is not None:
-        fields["kv_transfer_params"] = params
-    return msgspec.json.encode(fields)
-
-
 def _top_level(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         if not body.isascii():
             body.decode()
         if len(body) > LARGE_BYTES:
             _refuse_many_names(body)
-        fields = _top.decode(body)
+        fields = top_level.decode(body)
         _refuse_odd_fields(fields)
     except UnicodeDecodeError as error:
         raise _bad(None, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
@@ -309,8 +266,9 @@ def _prefix_ids(fields: Mapping[str, msgspec.Raw]) -> list[int] | None:
     return cast("list[int] | None", _known({"prefix_prompt_ids": msgspec.Raw(raw)}, "prefix_prompt_ids", _token_ids))
 
 
-def _nested(fields: Mapping[str, msgspec.Raw], name: str) -> dict[str, msgspec.Raw]:
-    found = _known(fields, name, _top) if name in fields else {}
+def nested(fields: Mapping[str, msgspec.Raw], name: str) -> dict[str, msgspec.Raw]:
+    """Returns the fields of an object in a body; {} if there is none. Raises `Refusal` if it is no object."""
+    found = _known(fields, name, top_level) if name in fields else {}
     return cast("dict[str, msgspec.Raw]", found)
 
 

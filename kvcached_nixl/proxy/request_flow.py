@@ -27,13 +27,14 @@ from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.instance import Booking, Instance, Leg, Role
 from kvcached_nixl.proxy.kind import Kind
+from kvcached_nixl.proxy.leg_body import decode_body, one_token_body
 from kvcached_nixl.proxy.offer import Beside, NoParameters, RemoteOffer, read_offer
 from kvcached_nixl.proxy.policy import Wanted
 from kvcached_nixl.proxy.rank_count import ask_rank_count
 from kvcached_nixl.proxy.ranks import RANK_HEADER, Found, range_of
 from kvcached_nixl.proxy.record import Record
 from kvcached_nixl.proxy.relay import Relay, require_success
-from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, one_token_body
+from kvcached_nixl.proxy.request_body import Alone, Asked
 from kvcached_nixl.wire.params import KvTransferParams
 
 __all__ = ["Journey"]
@@ -191,6 +192,7 @@ class Journey:
         self._queue_deadline_seconds += time.monotonic() - begun_seconds
         if offer.raw is None:
             return await self._alone(Alone.NO_PARAMETERS)
+        refusals = 0
         while True:
             # Chosen only now, by the present load: prefill may have taken long.
             decode = (await self._choose(Role.DECODE, prefill=prefill.server.name, fits=kind)).server
@@ -202,8 +204,11 @@ class Journey:
                 await self._give_back(decode, offer.raw, answered)
                 raise
             except LegFailed as failure:
-                # If the request was delivered, decode may have fetched the KV, and prefill may have released it.
-                if failure.is_delivered or not self._may_retry(failure):
+                # Else decode may have fetched the KV, and prefill may have released it.
+                is_busy = failure.cause is RouterFailure.UPSTREAM_BUSY
+                refusals += is_busy
+                is_kept = not failure.is_delivered or (is_busy and refusals < self._options.attempts)
+                if not is_kept or not self._may_retry(failure):
                     raise
                 self._note_failed(failure)
             await asyncio.sleep(FIRST_PAUSE_SECONDS)

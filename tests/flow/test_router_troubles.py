@@ -73,9 +73,10 @@ def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(
         async with serving(2, 2, pushes=pushes) as at:
             await learn(at)
             for server in at.decodes:
-                server.faults.append(fault)
+                server.faults += [fault] * (2 if fault == "503" and not pushes else 1)
             answer = await at.complete(max_tokens=4, stream=stream)
-            # Both fail once, and two attempts are all there are: what the client has is an error, and no token.
+            # All attempts fail; a busy decode leaves what prefill keeps, so each attempt asks two of those. What the
+            # client has is an error, and no token.
             assert answer.status_code in (502, 503), answer.text
             assert answer.json()["error"]["code"] == answer.status_code
             if fault == "kv":
@@ -91,6 +92,25 @@ def test_a_decode_leg_that_fails_before_its_first_token_is_tried_anew(
                 answer = await at.complete(max_tokens=4, stream=stream)
                 assert answer.status_code == 200
                 assert '"error"' not in answer.text
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", ["429", "503"])
+def test_a_busy_decode_costs_no_second_prefill(status: str) -> None:
+    """It has not taken what prefill keeps, so another one gets it."""
+
+    async def run() -> None:
+        async with serving(1, 2) as at:
+            for server in at.decodes:
+                server.faults.append(status)
+            at.decodes[1].faults.clear()
+            for _ in range(2):
+                assert right(await at.complete(max_tokens=4))
+            assert len(at.prefills[0].asked) == 2
+            assert not any(one.was_computed for server in at.decodes for one in server.asked[1:])
+            assert await at.count("retries_total", cause="upstream_busy") == 1
             await quiet(at)
 
     asyncio.run(run())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""proxy/request_body.py: which fields are taken out of a body, and what is passed on unchanged."""
+"""proxy/request_body.py, proxy/leg_body.py: which fields are taken out of a body, and what is passed on unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.failure import Refusal
-from kvcached_nixl.proxy.request_body import Alone, Asked, decode_body, one_token_body, read
+from kvcached_nixl.proxy.leg_body import decode_body, one_token_body
+from kvcached_nixl.proxy.request_body import Alone, Asked, read
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 
 
