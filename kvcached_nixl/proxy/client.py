@@ -211,15 +211,20 @@ class Outgoing:
     @contextmanager
     def kept_alive(self, interval_seconds: float) -> Iterator[None]:
         """Until the stream begins, send a comment at intervals, so that nobody takes a queue for a dead connection."""
-        sending = asyncio.ensure_future(self._keep_alive(interval_seconds))
+        sending: list[asyncio.Task[None]] = []
+        # No task before it has something to do: most streams begin sooner.
+        begin = asyncio.get_running_loop().call_later(
+            interval_seconds, lambda: sending.append(asyncio.ensure_future(self._keep_alive(interval_seconds)))
+        )
         try:
             yield
         finally:
-            sending.cancel()
+            begin.cancel()
+            for one in sending:
+                one.cancel()
 
     async def _keep_alive(self, interval_seconds: float) -> None:
-        while not self.has_begun:
-            await asyncio.sleep(interval_seconds)
+        while True:
             async with self._sending:
                 if self.has_begun or not self.is_client_there:
                     return
@@ -230,6 +235,7 @@ class Outgoing:
                 except ClientLeft:
                     self.abort()
                     return
+            await asyncio.sleep(interval_seconds)
 
     async def piece(self, events: bytes) -> None:
         """Send whole events. Waits while the client does not read."""
