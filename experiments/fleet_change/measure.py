@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -36,7 +34,6 @@ TOKENS = 24
 AT_ONCE = 4
 STEP_SECONDS = 150.0
 SETTLE_SECONDS = 2.0
-SHUTDOWN_SECONDS = 30
 BUSY_LOOPS, BUSY_SECONDS = 10, 60.0
 BENCH_PROMPTS, BENCH_AT_ONCE = 16, 2
 NAMES = ("prefill-1", "decode-1", "prefill-2", "decode-2")
@@ -92,7 +89,6 @@ def spec(name: str, mode: str | None, executable: Path | None = None) -> ServerS
         max_num_batched_tokens=256,
         kv_transfer=transfer if mode else None,
         environment=KVCACHED if mode else {},
-        arguments=("--shutdown-timeout", str(SHUTDOWN_SECONDS)),
         forks=True,
     )
     return made if executable is None else dataclasses.replace(made, executable=executable)
@@ -121,7 +117,6 @@ def measure(mode: str, before: Path, expected: Mapping[int, str], logs: Path, sa
             changes: list[tuple[str, Callable[[], None]]] = [
                 ("restart", lambda: fleet.change_each(mode, before)),
                 ("version", lambda: fleet.change_each(mode, None)),
-                ("sigterm", fleet.terminate_each),
                 ("busy", starve),
                 ("kill", lambda: fleet.kill_and_replace(0, 1)),
             ]
@@ -167,18 +162,6 @@ class Fleet:
             successor = self._launched.replace(place, spec(name, mode, executable))
             self._until(successor.is_ready)
             self._ask("POST", "", {"role": name.partition("-")[0], "url": successor.base_url})
-            self._until(lambda known=known: self._state(known).get("kind") is not None)  # type: ignore[misc]
-
-    def terminate_each(self) -> None:
-        """End each server by SIGTERM, as an orchestrator does it, and start it again; the router is told of neither."""
-        for place in range(len(NAMES)):
-            time.sleep(SETTLE_SECONDS)
-            server = self.servers[place]
-            os.kill(server.process.pid, signal.SIGTERM)
-            server.process.wait(STEP_SECONDS)
-            successor = self._launched.replace(place)
-            self._until(successor.is_ready)
-            known = successor.base_url.removeprefix("http://")
             self._until(lambda known=known: self._state(known).get("kind") is not None)  # type: ignore[misc]
 
     def kill_and_replace(self, *places: int) -> None:
