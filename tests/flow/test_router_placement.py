@@ -162,8 +162,8 @@ def test_requests_whose_last_decode_that_fits_goes_away_go_to_another_pair(is_ki
             await kinds_known(at)
             for one in at.prefills:
                 one.prefill_seconds = 0.5
-            asking = [asyncio.create_task(at.complete(f"p{number}", max_tokens=4)) for number in range(8)]
-            await until(lambda: len(at.prefills[0].asked) + len(at.prefills[1].asked) == 8, "prefill is not asked")
+            asking = [asyncio.create_task(at.complete(f"p{number}", max_tokens=4)) for number in range(40)]
+            await until(lambda: len(at.prefills[0].asked) + len(at.prefills[1].asked) == 40, "prefill is not asked")
             assert at.prefills[0].asked
             if is_killed:
                 await at.decodes[0].stop()
