@@ -26,6 +26,9 @@ logger = logging.getLogger("kvcached_nixl.proxy")
 MOST_PAUSE_SECONDS = 30.0
 MOST_METRICS_BYTES = 8 << 20
 LOOK_SECONDS = 30.0
+GONE_SECONDS = 15.0
+"""How long a request may hear nothing from a server where nobody listens. vLLM 0.28 leaves some requests without an end
+when it shuts down, and keeps their connections."""
 METRICS_SECONDS = 2.0
 """A server that answers /health and not /metrics is up, and its kind is not known."""
 LOOKS_PER_METRICS = 5
@@ -73,6 +76,11 @@ def _judge(instance: Instance, failure: LegFailed, failures: int, fleet: Fleet) 
         # A server that is new or down needs only one such check; one that is up needs `health_failures` in a row.
         if instance.state is not Health.UP or failures >= options.health_failures:
             _set(instance, Health.DOWN, failure.reason, fleet)
+        if instance.state is Health.DOWN and failure.cause is RouterFailure.UNREACHABLE:
+            instance.end_legs(
+                "nobody listens there any more, and nothing has come",
+                min(GONE_SECONDS, options.unresponsive_timeout_seconds),
+            )
         return
     silent_seconds = time.monotonic() - instance.heard_seconds
     if instance.state is Health.UP and silent_seconds >= options.unresponsive_timeout_seconds:

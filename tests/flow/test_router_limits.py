@@ -20,7 +20,7 @@ import pytest
 from support.router_under_test import HELLO, UnderTest, quiet, request_of, right, serving, until
 from support.stub_servers import HOST, Fabric, Stub, stubs
 
-from kvcached_nixl.proxy import listener
+from kvcached_nixl.proxy import health, listener
 from kvcached_nixl.proxy.account import REQUEST_BYTES, fit_descriptors
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.retry_budget import MOST, PER_SECOND, RetryBudget
@@ -281,6 +281,27 @@ def test_streams_of_a_server_whose_checks_go_unanswered_go_on() -> None:
             at.decodes[0].answers_no_checks = True
             assert (await asking).text.endswith("data: [DONE]\n\n")
             at.decodes[0].answers_no_checks = False
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_server_has_left_without_an_end_is_tried_elsewhere(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM leaves some when it shuts down: nobody listens, the connection stays, and nothing comes."""
+    monkeypatch.setattr(health, "GONE_SECONDS", 0.3)
+
+    async def run() -> None:
+        async with serving(1, 2, policy="round-robin") as at:
+            first = at.decodes[0]
+            first.faults.append("hang")
+            asking = asyncio.create_task(at.complete(max_tokens=4, stream=stream))
+            await until(lambda: bool(first.asked), "the first decode is not asked")
+            first.stop_listening()
+            answer = await asking
+            assert right(answer) if not stream else answer.text.endswith("data: [DONE]\n\n")
+            assert len(at.decodes[1].asked) == 1
 
     asyncio.run(run())
 

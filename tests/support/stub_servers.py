@@ -139,6 +139,11 @@ class Stub:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def stop_listening(self) -> None:
+        """Accepts no connection any more, and leaves those that are open as they are."""
+        assert self._server is not None
+        self._server.close()
+
     async def restart(self, *, engine_id: str | None = None) -> None:
         """Stops and starts again at the same address, with another incarnation."""
         await self.stop()
