@@ -190,8 +190,10 @@ class Fleet:
 
         None: prefill should. See `cost`.
         """
+        if not self.options.alone_most_tokens:
+            return None
         prefills, decodes = self._usable(Role.PREFILL, Role.DECODE), self._usable(Role.DECODE)
-        if not self.options.alone_most_tokens or not prefills or not decodes:
+        if not prefills:
             return None
         pieces = self._decoded.pieces(request.namespace, request.prefix)
         known = {name: count * request.piece_tokens for name, count in pieces.items()}
@@ -200,16 +202,16 @@ class Fleet:
             for one in self._by_weight(decodes)
             if not one.is_doubted
         ]
-        found = [(tokens, one) for tokens, one in found if tokens <= self.options.alone_most_tokens]
-        if not found:
+        costs = [
+            (self.costs.of_computing_alone(tokens, one.computing_tokens, one.requests), tokens, one)
+            for tokens, one in found
+            if tokens <= self.options.alone_most_tokens
+        ]
+        if not costs:
             return None
-        costs = self.costs
-        tokens, server = min(
-            found, key=lambda one: costs.of_computing_alone(one[0], one[1].computing_tokens, one[1].requests)
-        )
-        alone = costs.of_computing_alone(tokens, server.computing_tokens, server.requests)
+        alone_seconds, tokens, server = min(costs, key=lambda one: one[0])
         ahead = min(one.tokens for one in prefills) + request.prompt_tokens
-        return (Booking(server, None), tokens) if costs.is_alone_better(alone, ahead) else None
+        return (Booking(server, None), tokens) if self.costs.is_alone_better(alone_seconds, ahead) else None
 
     def decoded(self, server: Instance, request: Wanted) -> None:
         """A decode server has this prompt in its prefix cache from now on."""

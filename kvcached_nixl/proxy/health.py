@@ -101,7 +101,7 @@ def _set(instance: Instance, state: Health, reason: str, fleet: Fleet) -> None:
     else:
         instance.ranks.forget()
         instance.kind = None
-        instance.epoch += 1
+        instance.epoch = time.monotonic_ns()
         if before is Health.UP:
             fleet.metrics.ejections.labels(instance.role.value, instance.name).inc()
         logger.warning(

@@ -95,7 +95,7 @@ class Instance:
     Attributes:
         ranks: of a prefill server: what its responses said about its data-parallel ranks.
         kind: which servers it can hand over to; None if that is not known, and tried.
-        epoch: how often it went down.
+        epoch: drawn when it was added, and again when it goes down; no two servers of one name share one.
         weight: its share of the requests, relative to the others of its role.
         requests, tokens: number of legs in flight, and an estimate of their tokens.
         computing_tokens: of a decode server: of prompts that it computes itself now.
@@ -113,7 +113,7 @@ class Instance:
         self.role = role
         self.weight = weight
         self.kind: Kind | None = None
-        self.epoch = 0
+        self.epoch = time.monotonic_ns()
         self.url = url.rstrip("/")
         self.name = address_of(url)
         self.state = Health.NEW

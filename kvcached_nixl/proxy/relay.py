@@ -22,7 +22,8 @@ from kvcached_nixl.proxy.upstream import Reply, Upstream
 
 __all__ = ["Relay", "require_success", "with_cached_tokens"]
 
-_CACHE_READ = re.compile(rb'"cache_read_input_tokens":\s*([0-9]{1,18})')
+_CACHE_READ = re.compile(rb'"cache_read_input_tokens":\s*([0-9]{1,18})\b')
+_COUNT = re.compile(rb"[0-9]{1,18}")
 _CACHED_TOKENS = re.compile(rb'"(cached_tokens|cache_read_input_tokens)":(\s*)[0-9]+')
 
 
@@ -141,20 +142,20 @@ def with_cached_tokens(said: bytes, cached_tokens: int | None) -> bytes:
     return b"\n".join(_in_usage(line, cached_tokens) if _CACHED_TOKENS.search(line) else line for line in lines)
 
 
-def _in_usage(line: bytes, cached_tokens: int) -> bytes:
+def _in_usage(line: bytes, cached_tokens: int, within: tuple[str, ...] = ("response", "message")) -> bytes:
     """Changes the usage only: the input of a tool that was called is JSON, too, and may have any names."""
     begin = b"data: " if line.startswith(b"data: ") else b""
     try:
         fields = _answer.decode(line.removeprefix(begin))
     except (msgspec.MsgspecError, RecursionError):
         return line
-    for name in ("response", "message"):
+    for name in within:
         if name in fields and bytes(fields[name]).startswith(b"{"):
-            fields[name] = msgspec.Raw(_in_usage(bytes(fields[name]), cached_tokens))
+            fields[name] = msgspec.Raw(_in_usage(bytes(fields[name]), cached_tokens, ()))
     if bytes(fields.get("usage", b"")).startswith(b"{"):
         usage = _answer.decode(_CACHED_TOKENS.sub(rb'"\1":\g<2>%d' % cached_tokens, bytes(fields["usage"])))
         before = _CACHE_READ.search(fields["usage"])
-        if before and (fresh := bytes(usage.get("input_tokens", b""))).isdigit():
+        if before and _COUNT.fullmatch(fresh := bytes(usage.get("input_tokens", b""))):
             # Anthropic counts cached tokens apart from the others.
             usage["input_tokens"] = msgspec.Raw(b"%d" % max(0, int(fresh) + int(before[1]) - cached_tokens))
         fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))

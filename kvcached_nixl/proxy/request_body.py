@@ -267,7 +267,7 @@ def _prefix_ids(fields: Mapping[str, msgspec.Raw]) -> list[int] | None:
 
 
 def nested(fields: Mapping[str, msgspec.Raw], name: str) -> dict[str, msgspec.Raw]:
-    """Returns the fields of an object in a body; {} if there is none. Raises `Refusal` if it is no object."""
+    """Returns the fields of the JSON object under this name, {} without it. Raises `Refusal` for any other value."""
     found = _known(fields, name, top_level) if name in fields else {}
     return cast("dict[str, msgspec.Raw]", found)
 

@@ -336,6 +336,26 @@ def test_decode_computes_what_is_short_and_what_it_has_cached() -> None:
     asyncio.run(run())
 
 
+def test_a_server_that_is_added_again_has_nothing_cached() -> None:
+    """Under the same name, and never seen down: what it had went with its process."""
+
+    async def run() -> None:
+        async with serving(alone_most_tokens=1000) as at:
+            await measured(at)
+            decode, turn = at.decodes[0], "y" * 12_000
+            for _ in range(2):
+                assert right(await at.complete(turn, max_tokens=4), turn)
+            assert computed(at) == 1
+            assert (await at.administer("DELETE", f"/{decode.name}")).status_code == 204
+            await at.administer("POST", json={"role": "decode", "url": decode.url})
+            while (await at.instances())[decode.name]["state"] != "up":
+                await asyncio.sleep(0.01)
+            assert right(await at.complete(turn, max_tokens=4), turn)
+            assert computed(at) == 1
+
+    asyncio.run(run())
+
+
 def test_decode_computes_nothing_itself_unless_it_may() -> None:
     async def run() -> None:
         async with serving() as at:

@@ -204,6 +204,19 @@ def test_cached_tokens_in_usage(said: dict[str, Any], begin: bytes) -> None:
     assert json.loads(found.removeprefix(begin)) == replaced
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"usage":{"input_tokens":' + b"9" * 5000 + b',"cache_read_input_tokens":9}}',
+        b'{"usage":{"input_tokens":1,"cache_read_input_tokens":' + b"9" * 5000 + b"}}",
+        b'{"message":' * 900 + b'{"usage":{"cached_tokens":9}}' + b"}" * 900,
+    ],
+    ids=["input", "cached", "nested"],
+)
+def test_a_server_s_odd_usage_breaks_nothing(said: bytes) -> None:
+    assert with_cached_tokens(said, 4)
+
+
 def test_anthropic_counts_cached_tokens_apart() -> None:
     """``input_tokens`` are the others, so the sum stays that of the prompt."""
     said = {"usage": {"input_tokens": 1, "cache_read_input_tokens": 999, "output_tokens": 5}, "type": "message"}
