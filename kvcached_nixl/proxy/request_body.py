@@ -36,6 +36,7 @@ class Alone(str, Enum):
     """Decode must compute the prompt to get its log-probabilities."""
     NOTHING_TO_DECODE = "max_tokens"
     SEVERAL = "several"
+    """Sequences that cannot be handed over one by one, or which vLLM refuses: greedy ones are all equal."""
     TRUNCATION = "truncation"
     NO_PREFILL = "no_prefill"
     CHEAPER = "cheaper"
@@ -54,8 +55,8 @@ class Asked:
         fields: the body's top level, values unparsed; without ``kv_transfer_params`` and ``prefix_prompt_ids``.
         params: the client's own kv_transfer_params, allowed and validated; None if there are none that name a role.
         raw_params: the same, unparsed.
-        prompts: if the body has a list of several prompts: each, unparsed; otherwise empty.
-        n: sequences of each prompt.
+        prompts: if the body has a list of several prompts: each, unparsed; otherwise, and if ``alone``, empty.
+        n: sequences of each prompt; 1 if ``alone``: one server gets the request as it is.
         alone: why there is no hand-over, or None.
         needs_leave: the request is served only with ``--decode-alone``. Otherwise the client gets ``reason``.
         reason: error text that says what to send instead; "" if ``needs_leave`` is false.
@@ -136,6 +137,8 @@ MOST_NAMES = 10_000
 MOST_SHORT_BYTES = 1 << 20
 MOST_CHECKED_BYTES = 64 << 10
 MOST_SEQUENCES = 128
+GREEDY_TEMPERATURE = 1e-5
+"""vLLM computes greedily below it (``_SAMPLING_EPS``, vllm/sampling_params.py)."""
 
 
 def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
@@ -180,8 +183,8 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
         fields=fields,
         params=params,
         raw_params=raw_params,
-        prompts=() if alone is Alone.CLIENT else prompts,
-        n=1 if alone is Alone.CLIENT else known.get("n") or 1,
+        prompts=prompts if alone is None else (),
+        n=known.get("n") or 1 if alone is None else 1,
         alone=alone,
         needs_leave=bool(reason),
         reason=reason,
@@ -342,6 +345,8 @@ def _alone(
     if several:
         reason = f"{several}; expected one sequence, because each needs its own hand-over. Send them one by one"
         return Alone.SEVERAL, reason, name
+    if (known.get("n") or 1) > 1 and _is_greedy(fields):
+        return Alone.SEVERAL, "", ""
     if known.get("prompt_logprobs") is not None or (
         api.prompt == "prompt" and known.get("echo") and known.get("logprobs") is not None
     ):
@@ -356,6 +361,15 @@ def _alone(
         )
         return Alone.TRUNCATION, reason, "truncate_prompt_tokens"
     return None, "", ""
+
+
+def _is_greedy(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether it asks for temperature 0 in any form that vLLM accepts; what is no number is left to the server."""
+    try:
+        said = float(msgspec.json.decode(fields.get("temperature", b"1"), type=float | str | bool, strict=True))
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return False
+    return said < GREEDY_TEMPERATURE
 
 
 def _prompts(fields: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:

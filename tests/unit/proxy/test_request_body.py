@@ -109,6 +109,24 @@ def test_each_sequence_is_a_hand_over(fields: dict[str, Any], sequences: int) ->
 
 
 @pytest.mark.parametrize(
+    ("fields", "sequences"),
+    [
+        *(({"n": 2, "temperature": value}, 1) for value in (0, 0.0, -0.0, 9e-6, "0", " 0.0 ", False, -1)),
+        *(({"n": 2, "temperature": value}, 2) for value in (1, 0.1, 1e-5, "1", True, None, "odd", [0], {"a": 0})),
+        ({"n": 2, "prompt": ["a", "b"], "temperature": 0}, 1),
+        ({"n": 1, "prompt": ["a", "b"], "temperature": 0}, 2),
+        ({"n": 4, "use_beam_search": True}, 1),
+        ({"n": 4, "prompt_logprobs": 1}, 1),
+    ],
+    ids=str,
+)
+def test_what_one_server_computes_or_refuses_goes_to_it_as_it_is(fields: dict[str, Any], sequences: int) -> None:
+    found = asked(**fields)
+    assert found.sequences == sequences and (found.alone is None) == (sequences == 2)
+    assert found.needs_leave == ("use_beam_search" in fields)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"n": 129},
