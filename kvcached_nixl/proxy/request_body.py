@@ -378,7 +378,9 @@ def _prompts(fields: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:
     count = _length(value)
     if count > MOST_SEQUENCES:
         raise _bad("prompt", f"prompt: found a list of more, expected at most {MOST_SEQUENCES}")
-    return tuple(_raw_list.decode(value)) if count > 1 else ()
+    prompts = tuple(_raw_list.decode(value)) if count > 1 else ()
+    # One by one, texts among lists of token ids would be answered; vLLM refuses them together.
+    return prompts if len({bytes(one)[:1] == b'"' for one in prompts}) == 1 else ()
 
 
 def _length(value: bytes) -> int:

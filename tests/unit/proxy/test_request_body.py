@@ -142,9 +142,12 @@ def test_too_many_sequences_are_refused(fields: dict[str, Any]) -> None:
         asked(**fields)
 
 
-@pytest.mark.parametrize("prompt", ["x", "", [1, 2], ["x"], [[1, 2]], [], None, {"odd": 1}], ids=str)
+@pytest.mark.parametrize(
+    "prompt", ["x", "", [1, 2], ["x"], [[1, 2]], [], None, {"odd": 1}, ["a", [1]], [[1], "a"], ["a", None]], ids=str
+)
 def test_one_prompt_or_what_is_none_is_left_to_the_servers(prompt: Any) -> None:
-    assert not asked(prompt=prompt).needs_leave
+    found = asked(prompt=prompt)
+    assert not found.needs_leave and found.sequences == 1
 
 
 @pytest.mark.parametrize(
