@@ -16,6 +16,11 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
                          before it fails or is recomputed; and how long a registration of decode waits for prefill's
                          request
     push_registration_timeout    vLLM's name for the same setting
+    allocation_timeout   seconds, half of handover_timeout by default. How long a request of decode waits for blocks
+                         before it gives up the hand-over: prefill frees its blocks, and the request fails, or stays in
+                         the queue and is computed here
+    give_way_after       seconds, 2 by default. How long memory is short, without decode fetching any offer, before
+                         prefill takes back offers that nobody fetches, oldest first
     kv_lease_duration    seconds that prefill keeps a finished request's blocks without a heartbeat from decode, 30 by
                          default. Must be equal on both sides: decode sends a heartbeat every sixth of it.
     bidirectional_kv_xfer    vLLM's; must stay false: KV that decode computes is not sent back to prefill
@@ -50,6 +55,7 @@ SERVER_LOGGER = "vllm.kvcached_nixl"
 
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
 DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
+DEFAULT_GIVE_WAY_AFTER_SECONDS = 2.0
 MOST_GIB = 65_536
 LONGEST_SECONDS = 86_400
 """One day: the longest lease that a manifest may carry."""
@@ -101,6 +107,9 @@ class Settings:
         transfer_mode: which side starts a transfer.
         kv_lease_duration_seconds: how long prefill keeps blocks without a heartbeat from decode.
         handover_timeout_seconds: a hand-over that has not ended after this fails.
+        allocation_timeout_seconds: a hand-over whose request has no blocks on decode after this is given up. None for
+            half of handover_timeout_seconds.
+        give_way_after_seconds: how long memory is short before prefill takes back what nobody fetches.
         memory_path: which memory NIXL is to use.
         staging_gib: size of the slab, if one is used; None to derive it from the engine's limits.
         verify_fraction: the fraction of decode's hand-overs that is verified.
@@ -109,6 +118,8 @@ class Settings:
     transfer_mode: TransferMode = TransferMode.PULL
     kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
     handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
+    allocation_timeout_seconds: float | None = None
+    give_way_after_seconds: float = DEFAULT_GIVE_WAY_AFTER_SECONDS
     memory_path: MemoryPath = MemoryPath.AUTO
     staging_gib: float | None = None
     verify_fraction: float = 0.0
@@ -146,6 +157,7 @@ class Settings:
             False,
             "A request would count as prefill's and as decode's at once, and wait for KV that no engine sends.",
         )
+        handover_timeout_seconds = _handover_timeout(extra_config)
         return cls(
             transfer_mode=_transfer_mode(extra_config),
             kv_lease_duration_seconds=_seconds(
@@ -154,7 +166,14 @@ class Settings:
                 DEFAULT_LEASE_DURATION_SECONDS,
                 "Blocks would be reused while decode still reads them, or never be freed.",
             ),
-            handover_timeout_seconds=_handover_timeout(extra_config),
+            handover_timeout_seconds=handover_timeout_seconds,
+            allocation_timeout_seconds=_allocation_timeout(extra_config, handover_timeout_seconds),
+            give_way_after_seconds=_seconds(
+                extra_config,
+                "give_way_after",
+                DEFAULT_GIVE_WAY_AFTER_SECONDS,
+                "Offers would be taken back before decode can fetch them, or never.",
+            ),
             memory_path=_memory_path(extra_config),
             staging_gib=_staging_gib(extra_config),
             verify_fraction=_verify_fraction(extra_config),
@@ -246,6 +265,17 @@ def _handover_timeout(extra_config: Mapping[str, Any]) -> float:
     if own in extra_config and theirs != seconds:
         raise _bad(stock, extra_config[stock], f"{seconds:g}, equal to {own}, or unset", consequence)
     return theirs
+
+
+def _allocation_timeout(extra_config: Mapping[str, Any], handover_timeout_seconds: float) -> float | None:
+    key = "allocation_timeout"
+    if key not in extra_config:
+        return None
+    consequence = "Requests of decode would be given up at once, or never for lack of blocks."
+    seconds = _seconds(extra_config, key, handover_timeout_seconds, consequence)
+    if seconds > handover_timeout_seconds:
+        raise _bad(key, extra_config[key], f"at most handover_timeout, {handover_timeout_seconds:g}", consequence)
+    return seconds
 
 
 def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:

@@ -82,7 +82,8 @@ class Pool:
     """Numbered blocks, and which request has which. Number 0 is vLLM's null block, which no request has."""
 
     are_shared = is_producer = False
-    stalled = None
+    stalled = starved = None
+    blocks_over_limit = 0
 
     def __init__(self, order: Sequence[int]) -> None:
         self.free_blocks = list(reversed(order))
@@ -102,6 +103,9 @@ class Pool:
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
         return None
+
+    def drop_cached(self, num_blocks: int) -> int:
+        return 0
 
     def forget_prefixes(self) -> bool:
         return True
@@ -180,6 +184,8 @@ class Engine:
             recomputes=False,
             lease_seconds=settings.kv_lease_duration_seconds,
             timeout_seconds=settings.handover_timeout_seconds,
+            allocation_seconds=settings.handover_timeout_seconds,
+            patience_seconds=settings.give_way_after_seconds,
         )
         self.own = own
         self.pool = pool

@@ -2,6 +2,7 @@
 """Our metrics beside vLLM's. Workers send them with a step's output to the API server, which exports them.
 
     kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
+    kvcached_nixl:revoked_offers_total{cause}      offers that prefill has taken back
     kvcached_nixl:quarantined_blocks               blocks held for transfers that may still be in flight
     kvcached_nixl:compatibility_id, checkpoint_id, weights_id
                                                    what this engine's handshake compares (`wire.kind`)
@@ -18,14 +19,14 @@ from typing import Any
 
 from kvcached_nixl.compat.locate import STATS_MODULES
 from kvcached_nixl.compat.private import first_module, optional, private
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.kind import Kind
 
 __all__ = ["prom_metrics", "record", "stats", "take_reasons"]
 
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
-_REASONS = "kvcached_nixl_failure_reasons"
+_REASONS, _REVOKED = "kvcached_nixl_failure_reasons", "kvcached_nixl_revoked_offers"
 MAX_REASON = 1000
 _KINDS = (  # in the order of `Kind`
     ("kvcached_nixl:compatibility_id", "versions, configuration and layout"),
@@ -57,6 +58,7 @@ def record(account: Any, counted: Any) -> None:
             account.data[_FAILURES].append(int(cause))
     for _ in range(counted.expired):
         account.record_kv_expired_req()
+    account.data[_REVOKED] += counted.revoked.elements()
     account.data[_REASONS] += [[attempt, reason[:MAX_REASON]] for attempt, reason in counted.reasons]
     if counted.quarantined_blocks is not None:
         account.data[_QUARANTINED].append(counted.quarantined_blocks)
@@ -105,9 +107,10 @@ def _stats_class() -> Any:
             self.data[_FAILURES] = []
             self.data[_QUARANTINED] = []
             self.data[_REASONS] = []
+            self.data[_REVOKED] = []
 
         def is_empty(self) -> bool:
-            ours = (_FAILURES, _QUARANTINED, _REASONS)
+            ours = (_FAILURES, _QUARANTINED, _REASONS, _REVOKED)
             return bool(super().is_empty() and not any(self.data.get(key) for key in ours))
 
     return HandOverStats
@@ -125,6 +128,11 @@ def _prom_class() -> Any:
             self._failures = self._counter_cls(
                 name="kvcached_nixl:handover_failures",
                 documentation="Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
+                labelnames=[*labelnames, "cause"],
+            )
+            self._revoked = self._counter_cls(
+                name="kvcached_nixl:revoked_offers",
+                documentation="Offers that prefill has taken back before decode had fetched them, by cause.",
                 labelnames=[*labelnames, "cause"],
             )
             self._quarantined = self._gauge_cls(
@@ -161,6 +169,8 @@ def _prom_class() -> Any:
             values = self._labelvalues[engine_idx]
             for cause in transfer_stats_data.get(_FAILURES, ()):
                 self._failures.labels(*values, FailureCause(cause).label).inc()
+            for cause in transfer_stats_data.get(_REVOKED, ()):
+                self._revoked.labels(*values, RevocationCause(cause).label).inc()
             for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
                 self._quarantined.labels(*values).set(blocks)
 

@@ -77,6 +77,8 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
         recomputes=stock.recomputes,
         lease_seconds=settings.kv_lease_duration_seconds,
         timeout_seconds=settings.handover_timeout_seconds,
+        allocation_seconds=settings.allocation_timeout_seconds or settings.handover_timeout_seconds / 2,
+        patience_seconds=settings.give_way_after_seconds,
     )
     own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
     wake_address = WakeAddress(*address.local, secrets.token_hex(16))

@@ -47,7 +47,7 @@ class DecodeFetches:
         self._clock = clock
         self.attempts = attempts
         self._fetch_requests: dict[DecodeRequestId, FetchRequest] = {}
-        # The timeout of a hand-over starts when its request arrives, whatever the request waits for (rule R4).
+        # Timeouts start when the request arrives, whatever it waits for (rule R4).
         self._queued = Deadlines[DecodeRequestId]()
         self._failing: dict[DecodeRequestId, HandOverFailed] = {}
         self._ending: set[DecodeRequestId] = set()
@@ -95,7 +95,7 @@ class DecodeFetches:
             self._pass_over(request, fetch, step)
             return
         self._fetch_requests[request_id] = FetchRequest(fetch, now, request.adapter, request=request)
-        self._queued[request_id] = now + self._terms.timeout_seconds
+        self._queued[request_id] = now + self._terms.allocation_seconds
         lease_seconds = self._terms.lease_seconds if fetch.manifest is None else fetch.manifest.lease_seconds
         if is_nameable(fetch.lease_name):
             longest = self._terms.timeout_seconds
@@ -330,7 +330,8 @@ class DecodeFetches:
             if attempt.number not in ended:
                 self._take_away(attempt, HandOverFailed(FailureCause.DEADLINE, late), blocks, step)
         for request_id in self._queued.take_due(now):
-            self._give_up_queued(request_id, HandOverFailed(FailureCause.DEADLINE, late), step)
+            reason = f"it was given no blocks within {self._terms.allocation_seconds:g} s (allocation_timeout)"
+            self._give_up_queued(request_id, HandOverFailed(FailureCause.NO_BLOCKS, reason), step)
 
     def _take_away(self, attempt: FetchAttempt, cause: HandOverFailed, blocks: BlockPool, step: Step) -> None:
         """Fails the attempt, and holds its blocks because transfers into them may be in flight."""

@@ -131,6 +131,20 @@ class BlockPool(Protocol):
         """If no request runs: the next one in the queue. It waits for blocks, and no other request will free any."""
         ...
 
+    @property
+    def starved(self) -> tuple[str, int] | None:
+        """The next request in the queue, and how many more blocks it needs than are free; None if it needs none."""
+        ...
+
+    @property
+    def blocks_over_limit(self) -> int:
+        """How many more blocks are allocated than kvcached's limit (``kvctl limit``) allows."""
+        ...
+
+    def drop_cached(self, num_blocks: int) -> int:
+        """Frees blocks that only the prefix cache keeps, so that their pages can be given back. Returns how many."""
+        ...
+
     def take(self, request_id: str) -> list[Any]:
         """Takes a request's blocks from it without freeing them; vLLM finds none when it frees the request."""
         ...

@@ -20,6 +20,7 @@ from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.side_channel_listener import (
     Answers,
@@ -31,7 +32,7 @@ from kvcached_nixl.scheduler.side_channel_listener import (
 )
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -85,6 +86,9 @@ class SchedulerFacade:
         self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds, self._failures)
         self._step = self._new_step()
         self._starvation = Starvation(clock, terms.timeout_seconds)
+        self._pressure = MemoryPressure(clock, terms.patience_seconds)
+        # Blocks that were freed for others, and that the prefix cache may still keep.
+        self._owed_blocks = 0
         self._reported_quarantine = 0
         self._has_news = False
         self._blocks: BlockPool | None = None
@@ -154,7 +158,7 @@ class SchedulerFacade:
         if adapter is None:
             self.incarnation = self._step.incarnation = self._offering.incarnation = secrets.token_hex(8)
             self._weights = None
-        self._offering.revoke(f"prefill: {reason}", self._step, adapter=adapter)
+        self._offering.revoke(RevocationCause.WEIGHTS, f"prefill: {reason}", self._step, adapter=adapter)
         if self._blocks is not None:
             self._fetching.revoke(f"decode: {reason}", self._blocks, self._step, adapter=adapter)
             self.freshen()
@@ -184,9 +188,31 @@ class SchedulerFacade:
         """
         self._quiet_by_seconds = max(self._quiet_by_seconds, self._clock.now_seconds() + QUIET_SECONDS)
         if running:
-            self._offering.revoke("prefill's cache is cleared", self._step)
+            self._offering.revoke(RevocationCause.CLEARED, "prefill's cache is cleared", self._step)
         if self._blocks is not None:
             self._fetching.revoke("decode's cache is cleared", self._blocks, self._step)
+
+    def relieve(self) -> bool:
+        """Takes back offers that nobody fetches, if memory is short. Costs little if no offer is kept.
+
+        Returns: whether the workers have to be told, in a step.
+        """
+        if self._blocks is None or not (self._offering.num_kept or self._owed_blocks):
+            self._pressure.eased()
+            return False
+        if self._owed_blocks:
+            self._blocks.drop_cached(self._owed_blocks)
+            self._owed_blocks = 0
+        starved, num_missing = self._blocks.starved or ("", 0)
+        missing = {RevocationCause.BLOCKS: num_missing, RevocationCause.LIMIT: self._blocks.blocks_over_limit}
+        for cause, num_blocks in self._pressure.turn(missing).items():
+            is_own = cause is RevocationCause.BLOCKS
+            if not is_own:
+                num_blocks -= self._blocks.drop_cached(num_blocks)
+            # Another prompt to be offered is no reason to have decode compute the earlier ones again.
+            keeps_wanted = is_own and self._offering.is_offering(starved)
+            self._offering.give_way(cause, num_blocks, self._step, keeps_wanted=keeps_wanted)
+        return self._step.has_news
 
     def resumed(self) -> None:
         """The engine runs again after `paused`."""
@@ -292,6 +318,7 @@ class SchedulerFacade:
         self._fetching.progressed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._bound(), self._step)
         self._offering.turn(self._step)
+        self.relieve()
         self._has_news = False
         step, self._step = self._step, self._new_step()
         step.counts = {**self._failures.counts}
@@ -358,7 +385,10 @@ class SchedulerFacade:
         self._failed |= failed
         if failed:
             reports.invalid.add(FAILING)
-        self._offering.ended(reports.sent, idle_holds_of(reports.sent), blocks)
+        num_fetched, num_owed = self._offering.ended(reports.sent, idle_holds_of(reports.sent), blocks)
+        self._owed_blocks += num_owed
+        if num_fetched:
+            self._pressure.eased()
         reports.sent |= self._offering.let_go(blocks)
         self.freshen()
 

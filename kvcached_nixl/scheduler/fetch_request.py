@@ -37,6 +37,8 @@ class Terms:
         recomputes: ``kv_load_failure_policy`` is "recompute".
         lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
         timeout_seconds: time after which a hand-over fails.
+        allocation_seconds: time after which decode gives up a hand-over whose request was given no blocks.
+        patience_seconds: how long memory is short before offers that nobody fetches are taken back.
     """
 
     groups: KVGroups
@@ -45,6 +47,8 @@ class Terms:
     recomputes: bool
     lease_seconds: float
     timeout_seconds: float
+    allocation_seconds: float
+    patience_seconds: float
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from kvcached_nixl.clock import Clock
@@ -19,16 +20,27 @@ from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step
 
 __all__ = ["PrefillOffers"]
 
+ASK_AGAIN_SECONDS = 1.0
+"""How long an offer that is to give way counts as giving its blocks back. Decode may be fetching it, and not end."""
 GRACE_SECONDS = 1.0
 """How long decode may still fetch a request that ends while the engine pauses with ``/pause?mode=wait``."""
+
+
+_GIVES_WAY = MappingProxyType(
+    {
+        RevocationCause.BLOCKS: "nobody has fetched it, and prefill needs its blocks for another request",
+        RevocationCause.LIMIT: "nobody has fetched it, and prefill uses more memory than kvcached's limit allows",
+        RevocationCause.NEIGHBOUR: "nobody has fetched it, and another engine on prefill's device waits for memory",
+    }
+)
 
 
 @dataclass
@@ -64,6 +76,20 @@ class _Sending:
     is_streamed: bool = True
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A request that has ended, and whose blocks are kept.
+
+    Attributes:
+        adapter: the one that it was computed with.
+        since_seconds: when it ended.
+    """
+
+    adapter: int
+    num_blocks: int
+    since_seconds: float
+
+
 class PrefillOffers:
     """Prefill's half of `SchedulerFacade`; see the module's docstring.
 
@@ -88,14 +114,18 @@ class PrefillOffers:
         self._clock = clock
         self._holds = holds
         self._sending: dict[PrefillRequestId, _Sending] = {}
-        # Requests that have ended, and whose blocks are kept -> the adapter that they were computed with.
-        self._kept: dict[PrefillRequestId, int] = {}
+        self._kept: dict[PrefillRequestId, _Kept] = {}
         self._taken_back: set[PrefillRequestId] = set()
         # Revoked requests that vLLM has freed already -> the hold with their blocks.
         self._let_go: dict[PrefillRequestId, int] = {}
         self._closed: str | None = None
         self.stale: set[int | None] = set()
         self._revoked_at = Deadlines[PrefillRequestId]()
+        self._giving_way = Deadlines[PrefillRequestId]()
+        # Those of the requests in `_kept` that did not give way, because decode waits for them or fetches them.
+        self._spared: set[PrefillRequestId] = set()
+        # Those whose memory is for others than this engine.
+        self._for_others: set[PrefillRequestId] = set()
         self._draining: set[int] = set()
         self._failures = failures
         self.is_read_early = terms.mode.is_push
@@ -116,20 +146,47 @@ class PrefillOffers:
 
     # ------------------------------------------------------------------------------------------------------ revocation
 
-    def revoke(self, reason: str, step: Step, *, adapter: int | None = None) -> None:
+    def revoke(self, cause: RevocationCause, reason: str, step: Step, *, adapter: int | None = None) -> None:
         """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12). Requests that are still
         computed keep their blocks.
 
         Args:
             adapter: only offers computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
         """
-        for request_id, used in self._kept.items():
-            if is_meant(adapter, used):
-                self._take_back(request_id, reason, step)
+        revocation = Revocation(cause, reason)
+        for request_id, kept in self._kept.items():
+            if is_meant(adapter, kept.adapter):
+                self._take_back(request_id, revocation, step)
         for request_id, sending in self._sending.items():
             # A request that has not begun has computed nothing that could be out of date.
             if is_meant(adapter, sending.request.adapter) and (sending.block_ids or sending.ready_tokens):
-                self._withdraw(request_id, sending, reason, step)
+                self._withdraw(request_id, sending, revocation, step)
+
+    def give_way(self, cause: RevocationCause, num_blocks: int, step: Step, *, keeps_wanted: bool = False) -> None:
+        """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
+        together with those that are being given back already.
+
+        A worker leaves an offer as it is if decode fetches it. If decode has a request that waits for it, the others
+        are taken back first.
+
+        Args:
+            keeps_wanted: those for which decode has a request are not taken back at all.
+        """
+        now = self._clock.now_seconds()
+        self._spared.update(self._giving_way.take_due(now))
+        coming = {*self._giving_way, *self._taken_back} & self._kept.keys()
+        num_blocks -= sum(self._kept[one].num_blocks for one in coming)
+        # Those that were spared come last.
+        for request_id, kept in sorted(self._kept.items(), key=lambda one: one[0] in self._spared):
+            if num_blocks <= 0 or (is_last := request_id in self._spared) and keeps_wanted:
+                return
+            if request_id in coming or now < kept.since_seconds + self._terms.patience_seconds:
+                continue
+            step.revoked[request_id] = Revocation(cause, _GIVES_WAY[cause], spares_wanted=not is_last)
+            self._giving_way[request_id] = now + ASK_AGAIN_SECONDS
+            if cause is not RevocationCause.BLOCKS:
+                self._for_others.add(request_id)
+            num_blocks -= kept.num_blocks
 
     def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
         """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
@@ -147,22 +204,26 @@ class PrefillOffers:
         """Revokes the offers whose grace has passed."""
         for request_id in self._revoked_at.take_due(self._clock.now_seconds()):
             if request_id in self._kept:
-                self._take_back(request_id, self._closed or "", step)
+                self._take_back(request_id, Revocation(RevocationCause.PAUSED, self._closed or ""), step)
 
-    def _take_back(self, request_id: PrefillRequestId, reason: str, step: Step) -> None:
+    def _kept_now(self, request: Request, block_ids: BlockIds) -> _Kept:
+        num_blocks = sum(len({*group} - {NULL_BLOCK_ID}) for group in block_ids)
+        return _Kept(request.adapter, num_blocks, self._clock.now_seconds())
+
+    def _take_back(self, request_id: PrefillRequestId, revocation: Revocation, step: Step) -> None:
         self._revoked_at.pop(request_id, None)
         if request_id in self._taken_back:
             return
         self._taken_back.add(request_id)
-        step.revoked[request_id] = reason
+        step.revoked[request_id] = revocation
         # An offer that the workers were not told of yet must not reach them before its revocation.
         step.offered = [one for one in step.offered if one.request_id != request_id]
 
-    def _withdraw(self, request_id: PrefillRequestId, sending: _Sending, reason: str, step: Step) -> None:
+    def _withdraw(self, request_id: PrefillRequestId, sending: _Sending, revocation: Revocation, step: Step) -> None:
         if not sending.is_revoked:
             sending.is_revoked, sending.manifest = True, None
             step.offered = [one for one in step.offered if one.request_id != request_id or not one.ready_tokens]
-            step.revoked[request_id] = reason
+            step.revoked[request_id] = revocation
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -206,6 +267,10 @@ class PrefillOffers:
             if sending is not None:
                 self._advance(PrefillRequestId(one.request_id), sending, one, blocks, step)
 
+    def is_offering(self, request_id: str) -> bool:
+        """Whether a request that has not ended is to be offered."""
+        return PrefillRequestId(request_id) in self._sending
+
     def is_read(self, request_id: str) -> bool:
         """Whether the workers may be reading the blocks of a request that is still running."""
         sending = self._sending.get(PrefillRequestId(request_id))
@@ -245,7 +310,7 @@ class PrefillOffers:
             if self._terms.mode.is_push and (blocks.are_shared or not sending.is_streamed):
                 self._offer(request_id, sending, step)
             step.finished.append(request_id)
-            self._kept[request_id] = request.adapter
+            self._kept[request_id] = self._kept_now(request, block_ids)
             if self._closed is not None:
                 self._revoked_at[request_id] = self._clock.now_seconds() + GRACE_SECONDS
             transfer_id = (request.params or {}).get("transfer_id")
@@ -266,7 +331,7 @@ class PrefillOffers:
         if sending.is_offered:
             step.stopped[request_id] = "prefill's request ended before it was computed"
         if sending.is_read:
-            self._kept[request_id] = request.adapter
+            self._kept[request_id] = self._kept_now(request, block_ids)
             self._taken_back.add(request_id)
             return True, None
         if sending.is_offered:
@@ -285,8 +350,12 @@ class PrefillOffers:
         self._let_go |= {one: self._holds.take(blocks, one) for one in found}
         return set(found)
 
-    def ended(self, sent: Iterable[str], quiet: Iterable[int], blocks: BlockPool) -> None:
-        """Takes what all ranks have reported: requests whose blocks vLLM frees now, and idle holds, which are freed."""
+    def ended(self, sent: Iterable[str], quiet: Iterable[int], blocks: BlockPool) -> tuple[int, int]:
+        """Takes what all ranks have reported: requests whose blocks vLLM frees now, and idle holds, which are freed.
+
+        Returns: how many offers have ended that were not taken back, and how many blocks are given back to others.
+        """
+        num_served = num_for_others = 0
         for hold in quiet:
             if hold in self._draining:
                 self._draining.remove(hold)
@@ -295,9 +364,17 @@ class PrefillOffers:
             held = self._let_go.pop(request_id, None)
             if held is not None:
                 self._holds.give_back(blocks, held)
-            self._kept.pop(request_id, None)
+            kept = self._kept.pop(request_id, None)
+            is_taken_back = request_id in self._taken_back or request_id in self._giving_way
+            num_served += kept is not None and not is_taken_back
+            if kept is not None and request_id in self._for_others:
+                num_for_others += kept.num_blocks
+            self._for_others.discard(request_id)
+            self._spared.discard(request_id)
             self._taken_back.discard(request_id)
+            self._giving_way.pop(request_id, None)
             self._revoked_at.pop(request_id, None)
+        return num_served, num_for_others
 
     # -------------------------------------------------------------------------------------------------------- inside
 
@@ -306,13 +383,15 @@ class PrefillOffers:
     ) -> None:
         is_done = sending.manifest is not None and not one.replaces and one.num_computed_tokens >= sending.num_tokens
         if is_done and self._terms.groups.have_states:
-            self._withdraw(request_id, sending, "its states are about to be overwritten by those of later tokens", step)
+            reason = "its states are about to be overwritten by those of later tokens"
+            self._withdraw(request_id, sending, Revocation(RevocationCause.STATES, reason), step)
         if one.replaces or not sending.block_ids:
             sending.block_ids = one.block_ids
             if sending.cached_tokens is None:
                 sending.cached_tokens = one.begin_token
             if one.begin_token and self.is_stale(sending.request.adapter):
-                self._withdraw(request_id, sending, "it begins with KV that other weights have computed", step)
+                reason = "it begins with KV that other weights have computed"
+                self._withdraw(request_id, sending, Revocation(RevocationCause.WEIGHTS, reason), step)
         elif one.block_ids and not is_done:
             sending.block_ids = tuple([*old, *new] for old, new in zip(sending.block_ids, one.block_ids, strict=True))
         if is_done or sending.is_revoked:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-__all__ = ["FAILED", "FailureCause", "HandOverFailed"]
+__all__ = ["FAILED", "FailureCause", "HandOverFailed", "RevocationCause"]
 
 MAX_SHOWN = 200
 """Characters of an id that a log line shows."""
@@ -49,10 +49,40 @@ class FailureCause(IntEnum):
     """One side has revoked it: it was paused, put to sleep or shut down, or its weights were changed."""
     MEDIA = 16
     """Decode's request lacks the images, sounds, ... that prefill's has, so decode must not compute it either."""
+    NO_BLOCKS = 17
+    """Decode's request was given no blocks within ``allocation_timeout``."""
 
     @property
     def label(self) -> str:
         return self.name.lower()
+
+
+class RevocationCause(IntEnum):
+    """Why prefill takes an offer back. As for `FailureCause`: add new causes at the end; the name is a label."""
+
+    WEIGHTS = 0
+    """The weights or an adapter were changed."""
+    PAUSED = 1
+    """The engine is paused, put to sleep or shut down."""
+    CLEARED = 2
+    """Its cache is cleared."""
+    STATES = 3
+    """The states of its layers are about to be overwritten."""
+    BLOCKS = 4
+    """A request of the same engine waits for blocks."""
+    LIMIT = 5
+    """The engine uses more memory than kvcached's limit allows."""
+    NEIGHBOUR = 6
+    """Another engine on the device waits for memory."""
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def is_of_memory(self) -> bool:
+        """Whether the offer gives way to others, so that only one that nobody reads is taken back."""
+        return self >= RevocationCause.BLOCKS
 
 
 FAILED = "KV hand-over failed: "

@@ -5,6 +5,7 @@
     prefill -> decode    StagingRequest   these tokens are ready, grant me slots for them
     decode  -> prefill   StagingGrant     these are my slots, WRITE these tokens into them
     decode  -> prefill   Withdrawal       stop writing (the request has ended), and say when you have stopped
+    decode  -> prefill   Reading          this rank reads the blocks of this request
     decode  -> prefill   Release          this rank needs nothing more of this request
     prefill -> decode    Written          travels with a WRITE and arrives after its bytes
     prefill -> decode    Stopped          nothing of this attempt is in flight any more, and not everything is written
@@ -47,6 +48,7 @@ __all__ = [
     "KernelBlockRange",
     "Message",
     "Peer",
+    "Reading",
     "Registration",
     "Release",
     "StagingGrant",
@@ -212,6 +214,21 @@ class Release(_Said, frozen=True, tag="release"):
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
 
 
+class Reading(_Said, frozen=True, tag="reading"):
+    """A rank of decode reads the blocks of an offer from now on, until its `Release` or the end of the lease.
+
+    Prefill takes such an offer back for other causes than memory only. If it already has, decode finds that out by the
+    ownership token, whether this message has arrived or not.
+
+    Attributes:
+        request_id: prefill's request id.
+        tp_rank: decode's.
+    """
+
+    request_id: str
+    tp_rank: Rank
+
+
 class _OfContributor(_OfAttempt, frozen=True):
     """``tp_rank``: the rank of prefill that sends the message."""
 
@@ -259,7 +276,7 @@ class Stopped(_OfContributor, frozen=True, tag="stopped"):
     reason: str
 
 
-Message: TypeAlias = Registration | StagingGrant | Withdrawal | Release | StagingRequest | Written | Stopped
+Message: TypeAlias = Registration | StagingGrant | Withdrawal | Reading | Release | StagingRequest | Written | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = decoder(Message)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvcached_nixl.ids import DecodeRequestId, LogicalBlock, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 
@@ -31,6 +31,7 @@ __all__ = [
     "UnneededOffer",
     "LeaseRenewal",
     "Reports",
+    "Revocation",
     "Step",
     "WakeAddress",
     "FetchSpec",
@@ -174,6 +175,18 @@ class OfferUpdate(msgspec.Struct):
     is_held: bool = False
 
 
+class Revocation(msgspec.Struct, frozen=True):
+    """Why an offer is taken back. For a cause of memory it stays if a rank of decode has begun to fetch it.
+
+    Attributes:
+        spares_wanted: it stays, too, if decode sends heartbeats for it.
+    """
+
+    cause: RevocationCause
+    reason: str
+    spares_wanted: bool = False
+
+
 class WakeAddress(msgspec.Struct, frozen=True):
     """Where this engine's side channel listens for its own workers, and the key by which it recognises them.
 
@@ -220,7 +233,7 @@ class Step(msgspec.Struct):
     preempted: list[tuple[PrefillRequestId, int]] = msgspec.field(default_factory=list)
     finished: list[PrefillRequestId] = msgspec.field(default_factory=list)
     stopped: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
-    revoked: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
+    revoked: dict[PrefillRequestId, Revocation] = msgspec.field(default_factory=dict)
     unkept: set[PrefillRequestId] = msgspec.field(default_factory=set)
     offered: list[OfferUpdate] = msgspec.field(default_factory=list)
     counts: dict[int, int] = msgspec.field(default_factory=dict)

@@ -282,6 +282,7 @@ def assemble(
         hold_idle=outcomes.hold_idle,
         expired=outcomes.expired,
         moved=outcomes.moved,
+        revoked=outcomes.revoked,
     )
     peers.listen(_Roles(routes, receiver, registry, gate_connections))
 

@@ -63,6 +63,7 @@ class WorkerCounters:
         moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
         failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
         quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
+        revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
         reasons: (attempt, why it failed).
     """
 
@@ -70,6 +71,7 @@ class WorkerCounters:
     failures: Counter[int] = field(default_factory=Counter)
     expired: int = 0
     quarantined_blocks: int | None = None
+    revoked: Counter[int] = field(default_factory=Counter)
     reasons: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -127,7 +129,7 @@ class WorkerFacade:
             own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
             commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
         # Revocations first: no peer message handled after them finds these offers.
-        commands += (Revoke(request_id, reason) for request_id, reason in step.revoked.items())
+        commands += (Revoke(request_id, revocation) for request_id, revocation in step.revoked.items())
         # Renewals begin before they end: a request may arrive and end between two steps.
         commands += step.renewed
         commands += map(EndRenewal, step.unrenewed)
@@ -210,6 +212,8 @@ class WorkerFacade:
             logger.warning("KV was not fetched: %s: its lease expired", tags)
         self._counted.expired += len(outcome.expired)
         self._counted.moved += outcome.moved
+        if not self._local.tp_rank:
+            self._counted.revoked.update(outcome.revoked)
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
         return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
 

@@ -7,7 +7,7 @@ import threading
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.causes import HandOverFailed
+from kvcached_nixl.wire.causes import HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
 from kvcached_nixl.worker.transfer.tally import TransferTally
@@ -56,6 +56,10 @@ class OutcomeQueue:
         """A hand-over has succeeded whose bytes this rank has moved."""
         with self._lock:
             self._outcome.moved.append((tally.num_bytes, tally.descriptors, tally.seconds))
+
+    def revoked(self, cause: RevocationCause) -> None:
+        with self._lock:
+            self._outcome.revoked[cause] += 1
 
     def take_news(self) -> bool:
         """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until

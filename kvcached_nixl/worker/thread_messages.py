@@ -7,6 +7,7 @@ What a scheduler's step says about one request is passed on unchanged (`wire.ste
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -15,7 +16,7 @@ from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, Revocation, UnneededOffer, WakeAddress
 
 __all__ = [
     "BlocksWritable",
@@ -116,7 +117,7 @@ class Revoke:
     has ended."""
 
     request_id: PrefillRequestId
-    reason: str
+    revocation: Revocation
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Outcome:
         idle_holds: holds whose blocks nothing reads any more.
         expired: prefill's requests whose lease expired; they are in ``done`` as well.
         moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
+        revoked: offers that were taken back, by `RevocationCause`.
     """
 
     finished: set[int] = field(default_factory=set)
@@ -170,3 +172,4 @@ class Outcome:
     idle_holds: set[int] = field(default_factory=set)
     expired: set[PrefillRequestId] = field(default_factory=set)
     moved: list[tuple[int, int, float]] = field(default_factory=list)
+    revoked: Counter[int] = field(default_factory=Counter)

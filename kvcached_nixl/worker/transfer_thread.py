@@ -253,6 +253,8 @@ class TransferThread:
             self._renewals.end(command.request_id)
 
     def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
+        if isinstance(command, Revoke) and self._registry.outlasts(command.request_id, command.revocation):
+            return
         # Drop updates that still wait for the device. A revoked request keeps its `Finish`: it ends by itself.
         self._computing = deque(
             one
@@ -264,7 +266,7 @@ class TransferThread:
         if isinstance(command, Preempt):
             self._registry.preempt(command.request_id, command.hold)
         elif isinstance(command, Revoke):
-            self._registry.revoke(command.request_id, command.reason)
+            self._registry.revoke(command.request_id, command.revocation)
         else:
             self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import pytest
 from support import faults
 from support import hand_over_cases as cases
+from support import memory_pressure_cases as pressure
 from support import verified_hand_over_cases as verified
 from support.flow_memory import Shape
 from support.flow_pair import Pair
@@ -36,7 +37,8 @@ def case(test: Callable[..., None], *arguments: object) -> Callable[[], None]:
     """A case, with arguments that pytest's fixtures would give it; a mode stands for a pair of engines."""
 
     def run() -> None:
-        test(*(Pair(one) if isinstance(one, TransferMode) else one for one in arguments))
+        makes_pair = "mode" not in inspect.signature(test).parameters
+        test(*(Pair(one) if makes_pair and isinstance(one, TransferMode) else one for one in arguments))
 
     run.__name__ = test.__name__
     return run
@@ -177,6 +179,17 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         ),
         faults.prefill_s_blocks_are_free_while_their_digest_is_found: case(
             verified.test_blocks_are_not_free_while_a_digest_of_them_is_found, all_of(PUSH), "prefill"
+        ),
+        # Want of memory.
+        faults.offers_never_give_way: case(
+            pressure.test_two_full_engines_that_prefill_for_each_other_do_not_wait_for_each_other, PULL, True
+        ),
+        faults.what_is_fetched_gives_way: case(pressure.test_what_decode_fetches_does_not_give_way, PULL),
+        faults.what_is_revoked_keeps_its_token: case(
+            pressure.test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_offers, PULL, 1
+        ),
+        faults.what_is_freed_for_others_stays_in_the_cache: case(
+            pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 4, True
         ),
         faults.a_digest_is_of_all_heads: case(
             verified.test_what_is_right_is_found_to_be_right, all_of(PUSH), (Shape(tp_size=2), Shape())

@@ -282,7 +282,7 @@ def test_the_time_of_a_hand_over_begins_when_its_request_arrives(mode: TransferM
     pair.decode.pool.free.update(blocks)
     pair.settle()
     assert found.status is (Status.STOPPED if recomputes else Status.ERROR) and not found.num_external
-    assert pair.causes() == {"deadline": 1}
+    assert pair.causes() == {"no_blocks": 1}
     pair.nothing_is_left(LEASE_SECONDS)
 
 

@@ -21,6 +21,7 @@ BLOCK_SIZE = 4
 TOKENS = 10
 LEASE = 30.0
 TIMEOUT = 120.0
+PATIENCE = 2.0
 OWN = RemotePrefill("own", "10.0.0.1", 5600, 2)
 WAKE = WakeAddress("127.0.0.1", 5601, "key")
 """Not the address for peers."""
@@ -101,8 +102,15 @@ class Pool:
         self.freed: list[Any] = []
         self.windows = windows or (0,)
         self.stalled: str | None = None
+        self.starved: tuple[str, int] | None = None
+        self.blocks_over_limit = self.num_cached = 0
         self.asked_for: list[int] = []
         self.let_go_of: list[tuple[str, bool]] = []
+
+    def drop_cached(self, num_blocks: int) -> int:
+        dropped = min(num_blocks, self.num_cached)
+        self.num_cached -= dropped
+        return dropped
 
     def take(self, request_id: str) -> list[Any]:
         return self.of.pop(request_id, [])
@@ -148,6 +156,8 @@ def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = 
         "recomputes": False,
         "lease_seconds": LEASE,
         "timeout_seconds": TIMEOUT,
+        "allocation_seconds": TIMEOUT,
+        "patience_seconds": PATIENCE,
     }
     return Terms(**fields | changed)
 

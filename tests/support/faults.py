@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport
 from kvcached_nixl.wire.causes import FailureCause
@@ -49,6 +51,7 @@ from kvcached_nixl.worker.transfer.recent_set import RecentSet
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
+from support.flow_memory import Pool
 
 Patcher = pytest.MonkeyPatch
 Fault = Callable[[Patcher], None]
@@ -621,3 +624,31 @@ def a_digest_is_of_all_heads(patch: Patcher) -> None:
         return digest(self, groups, end_token, self._memory, **side)
 
     patch.setattr(Content, "digest", of_all)
+
+
+# ------------------------------------------------------------------------------------------------------ want of memory
+
+
+def offers_never_give_way(patch: Patcher) -> None:
+    patch.setattr(MemoryPressure, "turn", always({}))
+
+
+def what_is_fetched_gives_way(patch: Patcher) -> None:
+    patch.setattr(OfferRegistry, "outlasts", always(False))
+
+
+def what_is_revoked_keeps_its_token(patch: Patcher) -> None:
+    """Decode would read blocks that belong to another request by then."""
+
+    def revoke(self: Any, *arguments: Any) -> None:
+        with mock.patch.object(TokenTable, "remove", nothing):
+            original(self, *arguments)
+
+    original = OfferRegistry.revoke
+    patch.setattr(OfferRegistry, "revoke", revoke)
+
+
+def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
+    original = PrefillOffers.ended
+    patch.setattr(PrefillOffers, "ended", lambda *arguments: (original(*arguments)[0], 0))
+    patch.setattr(Pool, "drop_cached", always(0))

@@ -346,7 +346,7 @@ def _takings(worker: Worker, ranges: Ranges) -> dict[int, int]:
 def left_on(engine: Engine) -> Iterator[str]:
     """Yields everything that an engine still holds."""
     pool, handover = engine.pool, engine.handover
-    yield from leftovers(engine, but=("answers", "attempts", "workers", "failures"))
+    yield from leftovers(engine, but=("answers", "attempts", "workers", "failures", "revoked"))
     yield from (f"engine: {counts}" for counts in engine.reported if counts)
     if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
         yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"

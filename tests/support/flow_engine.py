@@ -192,6 +192,7 @@ class Kind:
         drops_blocks: as a model with sliding windows: decode computes the last token again.
         slots: slots of the slab, and how many are reserved for sending and as many for receiving; (0, 0): no staging.
         depth: steps that are scheduled before the output of the first of them is handled.
+        allocation_seconds: how long decode waits for blocks; None for as long as for a whole hand-over.
         keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM 0.19).
     """
 
@@ -208,6 +209,7 @@ class Kind:
     transfer_queue: Budget = Budget()
     slots: tuple[int, int] = (0, 0)
     drops_blocks: bool = False
+    allocation_seconds: float | None = None
 
 
 class Channel:
@@ -412,6 +414,8 @@ class Engine:
             recomputes=kind.recomputes,
             lease_seconds=self.settings.kv_lease_duration_seconds,
             timeout_seconds=self.settings.handover_timeout_seconds,
+            allocation_seconds=kind.allocation_seconds or self.settings.handover_timeout_seconds,
+            patience_seconds=self.settings.give_way_after_seconds,
         )
         number = cluster.next_number()
         self.handover = SchedulerFacade(
@@ -431,6 +435,7 @@ class Engine:
         self.running: list[Request] = []
         self.outputs: deque[Output] = deque()
         self.failures: Counter[int] = Counter()
+        self.revoked: Counter[int] = Counter()
         self.quarantined = 0
         self._finished_ids = self._has_scheduled = False
         self.finished_receiving: set[str] = set()
@@ -442,7 +447,7 @@ class Engine:
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
         self.handover.bind(self.pool)
-        self.pool.next_up, self.pool.lose = self._next_up, self._lose
+        self.pool.next_up, self.pool.lose, self.pool.head = self._next_up, self._lose, self._head
         self.handover.arrived(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
@@ -470,6 +475,8 @@ class Engine:
         return self.complete() or did
 
     def dispatch(self) -> bool:
+        # As the engine's loop does while it waits.
+        self.handover.relieve()
         if len(self.outputs) >= self.kind.depth or not self.has_requests:
             return False
         scheduled, progress = self._schedule()
@@ -615,6 +622,7 @@ class Engine:
             output.invalid |= side.take_marks()
             counted = side.take_counted()
             self.failures += counted.failures
+            self.revoked += counted.revoked
             for attempt, reason in counted.reasons:
                 output.reasons.setdefault(attempt, reason)
             if counted.quarantined_blocks is not None:
@@ -702,6 +710,10 @@ class Engine:
             return None
         self._finish([request], Status.ERROR)
         return 0
+
+    def _head(self) -> Request | None:
+        waiting = (one for one in (*self.waiting, *self.skipped) if one.status in (Status.WAITING, Status.PREEMPTED))
+        return next(waiting, None) if self.admits else None
 
     def _next_up(self) -> str | None:
         waiting = (one for one in (*self.waiting, *self.skipped) if one.status is Status.WAITING)

@@ -159,6 +159,8 @@ class Pool:
         newest_first: allocate the block that was freed last (kvcached), not the one that was freed first (vLLM).
         are_shared: another connector may load KV into the blocks, and that load may fail.
         next_up: returns the request that the engine would start next, if it runs none.
+        head: returns the request that waits to be started next, if one does.
+        limit_blocks: as set by ``kvctl limit``; None for no limit.
         lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
 
@@ -175,6 +177,8 @@ class Pool:
     sum_of: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     next_up: Callable[[], str | None] = lambda: None
+    head: Callable[[], Request | None] = lambda: None
+    limit_blocks: int | None = None
     lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
     @property
@@ -257,6 +261,27 @@ class Pool:
             memory.poison(block)
 
     # ----------------------------------------------------------------------------- called by kvcached_nixl
+
+    @property
+    def starved(self) -> tuple[str, int] | None:
+        head = self.head()
+        if head is None:
+            return None
+        hits = self.hits(head)
+        free = len(self.free) - sum(block in self.free for block in hits)
+        missing = self._missing(head, hits, head.num_tokens) - free
+        return (head.request_id, missing) if missing > 0 else None
+
+    @property
+    def blocks_over_limit(self) -> int:
+        used = self.shape.num_blocks - 1 - len(self.free) + sum(block in self.sum_of for block in self.free)
+        return 0 if self.limit_blocks is None else max(0, used - self.limit_blocks)
+
+    def drop_cached(self, num_blocks: int) -> int:
+        found = [block for block in self.free if block in self.sum_of][:num_blocks]
+        for block in found:
+            self._evict(block)
+        return len(found)
 
     def take(self, request_id: str) -> list[Any]:
         taken = []

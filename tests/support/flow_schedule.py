@@ -103,6 +103,8 @@ class Schedule:
         self.stages = seed % 3 == 2
         # With these seeds the model has sliding windows.
         self.has_windows = seed % 11 == 6
+        # With these seeds kvcached's limits change. Dice of their own: the other events stay those of before.
+        self.limits = random.Random(seed) if seed % 7 == 5 and not self.calm else None
         # With these seeds some hand-overs are verified.
         self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]), (seed % 5 == 3) * 0.6)
         shapes = dice.choice(SHAPES)
@@ -410,6 +412,9 @@ class Schedule:
         self._advance(self.dice.choice([0.01, 0.6, 2.0] if self.calm else [0.01, 0.6, 2.0, 5.0, 12.0, 40.0]))
 
     def _advance(self, seconds: float) -> None:
+        if self.limits is not None:
+            pool = self.limits.choice([*self.prefills, *self.decodes]).pool
+            pool.limit_blocks = self.limits.choice([None, None, 0, 4, 12])
         clock = self.cluster.clock
         until = clock.now_seconds() + seconds
         for at, engine in sorted(self.dying, key=lambda one: one[0]):
@@ -492,7 +497,9 @@ class Schedule:
             self.cluster.come_back(engine)
             if self.dice.random() < 0.3:
                 self.cluster.kill(engine)
+        self.limits = None
         for engine in self.cluster.alive:
+            engine.pool.limit_blocks = None
             for worker in engine.workers:
                 worker.agent.refuse_posts = False
 

@@ -18,7 +18,7 @@ from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
-from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Registration, decode, encode
+from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Reading, Registration, decode, encode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
@@ -137,6 +137,7 @@ class Remote:
     process: Process = Process()
     kernel_blocks_per_block: int = 1
     num_groups: int = 1
+    readers: list[int] = field(default_factory=list)
     token_table: TokenArray = field(default_factory=lambda: np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
 
     @property
@@ -177,7 +178,10 @@ class Remote:
         self.transport.send(agent, encode(message))
 
     def heard(self) -> list[Message]:
-        return [decode(notification) for _, notification in self.transport.received()]
+        """Returns the messages since the last call, and keeps those that blocks are read in ``readers``."""
+        found = [decode(notification) for _, notification in self.transport.received()]
+        self.readers += [one.tp_rank for one in found if isinstance(one, Reading)]
+        return [one for one in found if not isinstance(one, Reading)]
 
 
 class HeldCopies:

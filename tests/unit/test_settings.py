@@ -103,6 +103,8 @@ SECONDS = {
     "kv_lease_duration": "kv_lease_duration_seconds",
     "handover_timeout": "handover_timeout_seconds",
     "push_registration_timeout": "handover_timeout_seconds",
+    "allocation_timeout": "allocation_timeout_seconds",
+    "give_way_after": "give_way_after_seconds",
 }
 
 
@@ -118,11 +120,10 @@ def test_what_is_no_positive_number_of_seconds_is_refused(key: str, value: Any) 
 @given(value=st.floats(min_value=0, max_value=86_400, exclude_min=True) | st.integers(1, 86_400))
 @settings(deadline=None)
 def test_a_positive_number_of_seconds_is_taken_as_it_is(key: str, value: float) -> None:
-    """Seconds in, seconds out, and the other one keeps its default."""
-    found = Settings.from_extra_config({key: value})
-    assert getattr(found, SECONDS[key]) == value
-    (other,) = {*SECONDS.values()} - {SECONDS[key]}
-    assert getattr(found, other) == getattr(Settings(), other)
+    """Seconds in, seconds out, and the others keep their defaults."""
+    asked = {key: value, **({"handover_timeout": value} if key == "allocation_timeout" else {})}
+    expected: dict[str, Any] = {SECONDS[name]: value for name in asked}
+    assert Settings.from_extra_config(asked) == Settings(**expected)
 
 
 def test_vllms_name_for_the_timeout_means_the_same() -> None:
@@ -134,6 +135,13 @@ def test_vllms_name_for_the_timeout_means_the_same() -> None:
     assert refusal.value.expected == "60, equal to handover_timeout, or unset"
     with pytest.raises(SettingsError, match="handover_timeout=0"):
         Settings.from_extra_config({"handover_timeout": 0, "push_registration_timeout": 60})
+
+
+def test_blocks_are_not_awaited_for_longer_than_the_whole_hand_over() -> None:
+    assert Settings.from_extra_config({"allocation_timeout": 120}).allocation_timeout_seconds == 120.0
+    with pytest.raises(SettingsError, match="allocation_timeout=121") as refusal:
+        Settings.from_extra_config({"allocation_timeout": 121})
+    assert refusal.value.expected == "at most handover_timeout, 120"
 
 
 def test_host_buffers_are_refused_in_words() -> None:

@@ -71,6 +71,43 @@ class EngineBlocks:
             return None
         return next((str(one.request_id) for one in startable(scheduler) if wants_blocks(one)), None)
 
+    @property
+    def starved(self) -> tuple[str, int] | None:
+        """The next request that vLLM would start, and how many more blocks it needs than are free.
+
+        vLLM starts it when all of its prompt fits. Its look-ahead and its reserve for running requests add a few
+        blocks, which count only if nothing runs: otherwise blocks come free.
+        """
+        request = next((one for one in startable(self.engine_scheduler) if wants_blocks(one)), None)
+        if request is None:
+            return None
+        managers = self._managers()
+        needed = sum(_blocks_of(manager, request) for manager in managers)
+        missing = needed - int(self._pool.get_num_free_blocks())
+        if missing <= 0 and not private(self.engine_scheduler, "running"):
+            missing = int(missing + len(managers) > 0)
+        return (request.request_id, missing) if missing > 0 else None
+
+    @property
+    def blocks_over_limit(self) -> int:
+        """How many allocated blocks exceed kvcached's limit, whether kvcached has applied it already (it does so when
+        it allocates) or not."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is None:
+            return 0
+        target = private(manager, "target_num_blocks") if private(manager, "in_shrink") else None
+        if target is None:
+            wanted_bytes = private(manager, "page_allocator").get_resize_target()
+            if wanted_bytes <= 0:
+                return 0
+            target = wanted_bytes // private(manager, "block_mem_size")
+        return max(0, int(private(manager, "_get_num_alloced_blocks")()) - target)
+
+    def drop_cached(self, num_blocks: int) -> int:
+        """Free blocks that only the prefix cache keeps, whole pages first."""
+        evict = optional(self._pool, "_evict_blocks_from_pool")
+        return 0 if evict is None or num_blocks <= 0 else int(evict(num_blocks))
+
     def take(self, request_id: str) -> list[Any]:
         """Take a request's blocks away without freeing them, so that vLLM finds none when it frees the request.
 
@@ -85,7 +122,7 @@ class EngineBlocks:
 
     def give_back(self, blocks: list[Any]) -> None:
         """Free blocks that `take` returned."""
-        private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool").free_blocks(blocks)
+        self._pool.free_blocks(blocks)
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
         """Between two steps, drop the received KV and the blocks of a request that has computed nothing since.
@@ -130,8 +167,19 @@ class EngineBlocks:
             for manager in self._managers()
         )
 
+    @property
+    def _pool(self) -> Any:
+        return private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool")
+
     def _managers(self) -> Any:
         return private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers
+
+
+def _blocks_of(manager: Any, request: Any) -> int:
+    """How many blocks of one KV-cache group a request needs for its prompt, in addition to those that it has."""
+    first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size
+    needed = -(-request.num_tokens // manager.block_size) - first_block
+    return max(0, needed - len(private(manager, "req_to_blocks").get(request.request_id, ())))
 
 
 def queued(engine_scheduler: Any) -> Iterator[Any]:
@@ -333,7 +381,7 @@ def wait_for_input(core: Any, seconds: float) -> bool:
     queue = core.input_queue
     with queue.not_empty:
         if not queue._qsize():
-            queue.not_empty.wait(seconds)
+            queue.not_empty.wait(None if math.isinf(seconds) else seconds)
         return bool(queue._qsize())
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.actions.engine import bound_sides, core_of, due_in_seconds, wait_for_input, wake_of
+from kvcached_nixl.compat.actions.resting import wait_relieving
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.versions import installed_row
@@ -54,8 +55,9 @@ def wait_until_due(core: Any) -> None:
     if not private(core, "process_input_queue_block"):
         # Elastic expert parallelism: vLLM does not block here while ranks are added or removed.
         return
-    due = due_in_seconds(sides(private(core.scheduler, "connector")))
-    if math.isfinite(due) and not wait_for_input(core, due):
+    found = list(sides(private(core.scheduler, "connector")))
+    due = due_in_seconds(found)
+    if (math.isfinite(due) or any(side.num_kept for side in found)) and not wait_relieving(core, found, due):
         wake_of(core)()
 
 

@@ -11,6 +11,7 @@ Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,11 +27,13 @@ from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.wire.step import Reports
 
-__all__ = ["note_step", "rest"]
+__all__ = ["note_step", "rest", "wait_relieving"]
 
 _STOOD_STILL = "_kvcached_nixl_stood_still"
 _LOOK_SECONDS = 0.05
 """Interval for polling the number of free blocks while a request waits for blocks. Polling needs no step."""
+_LOOK_FOR_PRESSURE_SECONDS = 0.25
+"""Interval for looking whether offers have to give way. Needs no step."""
 _SHARED_SECONDS = 1.0
 """Longest rest beside another connector, because the end of its transfers is found in steps only."""
 
@@ -60,20 +63,39 @@ def rest(core: Any, longest_seconds: float) -> None:
     # Without any work vLLM waits by itself, and first notifies the callers that paused it.
     if not found or not private(core, "has_work")() or not _stands_still(core, found):
         return
+    if any(side.relieve() for side in found):
+        return
     seconds = min(longest_seconds, due_in_seconds(found))
     if side_of(core.scheduler.connector) is None:
         seconds = min(seconds, _SHARED_SECONDS)
     if _waits_for_blocks(core.scheduler):
-        _wait_for_blocks(core, seconds)
+        _wait_for_blocks(core, found, seconds)
     else:
-        wait_for_input(core, seconds)
+        wait_relieving(core, found, seconds)
 
 
-def _wait_for_blocks(core: Any, seconds: float) -> None:
+def wait_relieving(core: Any, found: Sequence[Any], seconds: float) -> bool:
+    """On the engine's thread, wait until something enters the engine's input queue, or until workers have to be told
+    that offers give way because memory is short.
+
+    Returns: whether something has entered the queue.
+    """
+    until_seconds = time.monotonic() + seconds
+    while any(side.num_kept for side in found) and (left_seconds := until_seconds - time.monotonic()) > 0:
+        if wait_for_input(core, min(left_seconds, _LOOK_FOR_PRESSURE_SECONDS)):
+            return True
+        if any(side.relieve() for side in found):
+            return False
+    return wait_for_input(core, max(0.0, until_seconds - time.monotonic()))
+
+
+def _wait_for_blocks(core: Any, found: Sequence[Any], seconds: float) -> None:
     pool = private(private(core.scheduler, "kv_cache_manager"), "block_pool")
     before = pool.get_num_free_blocks()
     for _ in range(math.ceil(round(seconds / _LOOK_SECONDS, 3))):
         if wait_for_input(core, min(_LOOK_SECONDS, seconds)) or pool.get_num_free_blocks() > before:
+            return
+        if any(side.relieve() for side in found):
             return
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Peer, Release, encode
+from kvcached_nixl.wire.messages import Peer, Reading, Release, encode
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
@@ -80,6 +80,7 @@ class ReadPart:
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return
+        context.peers.send(self.address, encode(Reading(manifest.request_id, context.local.tp_rank)))
         ended = context.contained(self._read, self._fail)
         self._job = TransferJob("READ", known.agent, found.local, found.remote, ended, tally=self._attempt.tally)
         context.transfer_queue.submit(self._job)

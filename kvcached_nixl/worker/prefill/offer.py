@@ -84,6 +84,8 @@ class Offer:
         is_kept: vLLM keeps its blocks until the request is reported as done.
         settled: ranks of decode that need nothing more of it.
         waived: those of ``settled`` that have released its name only. They may still register, for this prompt.
+        readers: ranks of decode that have begun to read its blocks.
+        wanted_until_seconds: until when decode counts as waiting for it, by its last heartbeat.
         awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
@@ -96,6 +98,8 @@ class Offer:
     is_kept: bool = True
     settled: set[int] = field(default_factory=set)
     waived: set[int] = field(default_factory=set)
+    readers: set[int] = field(default_factory=set)
+    wanted_until_seconds: float = 0.0
     awaited: int | None = None
     draining: list[int] = field(default_factory=list)
     write_tasks: dict[WriteKey, WriteTask] = field(default_factory=dict)
@@ -142,6 +146,11 @@ class Offer:
     def may_be_read(self) -> bool:
         """Whether it has blocks that vLLM will not reuse before they are reported idle, and decode may have them."""
         return bool(self.blocks) and (self.update.is_held or self.finished) and not self.stopped
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether a rank of decode has registered for it, or reads it."""
+        return bool(self.write_tasks or self.readers - self.settled)
 
     @property
     def is_read(self) -> bool:

@@ -20,9 +20,10 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.messages import Registration, Release, StagingGrant, Withdrawal
-from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.lease import INTERVAL
+from kvcached_nixl.wire.messages import Reading, Registration, Release, StagingGrant, Withdrawal
+from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
@@ -36,6 +37,8 @@ from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["OfferRegistry"]
 
+WANTED_INTERVALS = 2
+"""For so many intervals between heartbeats after the last one, decode counts as waiting for an offer."""
 PROBE_SECONDS = 5.0
 """How often a rank of decode is probed once its registration is overdue."""
 
@@ -54,6 +57,7 @@ class OfferRegistry:
         hold_idle: called with a hold when none of its blocks is being read any more.
         expired: called with a request whose lease has expired, before ``done``.
         moved: called for each registration whose tokens were all written, if by WRITEs of this rank.
+        revoked: called for each offer that is taken back.
     """
 
     def __init__(
@@ -70,13 +74,16 @@ class OfferRegistry:
         hold_idle: Callable[[int], None],
         expired: Callable[[PrefillRequestId], None],
         moved: Callable[[TransferTally], None],
+        revoked: Callable[[RevocationCause], None],
     ) -> None:
         self._context = context
         self._clock = clock
         self._tokens = tokens
         self._mode = mode
         self._unmatched_seconds = unmatched_seconds
+        self._lease_seconds = lease_seconds
         self._done, self._hold_idle, self._expired, self._moved = done, hold_idle, expired, moved
+        self._revoked = revoked
         self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._write_tasks: dict[WriteKey, WriteTask] = {}
         self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
@@ -112,7 +119,8 @@ class OfferRegistry:
                 self._settle_rank(offer, tp_rank, tp_size)
         elif (offer.name, offer.digest, offer.num_tokens) != (update.name, update.digest, update.num_tokens):
             # Its blocks are not what decode was told of. Its end is reported as that of any other.
-            self.revoke(update.request_id, "another request came under its id")
+            self._tokens.remove(update.request_id)
+            self._let_down(offer, FailureCause.REVOKED, "another request came under its id")
             return
         if update.ready_tokens < offer.ready_tokens:
             for task in list(offer.write_tasks.values()):
@@ -140,7 +148,13 @@ class OfferRegistry:
 
     def renew(self, names: Iterable[str]) -> None:
         """Handle a heartbeat: decode still wants these requests."""
-        self._leases.renew(one for name in names for one in self._matcher.renewed_by(name))
+        request_ids = [one for name in names for one in self._matcher.renewed_by(name)]
+        self._leases.renew(request_ids)
+        wanted_until_seconds = self._clock.now_seconds() + WANTED_INTERVALS * INTERVAL * self._lease_seconds
+        for request_id in request_ids:
+            offer = self._matcher.offers.get(request_id)
+            if offer is not None:
+                offer.wanted_until_seconds = wanted_until_seconds
 
     def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
         """The request has ended early: post nothing more of it, and remove its ownership token at once.
@@ -158,13 +172,24 @@ class OfferRegistry:
         offer.finished, offer.is_kept = True, offer.is_kept and is_kept
         self._let_down(offer, FailureCause.STOPPED, reason)
 
-    def revoke(self, request_id: PrefillRequestId, reason: str) -> None:
+    def outlasts(self, request_id: PrefillRequestId, revocation: Revocation) -> bool:
+        """Whether an offer is not taken back for lack of memory: a rank of decode has begun to fetch it, so its blocks
+        are free soon; or waits for it, if those are spared."""
+        offer = self._matcher.offers.get(request_id)
+        if offer is None or not revocation.cause.is_of_memory:
+            return False
+        is_wanted = self._clock.now_seconds() < offer.wanted_until_seconds
+        return offer.is_fetched or (revocation.spares_wanted and is_wanted)
+
+    def revoke(self, request_id: PrefillRequestId, revocation: Revocation) -> None:
         """Decode may not have the request any more. Its blocks stay with it until it ends: its `finish` has been called
         already, or will be."""
         self._tokens.remove(request_id)
         offer = self._matcher.offers.get(request_id)
         if offer is not None:
-            self._let_down(offer, FailureCause.REVOKED, reason)
+            if not offer.stopped:
+                self._revoked(revocation.cause)
+            self._let_down(offer, FailureCause.REVOKED, revocation.reason)
 
     def started(self, incarnation: str) -> None:
         """The engine has told its incarnation, at start or after its weights have changed: stop registrations that were
@@ -199,7 +224,7 @@ class OfferRegistry:
 
     # ----------------------------------------------------------------------------------------------- messages of decode
 
-    def handle(self, agent: str, message: Registration | StagingGrant | Withdrawal | Release) -> None:
+    def handle(self, agent: str, message: Registration | StagingGrant | Withdrawal | Reading | Release) -> None:
         """Handle a message of a rank of decode; ``agent`` is the rank's name in the transport."""
         if isinstance(message, Registration):
             self._register(agent, message)
@@ -209,6 +234,10 @@ class OfferRegistry:
                 self._writer.take_grant(task, message)
         elif isinstance(message, Withdrawal):
             self._withdraw(agent, message)
+        elif isinstance(message, Reading):
+            offer = self._matcher.offers.get(PrefillRequestId(message.request_id))
+            if offer is not None:
+                offer.readers.add(message.tp_rank)
         else:
             self._release(message)
 

@@ -484,6 +484,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.handover.bind(self)
         self.are_shared = self.is_producer = False
         self.number = 0
+        self.starved: tuple[str, int] | None = None
         self.free = set(range(1, 61))
         self.of: dict[str, list[int]] = {}
         self.requests: dict[str, Asked] = {}
@@ -497,6 +498,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.owed_done: set[str] = set()
 
     # what `SchedulerFacade` asks of vLLM
+
+    @property
+    def blocks_over_limit(self) -> int:
+        return 0
+
+    def drop_cached(self, num_blocks: int) -> int:
+        return 0
 
     def take(self, request_id: str) -> list[int]:
         return self.of.pop(request_id, [])
@@ -613,6 +621,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 30.0, TIMEOUT]))
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
+
+    @rule(data=st.data(), num_blocks=st.sampled_from([0, 3, 60]))
+    def memory_is_short(self, data: st.DataObject, num_blocks: int) -> None:
+        """Whether the workers take back what gives way, or find that decode fetches it, makes no difference here."""
+        self.starved = (data.draw(st.sampled_from(["another", *self.requests])), num_blocks) if num_blocks else None
+        self.handover.relieve()
 
     # the workers
 

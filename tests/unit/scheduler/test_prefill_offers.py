@@ -11,6 +11,7 @@ from support.engine_fakes import (
     LEASE,
     OWN,
     OWN_START,
+    PATIENCE,
     TOKENS,
     Asked,
     Pool,
@@ -29,13 +30,13 @@ from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.prefill_offers import GRACE_SECONDS, PrefillOffers
+from kvcached_nixl.scheduler.prefill_offers import ASK_AGAIN_SECONDS, GRACE_SECONDS, PrefillOffers
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
 from kvcached_nixl.wire.params import prefill_params, read_fetch
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step, WakeAddress
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step, WakeAddress
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
@@ -404,9 +405,11 @@ def kept_and_running(mode: TransferMode = TransferMode.PULL) -> Prefill:
 def test_what_is_revoked_is_what_was_meant(chosen: dict[str, Any], revoked: list[str]) -> None:
     """And once: neither a second revocation of it nor its end is told again."""
     prefill = kept_and_running()
-    prefill.offering.revoke("the weights were changed", prefill.step, **chosen)
-    assert prefill.take().revoked == dict.fromkeys(revoked, "the weights were changed")
-    prefill.offering.revoke("again", prefill.step, **chosen)
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step, **chosen)
+    assert prefill.take().revoked == dict.fromkeys(
+        revoked, Revocation(RevocationCause.WEIGHTS, "the weights were changed")
+    )
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "again", prefill.step, **chosen)
     assert prefill.take().revoked == {}
     assert prefill.offering.num_kept == 2, "until every rank has reported it"
 
@@ -419,7 +422,7 @@ def test_a_request_that_has_computed_nothing_is_not_revoked() -> None:
     prefill.compute(4, ([7],), replaces=True)
     prefill.preempt()
     prefill.take()
-    prefill.offering.revoke("the weights were changed", prefill.step)
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
     assert prefill.take().revoked == {}
     assert prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2").offered[-1].ready_tokens == TOKENS
 
@@ -428,7 +431,7 @@ def test_a_request_that_is_revoked_while_it_is_computed_is_not_offered_any_more(
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
     prefill.compute(4, ([7],), replaces=True)
-    prefill.offering.revoke("the weights were changed", prefill.step)
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
     assert prefill.compute(TOKENS, ([3, 9],)).offered == []
     assert prefill.finish(request) == (False, None)
     assert not prefill.failures.counts and not prefill.take().has_news
@@ -439,7 +442,7 @@ def test_an_offer_that_is_revoked_before_the_workers_know_it_is_not_told() -> No
     request = prefill.arrive(of_prefill())
     prefill.offering.scheduled([Progress("p1", BLOCKS, True, TOKENS)], prefill.pool, prefill.step)
     assert prefill.finish(request)[0] and len(prefill.step.offered) == 1
-    prefill.offering.revoke("the weights were changed", prefill.step)
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
     step = prefill.take()
     assert (step.offered, list(step.revoked)) == ([], [P1])
 
@@ -495,7 +498,7 @@ def test_a_closed_engine_takes_back_each_offer_when_its_grace_has_passed() -> No
         assert not prefill.take().revoked
         prefill.clock.advance(0.1)
         prefill.offering.turn(prefill.step)
-        assert prefill.take().revoked == dict.fromkeys(revoked, "prefill is paused")
+        assert prefill.take().revoked == dict.fromkeys(revoked, Revocation(RevocationCause.PAUSED, "prefill is paused"))
     assert prefill.offering.due_at_seconds is None
 
 
@@ -516,6 +519,80 @@ def test_an_engine_that_is_open_again_takes_back_nothing() -> None:
     assert prefill.offering.due_at_seconds is None and not prefill.take().revoked
 
 
+def three_kept(**changed: Any) -> Prefill:
+    """Three offers of three blocks each, of which the workers know."""
+    prefill = Prefill(**changed)
+    for name in ("p1", "p2", "p3"):
+        request = prefill.arrive(of_prefill(name))
+        prefill.compute(TOKENS, BLOCKS, replaces=True, name=name)
+        assert prefill.finish(request)[0]
+    prefill.take()
+    prefill.clock.advance(PATIENCE)
+    return prefill
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "given_way"), [(0, []), (1, ["p1"]), (3, ["p1"]), (4, ["p1", "p2"]), (99, ["p1", "p2", "p3"])]
+)
+def test_the_oldest_offers_give_way_and_only_as_many_as_are_needed(num_blocks: int, given_way: list[str]) -> None:
+    prefill = three_kept()
+    for _ in range(2):
+        prefill.offering.give_way(RevocationCause.BLOCKS, num_blocks, prefill.step)
+    step = prefill.take()
+    assert list(step.revoked) == given_way
+    assert all(one.cause is RevocationCause.BLOCKS and one.cause.is_of_memory for one in step.revoked.values())
+    assert prefill.offering.num_kept == 3, "their blocks are free when the workers have reported it"
+
+
+def test_what_is_taken_back_for_another_reason_counts() -> None:
+    prefill = three_kept()
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "", prefill.step)
+    prefill.take()
+    prefill.offering.give_way(RevocationCause.BLOCKS, 9, prefill.step)
+    assert not prefill.take().revoked
+
+
+def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
+    prefill = three_kept()
+    prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+    prefill.clock.advance(ASK_AGAIN_SECONDS - 0.1)
+    prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+    assert list(prefill.take().revoked) == ["p1"]
+    prefill.clock.advance(0.1)
+    prefill.offering.give_way(RevocationCause.LIMIT, 6, prefill.step)
+    revoked = prefill.take().revoked
+    assert list(revoked) == ["p2", "p3"] and all(one.spares_wanted for one in revoked.values()), "others give way first"
+    prefill.clock.advance(ASK_AGAIN_SECONDS)
+    prefill.offering.give_way(RevocationCause.BLOCKS, 9, prefill.step, keeps_wanted=True)
+    assert not prefill.take().revoked, "decode waits for all of them"
+    prefill.offering.give_way(RevocationCause.LIMIT, 9, prefill.step)
+    revoked = prefill.take().revoked
+    assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
+
+
+def test_an_offer_that_has_just_been_made_does_not_give_way() -> None:
+    prefill = Prefill()
+    request = prefill.arrive(of_prefill())
+    prefill.compute(TOKENS, BLOCKS, replaces=True)
+    assert prefill.finish(request)[0]
+    prefill.clock.advance(PATIENCE - 0.1)
+    prefill.offering.give_way(RevocationCause.BLOCKS, 3, prefill.step)
+    assert not prefill.take().revoked
+
+
+@pytest.mark.parametrize(
+    ("cause", "num_owed"), [(RevocationCause.BLOCKS, 0), (RevocationCause.LIMIT, 3), (RevocationCause.NEIGHBOUR, 3)]
+)
+def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> None:
+    """Blocks that were freed for others must not stay in the prefix cache."""
+    prefill = three_kept()
+    prefill.offering.give_way(cause, 3, prefill.step)
+    prefill.offering.revoke(RevocationCause.CLEARED, "", prefill.step)
+    assert prefill.offering.ended(["p1", "unknown"], [], prefill.pool) == (0, num_owed)
+    assert prefill.offering.ended(["p1"], [], prefill.pool) == (0, 0)
+    assert three_kept().offering.ended(["p2"], [], prefill.pool) == (1, 0)
+
+
 def test_a_revoked_request_is_let_go_of_while_the_engine_is_closed() -> None:
     """vLLM frees it at once, and its blocks are held until every rank has reported it."""
     prefill = Prefill()
@@ -523,7 +600,7 @@ def test_a_revoked_request_is_let_go_of_while_the_engine_is_closed() -> None:
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     prefill.finish(request)
     prefill.pool.of["p1"] = ["a block"]
-    prefill.offering.revoke("the weights were changed", prefill.step)
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
     assert prefill.offering.let_go(prefill.pool) == set(), "an open engine waits for its ranks"
     prefill.offering.close("prefill is paused", prefill.step, grace_seconds=0.0)
     assert prefill.offering.let_go(prefill.pool) == {"p1"}
@@ -670,7 +747,7 @@ def test_offers_of_other_requests_stay_in_the_step_that_revokes_one() -> None:
         prefill.arrive(request)
         progress = [Progress(name, ([7],), True, 4)]
         prefill.offering.scheduled(progress, prefill.pool, prefill.step)
-    prefill.offering.revoke("an adapter was loaded again", prefill.step, adapter=3)
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "an adapter was loaded again", prefill.step, adapter=3)
     step = prefill.take()
     assert list(step.revoked) == ["p2"]
     assert [(one.request_id, one.ready_tokens) for one in step.offered if one.ready_tokens] == [("p1", 4)]
@@ -718,7 +795,7 @@ def test_an_offer_is_withdrawn_before_a_later_token_overwrites_its_states(mode: 
     request = prefill.arrive(of_prefill())
     prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True)
     step = prefill.compute(TOKENS + 1)
-    assert list(step.revoked) == [P1] and "overwritten" in step.revoked[P1]
+    assert list(step.revoked) == [P1] and "overwritten" in step.revoked[P1].reason
     assert step.offered == []
     assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6]))[1] is None
 

@@ -41,7 +41,7 @@ def answers(engine: str, incarnation: str = "0" * 16, tp_rank: int = 0) -> Answe
         Weights("", "", ""), Process(),
     )  # fmt: skip
     told = msgspec.msgpack.encode(Answer(incarnation, msgspec.msgpack.encode(rank)))
-    return {tp_rank: ("kvcached_nixl/12 pull [vLLM 0.28.0]", told)}
+    return {tp_rank: ("kvcached_nixl/13 pull [vLLM 0.28.0]", told)}
 
 
 OWN = answers("own")

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_nixl.wire.causes import MAX_SHOWN, FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import MAX_SHOWN, FailureCause, HandOverFailed, RevocationCause
 
 
 def test_each_cause_keeps_its_number_and_its_label() -> None:
     """Golden: the numbers cross between processes, and the labels are those of a metric."""
     assert [cause.label for cause in sorted(FailureCause)] == [
         "parameters", "no_manifest", "digest", "range", "restarted", "refused", "unreachable", "lost", "lease",
-        "stopped", "deadline", "protocol", "defect", "quarantine", "checksum", "revoked", "media",
+        "stopped", "deadline", "protocol", "defect", "quarantine", "checksum", "revoked", "media", "no_blocks",
     ]  # fmt: skip
-    assert [int(cause) for cause in sorted(FailureCause)] == list(range(17))
+    assert [int(cause) for cause in sorted(FailureCause)] == list(range(18))
+    assert [cause.label for cause in sorted(RevocationCause)] == [
+        "weights", "paused", "cleared", "states", "blocks", "limit", "neighbour",
+    ]  # fmt: skip
+    assert [cause.label for cause in sorted(RevocationCause) if cause.is_of_memory] == ["blocks", "limit", "neighbour"]
 
 
 @pytest.mark.parametrize(

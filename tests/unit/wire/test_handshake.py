@@ -50,11 +50,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_12_is_these_words() -> None:
+def test_the_tag_of_protocol_13_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 12
+    assert PROTOCOL == 13
     assert str(TAG) == (
-        "kvcached_nixl/12 pull [vLLM 0.19.1; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
+        "kvcached_nixl/13 pull [vLLM 0.19.1; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
         "and 2 planes of cells of 64 bytes, group 1: 4 planes of cells of 32 bytes]"
     )
 
@@ -246,7 +246,7 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
     several = msgspec.structs.replace(other, mode="push")
     assert differences(str(several), str(TAG)) == (
-        "found dtype fp8, kvcached_nixl/12 push; expected dtype bf16, kvcached_nixl/12 pull"
+        "found dtype fp8, kvcached_nixl/13 push; expected dtype bf16, kvcached_nixl/13 pull"
     )
     more = msgspec.structs.replace(TAG, facts=(*TAG.facts, ("spec", "eagle")))
     assert differences(str(more), str(TAG)) == "found spec eagle; expected nothing"

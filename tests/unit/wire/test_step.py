@@ -76,7 +76,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
     assert [(cause.value, cause.label) for cause in FailureCause] == list(
         enumerate(
             ["parameters", "no_manifest", "digest", "range", "restarted", "refused", "unreachable", "lost", "lease"]
-            + ["stopped", "deadline", "protocol", "defect", "quarantine", "checksum", "revoked", "media"]
+            + ["stopped", "deadline", "protocol", "defect", "quarantine", "checksum", "revoked", "media", "no_blocks"]
         )
     )
     failed = HandOverFailed(FailureCause.LEASE, "words")

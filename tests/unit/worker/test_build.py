@@ -167,7 +167,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     found = registered(Geometry(num_pools=2))
     layers = layers_digest(found.layout, found.layers_of_groups)
     assert tag == (
-        f"kvcached_nixl/12 pull [vLLM 0.19.1; model m; layers of groups {layers}; group "
+        f"kvcached_nixl/13 pull [vLLM 0.19.1; model m; layers of groups {layers}; group "
         "0: 4 planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)

@@ -12,7 +12,7 @@ from support.engine_fakes import grown
 from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
@@ -397,13 +397,15 @@ def test_the_engines_own_counts_are_told_by_one_rank(tp_rank: int) -> None:
     worker = Worker(tp_size=2, tp_rank=tp_rank)
     for blocks in (3, None):
         worker.side.begin_step(step(counts={FailureCause.LEASE: 1, FailureCause.LOST: 2}, quarantined_blocks=blocks))
-    worker.thread.outcome = Outcome(moved=[(8, 1, 0.5)], expired={P1})
+    revoked = Counter({RevocationCause.LIMIT: 2})
+    worker.thread.outcome = Outcome(moved=[(8, 1, 0.5)], expired={P1}, revoked=revoked)
     worker.side.take_ended()
     counted = worker.side.take_counted()
     assert (counted.moved, counted.expired) == ([(8, 1, 0.5)], 1)
     is_first = tp_rank == 0
     assert counted.failures == (Counter({FailureCause.LEASE: 2, FailureCause.LOST: 4}) if is_first else Counter())
     assert counted.quarantined_blocks == (3 if is_first else None)
+    assert counted.revoked == (revoked if is_first else Counter())
     counted = worker.side.take_counted()
     assert (counted.moved, counted.expired, counted.failures, counted.quarantined_blocks) == ([], 0, Counter(), None)
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from support.worker_fakes import manifest, wanted
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.worker.outcome_queue import TELL_AGAIN_SECONDS, OutcomeQueue
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
 from kvcached_nixl.worker.transfer.tally import TransferTally
@@ -24,6 +26,7 @@ def test_everything_is_taken_once() -> None:
     outcomes.hold_idle(4)
     outcomes.expired(P1)
     outcomes.moved(TransferTally(10, 2, 0.5))
+    outcomes.revoked(RevocationCause.BLOCKS)
     assert outcomes.take() == Outcome(
         finished={1},
         failed={1: Failed(wanted(1).request_id, FailureCause.LEASE, "token_table")},
@@ -31,6 +34,7 @@ def test_everything_is_taken_once() -> None:
         idle_holds={4},
         expired={P1},
         moved=[(10, 2, 0.5)],
+        revoked=Counter({RevocationCause.BLOCKS: 1}),
     )
     assert outcomes.take() == Outcome()
 

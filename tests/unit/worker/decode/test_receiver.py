@@ -142,6 +142,7 @@ def test_blocks_are_read_and_then_the_token_and_prefill_is_told(pull: Decode) ->
     assert (pull.over, pull.failed) == ([1], {})
     assert is_read(pull, remote)
     assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
+    assert remote.readers == [0], "prefill was told, so that it does not take the offer back meanwhile"
     untouched = [block for block in range(32) if block not in (7, 3, 9)]
     assert not pull.memory.cells[:, untouched].any()
     assert pull.is_clean() and not pull.token_rows.any()

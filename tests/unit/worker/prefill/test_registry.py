@@ -25,11 +25,12 @@ from support.worker_fakes import (
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
     Message,
+    Reading,
     Registration,
     Release,
     StagingGrant,
@@ -39,7 +40,7 @@ from kvcached_nixl.wire.messages import (
     Written,
     decode,
 )
-from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import PROBE_SECONDS, OfferRegistry
 from kvcached_nixl.worker.staging.slots import Slots, Use
@@ -70,6 +71,7 @@ class Prefill(Local):
         self.quiet: list[int] = []
         self.expired: list[str] = []
         self.moved: list[TransferTally] = []
+        self.revoked: list[RevocationCause] = []
         self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
         self.registry = OfferRegistry(
             self.side,
@@ -83,6 +85,7 @@ class Prefill(Local):
             hold_idle=self.quiet.append,
             expired=self.expired.append,
             moved=self.moved.append,
+            revoked=self.revoked.append,
         )
         self.listener.role = self.registry
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
@@ -843,6 +846,30 @@ def test_one_that_finishes_short_lets_decode_down(prefill: Prefill, remote: Remo
     assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "prefill computed 4 of 10 tokens")
 
 
+@pytest.mark.parametrize("cause", [RevocationCause.WEIGHTS, RevocationCause.LIMIT], ids=lambda cause: cause.label)
+@pytest.mark.parametrize("by", ["nobody", "a reader", "a reader of another", "a registration"])
+def test_an_offer_that_is_fetched_does_not_give_way(by: str, cause: RevocationCause) -> None:
+    """But it is taken back in any case where its bytes are out of date."""
+    prefill = Prefill(is_push=by == "a registration")
+    remote = prefill.remote()
+    prefill.offer(is_finished=True)
+    if by == "a registration":
+        prefill.register(remote)
+    elif by != "nobody":
+        prefill.registry.handle(remote.transport.name, Reading(P1 if by == "a reader" else P2, 0))
+    revocation = Revocation(cause, "why")
+    stays = by in ("a reader", "a registration") and cause is RevocationCause.LIMIT
+    assert prefill.registry.outlasts(P1, revocation) == stays
+    if not stays:
+        prefill.registry.revoke(P1, revocation)
+        prefill.registry.revoke(P1, revocation)
+        prefill.deliver()
+        assert prefill.done == [P1] and prefill.revoked == [cause], "it is counted once"
+    elif by == "a reader":
+        prefill.registry.handle(remote.transport.name, Release(P1, "", DIGEST, 0, 1))
+        assert prefill.done == [P1] and not prefill.revoked
+
+
 @pytest.mark.parametrize("is_offered", [True, False])
 @pytest.mark.parametrize("how", ["stop", "stop, not kept", "revoke", "close"])
 def test_who_may_not_be_fetched_any_more_has_no_ownership_token(prefill: Prefill, how: str, is_offered: bool) -> None:
@@ -852,7 +879,7 @@ def test_who_may_not_be_fetched_any_more_has_no_ownership_token(prefill: Prefill
     prefill.table.publish(P1, LAST.ownership_token)
     prefill.table.publish(P2, LAST.ownership_token)
     if how == "revoke":
-        prefill.registry.revoke(P1, "paused")
+        prefill.registry.revoke(P1, Revocation(RevocationCause.PAUSED, "paused"))
     elif how == "close":
         prefill.registry.close("the engine ends")
     else:

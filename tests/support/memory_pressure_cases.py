@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill gives way when memory is short: which offers are taken back, when, and that nobody gets wrong bytes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcached_nixl.settings import DEFAULT_GIVE_WAY_AFTER_SECONDS as PATIENCE
+from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.wire.causes import RevocationCause
+from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
+from support.flow_engine import Request, Status
+from support.flow_pair import PROMPT, Pair, kind
+
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+BLOCKS_EACH = 5
+"""Blocks of `PROMPT`, and of `prompt`."""
+
+
+def prompt(seed: int) -> tuple[int, ...]:
+    return tuple(100 * seed + token for token in PROMPT)
+
+
+def small(mode: TransferMode, num_offers: int, **decode: object) -> Pair:
+    """A pair whose prefill has room for so many offers."""
+    room = kind(num_blocks=1 + num_offers * BLOCKS_EACH, caches_prefixes=False)
+    return Pair(mode, room, kind(**{"caches_prefixes": False, **decode}))
+
+
+def offers(pair: Pair, count: int, first: int = 1) -> list[Request]:
+    found = [pair.ask_prefill(prompt(first + place)) for place in range(count)]
+    pair.settle()
+    assert all(one.answer is not None for one in found)
+    return found
+
+
+def revoked(pair: Pair) -> dict[str, int]:
+    return {RevocationCause(cause).label: count for cause, count in pair.prefill.revoked.items()}
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("num_waiting", [1, 2])
+def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_offers(mode: TransferMode, num_waiting: int) -> None:
+    pair = small(mode, 3)
+    kept = offers(pair, 3)
+    new = [pair.ask_prefill(prompt(4 + place)) for place in range(num_waiting)]
+    pair.pass_time(PATIENCE - 0.5)
+    assert all(one.status is Status.WAITING for one in new), "decode may fetch one at any moment"
+    pair.pass_time(1.0)
+    assert all(one.status is Status.STOPPED and one.answer for one in new)
+    assert revoked(pair) == {"blocks": num_waiting}, "and no more than are needed"
+    for place, one in enumerate([*kept, *new]):
+        found = pair.ask_decode(one.answer, one.prompt)
+        pair.settle()
+        assert found.status is Status.STOPPED
+        assert bool(found.num_external) == (place >= num_waiting), "the oldest ones are recomputed, at once"
+    assert pair.causes() == {"lease": num_waiting}
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_nothing_is_taken_back_while_decode_goes_on_fetching(mode: TransferMode) -> None:
+    """A prefill that is faster than its decode waits for it, and keeps what it has computed."""
+    pair = small(mode, 3)
+    kept = offers(pair, 3)
+    for place in range(6):
+        new = pair.ask_prefill(prompt(4 + place))
+        pair.pass_time(PATIENCE - 0.5)
+        assert new.status is Status.WAITING
+        found = pair.ask_decode(kept.pop(0).answer, prompt(1 + place))
+        pair.settle()
+        assert (found.status, found.num_external) == (Status.STOPPED, len(PROMPT)) and new.answer
+        kept.append(new)
+    assert not revoked(pair) and not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_what_decode_fetches_does_not_give_way(mode: TransferMode) -> None:
+    """Never while bytes move: another one gives way, and if there is none, the request waits."""
+    pair = small(mode, 2)
+    pair.acquaint()
+    kept = offers(pair, 2)
+    fetching = pair.ask_decode(kept[0].answer, kept[0].prompt)
+    pair.until_posted()
+    new = pair.ask_prefill(prompt(3))
+    last = pair.prefill.add(Request("plain", prompt(4) + prompt(5), None))
+    for _ in range(24):
+        pair.clock.advance(0.5)
+        pair.round()
+    assert new.answer and last.status is Status.WAITING
+    assert revoked(pair) == {"blocks": 2}, "the new one, too, after its time"
+    pair.settle()
+    assert (fetching.status, fetching.num_external) == (Status.STOPPED, len(PROMPT)), "whose bytes were moving"
+    assert last.status is Status.STOPPED
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("is_offered", [True, False], ids=["for another offer", "for a request served here"])
+def test_what_decode_waits_for_gives_way_only_to_what_is_served_here(mode: TransferMode, is_offered: bool) -> None:
+    """A decode that is full for a while has requests for all offers. To compute more of them, and to have it compute
+    these again, helps nobody."""
+    pair = small(mode, 2)
+    pair.acquaint()
+    kept = offers(pair, 2)
+    pair.decode.admits = False
+    wanting = [pair.ask_decode(one.answer, one.prompt) for one in kept]
+    new = pair.ask_prefill(prompt(3)) if is_offered else pair.prefill.add(Request("plain", prompt(3), None))
+    for _ in range(10):
+        pair.pass_time(1.0)
+    assert (new.status is Status.STOPPED) == (not is_offered)
+    assert revoked(pair) == ({} if is_offered else {"blocks": 1})
+    pair.decode.admits = True
+    pair.settle()
+    assert [bool(one.num_external) for one in wanting] == [is_offered, True]
+    assert new.status is Status.STOPPED and all(one.status is Status.STOPPED for one in wanting)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+@pytest.mark.parametrize("limit_blocks", [11, 10, 4, 0])
+def test_a_lower_limit_takes_back_what_exceeds_it(mode: TransferMode, limit_blocks: int, caches_prefixes: bool) -> None:
+    """Also in an idle engine, and if the prefix cache would keep the blocks."""
+    pair = Pair(mode, kind(num_blocks=32, caches_prefixes=caches_prefixes), kind(caches_prefixes=False))
+    kept = offers(pair, 3)
+    pair.prefill.pool.limit_blocks = limit_blocks
+    pair.pass_time(2 * PATIENCE)
+    pair.settle()
+    assert pair.prefill.pool.blocks_over_limit == 0
+    num_revoked = -(-max(0, 3 * BLOCKS_EACH - limit_blocks) // BLOCKS_EACH)
+    assert revoked(pair) == ({"limit": num_revoked} if num_revoked else {})
+    for place, one in enumerate(kept):
+        found = pair.ask_decode(one.answer, one.prompt)
+        pair.settle()
+        assert found.status is Status.STOPPED and bool(found.num_external) == (place >= num_revoked)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_idle_blocks_of_the_prefix_cache_go_first() -> None:
+    pair = Pair(PULL, kind(num_blocks=32), kind(caches_prefixes=False))
+    pair.hand_over(prompt(9))
+    offers(pair, 2)
+    assert pair.prefill.pool.blocks_over_limit == 0
+    pair.prefill.pool.limit_blocks = 2 * BLOCKS_EACH
+    assert pair.prefill.pool.blocks_over_limit > 0
+    pair.pass_time(2 * PATIENCE)
+    assert pair.prefill.pool.blocks_over_limit == 0 and not revoked(pair)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_two_full_engines_that_prefill_for_each_other_do_not_wait_for_each_other(
+    mode: TransferMode, recomputes: bool
+) -> None:
+    """Each keeps offers for the other in all of its blocks. Without giving way both wait until the leases end."""
+    room = kind(num_blocks=1 + 2 * BLOCKS_EACH, caches_prefixes=False, recomputes=recomputes)
+    pair = Pair(mode, room, room)
+    both = (pair.prefill, pair.decode)
+    answers = {
+        engine: [pair.ask_prefill(prompt(10 * side + place), engine=engine) for place in range(2)]
+        for side, engine in enumerate(both)
+    }
+    pair.settle()
+    wanting = [
+        pair.ask_decode(one.answer, one.prompt, engine=other)
+        for engine, other in (both, both[::-1])
+        for one in answers[engine]
+    ]
+    pair.pass_time(PATIENCE - 0.5)
+    assert all(one.status is Status.WAITING for one in wanting), "nothing would free any block"
+    for _ in range(20):
+        pair.pass_time(1.0)
+    assert all(one.status.is_finished for one in wanting), "long before a lease or a timeout ends"
+    assert any(one.num_external for one in wanting) or recomputes
+    assert all(one.status is Status.STOPPED for one in wanting) or not recomputes
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_decode_that_has_no_blocks_in_time_lets_go_of_prefills(recomputes: bool) -> None:
+    pair = Pair(PULL, None, kind(caches_prefixes=False, recomputes=recomputes, allocation_seconds=20.0))
+    (kept,) = offers(pair, 1)
+    pair.decode.admits = False
+    found = pair.ask_decode(kept.answer, kept.prompt)
+    pair.pass_time(19.0)
+    assert pair.prefill.requests and found.status is Status.WAITING
+    pair.pass_time(2.0)
+    pair.settle()
+    assert not pair.prefill.requests and pair.causes() == ({} if recomputes else {"no_blocks": 1})
+    assert found.status is (Status.WAITING if recomputes else Status.ERROR)
+    pair.decode.admits = True
+    pair.settle()
+    assert found.status is (Status.STOPPED if recomputes else Status.ERROR) and not found.num_external
+    assert pair.causes() == {"no_blocks": 1}
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("seed", range(12))
+def test_a_limit_that_changes_at_random_costs_no_wrong_byte(mode: TransferMode, seed: int) -> None:
+    """`Pair` compares every byte that is computed on, and `nothing_is_left` that all blocks come back."""
+    draw = random.Random(seed)
+    pair = Pair(mode, kind(num_blocks=24), kind(num_blocks=24, caches_prefixes=draw.random() < 0.5))
+    pair.acquaint()
+    wanting: list[Request] = []
+    waiting: list[Request] = []
+    for number in range(40):
+        pair.prefill.pool.limit_blocks = draw.choice((None, None, 0, 5, 10, 20))
+        if len(waiting) < 6:
+            waiting.append(pair.ask_prefill(prompt(number + 1)))
+        ended = [one for one in waiting if one.answer is not None]
+        if ended and draw.random() < 0.7:
+            waiting.remove(one := draw.choice(ended))
+            wanting.append(pair.ask_decode(one.answer, one.prompt))
+        for _ in range(draw.randrange(4)):
+            pair.round()
+        if draw.random() < 0.6:
+            pair.settle() if draw.random() < 0.5 else pair.pass_time(draw.choice((0.5, 1.0, 2.5)))
+    pair.prefill.pool.limit_blocks = None
+    for _ in range(12):
+        pair.pass_time(5.0)
+    assert all(one.status is Status.STOPPED for one in wanting)
+    assert revoked(pair).get("limit", 0) > 0 or seed % 3
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
