@@ -49,7 +49,10 @@ def test_offers_that_nobody_fetches_give_way(arm: Arm, tmp_path: Path) -> None:
     specs = []
     for spec in arm.specs("recompute"):
         assert spec.kv_transfer is not None
+        # kvcached looks at its limit on the thread that allocates pages in advance.
+        environment = {**spec.environment, "KVCACHED_PAGE_PREALLOC_ENABLED": "true"}
         extra = {**spec.kv_transfer["kv_connector_extra_config"], "kv_lease_duration": LEASE_SECONDS}  # type: ignore[dict-item]
+        spec = dataclasses.replace(spec, environment=environment)
         specs.append(dataclasses.replace(spec, kv_transfer={**spec.kv_transfer, "kv_connector_extra_config": extra}))
 
     async def run(prefill: Server, decode: Server) -> None:

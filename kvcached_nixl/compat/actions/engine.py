@@ -91,17 +91,18 @@ class EngineBlocks:
     @property
     def blocks_over_limit(self) -> int:
         """How many allocated blocks exceed kvcached's limit, whether kvcached has applied it already (it does so when
-        it allocates) or not."""
+        it allocates) or not; at least one if blocks keep more pages in use than the limit has."""
         manager = optional(self._pool, "kv_cache_manager")
         if manager is None:
             return 0
-        target = private(manager, "target_num_blocks") if private(manager, "in_shrink") else None
-        if target is None:
-            wanted_bytes = private(manager, "page_allocator").get_resize_target()
-            if wanted_bytes <= 0:
-                return 0
-            target = wanted_bytes // private(manager, "block_mem_size")
-        return max(0, int(private(manager, "_get_num_alloced_blocks")()) - target)
+        pages = private(manager, "page_allocator")
+        # Of the keys or values of one layer. 0 if the limit was never changed.
+        limit_bytes = pages.get_resize_target()
+        if limit_bytes <= 0:
+            return 0
+        allowed = limit_bytes // private(manager, "block_mem_size")
+        exceeds = pages.get_num_inuse_pages() > limit_bytes // private(manager, "page_size")
+        return max(int(exceeds), int(private(manager, "_get_num_alloced_blocks")()) - allowed)
 
     def drop_cached(self, num_blocks: int) -> int:
         """Free blocks that only the prefix cache keeps, whole pages first."""
