@@ -83,7 +83,7 @@ class Pool:
 
     are_shared = is_producer = False
     stalled = starved = None
-    blocks_over_limit = 0
+    blocks_over_limit = blocks_for_neighbours = 0
 
     def __init__(self, order: Sequence[int]) -> None:
         self.free_blocks = list(reversed(order))
@@ -103,6 +103,9 @@ class Pool:
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
         return None
+
+    def tell_neighbours(self) -> bool:
+        return False
 
     def drop_cached(self, num_blocks: int) -> int:
         return 0

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.model_runner_policy import named
 from kvcached_nixl.compat.private import first_module
 
-__all__ = ["Platform", "platform"]
+__all__ = ["Platform", "device_name", "platform"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,15 @@ class Platform:
     runner: str
     page_bytes: int
     is_contiguous: bool
+
+
+def device_name() -> str:
+    """Identifies the device whose memory this engine's kvcached measures: the one of its first rank."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "cpu":
+        return f"hostvmm {os.environ.get('KVCACHED_HOSTVMM_DEVICE') or '0'}"
+    return str(current_platform.get_device_uuid(0))
 
 
 def platform() -> Platform:

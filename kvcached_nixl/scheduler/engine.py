@@ -141,6 +141,15 @@ class BlockPool(Protocol):
         """How many more blocks are allocated than kvcached's limit (``kvctl limit``) allows."""
         ...
 
+    def tell_neighbours(self) -> bool:
+        """Tells the other engines on the device how much memory `starved` waits for. Returns whether it is any."""
+        ...
+
+    @property
+    def blocks_for_neighbours(self) -> int:
+        """How many blocks would have to be freed for other engines on the device that wait for memory."""
+        ...
+
     def drop_cached(self, num_blocks: int) -> int:
         """Frees blocks that only the prefix cache keeps, so that their pages can be given back. Returns how many."""
         ...

@@ -52,6 +52,8 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 
 NO_REASON = "the worker did not say why"
+LOOK_SECONDS = 0.25
+"""How often an engine tells its neighbours what it waits for, and looks what they wait for."""
 QUIET_SECONDS = 2.0
 """How long a pause waits for transfers that may be in flight, before its caller is told that the cache is not clear."""
 
@@ -88,7 +90,9 @@ class SchedulerFacade:
         self._starvation = Starvation(clock, terms.timeout_seconds)
         self._pressure = MemoryPressure(clock, terms.patience_seconds)
         # Blocks that were freed for others, and that the prefix cache may still keep.
-        self._owed_blocks = 0
+        self._owed_blocks = self._blocks_for_neighbours = 0
+        self._look_at_seconds = 0.0
+        self._has_told = False
         self._reported_quarantine = 0
         self._has_news = False
         self._blocks: BlockPool | None = None
@@ -193,26 +197,49 @@ class SchedulerFacade:
             self._fetching.revoke("decode's cache is cleared", self._blocks, self._step)
 
     def relieve(self) -> bool:
-        """Takes back offers that nobody fetches, if memory is short. Costs little if no offer is kept.
+        """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
+        Costs little if it is called again at once, or no offer is kept.
 
-        Returns: whether the workers have to be told, in a step.
+        Returns: whether the engine has to step.
         """
-        if self._blocks is None or not (self._offering.num_kept or self._owed_blocks):
+        if self._blocks is None:
+            return False
+        now = self._clock.now_seconds()
+        is_due = now >= self._look_at_seconds
+        # What it waits for no longer must not cost neighbours anything.
+        if is_due or self._has_told:
+            self._has_told = self._blocks.tell_neighbours()
+        if is_due:
+            self._look_at_seconds = now + LOOK_SECONDS
+        if not (self._offering.num_kept or self._owed_blocks):
             self._pressure.eased()
             return False
         if self._owed_blocks:
-            self._blocks.drop_cached(self._owed_blocks)
+            self._drop_cached(self._owed_blocks)
+            self._blocks_for_neighbours -= self._owed_blocks
             self._owed_blocks = 0
         starved, num_missing = self._blocks.starved or ("", 0)
-        missing = {RevocationCause.BLOCKS: num_missing, RevocationCause.LIMIT: self._blocks.blocks_over_limit}
+        if is_due:
+            self._blocks_for_neighbours = self._blocks.blocks_for_neighbours
+        missing = {
+            RevocationCause.BLOCKS: num_missing,
+            RevocationCause.LIMIT: self._blocks.blocks_over_limit,
+            RevocationCause.NEIGHBOUR: self._blocks_for_neighbours,
+        }
         for cause, num_blocks in self._pressure.turn(missing).items():
             is_own = cause is RevocationCause.BLOCKS
             if not is_own:
-                num_blocks -= self._blocks.drop_cached(num_blocks)
+                num_blocks -= self._drop_cached(num_blocks)
             # Another prompt to be offered is no reason to have decode compute the earlier ones again.
             keeps_wanted = is_own and self._offering.is_offering(starved)
             self._offering.give_way(cause, num_blocks, self._step, keeps_wanted=keeps_wanted)
-        return self._step.has_news
+        return self._has_news or self._step.has_news
+
+    def _drop_cached(self, num_blocks: int) -> int:
+        dropped = self._bound().drop_cached(num_blocks)
+        # kvcached unmaps pages at the end of a step.
+        self._has_news |= dropped > 0
+        return dropped
 
     def resumed(self) -> None:
         """The engine runs again after `paused`."""

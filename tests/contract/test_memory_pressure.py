@@ -82,7 +82,7 @@ def test_what_is_read_is_not_taken_back(
 def test_without_an_offer_nothing_is_looked_at(node: Callable[..., Node]) -> None:
     """In each step of an engine that keeps nothing for decode."""
     prefill = node(PREFILL_FILLING)
-    with mock.patch.object(EngineBlocks, "starved", mock.PropertyMock(side_effect=AssertionError)):
+    with mock.patch.object(EngineBlocks, "blocks_over_limit", mock.PropertyMock(side_effect=AssertionError)):
         prefill.add(PREFILL_ID, None)
         prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     rest(prefill)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.client import Client, Offer, Pair, http_client, read_answer
 from experiments.common.pages import own_names
-from experiments.common.servers import Running, Server
+from experiments.common.servers import Running, Server, ServerSpec
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, TOKENS, Arm, prompts
 
 LEASE_SECONDS = 120
@@ -44,17 +45,48 @@ def revoked(server: Server) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
-def test_offers_that_nobody_fetches_give_way(arm: Arm, tmp_path: Path) -> None:
-    specs = []
+def specs_of(arm: Arm, **environment: str) -> list[ServerSpec]:
+    """Returns the pair's configurations, with leases that end after the test."""
+    found = []
     for spec in arm.specs("recompute"):
         assert spec.kv_transfer is not None
-        # kvcached looks at its limit on the thread that allocates pages in advance.
-        environment = {**spec.environment, "KVCACHED_PAGE_PREALLOC_ENABLED": "true"}
         extra = {**spec.kv_transfer["kv_connector_extra_config"], "kv_lease_duration": LEASE_SECONDS}  # type: ignore[dict-item]
-        spec = dataclasses.replace(spec, environment=environment)
-        specs.append(dataclasses.replace(spec, kv_transfer={**spec.kv_transfer, "kv_connector_extra_config": extra}))
+        # kvcached looks at its limit on the thread that allocates pages in advance.
+        changed = {**spec.environment, "KVCACHED_PAGE_PREALLOC_ENABLED": "true", **environment}
+        kv_transfer = {**spec.kv_transfer, "kv_connector_extra_config": extra}
+        found.append(dataclasses.replace(spec, environment=changed, kv_transfer=kv_transfer))
+    return found
 
+
+def test_what_nobody_fetches_gives_way_to_another_engine_on_the_device(tmp_path: Path) -> None:
+    """Two prefill servers of one device that has no more memory than one of them may use."""
+    device = {"KVCACHED_HOSTVMM_DEVICE": f"test-{uuid.uuid4().hex}", "KVCACHED_HOSTVMM_GIB": "0.1"}
+    (spec, _) = specs_of(PULL, **device)
+    both = [dataclasses.replace(spec, name=name) for name in ("keeps", "waits")]
+
+    async def run(keeps: Server, waits: Server) -> None:
+        async with http_client(2) as http:
+            clients = [Client(server.base_url, http) for server in (keeps, waits)]
+            asked = prompts(7, seed=9)
+            long = max(asked, key=len)
+            for place, one in enumerate(asked[:5]):
+                await Pair(clients[0], clients[1]).prefill_only(one, salt=f"o-{place}", request_id=f"o-{place}")
+            answer = asyncio.create_task(clients[1].answer(long, max_tokens=TOKENS, salt="long", request_id="long"))
+            done, _ = await asyncio.wait([answer], timeout=SOON_SECONDS)
+            assert done, "it waits for memory that another engine keeps for nobody"
+            found = revoked(keeps)
+            assert set(found) == {"neighbour"} and 0 < found["neighbour"] <= 3, "the first one alone empties no page"
+            alone = await clients[0].answer(long, max_tokens=TOKENS, salt="alone", request_id="alone")
+            assert answer.result().token_ids == alone.token_ids
+        for server in (keeps, waits):
+            server.check_alive()
+
+    with Running(both, tmp_path) as running:
+        asyncio.run(run(*running.ready()))
+
+
+@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+def test_offers_that_nobody_fetches_give_way(arm: Arm, tmp_path: Path) -> None:
     async def run(prefill: Server, decode: Server) -> None:
         async with http_client(4) as http:
             pair = Pair(Client(prefill.base_url, http), Client(decode.base_url, http))
@@ -105,5 +137,5 @@ def test_offers_that_nobody_fetches_give_way(arm: Arm, tmp_path: Path) -> None:
         for server in (prefill, decode):
             server.check_alive()
 
-    with Running(specs, tmp_path) as running:
+    with Running(specs_of(arm), tmp_path) as running:
         asyncio.run(run(*running.ready()))

@@ -160,6 +160,7 @@ class Pool:
         are_shared: another connector may load KV into the blocks, and that load may fail.
         next_up: returns the request that the engine would start next, if it runs none.
         head: returns the request that waits to be started next, if one does.
+        neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         limit_blocks: as set by ``kvctl limit``; None for no limit.
         lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
@@ -179,6 +180,7 @@ class Pool:
     next_up: Callable[[], str | None] = lambda: None
     head: Callable[[], Request | None] = lambda: None
     limit_blocks: int | None = None
+    neighbour_leaves_blocks: int | None = None
     lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
     @property
@@ -274,8 +276,18 @@ class Pool:
 
     @property
     def blocks_over_limit(self) -> int:
+        return self._in_use_above(self.limit_blocks)
+
+    @property
+    def blocks_for_neighbours(self) -> int:
+        return self._in_use_above(self.neighbour_leaves_blocks)
+
+    def _in_use_above(self, limit_blocks: int | None) -> int:
         used = self.shape.num_blocks - 1 - len(self.free) + sum(block in self.sum_of for block in self.free)
-        return 0 if self.limit_blocks is None else max(0, used - self.limit_blocks)
+        return 0 if limit_blocks is None else max(0, used - limit_blocks)
+
+    def tell_neighbours(self) -> bool:
+        return False
 
     def drop_cached(self, num_blocks: int) -> int:
         found = [block for block in self.free if block in self.sum_of][:num_blocks]

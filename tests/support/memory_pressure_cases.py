@@ -141,6 +141,24 @@ def test_a_lower_limit_takes_back_what_exceeds_it(mode: TransferMode, limit_bloc
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
+def test_a_neighbour_that_waits_gets_what_nobody_fetches() -> None:
+    """The same as a lower limit, but only as long as it waits."""
+    pair = Pair(PULL, kind(num_blocks=32), kind(caches_prefixes=False))
+    kept = offers(pair, 3)
+    pair.prefill.pool.neighbour_leaves_blocks = 2 * BLOCKS_EACH
+    for _ in range(6):
+        pair.pass_time(0.5)
+    pair.prefill.pool.neighbour_leaves_blocks = None
+    pair.pass_time(2 * PATIENCE)
+    assert revoked(pair) == {"neighbour": 1}
+    assert not pair.prefill.pool.sum_of.keys() & pair.prefill.pool.free.keys(), "nothing stays in the prefix cache"
+    for place, one in enumerate(kept):
+        found = pair.ask_decode(one.answer, one.prompt)
+        pair.settle()
+        assert found.status is Status.STOPPED and bool(found.num_external) == (place > 0)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
 def test_idle_blocks_of_the_prefix_cache_go_first() -> None:
     pair = Pair(PULL, kind(num_blocks=32), kind(caches_prefixes=False))
     pair.hand_over(prompt(9))

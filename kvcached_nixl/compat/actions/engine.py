@@ -8,13 +8,16 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/core/
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvcached_nixl.compat.actions.engine_name import wants_of
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.metrics import take_reasons
+from kvcached_nixl.compat.platform import device_name
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.wire.step import BlockIds, Reports
@@ -104,6 +107,22 @@ class EngineBlocks:
         exceeds = pages.get_num_inuse_pages() > limit_bytes // private(manager, "page_size")
         return max(int(exceeds), int(private(manager, "_get_num_alloced_blocks")()) - allowed)
 
+    def tell_neighbours(self) -> bool:
+        """Say how much memory the next request waits for that the device does not have. Returns whether it is any."""
+        if self._wants is None:
+            return False
+        starved = self.starved
+        num_bytes = 0 if starved is None or not self._lacks_pages else starved[1] * self._block_bytes
+        self._wants.say(num_bytes)
+        return num_bytes > 0
+
+    @property
+    def blocks_for_neighbours(self) -> int:
+        """How many of this engine's blocks are as large as what other engines lack. What they could still map of the
+        device's free memory they have left out."""
+        wanted_bytes = 0 if self._wants is None else self._wants.of_others()
+        return -(-wanted_bytes // self._block_bytes) if wanted_bytes else 0
+
     def drop_cached(self, num_blocks: int) -> int:
         """Free blocks that only the prefix cache keeps, whole pages first."""
         evict = optional(self._pool, "_evict_blocks_from_pool")
@@ -167,6 +186,22 @@ class EngineBlocks:
             manager.get_num_skipped_tokens(num_tokens) // manager.block_size * manager.block_size
             for manager in self._managers()
         )
+
+    @functools.cached_property
+    def _wants(self) -> Any:
+        return None if optional(self._pool, "kv_cache_manager") is None else wants_of(device_name())
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """Whether kvcached could map more pages if the device had more memory."""
+        pages = private(private(self._pool, "kv_cache_manager"), "page_allocator")
+        return bool(pages.get_avail_physical_pages() < pages.get_num_free_pages())
+
+    @property
+    def _block_bytes(self) -> int:
+        manager = private(self._pool, "kv_cache_manager")
+        layers = private(manager, "num_layers") * private(manager, "num_kv_buffers")
+        return int(private(manager, "block_mem_size") * layers)
 
     @property
     def _pool(self) -> Any:

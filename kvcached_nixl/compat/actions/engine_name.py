@@ -24,8 +24,9 @@ from typing import Any
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.errors import ContractChanged, NameRefused
 from kvcached_nixl.naming.claim import Claim, Places, clear_abandoned, join, take
+from kvcached_nixl.naming.wants import Wants
 
-__all__ = ["clear_left", "give_up_name", "join_engine", "own_engine", "withdraw_name"]
+__all__ = ["clear_left", "give_up_name", "join_engine", "own_engine", "wants_of", "withdraw_name"]
 
 _RIDES = "kvcached_nixl_name"
 """Attribute for the engine's name on vLLM's configuration, which vLLM sends to every worker, wherever it runs."""
@@ -113,6 +114,16 @@ def join_engine(config: Any) -> None:
     if held is None or held.claim.name != name:
         held = _NameHolder.held = _Held(join(name, _places(_module("utils"))), None)
     _set(held.claim.name)
+
+
+def wants_of(device: str) -> Wants | None:
+    """Where the engine of this process says how much memory it waits for, and hears its neighbours. None without one.
+
+    Args:
+        device: identifies the engine's device.
+    """
+    held = _NameHolder.held
+    return None if held is None else Wants(held.claim.folder.parent, held.claim.name, device)
 
 
 def give_up_name() -> None:

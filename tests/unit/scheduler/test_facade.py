@@ -499,9 +499,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     # what `SchedulerFacade` asks of vLLM
 
-    @property
-    def blocks_over_limit(self) -> int:
-        return 0
+    blocks_over_limit = blocks_for_neighbours = 0
+
+    def tell_neighbours(self) -> bool:
+        return False
 
     def drop_cached(self, num_blocks: int) -> int:
         return 0
